@@ -1,4 +1,4 @@
-"""Everyone whose asynchronous save is measured, behind one small interface: begin a save, ask, finish, close."""
+"""The contenders of the asynchronous benchmarks behind one interface: begin a save, poll, finish, close."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def ours(staging: str) -> Contender:
     return Contender(begin, sk.finish_saves)
 
 
-def nobody(steps: int) -> Contender:
-    """Whoever saves nothing, for so many steps of training."""
+def no_save(steps: int) -> Contender:
+    """A contender that saves nothing for a number of training steps."""
 
     def begin(*_: Any) -> Flight:
         more = iter(range(steps - 2))

@@ -1,11 +1,10 @@
 """
-What an asynchronous save of CPU tensors costs the Python code beside it: `python bench/async_cpu.py`.
+How much an asynchronous save of CPU tensors slows down Python code that runs beside it: `python bench/async_cpu.py`.
 
-A pure Python loop needs the interpreter's lock all the time. It runs alone, then from the moment the call has returned
-until the checkpoint is durable, then alone again, on two cores; its speed in the middle is given as a part of the mean
-of the other two, with what it waited for, since other programs on the machine slow it too. Threads, a writer process,
-and torch's asynchronous save take turns. Without that loop, each is also measured from the call until durable, beside
-`sk.save` in the same round.
+A pure Python loop needs the interpreter lock all the time. On two cores it runs alone, then from the return of the call
+until the checkpoint is durable, then alone again. Its speed in the middle is given relative to the mean of the other two,
+because other programs on the machine slow it down, too. Threads, a writer process and torch's asynchronous save take turns.
+Without the loop, each is also measured from the call until durable, beside `sk.save` in the same round.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """
 Asynchronous saves on an accelerator: torch's DCP and ours, on the same training run, in one process.
 
-Run where there is one: `python bench/async_gpu.py`, under eight minutes for 8 GB on an H200; `--few` for the same bytes
-in few large tensors. Prints one markdown table and how each target fared; every sample goes to $OUT/async_gpu.json if OUT
-is set. Without an accelerator every part says that it is skipped; `--cpu` runs them on CPU tensors, to see that they run:
-its figures mean nothing.
+`python bench/async_gpu.py` takes under eight minutes for 8 GB on an H200; `--few` uses the same bytes in few large tensors. It
+prints one markdown table and the targets; every sample goes to $OUT/async_gpu.json if OUT is set. Without an accelerator
+every part is skipped; `--cpu` runs them on CPU tensors only to check that they work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of `async_gpu.py` that take time: calls, the training loop, and what goes to and comes from a place."""
+"""The timed parts of `async_gpu.py`: calls, the training loop, and transfers to and from a directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import async_raw
 import pagecache
-from async_contenders import DEVICE, NO_SAVE, OURS, OVERLAP, TORCH, Contender, nobody
+from async_contenders import DEVICE, NO_SAVE, OURS, OVERLAP, TORCH, Contender, no_save
 from async_training import Training
 from async_vitals import Vitals
 
@@ -89,7 +89,7 @@ def loop(
             row = _windows(training, contender, where, steps)
             _keep_row(results, name, row)
             shutil.rmtree(where)
-        _keep_row(results, NO_SAVE, _windows(training, nobody(results[OVERLAP][-1]["during_steps"]), "", steps))
+        _keep_row(results, NO_SAVE, _windows(training, no_save(results[OVERLAP][-1]["during_steps"]), "", steps))
     for name in results:
         if name in everyone:
             everyone[name].close()

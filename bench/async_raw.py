@@ -1,4 +1,4 @@
-"""What a place can take: the same number of bytes, written from memory in the best way we know, and made durable."""
+"""The raw speed of a directory: the same number of bytes, written from memory as fast as we can, and made durable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what `async_gpu.py` measured to one markdown table and the issue's targets. Pure: results in, lines out."""
+"""Formats the results of `async_gpu.py` as a markdown table and compares them with the targets. No I/O."""
 
 from __future__ import annotations
 

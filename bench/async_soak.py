@@ -1,4 +1,4 @@
-"""The parts of `async_gpu.py` that repeat: is every checkpoint of 50 exact, and is anything left behind by 100."""
+"""The repeating parts of `async_gpu.py`: are 50 checkpoints exact, and do 100 saves leave memory flat."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exact(training: Training, staging: str, scratch: str, saves: int) -> dict[st
     Save again and again while the state changes, and compare each checkpoint bit for bit with the state at its call.
 
     overlap: gradients are there before the call; after it, at random, the optimizer steps at once, or a whole step
-    (or two) follows: nobody waits. device and host: every tensor is multiplied in place as soon as the call returns.
+    (or two) follows, and no step waits. device and host: every tensor is multiplied in place as soon as the call returns.
     """
     dice = random.Random(f"{staging} {saves}")
     wrong: list[str] = []

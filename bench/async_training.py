@@ -1,4 +1,4 @@
-"""A real training run to save from: a small transformer in bf16, AdamW with fp32 moments, loss, backward, step."""
+"""A training run to save from: a small transformer in bf16 with AdamW and fp32 moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process holds: resident, pinned and device memory, threads, file descriptors; and how high memory rose."""
+"""Resources of this process: resident, pinned and device memory and its peak, threads, file descriptors."""
 
 from __future__ import annotations
 

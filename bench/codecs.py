@@ -1,13 +1,13 @@
 """
-What codecs make of the bytes of a training, and how fast: size, and GB/s of plain bytes encoded and decoded.
+Codecs on the bytes of a training state: compressed size, and GB/s of plain bytes encoded and decoded.
 
-Every contender codes the same memory, round by round in turn, and the best round counts. "CPU" is plain bytes by the
-CPU time of all threads: what a core does, also where other processes take turns with this one. "x1", "x2" and so on are
-by the clock, with so many threads, up to as many as there are cores; those mean little on a machine that is busy. What
-threads can gain at all is what as many processes do, which share no interpreter: cores share caches and memory, too.
-zipnn takes part if it can be imported (`pip install --no-deps --target DIR zipnn`, then `--zipnn DIR`): all bytes in one
-call, which is how it is fastest. `--save DIR` instead saves and loads bf16 weights there through `float`, with as many
-threads each time.
+All contenders code the same memory in turn, and the best round counts. "CPU" is plain bytes per CPU second of all threads,
+which is comparable on a busy machine. "x1", "x2" and so on are plain bytes per second of wall time with that many threads,
+up to the number of cores; they mean little on a busy machine. As many processes, which share no interpreter lock, show what
+threads could gain at most.
+zipnn is measured if it can be imported (`pip install --no-deps --target DIR zipnn`, then `--zipnn DIR`), with all bytes in
+one call, which is its fastest way. `--save DIR` instead saves and loads bf16 weights there with `float` and the same numbers
+of threads.
 """
 
 # ruff: noqa: A005 - the interpreter has imported its own `codecs` before it can find this one
@@ -177,11 +177,11 @@ def of_processes(data: np.ndarray, rounds: int) -> dict[tuple[str, int], float]:
     context = multiprocessing.get_context("fork")
     best: dict[tuple[str, int], float] = {}
     for number in THREADS * rounds:
-        together, told = context.Barrier(number, timeout=120), context.Queue()
-        processes = [context.Process(target=_one_of, args=(data, together, told)) for _ in range(number)]
+        together, results = context.Barrier(number, timeout=120), context.Queue()
+        processes = [context.Process(target=_one_of, args=(data, together, results)) for _ in range(number)]
         for process in processes:
             process.start()
-        found = [told.get(timeout=300) for _ in processes]
+        found = [results.get(timeout=300) for _ in processes]
         for process in processes:
             process.join()
         for what, seconds in zip(("encode", "decode"), map(max, zip(*found, strict=True)), strict=True):
@@ -189,14 +189,14 @@ def of_processes(data: np.ndarray, rounds: int) -> dict[tuple[str, int], float]:
     return {(what, number): number * best[what, 1] / seconds for (what, number), seconds in best.items() if number > 1}
 
 
-def _one_of(data: np.ndarray, together: Any, told: Any) -> None:
+def _one_of(data: np.ndarray, together: Any, results: Any) -> None:
     ours = Ours(["float"], data)
     stored = ours.encode(1)  # warm
     together.wait()
     _, encoding, _ = clocked(lambda: ours.encode(1))
     together.wait()
     _, decoding, _ = clocked(lambda: ours.decode(stored, 1))
-    told.put((encoding, decoding))
+    results.put((encoding, decoding))
 
 
 def _keep(best: dict[str, float], what: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Everyone who is measured, as one table of small functions: each saves a state to a directory and loads it in place."""
+"""The contenders as a table of functions: each saves a state to a directory and loads it in place."""
 
 from __future__ import annotations
 

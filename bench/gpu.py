@@ -1,7 +1,7 @@
 """
-The engine on an accelerator: exactness of save and load of device tensors, and how fast, beside torch DCP.
+Saves and loads of device tensors: exactness, and speed compared with torch DCP.
 
-Run where there is one: `python bench/gpu.py [GB]`. Prints a short table; nothing here is part of the test suite.
+Needs an accelerator: `python bench/gpu.py [GB]`. Prints a short table. Not part of the test suite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """
-Snapshot order on an accelerator: what a side stream has queued before `save` is in the checkpoint, and after `load`
-a side stream sees what was loaded. Run where there is one; exits non-zero if either fails.
+Order of snapshots on an accelerator: work that a side stream queued before `save` is in the checkpoint, and after `load` a
+side stream sees the loaded values. Needs an accelerator; exits with an error if either fails.
 """
 
 from __future__ import annotations

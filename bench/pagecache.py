@@ -1,4 +1,4 @@
-"""Which pages of a checkpoint the system holds in memory: throw them out, bring them in, and look."""
+"""The page cache of a checkpoint's files: drop pages, load them, and check which are cached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Planning at scale, simulated in one process: what rank 0 and each rank spend on half a million shards.
+Planning at scale, simulated in one process: the time of rank 0 and of each rank for half a million shards.
 
 1,024 ranks x 500 sharded tensors, and the same with every shard held twice (HSDP); then an index of a million shards.
 """

@@ -1,4 +1,4 @@
-"""From samples to what is read: the table of a workload, and how each target fared. Pure: samples in, lines out."""
+"""Formats samples as the table of a workload and compares them with the targets. No I/O."""
 
 from __future__ import annotations
 

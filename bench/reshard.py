@@ -1,9 +1,9 @@
 """
-Load what other ranks saved, cut the other way, and one row of a large tensor: `python bench/run.py --only reshard`.
+Loads with another sharding, and of one row of a large tensor: `python bench/run.py --only reshard`.
 
-Four ranks save the rows of a state in torch's layout; two ranks load its columns. Ours and torch's take turns, each on
-its own files, and ours also on torch's. The row is read from a checkpoint of one tensor, and the bytes that the process
-reads for it are counted.
+Four ranks save the rows of a state in torch's layout, and two ranks load its columns. shardkeep and torch take turns, each on
+its own files, and shardkeep also on torch's. One row is read from a checkpoint of one tensor, and the bytes that the process
+reads are counted.
 """
 
 from __future__ import annotations

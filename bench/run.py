@@ -1,8 +1,8 @@
 """
 Measure saves and loads against the raw disk, torch DCP, torch.save and safetensors: `make bench`.
 
-Absolute times move 1.5x from run to run here, so all contenders take turns within each round and only ratios inside a
-round are judged. Prints tables and targets, and writes every sample to bench-results/<date>.json.
+Absolute times vary by 1.5x from run to run, so all contenders take turns within each round and only ratios within a round
+are judged. Prints tables and targets, and writes every sample to bench-results/<date>.json.
 """
 
 from __future__ import annotations

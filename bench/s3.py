@@ -1,10 +1,10 @@
 """
 Save to and load from an S3 server on this machine: `python bench/run.py --only s3`.
 
-Everybody moves the same bytes to and from the same SeaweedFS, in turns: obstore's own put and get of one buffer, which is
-what the library below us does when nothing is asked of it; boto3's transfers of one buffer; torch DCP through fsspec and
-s3fs, where that is installed; and we. Loads come from the server's page cache. Server and clients share the cores, so only ratios inside a
-round are judged.
+All contenders move the same bytes to and from the same SeaweedFS in turn: obstore's put and get of one buffer, which is the
+limit of the library that we use; boto3's transfers of one buffer; torch DCP through fsspec and s3fs, if that is installed;
+and shardkeep. Loads come from the server's page cache. Server and clients share the cores, so only ratios within a round are
+judged.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def measure(scratch: str, gb: float, rounds: int) -> dict[str, Any]:
         else:
             print("    torch DCP is left out: there is no s3fs (see Child in bench/s3.py)", file=sys.stderr)
         names = list(turns)
-        # Connections, imports and the server's first volumes belong to nobody's time: round 0 does not count.
+        # Round 0 does not count: it includes connections, imports and the server's first volumes.
         for number in range(rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 took = turns[name](f"round-{number}/{names.index(name)}")

@@ -1,7 +1,7 @@
 """
-One process that measures one family of contenders, driven by JSON lines on stdin: its peak memory is then its own.
+A process that measures one family of contenders, driven by JSON lines on stdin, so that its peak memory is its own.
 
-It holds the state in memory through all rounds. Building, poisoning and comparing happen outside the timing.
+It holds the state in memory for all rounds. Building, overwriting and comparing the state are not timed.
 """
 
 from __future__ import annotations

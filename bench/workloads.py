@@ -1,4 +1,4 @@
-"""The states that are measured: built full of random bytes, poisoned before a load, compared bit for bit after it."""
+"""The states to measure: filled with random bytes, overwritten before a load, and compared bit for bit after it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Hugging Face Accelerate with FSDP2: train, `save_state`, go on; or `load_state` 
     torchrun --nproc-per-node 2 examples/frameworks/accelerate_fsdp2.py /tmp/state
     torchrun --nproc-per-node 2 -m shardkeep.dcp examples/frameworks/accelerate_fsdp2.py /tmp/state --resume
 
-The first is on torch's distributed checkpoint, the second on shardkeep's: the program does not know.
+The first run uses torch's distributed checkpoint, the second shardkeep's, without a change of the program.
 """
 # ruff: noqa: INP001 - a script to read and run
 

@@ -4,7 +4,7 @@ Lightning with FSDP2 (`ModelParallelStrategy`): fit, save a sharded checkpoint o
     torchrun --nproc-per-node 2 examples/frameworks/lightning_fsdp2.py /tmp/checkpoint
     torchrun --nproc-per-node 2 -m shardkeep.dcp examples/frameworks/lightning_fsdp2.py /tmp/checkpoint --resume
 
-The first is on torch's distributed checkpoint, the second on shardkeep's: the program does not know.
+The first run uses torch's distributed checkpoint, the second shardkeep's, without a change of the program.
 """
 # ruff: noqa: INP001 - a script to read and run
 

@@ -1,8 +1,8 @@
 """
-What the programs in this folder share: a tiny model, its data, and the line that each prints about its run.
+Shared by the programs in this folder: a tiny model, its data, and the line that each prints about its run.
 
-Every rank sees the same batches. Then the mean of their gradients is exact, and a run gives the same bits on 1, 2 and 4
-ranks: what differs after a load was loaded wrong.
+Every rank sees the same batches, so the mean of their gradients is exact, and a run gives the same bits on 1, 2 and 4 ranks.
+Any difference after a load is an error of the load.
 """
 # ruff: noqa: INP001, T201 - beside scripts to read and run
 

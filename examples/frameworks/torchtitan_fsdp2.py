@@ -4,7 +4,7 @@ Torchtitan's `CheckpointManager` with FSDP2: train, save on the way, export; or 
     torchrun --nproc-per-node 2 examples/frameworks/torchtitan_fsdp2.py /tmp/run
     torchrun --nproc-per-node 2 -m shardkeep.dcp examples/frameworks/torchtitan_fsdp2.py /tmp/run --resume
 
-The first is on torch's distributed checkpoint, the second on shardkeep's: the program does not know. `--mode async` saves
+The first run uses torch's distributed checkpoint, the second shardkeep's, without a change of the program. `--mode async` saves
 in the background. The last step is exported as Hugging Face safetensors, in two files, and read back.
 """
 # ruff: noqa: INP001 - a script to read and run

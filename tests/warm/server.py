@@ -1,9 +1,9 @@
 """
-A process that has imported torch and does nothing else, of which each request makes a fork that runs a program.
+A process that has imported torch and forks for each request; the fork runs a program.
 
-Started by `python.py` with the number of a socket. A request is a line of JSON with four file descriptors: the
-program's standard streams, and where its id and then its end are told. A fork leaves `serve` and ends as any Python
-does: `atexit`, threads that are waited for, the exit code.
+`python.py` starts it with the number of a socket. A request is a line of JSON with four file descriptors: the program's
+standard streams, and one over which its process id and then its exit code are sent. A fork leaves `serve` and ends like any
+Python process, with `atexit` functions and waiting for threads.
 """
 
 from __future__ import annotations
