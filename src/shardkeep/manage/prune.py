@@ -21,6 +21,7 @@ from functools import partial
 
 from shardkeep.errors import CheckpointError, LeaseLost
 from shardkeep.events import Pruned, PruneFailed, emit
+from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import read_record, save_id_of
 from shardkeep.manage.catalog import Catalog, Entry, is_pinned
@@ -224,16 +225,7 @@ class Pruner:
 
     def sweep_one(self, name: str) -> None:
         """Remove what dead saves left in one directory, with or without a checkpoint; raises nothing but LeaseLost."""
-
-        def work() -> None:
-            step = self._catalog.naming.step(name)
-            entry = None if step is None else self._catalog.find(step)
-            if entry is None or entry.status == "unfinished":
-                self._sweep(name)
-            else:
-                self._sweep_beside(entry)
-
-        self._carefully(name, work)
+        self._carefully(name, partial(self._sweep, name))
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a directory that is not in use, while the lease is held; report a failure."""
@@ -261,22 +253,19 @@ class Pruner:
         return [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]
 
     def _sweep_beside(self, entry: Entry) -> None:
-        """Remove what dead saves left beside a checkpoint, but nothing that its record names."""
-        if entry.record is None:
-            return
-        store = self._root.place(entry.name)
-        if not {save_id_of(info.name) for info in store.list()} - {None, save_id_of(entry.record.index.name)}:
-            return
-        found = orphans.survey(store, self._lease.gone)
-        record = read_record(store)  # after the survey: a dead save that is not named now never will be
-        orphans.delete_files(store, set(found.dead).difference(record.names))
+        """Remove what dead saves left beside a checkpoint; lists its files only, if there is nothing else."""
+        files = self._root.place(entry.name).list()
+        if entry.record is not None and {save_id_of(info.name) for info in files} - {None, entry.save_id}:
+            self._sweep(entry.name)
 
     def _sweep(self, name: str) -> None:
-        """Remove what dead saves left in a directory without a checkpoint, and the directory if it is empty then."""
+        """Remove what dead saves left in a directory, but nothing of a checkpoint; and the directory if it is empty."""
         store = self._root.place(name)
         found = orphans.survey(store, self._lease.gone)
-        # After the survey: a save that had ended by then, and has no commit now, never will have one.
+        # After the survey: a save that had ended by then, and is not committed now, never will be.
         names = [info.name for info in store.list()]
+        if RECORD_NAME in names:
+            orphans.delete_files(store, set(found.dead).difference(read_record(store).names))
         if not found.over or any(map(is_commit_marker, names)):
             return
         if REMOVING_NAME in names:
