@@ -43,7 +43,7 @@ from shardkeep.format.boxes import (
     slices,
     whole,
 )
-from shardkeep.format.dtypes import DType, by_code, of_torch, to_torch
+from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import Chunks, Index, Tensors, strings_of
 from shardkeep.format.record import IndexEntry, Record, Totals
 from shardkeep.format.torch_zip import ArchivedTensor
@@ -102,8 +102,9 @@ def _fill(
     index, sizes = source.index, data_sizes(source.record)
     source.locate(np.unique(np.asarray(index.tensors.alias, np.int64)[tensor]))
     codes = np.asarray(index.tensors.dtype)[tensor].tolist()
+    known = known_to_torch()
     address = [
-        host_address(target) if of_torch(target.dtype).code == stored else 0
+        host_address(target) if target.dtype in known and known[target.dtype].code == stored else 0
         for target, stored in zip(into, codes, strict=True)
     ]
     axes = index.tensors.shape.shape[1]
@@ -314,7 +315,8 @@ def _source_of_items(files: ItemFiles, wanted: Sequence[ChunkRequest]) -> TorchS
         if tensor is None:
             # Whether the box lies inside is checked when the item is decoded.
             shapes[row] = tuple(o + n for o, n in zip(each.source.offsets, each.source.sizes, strict=True))
-            dtypes[row] = of_torch(each.target.dtype)
+            # Only torch decodes it, so any dtype serves; a quantized target has none of ours.
+            dtypes[row] = known_to_torch().get(each.target.dtype, of_torch(torch.uint8))
             continue
         archived[row], shapes[row], dtypes[row] = tensor, tensor.shape, tensor.dtype
         if tensor.is_row_major:

@@ -48,18 +48,27 @@ def leaves_of(
 
 
 def map_leaves(
-    tree: Any, change: Callable[[TreePath, Any], Any], opens: Callable[[Any], bool] = is_container, path: TreePath = ()
+    tree: Any,
+    change: Callable[[TreePath, Any], Any],
+    opens: Callable[[Any], bool] = is_container,
+    path: TreePath = (),
+    *,
+    keep_ordered: bool = True,
 ) -> Any:
     """
     Return the same nesting in new containers, with each leaf replaced by `change(path, leaf)`.
 
-    Mappings become plain dicts, except exact `OrderedDict`s; tuples become plain tuples, except named tuples.
+    Mappings become plain dicts, except exact `OrderedDict`s if `keep_ordered`; tuples become plain tuples, except named
+    tuples.
     """
     if not opens(tree):
         return change(path, tree)
-    made = [(key, map_leaves(child, change, opens, (*path, key))) for key, child in items_of(tree)]
+    made = [
+        (key, map_leaves(child, change, opens, (*path, key), keep_ordered=keep_ordered))
+        for key, child in items_of(tree)
+    ]
     if isinstance(tree, Mapping):
-        return OrderedDict(made) if type(tree) is OrderedDict else dict(made)
+        return OrderedDict(made) if keep_ordered and type(tree) is OrderedDict else dict(made)
     values = [child for _, child in made]
     return values if isinstance(tree, list) else getattr(tree, "_make", tuple)(values)
 
