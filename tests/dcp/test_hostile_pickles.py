@@ -16,7 +16,7 @@ from shardkeep.dcp._impl.planners import load_object
 from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.layouts import torch_values as metadata
 from shardkeep.layouts import torch_values as stored_items
-from shardkeep.layouts.torch_metadata import decode_torch_metadata
+from shardkeep.layouts.torch import decode_torch_metadata
 from shardkeep.layouts.torch_pickle import decode_metadata
 
 KINDS = [

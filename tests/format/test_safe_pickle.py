@@ -17,7 +17,7 @@ from shardkeep.dcp._impl import planners as objects
 from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format import torch_zip as torch_archive
 from shardkeep.format.pickles import NameTable, load_pickle, plain_names
-from shardkeep.layouts import torch_metadata
+from shardkeep.layouts import torch as torch_metadata
 from shardkeep.layouts import torch_pickle as pickled_metadata
 
 TABLES = {

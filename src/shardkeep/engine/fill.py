@@ -45,10 +45,9 @@ from shardkeep.format.boxes import (
 )
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import Chunks, Index, Tensors, strings_of
-from shardkeep.format.record import IndexEntry, Record, Totals
+from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor
-from shardkeep.layouts.native import data_sizes
-from shardkeep.layouts.torch_metadata import ItemLocation
+from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Overlap, ReadRequests, Scatter, plan_files, plan_load
 from shardkeep.storage.base import preferred_requests

@@ -41,8 +41,8 @@ from shardkeep.format.data_file import (
     sidecar_nbytes,
 )
 from shardkeep.format.index import Index
-from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, decode_record
-from shardkeep.layouts.native import data_sizes, save_id_of
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
+from shardkeep.layouts.native import save_id_of
 from shardkeep.plan.load_plan import Edge, FileReads, Read, Scatter, check_tensors, chunk_rows
 from shardkeep.storage.base import BlobReader, Gets, Opens
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory

@@ -9,7 +9,6 @@ because data files of the native layout are safetensors files, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.engine import safetensors_source, torch_source
@@ -17,15 +16,11 @@ from shardkeep.engine.codecs import open_chains
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
-from shardkeep.format.record import RECORD_NAME, Record
+from shardkeep.format.record import Record
 from shardkeep.layouts import native
-from shardkeep.layouts.torch import METADATA_NAME
+from shardkeep.layouts.torch import METADATA_NAME, latest
 from shardkeep.options import Options
-from shardkeep.storage.base import Lists, Opens, Store, is_single_file
-
-
-class _ListedStore(Opens, Lists, Protocol):
-    """What comparing commit markers needs of a store."""
+from shardkeep.storage.base import Store, is_single_file
 
 
 def find(store: Store) -> FoundCheckpoint:
@@ -73,17 +68,6 @@ class _FoundNative:
 
 FoundCheckpoint = _FoundNative | torch_source.FoundTorch | safetensors_source.FoundSafetensors
 """A checkpoint that exists: its `record`, and `open`, which does not read again what was read to find it."""
-
-
-def latest(store: _ListedStore) -> str | None:
-    """Return the name of the later commit marker if there is one of each layout; else None."""
-    for name in (METADATA_NAME, RECORD_NAME):
-        try:
-            store.open(name).close()
-        except BlobNotFound:
-            return None
-    when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
-    return max(when, key=lambda name: when[name], default=None)
 
 
 def open_native(store: ReadableStore, record: Record, options: Options, digests: DigestCache | None = None) -> Source:

@@ -42,13 +42,20 @@ from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges, mat
 from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.index import Chunks, Index, Strings, Tensors, checked_index, strings_of
 from shardkeep.format.pickles import unsealed
-from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals
+from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
 from shardkeep.format.tree import Container, Node, encode_tree
 from shardkeep.format.values import encode_value
-from shardkeep.layouts.native import data_sizes
-from shardkeep.layouts.torch import MAX_METADATA_NBYTES, METADATA_NAME, Sums, read_sums, writer_rank
-from shardkeep.layouts.torch_metadata import ItemLocation, TorchMetadata, decode_torch_metadata
+from shardkeep.layouts.torch import (
+    MAX_METADATA_NBYTES,
+    METADATA_NAME,
+    ItemLocation,
+    Sums,
+    TorchMetadata,
+    decode_torch_metadata,
+    read_sums,
+    writer_rank,
+)
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
 from shardkeep.storage.base import BlobInfo, BlobReader, preferred_requests, with_any_names

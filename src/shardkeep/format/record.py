@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
+from shardkeep.format.boxes import IntArray
 from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.data_file import (
     ALIGNMENT,
@@ -306,3 +308,8 @@ def _needs_second(record: Record) -> bool:
 def versioned(record: Record) -> Record:
     """Return the record with the oldest version number that supports its contents."""
     return msgspec.structs.replace(record, version=VERSION if _needs_second(record) else FIRST_VERSION)
+
+
+def data_sizes(record: Record) -> IntArray:
+    """Return the bytes of tensor data in each file."""
+    return np.array([file.data_nbytes for file in record.files], np.int64)

@@ -28,7 +28,6 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 from msgspec.structs import replace
 
 from shardkeep._version import __version__
@@ -255,11 +254,6 @@ def _plain_once(store: Opens, name: str) -> bytearray:
         data = bytearray(reader.nbytes)
         reader.read_into(0, memoryview(data))
     return data
-
-
-def data_sizes(record: Record) -> IntArray:
-    """Return the bytes of tensor data in each file."""
-    return np.array([file.data_nbytes for file in record.files], np.int64)
 
 
 def publish(

@@ -9,18 +9,32 @@ Torch's layout: the files of a checkpoint, and the digests that we store beside 
 
 `.metadata` names the data files. A save that replaces a checkpoint writes files with other names, so that the committed
 checkpoint stays complete until the new `.metadata` takes its place.
+
+`.metadata` is a pickle, and a pickle names classes. `unpickle_metadata` looks them up in a table that its caller gives. Here
+that table has small stand-ins, so that commands which only look at a checkpoint need no torch. `layouts.torch_pickle` gives
+the classes that users of `shardkeep.dcp` see.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
+from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, checksum_text, digest
 from shardkeep.format.data_file import count_blocks
-from shardkeep.storage.base import Gets
+from shardkeep.format.dtypes import DTYPES, DType, by_name
+from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, names_of, plain_names, unsealed
+from shardkeep.format.record import RECORD_NAME
+from shardkeep.options import Options
+from shardkeep.storage.base import Gets, Lists, Opens
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -109,3 +123,271 @@ def read_sums(store: Gets, name: str, sums: Sums) -> bytes | None:
     ):
         raise MalformedFile(f"{own}: these are not the digests of {name}", file=own)
     return file.digests
+
+
+class _ListedStore(Opens, Lists, Protocol):
+    """What finding the later commit needs of a store."""
+
+
+def latest(store: _ListedStore) -> str | None:
+    """Return the name of the later commit marker if there is one of each layout; else None."""
+    for name in (METADATA_NAME, RECORD_NAME):
+        try:
+            store.open(name).close()
+        except BlobNotFound:
+            return None
+    when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
+    return max(when, key=lambda name: when[name], default=None)
+
+
+# -- the contents of `.metadata` ---------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+_PACKAGE = "torch.distributed.checkpoint"
+_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
+_METADATA_HOMES = (f"{_PACKAGE}.metadata", "shardkeep.layouts.torch_values", "shardkeep.protocol.metadata")
+_FILE_HOMES = (f"{_PACKAGE}.filesystem", "shardkeep.layouts.torch_values", "shardkeep.protocol.stored_items")
+_HOMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "MetadataIndex",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        _METADATA_HOMES,
+    ),
+    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILE_HOMES),
+}
+"""The modules of each class: torch's, and ours by their present and earlier names, under which torch's writer pickles them."""
+
+
+# -- the decoder -------------------------------------------------------------------------------------------------------
+
+
+def unpickle_metadata(data: bytes, names: Names, *, where: str) -> Any:
+    """
+    Load the pickle in `.metadata`, verified by its seal if it has one.
+
+    Only `names`, plain values and what the user declared safe may occur in it, unless the user allows pickles.
+
+    Raises:
+        ChecksumMismatch: the seal does not match the pickle.
+        PickleRefused: the pickle names anything else.
+        MalformedFile: the bytes are not a pickle.
+
+    """
+    raw = unsealed(data, where)
+    if Options().allow_pickle:
+        trusted = {
+            name: each.kind if isinstance(each, New) else (each.kind or each.make) if isinstance(each, Call) else each
+            for name, each in names.items()
+        }
+        return load_trusted(raw, trusted, where=where)
+    return load_pickle(raw, {**plain_names(), **names}, where=where, others=safe_globals)
+
+
+def class_names(kinds: Mapping[str, T]) -> dict[tuple[str, str], T]:
+    """Return values, given for classes by name, under every module and name that a pickle may have for the class."""
+    found = {(home, name): kind for name, kind in kinds.items() for home in _HOMES[name]}
+    # Where torch before 2.3 had them.
+    found[_SHARDS, "TensorProperties"] = kinds["TensorProperties"]
+    found[_SHARDS, "MEM_FORMAT_ENCODING"] = kinds["_MEM_FORMAT_ENCODING"]
+    return found
+
+
+def safe_globals() -> Names:
+    """Return what the user declared safe (`torch.serialization.add_safe_globals`), if torch is loaded."""
+    torch = sys.modules.get("torch")
+    return names_of(torch.serialization.get_safe_globals() if torch is not None else [])
+
+
+# -- as plain data -----------------------------------------------------------------------------------------------------
+
+
+class ItemLocation(NamedTuple):
+    """Where an item lies."""
+
+    file: str
+    offset: int
+    nbytes: int
+    data_start: int | None
+    """Where the bytes of a dense row-major tensor begin in the file; None if that is not known."""
+    descriptors: tuple[str, ...]
+    """The stream extensions it was written through."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A stored tensor."""
+
+    dtype: DType
+    shape: Ints
+    chunks: list[tuple[Box, ItemLocation]]
+
+
+@dataclass(frozen=True)
+class TorchMetadata:
+    """The contents of a checkpoint of torch's layout."""
+
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, ItemLocation]
+    paths: dict[str, tuple[str | int, ...]]
+    """The keys and positions that lead to each value in the nested state."""
+    sums: dict[str, Sums] = field(default_factory=dict)
+    save_id: str = ""
+
+
+def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
+    """
+    Read `.metadata`.
+
+    Raises:
+        ChecksumMismatch: the seal does not match the pickle.
+        PickleRefused: the pickle names what does not belong into such a file.
+        MalformedFile: it is not such a file, or contradicts itself.
+
+    """
+    found = unpickle_metadata(data, _stand_ins(), where=where)
+    try:
+        return _metadata_of(found)
+    except MalformedFile:
+        raise
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as exc:
+        raise MalformedFile(f"{where}: not the metadata of a checkpoint: {exc!r}", file=where) from exc
+
+
+class _Fields:
+    """Stands for one of torch's classes: takes whatever fields its pickle has."""
+
+    dtype: Any
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # the properties of a tensor, with the dtype first
+            self.dtype = state[0]
+        else:
+            vars(self).update(state)
+
+    def __hash__(self) -> int:
+        return hash(_index(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Fields) and _index(self) == _index(other)
+
+
+def _index(value: _Fields) -> tuple[Any, Any]:
+    return getattr(value, "fqn", None), getattr(value, "offset", None)
+
+
+class _DTypeName(NamedTuple):
+    """Stands for a dtype. A pickle does not get the rows of our own table, because it could change them."""
+
+    name: str
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+@cache
+def _stand_ins() -> Names:
+    names: dict[tuple[str, str], Any] = class_names(
+        {name: Call(_unchanged) if name == "_MEM_FORMAT_ENCODING" else New(_Fields) for name in _HOMES}
+    )
+    names["torch", "Size"] = Call(tuple)
+    names["torch.serialization", "_get_layout"] = Call(_unchanged)
+    names.update({("torch", dtype.name): _DTypeName(dtype.name) for dtype in DTYPES})
+    return names
+
+
+def _metadata_of(found: Any) -> TorchMetadata:
+    locations = {_key(index): item_location(info) for index, info in found.storage_data.items()}
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ItemLocation] = {}
+    for name, entry in found.state_dict_metadata.items():
+        if type(name) is not str:
+            raise MalformedFile(f"a name that is a {type(name).__name__}")
+        if hasattr(entry, "chunks"):
+            shape = _ints(entry.size)
+            tensors[name] = TensorEntry(_dtype(entry.properties), shape, list(_chunks(name, entry.chunks, locations)))
+        else:
+            objects[name] = _location_of(locations, name, None)
+    meta = getattr(found, "storage_meta", None)
+    paths = getattr(found, "planner_data", None)
+    return TorchMetadata(
+        tensors=tensors,
+        objects=objects,
+        paths=_paths(paths if isinstance(paths, Mapping) else {}, [*tensors, *objects]),
+        sums=sums_of(getattr(found, "shardkeep_sums", None) or {}),
+        save_id=str(getattr(meta, "save_id", None) or ""),
+    )
+
+
+def _key(index: Any) -> tuple[str, Ints | None]:
+    return index.fqn, None if getattr(index, "offset", None) is None else _ints(index.offset)
+
+
+def item_location(info: Any) -> ItemLocation:
+    """Return where an item lies, from its entry in the metadata."""
+    offset, nbytes = info.offset, info.length
+    start = vars(info).get("shardkeep_data_start")
+    if type(info.relative_path) is not str or any(type(n) is not int or n < 0 for n in (offset, nbytes)):
+        raise MalformedFile(f"a location that is not a range of a file: {vars(info)}")
+    descriptors = tuple(str(each) for each in getattr(info, "transform_descriptors", None) or ())
+    return ItemLocation(info.relative_path, offset, nbytes, start if type(start) is int else None, descriptors)
+
+
+def _chunks(
+    name: str, chunks: Any, locations: Mapping[tuple[str, Ints | None], ItemLocation]
+) -> Iterator[tuple[Box, ItemLocation]]:
+    for chunk in chunks:
+        offsets, sizes = _ints(chunk.offsets), _ints(chunk.sizes)
+        if 0 not in sizes:
+            yield Box(offsets, sizes), _location_of(locations, name, offsets)
+
+
+def _location_of(
+    locations: Mapping[tuple[str, Ints | None], ItemLocation], name: str, offsets: Ints | None
+) -> ItemLocation:
+    location = locations.get((name, offsets))
+    if location is None and offsets is not None and not any(offsets):
+        location = locations.get((name, None))
+    if location is None:
+        at = "" if offsets is None else f" at {offsets}"
+        raise MalformedFile(f"the metadata do not say where {name!r}{at} is", key=name)
+    return location
+
+
+def _ints(numbers: Any) -> Ints:
+    made = tuple(numbers)
+    if any(type(n) is not int or n < 0 for n in made):
+        raise MalformedFile(f"{made} are not sizes")
+    return made
+
+
+def _dtype(properties: Any) -> DType:
+    if type(properties.dtype) is not _DTypeName:
+        raise MalformedFile(f"{properties.dtype!r} is not a dtype")
+    return by_name(properties.dtype.name)
+
+
+def _paths(said: Mapping[Any, Any], names: list[str]) -> dict[str, tuple[str | int, ...]]:
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for name in names:
+        path = said.get(name)
+        sound = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+        paths[name] = path if sound and path is not None else (name,)
+    return paths
+
+
+def sums_of(said: Any) -> dict[str, Sums]:
+    """Return what the metadata say of each data file."""
+    return {
+        name: Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
+        for name, (nbytes, block_nbytes, checksum) in said.items()
+    }

@@ -27,8 +27,7 @@ from shardkeep.format.pickles import (
     sealed,
 )
 from shardkeep.layouts import torch_values as metadata
-from shardkeep.layouts.torch import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums
-from shardkeep.layouts.torch_metadata import class_names, safe_globals, unpickle_metadata
+from shardkeep.layouts.torch import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums, class_names, safe_globals, unpickle_metadata
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo, _StoragePrefix
 from shardkeep.storage.base import Gets
 

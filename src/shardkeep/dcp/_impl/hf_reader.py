@@ -25,7 +25,7 @@ from shardkeep.format.boxes import Box, whole
 from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_header
 from shardkeep.layouts.safetensors_publish import list_model
-from shardkeep.layouts.torch_metadata import ItemLocation
+from shardkeep.layouts.torch import ItemLocation
 from shardkeep.layouts.torch_values import (
     ChunkStorageMetadata,
     LoadItemType,

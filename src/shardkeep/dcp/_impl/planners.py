@@ -35,7 +35,7 @@ from shardkeep.errors import BrokenProtocol, InvalidShards, MalformedFile, Pickl
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.pickles import Call, Names, NameTable, end_of_pickle, plain_names
 from shardkeep.format.torch_zip import is_archive
-from shardkeep.layouts.torch_metadata import safe_globals
+from shardkeep.layouts.torch import safe_globals
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     LoadPlan,
