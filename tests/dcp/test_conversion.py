@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard as Cut
 import shardkeep
 from shardkeep.codecs.stream_extensions import ExtensionRegistry
 from shardkeep.conversion import pipeline as streams
-from shardkeep.conversion import to_file as archive_file
 from shardkeep.conversion.to_file import pickle_state
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp._impl import convert as compat_conversion
@@ -38,9 +37,10 @@ BLOCK_NBYTES = 4096
 
 
 def small_windows(monkeypatch, blocks=1):
-    """Write archives in windows of so many blocks, on three threads."""
+    """Write archives in windows of so many blocks."""
     monkeypatch.setattr(streams, "block_nbytes_for", lambda _: BLOCK_NBYTES)
-    monkeypatch.setattr(archive_file, "limits", lambda *_: (3, blocks * BLOCK_NBYTES))
+    monkeypatch.setattr(compat_conversion, "_LEAST_WINDOW_NBYTES", 0)
+    monkeypatch.setattr(compat_conversion, "_WINDOW_NBYTES", blocks * BLOCK_NBYTES)
 
 
 def plain_state():

@@ -90,7 +90,8 @@ def write_torch_file(
     if file_exists(path) and not overwrite:
         raise _taken(to)
     layout, names = _layout(chosen, source, options)
-    reader = PartReader(source, budget_nbytes=2 * limits(options, source.store)[1])
+    windows = limits(options, source.store)
+    reader = PartReader(source, budget_nbytes=2 * windows[1])
 
     def fill(ranges: list[StorageRange]) -> None:
         reader.fill([(chosen.tensors[names[each.storage]], each.start, each.stop, each.into) for each in ranges])
@@ -104,7 +105,7 @@ def write_torch_file(
             replace_file=overwrite,
             options=options,
             progress=progress,
-            stores=[source.store],
+            windows=windows,
         )
     except StorageError as exc:
         if exc.errno == errno.EEXIST:
@@ -183,12 +184,12 @@ def write_archive(
     replace_file: bool = True,
     options: Options | None = None,
     progress: Progress | None = None,
-    stores: Sequence[object] = (),
+    windows: tuple[int, int] | None = None,
 ) -> None:
     """
     Write an archive to `path`, as `destination` returns it; it is read back before it replaces what is there.
 
-    `keys` name the storages in errors, and `stores` are those that `fill` reads from.
+    `keys` name the storages in errors; `windows` are how many threads to use, and how large a window of each is.
 
     Raises:
         StorageError: it cannot be written, or something is at `path` that it may not replace (errno EEXIST).
@@ -209,7 +210,7 @@ def write_archive(
             raise
 
     def write(store: WritableStore, name: str) -> None:
-        threads, window = limits(options, store, *stores)
+        threads, window = windows or limits(options, store)
         files = [replace(file, job=replace(file.job, name=name))]
         digests[:] = write_filled(store, files, fill_window, threads=threads, window_nbytes=window, progress=progress)
 

@@ -66,6 +66,7 @@ from shardkeep.errors import (
 )
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, within
 from shardkeep.format.checksum import combine_crc32
+from shardkeep.format.data_file import MAX_BLOCK_NBYTES
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
 from shardkeep.format.torch_zip import ArchiveEntry, ArchiveLayout, stored_parts
 from shardkeep.layouts.torch_values import (
@@ -254,6 +255,9 @@ class _Boxes(DefaultLoadPlanner):
 
 _ZIP = b"PK\3\4"
 _READ_AHEAD_NBYTES = 1 << 20
+_WINDOW_NBYTES = 32 << 20
+"""Large, because each window is a plan for the storage reader."""
+_LEAST_WINDOW_NBYTES = 1 << 20
 
 
 def load_torch_file(path: str | os.PathLike[str]) -> Any:
@@ -423,7 +427,11 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
             checkpoint.fill(stored)
 
     sizes = [each.nbytes if isinstance(each, TensorPlaceholder) else each.nbytes() for each in storages]
-    write_archive(path, ArchiveLayout(pickled.data, sizes), fill)
+    # Two threads: one reads while the other writes.
+    window = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
+    write_archive(
+        path, ArchiveLayout(pickled.data, sizes), fill, windows=(2, window - window % min(window, MAX_BLOCK_NBYTES))
+    )
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
