@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard as Cut
 
 import shardkeep
 from shardkeep.codecs.stream_extensions import ExtensionRegistry
-from shardkeep.conversion import pipeline as streams
+from shardkeep.conversion import pipeline
 from shardkeep.conversion.to_file import pickle_state
 from shardkeep.dcp import format_utils as ours
-from shardkeep.dcp._impl import convert as compat_conversion
+from shardkeep.dcp._impl import convert
 from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import PickleRefused
@@ -38,9 +38,9 @@ BLOCK_NBYTES = 4096
 
 def small_windows(monkeypatch, blocks=1):
     """Write archives in windows of so many blocks."""
-    monkeypatch.setattr(streams, "block_nbytes_for", lambda _: BLOCK_NBYTES)
-    monkeypatch.setattr(compat_conversion, "_LEAST_WINDOW_NBYTES", 0)
-    monkeypatch.setattr(compat_conversion, "_WINDOW_NBYTES", blocks * BLOCK_NBYTES)
+    monkeypatch.setattr(pipeline, "block_nbytes_for", lambda _: BLOCK_NBYTES)
+    monkeypatch.setattr(convert, "_LEAST_WINDOW_NBYTES", 0)
+    monkeypatch.setattr(convert, "_WINDOW_NBYTES", blocks * BLOCK_NBYTES)
 
 
 def plain_state():
@@ -202,7 +202,7 @@ def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypa
     state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70), "tiny": numbered(3)}}
     quietly(save, state, storage_writer=writer)
     assert isinstance(registry, ExtensionRegistry)
-    monkeypatch.setattr(compat_conversion, "FileSystemReader", lambda path: FileSystemReader(path, registry))
+    monkeypatch.setattr(convert, "FileSystemReader", lambda path: FileSystemReader(path, registry))
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     assert seen(torch.load(tmp_path / "file.pt")) == seen(state)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.conversion.to_file import TensorPlaceholder, destination, pickle_state, write_archive
-from shardkeep.format import checksum as crc
+from shardkeep.format.checksum import combine_crc32
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
 
@@ -26,8 +26,8 @@ def zeros_crc(nbytes):
     while nbytes:
         value, length = power
         if nbytes & 1:
-            whole = crc.combine_crc32(whole, value, length) if whole else value
-        power = crc.combine_crc32(value, value, length), 2 * length
+            whole = combine_crc32(whole, value, length) if whole else value
+        power = combine_crc32(value, value, length), 2 * length
         nbytes >>= 1
     return whole
 
@@ -38,9 +38,7 @@ def write_sparse(path, layout, sizes, values):
     for value, nbytes in zip(values, sizes, strict=True):
         rest = zeros_crc(nbytes - 1)
         sums.append(
-            crc.combine_crc32(zlib.crc32(bytes([value])), rest, nbytes - 1)
-            if nbytes > 1
-            else zlib.crc32(bytes([value]))
+            combine_crc32(zlib.crc32(bytes([value])), rest, nbytes - 1) if nbytes > 1 else zlib.crc32(bytes([value]))
         )
     with open(path, "wb") as file:
         for number, value in enumerate(values):
@@ -206,7 +204,7 @@ def test_what_living_processes_write_is_theirs(tmp_path):
 
 def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monkeypatch):
     """
-    What they left stays: nobody here can tell whether they live.
+    What they left stays: this process cannot know whether they are alive.
     """
     process = writing(tmp_path / "file.pt", die)
     process.join()

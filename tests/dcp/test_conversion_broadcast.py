@@ -158,7 +158,7 @@ def test_another_dtype_is_converted(rank_pool, tmp_path):
 
 
 def failure(path, state, planner=ours.DynamicMetaLoadPlanner):
-    """What a rank is told."""
+    """What a rank raises."""
     reader = ours.BroadcastingTorchSaveReader(path)
     try:
         quietly(load, state, storage_reader=reader, planner=planner())
@@ -222,7 +222,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_raise(rank_pool, tmp_path, fault):
     """
-    Whatever is wrong with the file or on one rank: every rank is told the same, and none waits.
+    Whatever is wrong with the file or on one rank: every rank raises the same, and none waits.
     """
     key, size, planner, words = FAULTS[fault]
     path = spoilt(tmp_path, fault)

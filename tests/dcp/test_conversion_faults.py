@@ -80,7 +80,7 @@ def data_file(folder):
 
 def test_an_absent_checkpoint(tmp_path):
     """
-    Told as torch tells it: an AssertionError in a CheckpointException; a file there is left alone.
+    As in torch, an AssertionError in a CheckpointException; a file there is left alone.
     """
     (tmp_path / "ck").mkdir()
     fails_to_torch(tmp_path, AssertionError, match="metadata is None")
@@ -318,7 +318,7 @@ def test_a_hostile_file(tmp_path, form):
 @pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
 def test_a_file_with_a_class_of_the_users(tmp_path, monkeypatch, form):
     """
-    Refused, and taken once torch was told that it is safe, or we that everything is.
+    Refused, and accepted once torch lists it as safe, or shardkeep allows any pickle.
     """
     path = tmp_path / "file.pt"
     torch.save({"w": numbered(3), "config": Config()}, path, _use_new_zipfile_serialization=form)

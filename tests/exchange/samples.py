@@ -42,7 +42,7 @@ def in_any_order(value):
 
 
 def write(state, where, layout):
-    """Save a state in a layout, by whoever that is the layout of."""
+    """Save a state in a layout, with the library that the layout belongs to."""
     if layout == "native":
         sk.save(state, where, step=3, meta={"note": "x"})
     elif layout == "dcp":

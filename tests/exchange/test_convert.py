@@ -315,7 +315,7 @@ def test_whatever_fails_the_old_checkpoint_stays(fault):
             sk.convert(source, FaultyStore(inner, fault, at=at), overwrite=True)
         except (sk.CheckpointError, InjectedCrash):
             outcomes.add("failed")
-            if fault == "flip":  # of the record or the index, as it replaced the old one: at least that is told
+            if fault == "flip":  # of the record or the index, as it replaced the old one: at least it is an error
                 continue
         found = sk.open(inner)
         found.verify()

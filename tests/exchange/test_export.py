@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shardkeep as sk
-from shardkeep.conversion import to_hf as models
+from shardkeep.conversion import to_hf
 from shardkeep.layouts.safetensors_publish import temporary_name
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
@@ -119,11 +119,11 @@ def test_numbers_are_converted_as_torch_converts_them(tmp_path_factory, dtype, s
 
 @pytest.mark.parametrize("form", ["hf", "torch"])
 @pytest.mark.parametrize(
-    ("dtype", "told"), [("fp16", ["d", "f", "h"]), ("bf16", ["d", "f"]), ("fp32", ["d"]), ("fp64", []), (None, [])]
+    ("dtype", "infinite"), [("fp16", ["d", "f", "h"]), ("bf16", ["d", "f"]), ("fp32", ["d"]), ("fp64", []), (None, [])]
 )
-def test_finite_numbers_that_become_infinite_are_told(tmp_path, form, dtype, told):
+def test_finite_numbers_that_become_infinite_are_reported(tmp_path, form, dtype, infinite):
     """
-    Every cast that makes a finite number infinite is told by the name outside; what was infinite before is not.
+    The report names every tensor in which a cast makes a finite number infinite; what was infinite before is not named.
     """
     model = {
         "a": torch.tensor([1.0, float("inf"), float("nan")]),
@@ -132,7 +132,7 @@ def test_finite_numbers_that_become_infinite_are_told(tmp_path, form, dtype, tol
         "h": torch.tensor([70000.0]).bfloat16(),
     }
     sk.save({"model": model}, tmp_path / "ck")
-    assert sk.export(tmp_path / "ck", tmp_path / "out", dtype=dtype, format=form).infinite == told
+    assert sk.export(tmp_path / "ck", tmp_path / "out", dtype=dtype, format=form).infinite == infinite
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_configuration_that_is_there_is_not_replaced_unasked(tmp_path, monkeyp
     def full(*_, **__):
         raise sk.StorageFull("no space for the index file")
 
-    monkeypatch.setattr(models, "publish_model", full)
+    monkeypatch.setattr(to_hf, "publish_model", full)
     with pytest.raises(sk.StorageFull):
         sk.export(tmp_path / "ck", to, config=base, overwrite=True)
     monkeypatch.undo()

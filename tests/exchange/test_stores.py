@@ -11,7 +11,7 @@ from safetensors.torch import load as load_safetensors
 
 import shardkeep as sk
 from shardkeep.codecs.keys import KeyRing
-from shardkeep.conversion import to_file as archive_blob
+from shardkeep.conversion import to_file
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, begin_save, prepare_directory, publish_model
 from shardkeep.storage.fsspec import FsspecStore
 from shardkeep.storage.memory import MemoryStore
@@ -37,7 +37,7 @@ def root(request, monkeypatch, tmp_path, recwarn):
             monkeypatch.setenv(name, value)
         yield server.url(f"exchange-{uuid.uuid4().hex}")
     elif request.param == "fsspec":
-        monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # nobody else is there
+        monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # no other writer
         yield f"local://{tmp_path}/place"
     else:
         yield f"memory://{uuid.uuid4().hex}"
@@ -145,7 +145,7 @@ def test_files_for_torch_load(root, monkeypatch):
         sk.export(f"{root}/1", f"{root}/out/w.pt", format="torch")
     sk.export(f"{root}/1", f"{root}/out/w.pt", format="torch", overwrite=True)
     assert bits(found()) == bits(states[1])
-    monkeypatch.setattr(archive_blob, "_MOST_HELD_NBYTES", 1000)
+    monkeypatch.setattr(to_file, "_MOST_HELD_NBYTES", 1000)
     if root.startswith("s3:"):
         sk.export(f"{root}/2", f"{root}/out/w.pt", format="torch", overwrite=True)
         assert bits(found()) == bits(states[2])
@@ -219,7 +219,7 @@ def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
         if store.get(name, limit=1 << 30) != (data if meant is None else meant):
             raise sk.ChecksumMismatch("other bytes")
 
-    archive_blob.write_file(url, len(data), write, check, replace=True, budget_nbytes=budget_nbytes)
+    to_file.write_file(url, len(data), write, check, replace=True, budget_nbytes=budget_nbytes)
 
 
 def test_equal_bytes_take_the_place_of_a_file(s3_server, monkeypatch):
@@ -243,7 +243,7 @@ def test_the_last_request_of_a_replacement_goes_wrong(s3_server, monkeypatch, fa
     old, new = bytes(9 << 20), bytes([1]) * (9 << 20)
 
     with Proxy(s3_server.port) as proxy:
-        monkeypatch.setattr(archive_blob, "open_store", lambda url, direct: open_place(url, **QUICK))
+        monkeypatch.setattr(to_file, "open_store", lambda url, direct: open_place(url, **QUICK))
         for name, value in s3_server.environment.items():
             monkeypatch.setenv(name, value.replace(f":{s3_server.port}", f":{proxy.port}"))
         root = s3_server.url(f"exchange-{uuid.uuid4().hex}")
@@ -461,7 +461,7 @@ class Late:
 def test_an_export_that_hung_never_mixes_with_another(at, overwrite):
     """
     An export hangs, another one to the same place is made, then the first goes on: the place holds the model of one of
-    them, whole, and nothing of the other, which was told, unless it had been there before.
+    them, whole, and nothing of the other, which failed, unless it had been there before.
     """
     states = [{f"l{i}": torch.full((40,), 10.0 * k + i) for i in range(2)} for k in range(3)]
     sources = [MemoryStore() for _ in states]
@@ -486,7 +486,7 @@ def test_an_export_that_hung_never_mixes_with_another(at, overwrite):
 
 def test_what_is_published_is_not_taken_back(root):
     """
-    Whoever finds a save under way, and is slower than it, leaves alone what has become a model since.
+    A process that finds a save under way, and is slower than it, leaves alone what has become a model since.
     """
     store, file = open_place(f"{root}/hf"), "model-00001-of-00001.safetensors"
     first = begin_save(store, str(uuid.uuid4()), prepare_directory(store))

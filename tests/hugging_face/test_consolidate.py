@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as theirs
 
-from shardkeep.conversion import pipeline as streams
+from shardkeep.conversion import pipeline
 from shardkeep.dcp._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
-from shardkeep.dcp._impl import hf as consolidate
+from shardkeep.dcp._impl import hf
 from shardkeep.errors import CheckpointError, ChecksumMismatch
 from shardkeep.storage import local
 from tests.hugging_face.samples import (
@@ -103,8 +103,8 @@ def test_any_shards_make_the_tensors_they_were_cut_from(tmp_path_factory, drawn)
     for number, parts in shards.items():
         shard(folder, number + 1, parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "limits", lambda *_: (2, window))
-        patch.setattr(streams, "block_nbytes_for", lambda _: window)
+        patch.setattr(pipeline, "limits", lambda *_: (2, window))
+        patch.setattr(pipeline, "block_nbytes_for", lambda _: window)
         consolidate_safetensors_files(folder, folder / "out", {k: i % files + 1 for i, k in enumerate(full)})
     assert same(by_library(folder / "out"), full) == []
 
@@ -192,14 +192,14 @@ def consolidate_with_a_failure(folder):
         def fail(*args, **kwargs):
             raise OSError(28, "no space")
 
-        before, consolidate.write_model_files = consolidate.write_model_files, fail
+        before, hf.write_model_files = hf.write_model_files, fail
     try:
         consolidate_safetensors_files_on_every_rank(folder, folder + "/out", {"a": 1, "b": 2})
     except CheckpointError as error:
         return type(error).__name__, "no space" in str(error), sorted(os.listdir(folder + "/out"))
     finally:
         if dist.get_rank() == 1:
-            consolidate.write_model_files = before
+            hf.write_model_files = before
     return None
 
 

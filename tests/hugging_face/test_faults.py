@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from shardkeep.dcp import hf_storage, state_dict_saver
 from shardkeep.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
 from shardkeep.dcp._hf_utils import _get_safetensors_file_metadata
-from shardkeep.dcp._impl import hf as hugging_face
+from shardkeep.dcp._impl import hf
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, WrongSize
@@ -62,7 +62,7 @@ HOSTILE = {
     "far beyond the file": raw_file({"a": entry(shape=(1 << 40,), offsets=(0, 1 << 42))}, bytes(4)),
     "overlapping": raw_file({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
     "a gap": raw_file({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
-    "bytes of nobody": raw_file({"a": entry()}, bytes(9)),
+    "bytes of no tensor": raw_file({"a": entry()}, bytes(9)),
 }
 
 
@@ -174,7 +174,7 @@ def save_shards(folder, side, add):
 
 def test_shards_of_an_older_save_are_gone(rank_pool, tmp_path):
     """
-    Four ranks save, then two: only the two files of the second are left, whoever wrote the first.
+    Four ranks save, then two: only the two files of the second are left, whichever writer wrote the first.
     """
     for side in ("ours", "theirs"):
         rank_pool.run(4, save_shards, str(tmp_path), side, 1)
@@ -353,19 +353,19 @@ def test_a_rank_that_fails_leaves_nothing_of_the_others(rank_pool, tmp_path, fai
 
 def save_slowly(folder):
     """Consolidate for longer than ranks wait for one that has nothing to do."""
-    real, slowest = hugging_face.consolidate_files, hugging_face.SLOWEST_BYTES_PER_S
+    real, slowest = hf.consolidate_files, hf.SLOWEST_BYTES_PER_S
     os.environ["SHARDKEEP_TIMEOUT_S"] = "1"
 
     def slow(*args):
         time.sleep(2.5)
         real(*args)
 
-    hugging_face.consolidate_files, hugging_face.SLOWEST_BYTES_PER_S = slow, 100
+    hf.consolidate_files, hf.SLOWEST_BYTES_PER_S = slow, 100
     try:
         state = {"w": spread_state()["rows"], "v": numbered(300)}
         save("ours", state, folder, save_distributed=True, enable_consolidation=True)
     finally:
-        hugging_face.consolidate_files, hugging_face.SLOWEST_BYTES_PER_S = real, slowest
+        hf.consolidate_files, hf.SLOWEST_BYTES_PER_S = real, slowest
         del os.environ["SHARDKEEP_TIMEOUT_S"]
     return sorted(os.listdir(folder))
 
@@ -496,7 +496,7 @@ def save_alone(folder):
 
 def test_ranks_cannot_save_one_model_each(rank_pool, tmp_path):
     """
-    Without collectives all ranks would write the same file, as torch's do: all of them are told.
+    Without collectives all ranks would write the same file, as torch's do: all of them raise.
     """
     assert rank_pool.run(2, save_alone, str(tmp_path)) == [True, True]
 

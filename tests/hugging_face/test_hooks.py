@@ -102,7 +102,7 @@ def test_a_writer_that_splits_items_itself(tmp_path, distributed):
 
 
 class Elsewhere(filesystem.FileSystem):
-    """A file system of somebody's own."""
+    """A file system of the user's own."""
 
 
 def test_another_file_system_is_refused(tmp_path):

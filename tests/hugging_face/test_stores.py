@@ -40,7 +40,7 @@ def root():
 @pytest.fixture(params=["memory", "fsspec"])
 def any_root(request, monkeypatch, tmp_path, recwarn):
     """The URL of an empty place in memory, or of one that fsspec opens."""
-    monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # nobody else is there
+    monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # no other writer
     return f"local://{tmp_path}/place" if request.param == "fsspec" else f"memory://{uuid.uuid4().hex}"
 
 

@@ -33,8 +33,7 @@ from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
 from shardkeep.format.tree import decode_tree
-from shardkeep.layouts import native
-from shardkeep.layouts import orphans as leftovers
+from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
 from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
 from shardkeep.state.describe import Description, file_groups
@@ -76,7 +75,7 @@ def write_native(
     keys = keys_for(options)
     coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
     labels = RecordLabels.checked(source.record.step, source.record.meta)
-    with leftovers.holding_claim(coordinator.save_id):
+    with orphans.holding_claim(coordinator.save_id):
         try:
             rows = _filled(contents.index)
             planned = coordinator.plan([encode(_draft(contents.index, rows))])

@@ -85,7 +85,7 @@ from shardkeep.layouts.torch_values import (
     is_tensor_entry,
 )
 from shardkeep.options import Options
-from shardkeep.state import collectives as stream
+from shardkeep.state import collectives
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
 from shardkeep.storage.base import BlobReader
@@ -664,7 +664,7 @@ def _decide(said: list[bytes]) -> list[bytes]:
                     mismatched=[key],
                 )
     sent = [[key, *held[key]] for key in held if key in wanted]
-    return [json.dumps([sent, stream.BATCH_BYTES]).encode()] * len(said)
+    return [json.dumps([sent, collectives.BATCH_BYTES]).encode()] * len(said)
 
 
 def _destinations(specs: list[TensorSpec], items: list[ReadItem], planner: LoadPlanner) -> list[Destination]:

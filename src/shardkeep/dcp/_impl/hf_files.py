@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardkeep.conversion.pipeline import FileParts, file_parts
-from shardkeep.engine import writer as write
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import Scattered
-from shardkeep.engine.writer import FileJob, Window
+from shardkeep.engine.writer import FileJob, Window, write_files
 from shardkeep.errors import MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import MAX_HEADER_NBYTES
@@ -169,7 +168,7 @@ def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, whe
     for tensor in tensors:
         data = tensor.item.tensor_data
         begin = tuple(data.chunk.offsets) if data is not None else ()
-        # Several shards of one tensor in one file are told apart by where they begin.
+        # Several shards of one tensor in one file are distinguished by where they begin.
         name = tensor.key if count[tensor.key] == 1 else chunk_name(tensor.key, Box(begin, tensor.shape))
         parts[name] = tensor.dtype, tensor.shape
         offsets[name] = {SAVED_OFFSETS_KEY: list(begin)}
@@ -236,7 +235,7 @@ def write_hf_files(
             if not tensor.nbytes:  # no window has bytes of it
                 sink.check(tensor)
         jobs = [file.job for file in made]
-        write.write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
+        write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
         return {id(tensor.item): tensor.nbytes for tensor in tensors}
 
     try:

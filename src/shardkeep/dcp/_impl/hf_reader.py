@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -152,14 +152,14 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.fs, self.path = by_store(self.fs, self.path)
         self.thread_count = thread_count
         self._catalog: Mapping[str, CatalogEntry] = {}
-        self._chunks: dict[str, dict[Ints, tuple[DType, CatalogChunk]]] = {}
+        self._chunks = _Chunks({})
         self._headers: dict[str, SafetensorsFile] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the previous load; the next one is from `checkpoint_id`, if given."""
         super().reset(checkpoint_id)
         self.fs, self.path = by_store(self.fs, self.path)
-        self._catalog, self._chunks, self._headers = {}, {}, {}
+        self._catalog, self._chunks, self._headers = {}, _Chunks({}), {}
 
     # -- metadata ------------------------------------------------------------------------------------------------------
 
@@ -172,11 +172,11 @@ class HuggingFaceStorageReader(FileSystemReader):
 
         """
         place = storage_place(self)
-        self._chunks = {}
-        self._catalog = read_catalog(list_model(place), threads=self._threads())
+        self._catalog = catalog = read_catalog(list_model(place), threads=self._threads())
+        self._chunks = chunks = _Chunks(catalog)
         metadata = Metadata(
-            cast("dict[str, Any]", _Entries(self._catalog)),  # read only
-            storage_data=_Places(self._catalog),
+            cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog), catalog)),  # read only
+            storage_data=_OnAccess(chunks.location, chunks.indices, catalog),
             storage_meta=StorageMeta(load_id=self.load_id),
         )
         return to_classes_of_caller(metadata)
@@ -190,11 +190,7 @@ class HuggingFaceStorageReader(FileSystemReader):
 
         """
         at: Ints = tuple(index.offset or ())
-        found = self._chunks.get(index.fqn)
-        if found is None and index.fqn in self._catalog:
-            stored = self._catalog[index.fqn]
-            found = self._chunks[index.fqn] = {chunk.box.offsets: (stored.dtype, chunk) for chunk in stored.chunks}
-        chunk = (found or {}).get(at)
+        chunk = self._chunks.at(index.fqn, at)
         info = self.storage_data.get(index)
         if chunk is not None and (info is None or info.relative_path == chunk[1].path):
             return chunk
@@ -327,66 +323,64 @@ class HuggingFaceStorageReader(FileSystemReader):
         return max(self.thread_count, preferred_requests(store_of(self.fs, self.path), Options().io_threads))
 
 
-class _Entries(Mapping[str, TensorStorageMetadata]):
-    """The metadata of each tensor, made on access: a file is opened when one of its tensors is first looked up."""
+class _Chunks:
+    """The chunks of a catalog, by key and offsets; a file is opened when one of its tensors is first looked up."""
 
     def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
-        self._catalog = catalog
+        self.catalog = catalog
+        self._found: dict[str, dict[Ints, tuple[DType, CatalogChunk]]] = {}
 
-    def __getitem__(self, key: str) -> TensorStorageMetadata:
-        stored = self._catalog[key]
-        return TensorStorageMetadata(
-            properties=TensorProperties(dtype=to_torch(stored.dtype)),
-            size=torch.Size(stored.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks],
+    def at(self, key: str, offsets: Ints) -> tuple[DType, CatalogChunk] | None:
+        """Return the chunk that begins there, and its dtype."""
+        if key not in self._found:
+            stored = self.catalog.get(key)
+            chunks = {} if stored is None else {chunk.box.offsets: (stored.dtype, chunk) for chunk in stored.chunks}
+            self._found[key] = chunks
+        return self._found[key].get(offsets)
+
+    def entry(self, key: Any) -> TensorStorageMetadata | None:
+        """Return the metadata of a tensor."""
+        stored = self.catalog.get(key)
+        if stored is None:
+            return None
+        chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks]
+        return TensorStorageMetadata(TensorProperties(dtype=to_torch(stored.dtype)), torch.Size(stored.shape), chunks)
+
+    def location(self, index: Any) -> _HFStorageInfo | None:
+        """Return the location of a chunk, by its index: one of shardkeep's or of torch's."""
+        known = isinstance(index, MetadataIndex) or is_torchs(index, "MetadataIndex")
+        found = self.at(index.fqn, tuple(index.offset)) if known and index.offset is not None else None
+        return (
+            None if found is None else _HFStorageInfo(found[1].path, torch.Size(found[1].box.sizes), to_torch(found[0]))
         )
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._catalog
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._catalog)
-
-    def __len__(self) -> int:
-        return len(self._catalog)
+    def indices(self) -> Iterator[MetadataIndex]:
+        """Return the index of every chunk."""
+        return (MetadataIndex(key, chunk.box.offsets) for key, entry in self.catalog.items() for chunk in entry.chunks)
 
 
-class _Places(Mapping[MetadataIndex, _HFStorageInfo]):
-    """The location of each chunk, made on access."""
+class _OnAccess(Mapping[Any, Any]):
+    """A mapping whose values are made on access, and whose keys are listed only when all of them are needed."""
 
-    def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
-        self._catalog = catalog
-        self._found: dict[str, dict[Ints, _HFStorageInfo]] = {}
+    def __init__(
+        self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], catalog: Mapping[str, CatalogEntry]
+    ) -> None:
+        self._make, self._keys, self._catalog = make, keys, catalog
 
-    def __getitem__(self, key: MetadataIndex) -> _HFStorageInfo:
-        found = self._find(key)
+    def __getitem__(self, key: Any) -> Any:
+        found = self._make(key)
         if found is None:
             raise KeyError(key)
         return found
 
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        for key, stored in self._catalog.items():
-            for chunk in stored.chunks:
-                yield MetadataIndex(key, chunk.box.offsets)
+    def __iter__(self) -> Iterator[Any]:
+        return self._keys()
 
     def __len__(self) -> int:
-        return sum(len(stored.chunks) for stored in self._catalog.values())
+        return sum(1 for _ in self._keys())
 
     def __bool__(self) -> bool:
-        return bool(self._catalog)  # without opening any file
-
-    def _find(self, key: Any) -> _HFStorageInfo | None:
-        known = isinstance(key, MetadataIndex) or is_torchs(key, "MetadataIndex")
-        if not known or key.offset is None or key.fqn not in self._catalog:
-            return None
-        if key.fqn not in self._found:
-            stored = self._catalog[key.fqn]
-            self._found[key.fqn] = {chunk.box.offsets: _place_of(stored, chunk) for chunk in stored.chunks}
-        return self._found[key.fqn].get(tuple(key.offset))
-
-
-def _place_of(stored: CatalogEntry, chunk: CatalogChunk) -> _HFStorageInfo:
-    return _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype))
+        return bool(self._catalog)
 
 
 def storage_place(storage: Any) -> Store:
