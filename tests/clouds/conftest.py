@@ -71,7 +71,7 @@ def cloud(request: pytest.FixtureRequest) -> Cloud:
 
 @pytest.fixture
 def cloud_place(cloud: Cloud) -> Callable[..., ObjectStore]:
-    """Open a place that nobody else uses."""
+    """Open a place of its own."""
 
     def opened(**options: Any) -> ObjectStore:
         url = cloud.url(f"tests/{os.getpid()}-{next(_numbers)}")

@@ -37,7 +37,7 @@ def test_ranks_save_and_others_load(rank_pool: RankPool, cloud: Cloud, cloud_pla
 
 
 def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, cloud: Cloud, cloud_place: Opens) -> None:
-    """Four that know nothing of each other commit to an empty place, then over a checkpoint: each time one is told so."""
+    """Four that know nothing of each other commit to an empty place, then over a checkpoint: each time one wins."""
     place = cloud_place()
     for k in (10, 20):
         ends = rank_pool.run(4, race, place.url, cloud.options, k)

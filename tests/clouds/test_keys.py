@@ -147,7 +147,7 @@ def service_account() -> tuple[rsa.RSAPrivateKey, str]:
 
 
 def is_signed(key: rsa.RSAPrivateKey, token: str) -> bool:
-    """Tell whether a token was signed with a key, as Google would."""
+    """Return whether a token was signed with a key, as Google would."""
     head, _, signature = token.rpartition(".")
     try:
         padded = signature + "=" * (-len(signature) % 4)
@@ -250,7 +250,7 @@ def test_no_keys_at_all(cloud: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_missing_bucket_is_no_missing_blob(cloud: Cloud) -> None:
-    """Who has mistyped a name is not told that there is no checkpoint, nor that it was deleted."""
+    """A mistyped name is reported neither as a missing checkpoint nor as a deleted one."""
     store = open_place(cloud.url("run", bucket="no-such-bucket"), **cloud.options)
     for call in (
         lambda: store.get("a", limit=1),

@@ -195,7 +195,7 @@ def test_s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", ["s3://box/x", "gs://box/x", "az://box/x"])
 def test_every_variable_opens_a_bucket_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that changes between two calls is not overlooked, whoever reads it; one bucket shows no keys of the environment."""
+    """A variable that changes between two calls is noticed; `repr` of a bucket shows no secrets of the environment."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
 
     def opened() -> object:

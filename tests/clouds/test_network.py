@@ -39,7 +39,7 @@ def place(cloud: Cloud, proxy: Proxy) -> ObjectStore:
     return found
 
 
-def test_the_end_of_an_upload_that_nobody_is_told_of(place: ObjectStore, proxy: Proxy) -> None:
+def test_the_lost_answer_to_the_end_of_an_upload(place: ObjectStore, proxy: Proxy) -> None:
     """To ask for it again says that the parts are gone: the object is looked for, and is there."""
     data = sample(2 * PART + 99)
     proxy.rules = [Rule("lose_answer", method="PUT|POST", path=THE_END, times=1)]
@@ -50,7 +50,7 @@ def test_the_end_of_an_upload_that_nobody_is_told_of(place: ObjectStore, proxy: 
     assert read_blob(place, "a") == data
 
 
-def test_a_put_that_nobody_is_told_of(place: ObjectStore, proxy: Proxy) -> None:
+def test_the_lost_answer_to_a_put(place: ObjectStore, proxy: Proxy) -> None:
     """One that is to create only, and one over a version: what is there is compared with what was sent."""
     proxy.rules = [Rule("lose_answer", method="PUT", path="(/|%2F)a$", times=1)]
     place.put("a", b"one")

@@ -46,7 +46,7 @@ KEY = "a2V5"
 def test_by_environment_and_by_option(
     url: str, environment: dict[str, str], options: dict[str, str], same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint is not converted into the place that it is read from, also where that is told in two ways."""
+    """A checkpoint is not converted into the place that it is read from, also if it is named in two ways."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     by_environment, by_option = open_root(url, direct=False), open_place(url, **options)

@@ -27,7 +27,7 @@ from tests.codec.frames import coded, decoded, numbers
     ],
 )
 def test_sizes(kind, width, turn, most):
-    """Words are found without being told of dtypes, and become as small as they should."""
+    """Words are found without knowing dtypes, and shrink as expected."""
     data = numbers(kind, FRAME_NBYTES)
     begin = (len(data) - FRAME_NBYTES) // 2
     data = data[begin : begin + FRAME_NBYTES]

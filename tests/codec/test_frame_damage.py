@@ -243,7 +243,7 @@ def test_anything_else(codecs, stored, nbytes):
 
 
 def test_more_than_was_written_is_said_to_be_so():
-    """A frame that is larger than its place says has an error of its own, where the codec can tell."""
+    """A frame that is larger than its place says has an error of its own, if the codec can detect it."""
     chain = chain_of(["float"])
     with pytest.raises(OversizedFrame, match="becomes 6000 bytes, expected at most 5000"):
         decoded(chain, coded(chain, DATA), 5000)

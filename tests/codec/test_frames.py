@@ -96,7 +96,7 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
 
 
 def test_a_frame_and_its_place_must_agree():
-    """A caller that gives other bytes than its place says is told so, before anything is coded."""
+    """Bytes that do not match their place raise before anything is coded."""
     chain = CodecChain.begin(["zstd"])
     with pytest.raises(CodecFailed, match="3 bytes were given"):
         chain.encode(memoryview(b"abc"), place_of(b"abcd"))

@@ -83,7 +83,7 @@ def test_a_stream_cut_short_is_an_error(cut):
 
 
 def test_what_is_not_zstd_is_an_error():
-    """Other bytes, and bytes behind the last frame, are told as damage."""
+    """Other bytes, and bytes behind the last frame, are damage."""
     for file in (b"not zstd at all", compressed(b"abc") + b"garbage behind it"):
         with pytest.raises(MalformedFile, match="damaged, or is not zstd"):
             decompressed(file)

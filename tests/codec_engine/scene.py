@@ -88,7 +88,7 @@ def blobs_of(store):
 
 
 def race(open_place, **how):
-    """Have two saves overwrite one place or make it, both past the last look at it; return who won, and what the other was told."""
+    """Have two saves overwrite one place or make it, both past the last look at it; return who won, and the other's error."""
     barrier, outcomes = threading.Barrier(2), []
 
     def save(number):

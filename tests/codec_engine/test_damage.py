@@ -60,7 +60,7 @@ def load(store, options=OPTIONS):
 
 
 def resealed(store, change):
-    """Change the record as somebody would who knows the format, and has no key."""
+    """Change the record as an attacker would who knows the format and has no key."""
     record = decode_record(store.get(RECORD_NAME, limit=MIB), "")
     changed(store, RECORD_NAME, encode_record(change(record)))
 
@@ -110,7 +110,7 @@ def test_a_missing_file_is_named():
 
 
 def test_every_damaged_frame_is_listed_with_what_it_holds():
-    """`verify` goes through all of a file; those who have no key are told the same, but for the names."""
+    """`verify` goes through all of a file; without a key it reports the same, except for the names."""
     store = saved(["aes"])
     [file] = [file for file in data_files(store) if file.name.startswith("model")]
     bad = bytearray(store.get(file.name, limit=8 * MIB))
@@ -173,7 +173,7 @@ def with_file(record, name, entry):
 
 def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
     """
-    Frames that were exchanged with digests that fit: the table's checksum tells; with a forged record its signature;
+    Frames that were exchanged with digests that fit: the table's checksum detects it; with a forged record its signature;
     and were that not looked at, the frames themselves.
     """
     store = saved(["aes"])
@@ -227,7 +227,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
 def test_a_record_that_was_edited_is_not_authentic(change):
-    """Whatever somebody changes in the record who has no key, with a checksum that fits."""
+    """Any change of the record by an attacker without a key, with a checksum that fits."""
     store = saved(["aes"])
     resealed(store, change)
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
@@ -273,7 +273,7 @@ def _replaced(entry: FileEntry, members):
 
 
 def test_a_record_of_codecs_in_the_first_version_is_refused():
-    """An old reader would pass over what it does not know, and so nobody may write it."""
+    """An old reader would ignore unknown fields, so none may be written."""
     store = saved(["zstd"])
     resealed(store, lambda record: msgspec.structs.replace(record, version=1))
     with pytest.raises(sk.MalformedFile):
@@ -320,7 +320,7 @@ def test_a_small_file_that_claims_a_large_index_is_not_believed():
 def test_chains_that_no_file_went_through():
     """A few are not opened, so they may need what is not here; more than a writer makes are refused."""
     store = saved(["zstd"])
-    unknown = [[{"name": "of-somebody-else", "version": 1}]]
+    unknown = [[{"name": "of-another", "version": 1}]]
     resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains + unknown))
     assert bits(load(store)) == bits(sample_state())
     resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains * 129))

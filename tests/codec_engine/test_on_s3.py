@@ -38,7 +38,7 @@ def test_a_checkpoint_on_s3(place, codecs, request):
 
 
 def test_of_two_saves_on_s3_that_meet_exactly_one_wins(place):
-    """Both overwrite the same version of the record: one is told who won, and its files are gone."""
+    """Both overwrite the same version of the record: the loser learns who won, and its files are gone."""
     sk.save({"w": torch.zeros(3)}, place("race"), step=0)
 
     winner, loser = race(lambda: place("race"), overwrite=True)

@@ -167,7 +167,7 @@ def test_tied_tensors_are_encrypted_if_that_was_asked_for_any_of_them(codecs):
 
 
 def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
-    """What nobody can say the codecs of is refused, not written as it is."""
+    """A key whose codecs cannot be determined is an error; it is not written uncoded."""
     begun = plan_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
     assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
     with pytest.raises(sk.StateError, match=r"'a\.w'"):
@@ -223,7 +223,7 @@ def test_more_groups_than_files_are_cut_by_chain():
     ],
 )
 def test_what_cannot_be_is_said_on_all_ranks_before_anything_is_written(codecs, error, says):
-    """Rank 0's argument, told to both; the place stays empty."""
+    """Rank 0's argument counts on both; the place stays empty."""
     store = sk.MemoryStore()
 
     def save(world):
@@ -262,7 +262,7 @@ def test_keys_come_from_wherever_the_user_has_them(tmp_path, monkeypatch):
 
 
 def test_a_service_is_asked_once_for_a_save(tmp_path):
-    """However many files there are, and whoever writes them."""
+    """For any number of files and writers."""
 
     class Service:
         asked = 0
@@ -379,7 +379,7 @@ def test_a_failed_save_in_order_leaves_nothing():
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_of_two_saves_that_meet_exactly_one_wins(tmp_path, overwrite):
-    """The other is told who won, and its files are gone."""
+    """The other learns who won, and its files are gone."""
     if overwrite:
         sk.save({"w": torch.zeros(3)}, tmp_path / "ck", step=0)
 

@@ -21,7 +21,7 @@ TAKES_BACK = tuple(map(int, obstore.__version__.split(".")[:2])) >= (0, 12)
 
 @pytest.fixture(scope="session")
 def s3_place(s3_server: S3Server) -> Callable[..., ObjectStore]:
-    """Open a place that nobody else uses."""
+    """Open a place of its own."""
 
     def opened(**options: Any) -> ObjectStore:
         path = options.pop("path", None) or f"tests/{os.getpid()}-{next(_numbers)}"

@@ -40,7 +40,7 @@ def state_of(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
 
 
 def load_and_compare(where: str | Store, k: int, rank: int = 0, size: int = 1, group: World | None = None) -> None:
-    """Load this rank's part of state `k`, whoever saved it, and insist on every bit."""
+    """Load this rank's part of state `k`, and compare every bit."""
     wanted, found = state_of(k, rank, size), state_of(k + 1, rank, size)
     for state in (wanted, found):
         del state["rng"]

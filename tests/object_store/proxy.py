@@ -26,7 +26,7 @@ Fault = Literal[
 ]  # fmt: skip
 """
 refuse: the connection is reset before the request is passed on. cut_request, cut_answer: it is reset in the middle of the
-body. end_answer: it is closed there, in good order. lose_answer: the server has done it, and nobody is told.
+body. end_answer: it is closed there, in good order. lose_answer: the server has done it, and the answer is lost.
 shorten_answer: half of the body is missing, and the headers agree with that. flip_request, flip_answer: one bit of the
 body is another. slow_down, broken: 503 and 500 are answered, and nothing is passed on. stall: nothing ever comes.
 delay, trickle: it comes, but late, or slowly.
@@ -73,7 +73,7 @@ class Rule:
     """Bytes that the request's body must have."""
 
     def wants(self, request: Request) -> bool:
-        """Tell whether it is about such a request."""
+        """Return whether the rule applies to a request."""
         return bool(
             re.fullmatch(self.method or ".*", request.method)
             and re.search(self.path, request.path)
@@ -168,7 +168,7 @@ class Proxy:
         return None
 
     def has_seen(self, requests: int) -> bool:
-        """Tell whether more requests than that came."""
+        """Return whether more requests than that came."""
         return len(self.counts.requests) > requests
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
@@ -324,7 +324,7 @@ class _Link:
         return b"connection: close" not in head.lower()
 
     def _pass_chunked(self, head: bytes, early: bytes, fault: str | None) -> bool:
-        """Pass on an answer whose length nobody says (listings): whole, or cut after its head."""
+        """Pass on an answer of unknown length (listings): whole, or cut after its head."""
         server = self._server
         body = bytearray(early)
         while server is not None and not body.endswith(b"0\r\n\r\n"):

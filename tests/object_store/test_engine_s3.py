@@ -54,7 +54,7 @@ def test_ranks_save_and_any_number_of_ranks_load(rank_pool: RankPool, s3_server:
 def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
     """
     Four processes that know nothing of each other commit to one place in the same moment, an empty one and one that has
-    a checkpoint: one is told that it won, the checkpoint is its own, and of the others nothing stays.
+    a checkpoint: one wins, the checkpoint is its own, and nothing of the others is left.
     """
     place = s3_place()
     for k in (10, 20):

@@ -56,7 +56,7 @@ def test_an_unknown_key_is_told_from_a_wrong_one(s3_place: Opened) -> None:
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in {"create", "version"}])
 def test_a_missing_bucket_is_no_missing_blob(s3_server: S3Server, verb: str) -> None:
-    """Who has mistyped a bucket's name is not told that there is no checkpoint."""
+    """A mistyped bucket name is not reported as a missing checkpoint."""
     store = open_place(s3_server.url("run", bucket="no-such-bucket"), **s3_server.options)
     error = said(lambda: VERBS[verb](store))  # type: ignore[arg-type]
     assert not isinstance(error, BlobNotFound)
@@ -148,7 +148,7 @@ def test_options_that_make_no_sense(
     ],
 )
 def test_what_services_say_has_a_number(text: str, number: int, message: str) -> None:
-    """By which it is told what passes from what stays; a signature in a URL is left out."""
+    """The errno separates passing errors from lasting ones; a signature in a URL is left out."""
     error = translate(ValueError(text), "cannot get", "s3://b", "a", 7)
     assert error.errno == number
     assert message in error.message

@@ -76,7 +76,7 @@ def test_every_request_fails_once(proxy: Proxy, place: ObjectStore, fault: Any) 
 
 def test_a_storm(proxy: Proxy, place: ObjectStore) -> None:
     """
-    Three ranks save and load while a third of all requests go wrong in one way or another; what they are told is true.
+    Three ranks save and load while a third of all requests fail in different ways; every reported outcome is true.
     """
     kinds: list[Any] = ["slow_down", "refuse", "cut_answer", "cut_request", "lose_answer", "broken", "delay", "trickle"]
     storm = [Rule(kind, chance=0.05, delay_s=0.02) for kind in kinds]
@@ -178,7 +178,7 @@ def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy: Proxy, place
 def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(
     proxy: Proxy, s3_place: Opens, place: ObjectStore
 ) -> None:
-    """Where a service takes no checksums, what changed on the way up is found by whoever reads it."""
+    """If a service accepts no checksums, bytes changed on the way up are found when they are read."""
     trusting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, checksum_algorithm="none", **QUICK)
     proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
     save(trusting, 2)

@@ -119,7 +119,7 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
 
 
 def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place: Opened) -> None:
-    """One that is given up, and arrives when nobody waits for it any more, is deleted."""
+    """A cancelled put that arrives later is deleted."""
     scope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
         place = s3_place(endpoint=proxy.endpoint, conditional_puts=True)

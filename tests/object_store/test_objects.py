@@ -128,7 +128,7 @@ def test_keys_of_a_profile(
         f"aws_secret_access_key = {options['secret_access_key']}\n"
     )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-somebody-else")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-another")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     where = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
     assert open_place(mine.url, profile="tests", **where).get("a", limit=1) == b"x"
@@ -169,7 +169,7 @@ for url in (before, other):
 
 
 def test_a_forked_process_is_told_and_does_not_hang(s3_server: S3Server, s3_place: Opened) -> None:
-    """Be it with the parent's connections or with its own; a store that nobody has used yet works in a child."""
+    """With the parent's connections or with its own; a store that was not used yet works in a child."""
     first, other = s3_place(), s3_place()
     done = subprocess.run(
         [sys.executable, "-c", _FORKS, first.url, other.url],

@@ -186,14 +186,14 @@ def test_cancelled_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> 
 
 
 def write_all(process: WriterProcess, file: int, data: bytes) -> None:
-    """Write a file; what fails may be told at its end only."""
+    """Write a file; a failure may be raised only at its end."""
     process.ask(WriteBytes(file, 0, data), WaitPolicy(PATIENCE_S))
     process.ask(FinishFile(file), WaitPolicy(PATIENCE_S))
 
 
 def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Opens) -> None:
     """
-    Nobody answers to a file's upload: it is given up when another file of the save cannot be written, or when the
+    The upload of a file gets no answer: it is cancelled when another file of the save cannot be written, or when the
     training process says so; files of other saves are not.
     """
     target = spec_of(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))

@@ -92,7 +92,7 @@ class Wavers(FaultyStore):
 
 
 def test_what_is_damaged_twice_says_whether_it_was_the_same(store: MemoryStore) -> None:
-    """Damage in the store is told from damage on the way: the error names file and offset, and says what to do."""
+    """Damage in the store is distinguished from damage on the way: the error names file and offset, and says what to do."""
     names = [info.name for info in store.list() if info.name.endswith((".safetensors", ".blocks", ".skframes"))]
     for name in names:
         with pytest.raises(sk.DamagedCheckpoint, match="two reads returned different bytes") as raised:

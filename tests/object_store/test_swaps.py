@@ -52,7 +52,7 @@ print(json.dumps(won))
 
 
 def race(url: str, environment: dict[str, str], rounds: int) -> list[list[str]]:
-    """Let two processes put the same names, and add to one list by swapping; returns what each was told it won."""
+    """Let two processes put the same names, and add to one list by swapping; returns what each of them won."""
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", _RACER, url, me, str(rounds)],
@@ -101,7 +101,7 @@ class _Careless(SmallObjects):
 
 
 def test_a_service_that_ignores_conditions_is_found_out(s3_place: Opened) -> None:
-    """It is tried out once, leaves nothing behind, and the user is told once; a name that is taken is still refused."""
+    """It is probed once, leaves nothing behind, and warns once; a name that is taken is still refused."""
     store = s3_place(settle_s=0.01, requests=9)
     small = _Careless(store.bucket, store.prefix, store.url)
     swaps = ConditionalPuts(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
@@ -153,7 +153,7 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened)
     store.put("shardkeep.probe", b"1", replace=True)
 
     class Beside(SmallObjects):
-        """Somebody else tries, too, and tidies up at the worst moment."""
+        """Another process probes, too, and deletes its object at the worst moment."""
 
         def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
             if data == b"333" and name == "shardkeep.probe":
@@ -197,7 +197,7 @@ class _LosesAnswers(SmallObjects):
 
 @pytest.mark.parametrize("swap", [False, True], ids=["create", "over"])
 def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
-    """What is refused because of our own first attempt was ours; what somebody else put is not."""
+    """A put that is refused because of our own first attempt succeeded; one refused because of another writer did not."""
     store = s3_place(conditional_puts=True)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
     swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
@@ -207,7 +207,7 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
         seen = store.version("a")
     swaps.put("a", b"mine", over=seen)
     assert (small.lost, store.get("a", limit=9)) == (1, b"mine")
-    # The same bytes by somebody else, and no answer lost: refused.
+    # The same bytes by another writer, and no answer lost: refused.
     with pytest.raises(StorageError) as caught:
         swaps.put("a", b"mine", over=seen)
     assert caught.value.errno == errno.EEXIST
@@ -264,7 +264,7 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
 
 def test_fsspec_says_what_it_cannot_do(tmp_path: Any) -> None:
     """A file system whose puts look and then put is treated as one without conditions, with a warning."""
-    _shared.cache_clear()  # it is told once
+    _shared.cache_clear()  # it warns once
     assert FsspecStore(MemoryFileSystem(), "/x", "mem://x").checks_conditions(None)
     root = FsspecStore(LocalFileSystem(), str(tmp_path), "local://x", settle_s=0.01)
     assert not root.checks_conditions(None)

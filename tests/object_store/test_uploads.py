@@ -84,7 +84,7 @@ def test_any_order_comes_to_an_end(small_parts: ObjectStore, threads: int) -> No
 
 @pytest.mark.parametrize("end", [0, 1000, PART, PART + 1, 2 * PART])
 def test_ends_early_in_any_part(small_parts: ObjectStore, end: int) -> None:
-    """A blob made for much more ends where it is told to, sent in parts or in one request."""
+    """A blob created with more space ends where `finish` says, sent in parts or in one request."""
     data = sample(end)
     writer = small_parts.create("a", 10 * PART)
     writer.write_at(0, memoryview(data))
@@ -93,7 +93,7 @@ def test_ends_early_in_any_part(small_parts: ObjectStore, end: int) -> None:
 
 
 def test_what_is_abandoned_leaves_nothing(small_parts: ObjectStore, boto: Any) -> None:
-    """The upload is seen by the service while it lasts, and by nobody after; the object never is."""
+    """The service lists the upload while it lasts and not afterwards; the object never appears."""
     writer = small_parts.create("a", 3 * PART)
     writer.write_at(0, memoryview(bytes(2 * PART)))
     assert begun(boto, small_parts) == [f"{small_parts.prefix}a"]
@@ -254,7 +254,7 @@ def test_a_failure_does_not_wait_for_stalled_uploads(
 def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
     s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for an upload that was told to end and is given up; the object that appears later does not stay."""
+    """A cancelled upload whose last request is on its way is not waited for; an object that appears later is deleted."""
     monkeypatch.setattr(multipart, "_DEADLINE_S", 0.0)
     scope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:

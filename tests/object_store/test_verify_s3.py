@@ -133,7 +133,7 @@ def test_files_are_read_at_the_same_time() -> None:
     store, together = MemoryStore(), threading.Barrier(3, timeout=20)
 
     class Meeting(FaultyStore):
-        """Lets nobody read of data before three do."""
+        """Lets no reader read data before three do."""
 
         def begin(self, verb: str, name: str) -> Any:
             if verb == "read_into" and name.startswith("part"):

@@ -47,5 +47,5 @@ def cached(store: LocalStore, name: str) -> int:
     os.close(fd)
     direct.close()
     if found is None or direct.direct is None:
-        pytest.skip("this system does not tell what is cached, or has no direct I/O")
+        pytest.skip("this system does not report what is cached, or has no direct I/O")
     return found

@@ -53,7 +53,7 @@ def test_flat() -> None:
 
 
 def test_pool_reuses_while_held() -> None:
-    """A held pool lends the same memory again; once nobody holds it, the memory is gone."""
+    """A held pool lends the same memory again; the last release frees it."""
     pool = ScratchPool(8192)
     pool.hold()
     with pool.lease() as first, pool.lease() as second:

@@ -1,4 +1,4 @@
-"""Files of fsspec keep few bytes that come before their turn, and nobody waits for ever."""
+"""Files of fsspec buffer a bounded number of early bytes, and no write waits for ever."""
 
 import errno
 import threading
@@ -40,7 +40,7 @@ def created(store: FsspecStore, pieces: int, *, scope: CancelScope | None = None
         return store.create("a", COUNT * PIECE), room
 
 
-def test_whoever_is_too_far_ahead_waits_for_the_gap_to_be_filled(store: FsspecStore) -> None:
+def test_a_write_too_far_ahead_waits_for_the_gap_to_be_filled(store: FsspecStore) -> None:
     """With room for two early pieces the third one waits, and all are written once the first comes."""
     data = sample(COUNT * PIECE)
     writer, room = created(store, 2)
@@ -63,7 +63,7 @@ def test_whoever_is_too_far_ahead_waits_for_the_gap_to_be_filled(store: FsspecSt
 
 
 def test_threads_that_take_pieces_in_turn_need_no_more_room_than_there_is(store: FsspecStore) -> None:
-    """As the engine writes: whoever has the next piece never waits, so all comes to an end without any room at all."""
+    """As the engine writes: the thread with the next piece never waits, so the write ends even with an empty budget."""
     data = sample(COUNT * PIECE)
     writer, _ = created(store, 0)
     turns, lock = iter(range(0, len(data), PIECE)), threading.Lock()
@@ -86,7 +86,7 @@ def test_threads_that_take_pieces_in_turn_need_no_more_room_than_there_is(store:
 def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
     store: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody fills the gap it is an error that says where the gap is and how much may wait; and nothing stays."""
+    """If the gap is not filled, the error says where it is and how many bytes may wait; nothing is left behind."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(store, "_budget", MemoryBudget(2 * PIECE))
     writer = store.create("a", COUNT * PIECE)
@@ -116,7 +116,7 @@ def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, m
 
 
 @pytest.mark.parametrize("way", ["given up", "abandoned"])
-def test_whoever_waits_is_told_of_the_end(store: FsspecStore, way: str) -> None:
+def test_a_waiting_write_raises_at_the_end(store: FsspecStore, way: str) -> None:
     """When other work fails, or the file is abandoned, a thread that waits for its turn raises."""
     scope = CancelScope(budget=MemoryBudget(0))
     writer, _ = created(store, 0, scope=scope)

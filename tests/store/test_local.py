@@ -347,7 +347,7 @@ def test_a_closed_reader_says_so(store: LocalStore) -> None:
 def test_a_lock_that_is_never_let_go_is_an_error_that_passes(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was stopped in the middle of a swap holds nobody up for ever, and nothing is replaced meanwhile."""
+    """A process that was stopped while it held the lock does not block others for ever, and nothing is replaced meanwhile."""
     store.put("a", b"old")
     monkeypatch.setattr(system, "_LOCK_TIMEOUT_S", 0.05)
     other = os.open(tmp_path / "store", os.O_RDONLY)
@@ -365,7 +365,7 @@ def test_a_lock_that_is_never_let_go_is_an_error_that_passes(
 
 
 def test_a_file_system_without_locks_still_swaps(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions are compared all the same; any other failure to lock is told."""
+    """Versions are compared nevertheless; any other failure to lock is an error."""
 
     def refuse(code: int) -> None:
         def flock(*_: object) -> None:

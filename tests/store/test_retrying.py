@@ -71,7 +71,7 @@ def test_what_passes_is_tried_again(code: int) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT])
 def test_what_stays_is_not(code: int) -> None:
-    """A full disk or a lack of rights is told at once."""
+    """A full disk or missing permissions raise at once."""
     store, waits = patient(_Refusing(code, 1))
     with pytest.raises(StorageError):
         store.put("a", b"x")
@@ -98,7 +98,7 @@ def test_a_put_that_failed_after_it_was_done_is_ours() -> None:
 
 
 def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
-    """A lost answer does not make our own success a failure; a swap of somebody else in its place does."""
+    """A lost answer does not turn our own success into a failure; a put of another writer does."""
     inner = _Refusing(errno.EIO, 0, after=True)
     inner.put("a", b"old")
     store, waits = patient(inner)
@@ -125,7 +125,7 @@ def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
     assert inner.get("a", limit=9) == b"theirs"
 
 
-def test_a_blob_of_somebody_else_is_never_replaced() -> None:
+def test_a_blob_of_another_writer_is_never_replaced() -> None:
     """After a failure that passes, a name that is taken by other bytes is still taken."""
     inner = _Refusing(errno.EIO, 0)
     inner.put("a", b"theirs")

@@ -59,7 +59,7 @@ def test_a_removed_place_is_gone(root: Root) -> None:
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", ".tmp-1", "-x"])
 def test_names_that_lead_elsewhere_are_refused(root: Root, name: str) -> None:
-    """Nobody can be made to remove what is outside the root."""
+    """Nothing outside the root can be removed."""
     for verb in (root.place, root.remove, root.drop_empty):
         with pytest.raises(MalformedFile):
             verb(name)
@@ -104,7 +104,7 @@ def test_a_full_disk_does_not_keep_a_place(root: Root) -> None:
 
 
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
-    """A place that lies elsewhere is somebody else's."""
+    """A link is removed; the place it points to stays."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / RECORD_NAME).write_bytes(b"x")

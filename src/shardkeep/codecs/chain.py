@@ -61,18 +61,10 @@ class CodecChain:
     @classmethod
     def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
         """
-        Begin a new checkpoint: choose its data keys and other parameters.
+        Begin a new checkpoint: choose its data keys and other parameters. Raises the errors of `opened`.
 
-        Args:
-            codecs: Names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass through them.
-            keys: Wraps the data keys of codecs that encrypt.
-
-        Raises:
-            UnknownCodec: there is no codec of this name.
-            InvalidCodec: an entry is not a codec, or there are too many.
-            CodecUnavailable: a codec needs a package that is not installed.
-            KeyMissing: a codec encrypts, and `keys` is None.
-
+        `codecs` are names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass through them.
+        `keys` wraps the data keys of codecs that encrypt.
         """
         if isinstance(codecs, (str, CodecConfig)):
             codecs = [codecs]
@@ -113,13 +105,7 @@ class CodecChain:
         return nbytes
 
     def encode(self, data: memoryview, place: FramePlace) -> Buffer:
-        """
-        Return the stored form of a frame; without codecs, `data` itself.
-
-        Raises:
-            CodecFailed: a codec failed.
-
-        """
+        """Return the stored form of a frame; without codecs, `data` itself. Raises `CodecFailed`."""
         return self._encoded([codec.encode for codec in self._codecs], data, place)
 
     def encode_all(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> list[Buffer]:
@@ -130,9 +116,6 @@ class CodecChain:
             data: the frames, one behind the other.
             places: the place of each. All frames have one size, except that the last may be smaller.
             room: `room_nbytes` for each frame, aligned to 8 bytes.
-
-        Raises:
-            CodecFailed: a codec failed.
 
         """
         whole = _bytes_of(data)
@@ -183,13 +166,7 @@ class CodecChain:
         return stored
 
     def decode(self, stored: memoryview, into: memoryview, place: FramePlace) -> None:
-        """
-        Decode a frame into `into`, whose contents are undefined after an error.
-
-        Raises:
-            DamagedFrame: (a DamagedCheckpoint) the frame cannot be decoded.
-
-        """
+        """Decode a frame into `into`, whose contents are undefined after an error. Raises `DamagedFrame`."""
         _check_place(into, place)
         bounds = [place.nbytes]
         for codec in self._codecs[:-1]:

@@ -428,17 +428,9 @@ class FrameReader:
         store: Opens | None = None,
     ) -> None:
         """
-        Read a blob.
+        Read a blob. `scratch` has buffers of `SCRATCH_NBYTES`; damaged frames are read again from `store`.
 
-        Args:
-            inner: reads the stored bytes.
-            entry: the blob.
-            table: its frames.
-            chain: its codecs.
-            scratch: has buffers of `SCRATCH_NBYTES`.
-            errors: collects the errors of damaged frames, which are read as zeros; None: the first error is raised.
-            store: where the blob is opened again for a second read of damaged frames.
-
+        `errors` collects the errors of damaged frames, which are then read as zeros; None: the first one is raised.
         """
         self.chain = chain
         self._inner = inner
