@@ -81,7 +81,7 @@ def test_saves_in_any_order_of_steps(players, overwrite):
         for outcome in outcomes:
             assert isinstance(outcome, (sk.SaveReport, sk.CheckpointExists)), (outcome, story)
         assert len(saved) == 1 or (overwrite and saved), story
-        beaten += any("by another save meanwhile" in str(outcome) for outcome in outcomes)
+        beaten += any("another save committed a checkpoint here meanwhile" in str(outcome) for outcome in outcomes)
         assert small_at(store) in saved, story
         assert_nothing_is_left(store)
     assert beaten >= SCHEDULES // 10, "the saves hardly met"
