@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.manage.schedule import Flag, SaveRequests, SignalHandlers, StepSchedule, Timer
+from shardkeep.manage.schedule import SaveRequests, SignalHandlers, StepSchedule, Timer
 from shardkeep.storage.memory import MemoryStore
 
 
@@ -69,14 +69,14 @@ def test_time_since_the_last_save() -> None:
     assert not Timer(None, lambda: now[0]).due()
 
 
-def test_what_was_asked_for_is_taken_once() -> None:
-    """A flag is down after it was seen."""
-    flag = Flag()
-    assert not flag.take()
-    flag.set()
-    flag.set()
-    assert flag.take()
-    assert not flag.take()
+def test_a_request_is_taken_once() -> None:
+    """Requests of one kind are one request."""
+    requests = SaveRequests(MemoryStore(), None, Timer(None, float), clock=float, interval_s=0.0)
+    assert not requests.take()
+    for kind in ("save", "save", "stop"):
+        requests.request(kind)
+    assert requests.take() == ["save", "stop"]
+    assert not requests.take()
 
 
 # The file that asks for a save, in a root that may not answer: training does not wait for it.

@@ -12,6 +12,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +41,8 @@ from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_polic
 from shardkeep.manage.saves import PINNED, Saved, Saves
 from shardkeep.manage.schedule import (
     REQUEST_KINDS,
+    SAVE,
+    STOP,
     Clock,
     SaveRequests,
     SignalHandlers,
@@ -219,7 +222,7 @@ class Checkpointer:
         self._listening = None if on_event is None else _listen_below(on_event, self._tiers.urls)
         # Handlers must be installed last, because nothing after them may fail.
         try:
-            self._handlers = SignalHandlers(wanted_signals, self._requests.stop.set)
+            self._handlers = SignalHandlers(wanted_signals, partial(self._requests.request, STOP))
         except BaseException:
             if self._listening is not None:
                 self._listening.stop()
@@ -328,7 +331,7 @@ class Checkpointer:
             raise StateError(
                 "ranks do not exchange requests here", hint="give a request_file, every_minutes or signals"
             )
-        self._requests.save.set()
+        self._requests.request(SAVE)
 
     @property
     def should_stop(self) -> bool:

@@ -8,7 +8,6 @@ When a save is due.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -17,16 +16,18 @@ import signal
 import threading
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StateError
-from shardkeep.manage.background import DaemonWorker
 from shardkeep.storage.base import Store, is_name, is_sequential
+from shardkeep.storage.cancel import spawn_daemon
 
 log = logging.getLogger("shardkeep")
 
@@ -97,24 +98,6 @@ class Timer:
         self._since = self._clock()
 
 
-class Flag:
-    """A request that any thread, or a signal handler, may set. It uses no lock, because a handler must not wait."""
-
-    def __init__(self) -> None:
-        self._counter = itertools.count(1)
-        self._set = 0
-        self._seen = 0
-
-    def set(self) -> None:
-        """Request something."""
-        self._set = next(self._counter)
-
-    def take(self) -> bool:
-        """Return whether it was requested since the last call."""
-        before, self._seen = self._seen, self._set
-        return before != self._seen
-
-
 class SaveRequests:
     """The requests that reached this rank; on rank 0 also those that other ranks pass on."""
 
@@ -124,9 +107,8 @@ class SaveRequests:
         if file is not None and (not is_name(file) or _RESERVED_NAMES.fullmatch(file)):
             hint = "give the name of a file in the root that is not used for something else, or None"
             raise StateError(f"request_file={file!r}", hint=hint)
-        self.save = Flag()
-        self.stop = Flag()
         self.timer = timer
+        self._received: deque[str] = deque()
         self._root = root
         self._file = file
         self._clock = clock
@@ -134,36 +116,40 @@ class SaveRequests:
         self._looked_s = clock() - interval_s
         self._stuck = False
         """Whether the request file was honoured but could not be deleted."""
-        # Training must not wait for a remote service that does not answer. A local disk is asked directly.
-        self._worker = DaemonWorker("shardkeep-requests") if is_sequential(root) else None
         self._look: Future[bool] | None = None
+        """A look for the file that runs in the background."""
         self._last_signal: tuple[bool, float] | None = None
         """Whether the last signal reached this rank itself, and when."""
         self._stop_again = False
+
+    def request(self, kind: str) -> None:
+        """Record a request. Any thread or signal handler may call this: it takes no lock, because a handler must not wait."""
+        self._received.append(kind)
 
     def stop_again(self) -> None:
         """Honour the last signal again, because the save that it requested failed."""
         self._stop_again = True
 
     def take(self) -> list[str]:
-        """Return the requests that reached this rank, to be passed on to rank 0."""
-        return [kind for kind, flag in ((SAVE, self.save), (STOP, self.stop)) if flag.take()]
+        """Return the requests that reached this rank since the last call; ranks other than 0 pass them on to rank 0."""
+        return sorted({self._received.popleft() for _ in range(len(self._received))})
 
     def why(self, requested: Collection[str]) -> tuple[str, bool]:
         """On rank 0: return the reason to save now, or an empty string, and whether a signal is the reason."""
-        if self._signalled(requested):
+        received = self.take()
+        if self._signalled(requested, own=STOP in received):
             return "a signal came", True
-        if self.save.take() or SAVE in requested:
+        if SAVE in (*received, *requested):
             return "it was requested", False
         if self._file_found():
             return f"the file {self._file} was found", False
         return ("every_minutes has passed", False) if self.timer.due() else ("", False)
 
-    def _signalled(self, requested: Collection[str]) -> bool:
+    def _signalled(self, requested: Collection[str], *, own: bool) -> bool:
         again, self._stop_again = self._stop_again, False
         if again:
             self._last_signal = None
-        own = self.stop.take() or again
+        own = own or again
         if not own and STOP not in requested:
             return False
         now = self._clock()
@@ -185,9 +171,10 @@ class SaveRequests:
         if self._file is None or self._clock() - self._looked_s < self._interval_s:
             return False
         self._looked_s = self._clock()
-        if self._worker is None:
+        if not is_sequential(self._root):
             return self._take_file(self._file)
-        self._look = self._worker.submit(self._take_file, self._file)
+        # Training must not wait for a remote service that does not answer.
+        self._look = spawn_daemon(partial(self._take_file, self._file), "shardkeep-requests")
         return False
 
     def _take_file(self, file: str) -> bool:
