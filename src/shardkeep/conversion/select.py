@@ -15,9 +15,9 @@ from shardkeep.conversion.pipeline import TensorPart
 from shardkeep.conversion.to_native import Contents
 from shardkeep.engine.reader import Source
 from shardkeep.errors import KeyCollision, StateError
-from shardkeep.format.boxes import IntArray, concat_ranges, matrix_of, whole
+from shardkeep.format.boxes import IntArray, concat_ranges, whole
 from shardkeep.format.dtypes import DType, by_name
-from shardkeep.format.index import Chunks, Index, Tensors, checked_index, decode_index, encode_index, strings_of
+from shardkeep.format.index import Index, build_index, checked_index, strings_of
 from shardkeep.format.tree import Container, Node, decode_tree, encode_tree, join, leaf_keys
 from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.state.patterns import Patterns, Renames, checked_patterns, closest, matcher, renamer
@@ -166,27 +166,21 @@ def selection_contents(chosen: Selection, index: Index) -> Contents:
     keys = sorted([*chosen.tensors, *chosen.ties], key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     parts = [chosen.tensors[chosen.ties.get(key, key)] for key in keys]
-    axes = max((len(part.box.sizes) for part in parts), default=0)
-    none = np.zeros((0, axes), np.int64)
-    values = [(name, index.value_data.raw(index.value_rows[key])) for name, key in chosen.values.items()]
-    encoded = encode_index(
+    values = sorted(chosen.values.items(), key=lambda entry: entry[0].encode())
+    chosen_index = build_index(
         keys=keys,
-        tensors=Tensors(
-            dtype=np.array([part.dtype.code for part in parts], np.uint8),
-            ndim=np.array([len(part.box.sizes) for part in parts], np.uint8),
-            shape=matrix_of([part.box.sizes for part in parts], axes, 1),
-            # A tensor that was converted may have a dtype that numpy lacks.
-            origin=np.array(
-                [int(index.tensors.origin[p.row]) if p.dtype is index.dtype(p.row) else 0 for p in parts], np.uint8
-            ),
-            alias=np.array([row_of[chosen.ties.get(key, key)] for key in keys], np.int64),
-        ),
-        chunk_ends=np.zeros(len(keys), np.int64),
-        chunks=Chunks(none, none, np.zeros(0, np.int64), np.zeros(0, np.int64)),
-        values=sorted(values, key=lambda entry: entry[0].encode()),
-        tree=encode_tree(Container("dict", tuple((name, None) for name in chosen.names))),
+        dtypes=[part.dtype for part in parts],
+        shapes=[part.box.sizes for part in parts],
+        chunks=[[] for _ in parts],
+        alias=[row_of[chosen.ties.get(key, key)] for key in keys],
+        # A tensor that was converted may have a dtype that numpy lacks.
+        origin=[int(index.tensors.origin[p.row]) if p.dtype is index.dtype(p.row) else 0 for p in parts],
+        value_keys=[name for name, _ in values],
+        value_data=strings_of(index.value_data.raw(index.value_rows[key]) for _, key in values),
+        make_tree=lambda: encode_tree(Container("dict", tuple((name, None) for name in chosen.names))),
+        where="the selection",
     )
-    return Contents(decode_index(encoded, where="the selection"), [part.row for part in parts])
+    return Contents(chosen_index, [part.row for part in parts])
 
 
 def drop_leaves(source: Source, drop: Patterns) -> Source:

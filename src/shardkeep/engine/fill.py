@@ -44,7 +44,7 @@ from shardkeep.format.boxes import (
     whole,
 )
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
-from shardkeep.format.index import Chunks, Index, Tensors, strings_of
+from shardkeep.format.index import build_index
 from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.torch import ItemLocation
@@ -322,26 +322,17 @@ def _source_of_items(files: ItemFiles, wanted: Sequence[ChunkRequest]) -> TorchS
             starts[row] = items[row].offset + tensor.start
     for row, each in enumerate(wanted):
         _check_box(each.source, shapes[row], items[row], each.location.file)
-    axes = max(map(len, shapes), default=0)
-    filled = np.array([0 not in shape for shape in shapes], bool)
-    shape = matrix_of(shapes, axes, 1)
-    index = Index(
-        keys=strings_of(each.key.encode() for each in wanted),
-        tensors=Tensors(
-            dtype=np.array([dtype.code for dtype in dtypes if dtype is not None], np.uint8),
-            ndim=np.array(list(map(len, shapes)), np.uint8),
-            shape=shape,
-            origin=np.zeros(len(wanted), np.uint8),
-            alias=np.arange(len(wanted)),
-        ),
-        chunk_ends=np.cumsum(filled, dtype=np.int64),
-        chunks=Chunks(
-            np.zeros_like(shape), shape, np.array([item.file for item in items], np.int64), np.array(starts, np.int64)
-        ).take(filled),
-        value_keys=strings_of([]),
-        value_data=strings_of([]),
-        make_tree=bytes,
+    index = build_index(
+        keys=[each.key for each in wanted],
+        dtypes=[dtype for dtype in dtypes if dtype is not None],
+        shapes=shapes,
+        chunks=[
+            [(whole(shape), item.file, start)] if 0 not in shape else []
+            for shape, item, start in zip(shapes, items, starts, strict=True)
+        ],
+        where="the requested chunks",
     )
+    filled = np.array([0 not in shape for shape in shapes], bool)
     chunk_of = np.cumsum(filled) - 1
     return TorchSource(
         store=files.store,

@@ -36,7 +36,7 @@ from shardkeep.errors import (
 from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled
 from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
-from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
+from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.layouts import native
@@ -611,30 +611,26 @@ def _index(catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files:
         raise MalformedFile(f"{where}: a tensor's name is no text: {exc}", file=where) from exc
     row_of = {key: row for row, key in enumerate(keys)}
     stored = [catalog[ties.get(key, key)] for key in keys]
-    axes = max((len(each.shape) for each in stored), default=0)
     number = {name: at for at, name in enumerate(files)}
-    chunks = [[] if key in ties or 0 in each.shape else each.chunks for key, each in zip(keys, stored, strict=True)]
-    flat = [chunk for some in chunks for chunk in some]
-    encoded = encode_index(
+    values = _values(kept, where)
+    tree = to_bytes(kept.tree, where=where) if kept else _flat_tree(catalog)
+    return build_index(
         keys=keys,
-        tensors=Tensors(
-            dtype=np.array([each.dtype.code for each in stored], np.uint8),
-            ndim=np.array([len(each.shape) for each in stored], np.uint8),
-            shape=matrix_of([each.shape for each in stored], axes, 1),
-            origin=np.array([key in arrays for key in keys], np.uint8),
-            alias=np.array([row_of[ties.get(key, key)] for key in keys], np.int64),
-        ),
-        chunk_ends=np.cumsum([len(some) for some in chunks], dtype=np.int64),
-        chunks=Chunks(
-            offsets=matrix_of([chunk.box.offsets for chunk in flat], axes, 0),
-            sizes=matrix_of([chunk.box.sizes for chunk in flat], axes, 1),
-            file=np.array([number[chunk.path] for chunk in flat], np.int64),
-            start=np.array([chunk.start for chunk in flat], np.int64),
-        ),
-        values=_values(kept, where),
-        tree=to_bytes(kept.tree, where=where) if kept else _flat_tree(catalog),
+        dtypes=[each.dtype for each in stored],
+        shapes=[each.shape for each in stored],
+        chunks=[
+            []
+            if key in ties or 0 in each.shape
+            else [(chunk.box, number[chunk.path], chunk.start) for chunk in each.chunks]
+            for key, each in zip(keys, stored, strict=True)
+        ],
+        alias=[row_of[ties.get(key, key)] for key in keys],
+        origin=[key in arrays for key in keys],
+        value_keys=[key for key, _ in values],
+        value_data=strings_of(data for _, data in values),
+        make_tree=lambda: tree,
+        where=where,
     )
-    return decode_index(encoded, where=where)
 
 
 def _values(kept: HeaderState | None, where: str) -> list[tuple[str, bytes]]:

@@ -24,6 +24,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
@@ -38,9 +39,9 @@ from shardkeep.errors import (
     UnsupportedLeaf,
     WrongSize,
 )
-from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges, matrix_of
+from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.checksum import checksum_text, digest
-from shardkeep.format.index import Chunks, Index, Strings, Tensors, checked_index, strings_of
+from shardkeep.format.index import Index, Strings, build_index
 from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
@@ -361,7 +362,7 @@ class FoundTorch:
         index, items, descriptors = _index_of(metadata, files, StoredObjects(metadata.objects, files, options, undo))
         return TorchSource(
             store=self.store,
-            record=_with_files(self.record, files.entries),
+            record=msgspec.structs.replace(self.record, files=files.entries),
             index=index,
             digests=files.digests,
             files=files,
@@ -370,11 +371,6 @@ class FoundTorch:
             objects=metadata.objects,
             undo=undo,
         )
-
-
-def _with_files(record: Record, files: list[FileEntry]) -> Record:
-    said = {name: getattr(record, name) for name in record.__struct_fields__ if name != "files"}
-    return Record(**said, files=files)
 
 
 def find_torch(store: ReadableStore) -> FoundTorch:
@@ -437,43 +433,32 @@ def _index_of(
     for key, entry in zip(keys, entries, strict=True):
         if any(len(box.sizes) != len(entry.shape) for box, _ in entry.chunks):
             raise MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
-    axes = max((len(entry.shape) for entry in entries), default=0)
-    stored = [pair for entry in entries for pair in entry.chunks]
-    boxes = [box for box, _ in stored]
-    items = ChunkItems(
-        np.array([location.offset for _, location in stored], np.int64),
-        np.array([location.nbytes for _, location in stored], np.int64),
-    )
-    tensors = Tensors(
-        dtype=np.array([entry.dtype.code for entry in entries], np.uint8),
-        ndim=np.array([len(entry.shape) for entry in entries], np.uint8),
-        shape=matrix_of([entry.shape for entry in entries], axes, 1),
-        origin=np.zeros(len(entries), np.uint8),
-        alias=np.arange(len(entries)),
-    )
-    counts = [len(entry.chunks) for entry in entries]
-    chunks = Chunks(
-        offsets=matrix_of([box.offsets for box in boxes], axes, 0),
-        sizes=matrix_of([box.sizes for box in boxes], axes, 1),
-        file=np.array([files.number(location.file) for _, location in stored], np.int64),
-        start=np.array([-1 if at.data_start is None else at.data_start for _, at in stored], np.int64),
-    )
-    descriptors = {row: location.descriptors for row, (_, location) in enumerate(stored) if location.descriptors}
-    # Where a tensor cannot begin at the stated byte, its archive is asked instead.
-    nbytes = chunks.boxes.volumes() * np.repeat(ITEMSIZES[tensors.dtype], counts)
-    believable = (chunks.start >= items.offset) & (chunks.start - items.offset <= items.nbytes - nbytes)
-    believable[list(descriptors)] = False
-    chunks.start[~believable] = -1
-    index = Index(
-        keys=strings_of(key.encode() for key in keys),
-        tensors=tensors,
-        chunk_ends=np.cumsum(counts, dtype=np.int64),
-        chunks=chunks,
-        value_keys=strings_of(sorted(map(str.encode, metadata.objects))),
+    index = build_index(
+        keys=keys,
+        dtypes=[entry.dtype for entry in entries],
+        shapes=[entry.shape for entry in entries],
+        chunks=[
+            [(box, files.number(at.file), -1 if at.data_start is None else at.data_start) for box, at in entry.chunks]
+            for entry in entries
+        ],
+        value_keys=sorted(metadata.objects, key=str.encode),
         value_data=values,
         make_tree=lambda: encode_tree(_tree(metadata.paths)),
+        where=METADATA_NAME,
     )
-    return checked_index(index, where=METADATA_NAME), items, descriptors
+    locations = [location for entry in entries for _, location in entry.chunks]
+    items = ChunkItems(
+        np.array([location.offset for location in locations], np.int64),
+        np.array([location.nbytes for location in locations], np.int64),
+    )
+    descriptors = {row: location.descriptors for row, location in enumerate(locations) if location.descriptors}
+    # Where a tensor cannot begin at the stated byte, its archive is asked instead.
+    start, owner = index.chunks.start, np.repeat(np.arange(len(entries)), [len(entry.chunks) for entry in entries])
+    nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
+    believable = (start >= items.offset) & (start - items.offset <= items.nbytes - nbytes)
+    believable[list(descriptors)] = False
+    start[~believable] = -1
+    return index, items, descriptors
 
 
 def _tree(paths: Mapping[str, Path]) -> Node:

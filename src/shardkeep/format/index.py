@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkeep.errors import ChecksumMismatch, MalformedFile
-from shardkeep.format import dtypes
-from shardkeep.format.boxes import ITEMSIZES, Boxes, IntArray, Rows, segment_starts
+from shardkeep.format.boxes import ITEMSIZES, Box, Boxes, IntArray, Ints, Rows, matrix_of, segment_starts
 from shardkeep.format.checksum import digest
+from shardkeep.format.dtypes import DType, by_code
 
 _ALIGN = 64
 _Table = list[tuple[str, str, tuple[int, ...], int, bytes]]
@@ -221,9 +221,9 @@ class Index:
         """Return a tensor's global shape."""
         return tuple(self.tensors.shape[tensor, : int(self.tensors.ndim[tensor])].tolist())
 
-    def dtype(self, tensor: int) -> dtypes.DType:
+    def dtype(self, tensor: int) -> DType:
         """Return a tensor's dtype."""
-        return dtypes.by_code(int(self.tensors.dtype[tensor]))
+        return by_code(int(self.tensors.dtype[tensor]))
 
     @cached_property
     def is_sorted(self) -> bool:
@@ -279,6 +279,50 @@ def encode_index(
             "tree": np.frombuffer(tree, np.uint8),
         },
     )
+
+
+PlacedChunk = tuple[Box, int, int]
+"""A box, its file, and where in the file it begins."""
+
+
+def build_index(
+    *,
+    keys: Sequence[str],
+    dtypes: Sequence[DType],
+    shapes: Sequence[Ints],
+    chunks: Sequence[Sequence[PlacedChunk]],
+    alias: Sequence[int] | None = None,
+    origin: Sequence[int] | None = None,
+    value_keys: Sequence[str] = (),
+    value_data: Strings | None = None,
+    make_tree: Callable[[], bytes] = bytes,
+    where: str,
+) -> Index:
+    """Make an index in memory, and check it; keys are sorted by their UTF-8 bytes, and `chunks` has those of each tensor."""
+    with decoding(where):
+        axes = max(map(len, shapes), default=0)
+        flat = [chunk for some in chunks for chunk in some]
+        index = Index(
+            keys=strings_of(key.encode() for key in keys),
+            tensors=Tensors(
+                dtype=np.array([dtype.code for dtype in dtypes], np.uint8),
+                ndim=np.array(list(map(len, shapes)), np.uint8),
+                shape=matrix_of(shapes, axes, 1),
+                origin=np.zeros(len(keys), np.uint8) if origin is None else np.array(origin, np.uint8),
+                alias=np.arange(len(keys)) if alias is None else np.array(alias, np.int64),
+            ),
+            chunk_ends=np.cumsum(list(map(len, chunks)), dtype=np.int64),
+            chunks=Chunks(
+                offsets=matrix_of([box.offsets for box, _, _ in flat], axes, 0),
+                sizes=matrix_of([box.sizes for box, _, _ in flat], axes, 1),
+                file=np.array([file for _, file, _ in flat], np.int64),
+                start=np.array([start for _, _, start in flat], np.int64),
+            ),
+            value_keys=strings_of(key.encode() for key in value_keys),
+            value_data=strings_of([]) if value_data is None else value_data,
+            make_tree=make_tree,
+        )
+    return checked_index(index, where=where)
 
 
 def decode_index(data: bytes | memoryview, *, where: str) -> Index:
