@@ -107,7 +107,7 @@ def test_an_encrypted_checkpoint_without_its_key(bucket: S3Server, capsys: pytes
     goods = {first: flip(store, first, 100), second: flip(store, second, sizes[second] - 30)}
     code, said = verify(store.url, capsys, "--deep")
     assert code == 1
-    assert "2 wrong" in said
+    assert "2 problems" in said
     assert f"{first}: bytes 8 to " in said
     table_at = sizes[second] - table_nbytes(2)  # of the header, and of the data
     assert f"{second}: the table of frames has checksum" in said
