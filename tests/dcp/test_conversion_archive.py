@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.conversion.to_file import TensorPlaceholder, destination, pickle_state, write_archive
+from shardkeep.conversion.pipeline import TensorPart
+from shardkeep.conversion.to_file import destination, pickle_state, write_archive
+from shardkeep.format.boxes import whole
 from shardkeep.format.checksum import combine_crc32
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
@@ -55,7 +57,7 @@ def test_storages_of_more_than_four_gigabytes_and_beyond_them(tmp_path):
     Sizes and offsets that need 8 bytes are found by torch and by zipfile.
     """
     sizes = [5 << 30, 3, 1 << 32, 7, (1 << 32) - 1]
-    state = {str(number): TensorPlaceholder(str(number), (nbytes,), U8) for number, nbytes in enumerate(sizes)}
+    state = {str(number): TensorPart(str(number), 0, whole((nbytes,)), U8) for number, nbytes in enumerate(sizes)}
     pickled = pickle_state(state)
     path = tmp_path / "file.pt"
     write_sparse(path, ArchiveLayout(pickled.data, sizes), sizes, [1, 2, 3, 4, 5])
@@ -76,7 +78,7 @@ def test_more_storages_than_two_bytes_can_count(tmp_path):
     Seventy thousand tensors in one file.
     """
     count = 70_000
-    pickled = pickle_state({"all": [TensorPlaceholder("x", (1,), U8) for _ in range(count)]})
+    pickled = pickle_state({"all": [TensorPart("x", 0, whole((1,)), U8) for _ in range(count)]})
     write_archive(
         destination(tmp_path / "file.pt"),
         ArchiveLayout(pickled.data, [1] * count),

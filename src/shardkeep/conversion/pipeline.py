@@ -153,20 +153,16 @@ class PartReader:
         rows: list[int] = []
         boxes: list[Box] = []
         into: list[torch.Tensor] = []
-        flats: list[tuple[TensorPart, torch.Tensor]] = []
+        flats: list[torch.Tensor] = []
         with collector_paused():  # a window may hold many thousand tensors
-            for part, start, stop, memory in wanted:
-                size, at = part.dtype.itemsize, 0
-                flat = torch.frombuffer(memory, dtype=torch.uint8).view(to_torch(part.dtype))
-                flats.append((part, flat))
-                for box in flat_range_to_boxes(part.box.sizes, start // size, stop // size):
-                    offsets = tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True))
+            for part, start, _, memory in wanted:
+                flats.append(torch.frombuffer(memory, dtype=torch.uint8).view(to_torch(part.dtype)))
+                for box, piece in _boxes_of(part, start // part.dtype.itemsize, flats[-1]):
                     rows.append(part.row)
-                    boxes.append(Box(offsets, box.sizes))
-                    into.append(flat[at : at + box.volume].view(box.sizes))
-                    at += box.volume
+                    boxes.append(box)
+                    into.append(piece)
         self._fill(rows, boxes, into)
-        for (part, start, _, _), (_, flat) in zip(wanted, flats, strict=True):
+        for (part, start, _, _), flat in zip(wanted, flats, strict=True):
             if _may_overflow(self._source.index.dtype(part.row), part.dtype):
                 self._look_at(part, start // part.dtype.itemsize, flat)
 
@@ -181,22 +177,14 @@ class PartReader:
             if not bool(infinite.any()):
                 continue
             before = torch.empty(now.numel(), dtype=stored)
-            self._read(part, first + at, before)
+            boxes, pieces = zip(*_boxes_of(part, first + at, before), strict=True)
+            self._fill([part.row] * len(boxes), boxes, pieces)
             if bool((infinite & torch.isfinite(before)).any()):
                 with self._lock:
                     self.infinite.add(part.row)
                 return
 
-    def _read(self, part: TensorPart, first: int, into: torch.Tensor) -> None:
-        """Read elements of a part as they are stored."""
-        boxes, pieces, at = [], [], 0
-        for box in flat_range_to_boxes(part.box.sizes, first, first + into.numel()):
-            boxes.append(Box(tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True)), box.sizes))
-            pieces.append(into[at : at + box.volume].view(box.sizes))
-            at += box.volume
-        self._fill([part.row] * len(boxes), boxes, pieces)
-
-    def _fill(self, rows: list[int], boxes: list[Box], into: list[torch.Tensor]) -> None:
+    def _fill(self, rows: list[int], boxes: Sequence[Box], into: Sequence[torch.Tensor]) -> None:
         axes = max((len(box.sizes) for box in boxes), default=0)
         fill(
             self._source,
@@ -206,6 +194,15 @@ class PartReader:
             threads=1,
             budget_nbytes=self._budget_nbytes,
         )
+
+
+def _boxes_of(part: TensorPart, first: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Cut a run of elements of a part into boxes of its tensor, each with the piece of `flat` that it fills."""
+    at = 0
+    for box in flat_range_to_boxes(part.box.sizes, first, first + flat.numel()):
+        offsets = tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True))
+        yield Box(offsets, box.sizes), flat[at : at + box.volume].view(box.sizes)
+        at += box.volume
 
 
 def _may_overflow(stored: DType, target: DType) -> bool:

@@ -40,6 +40,7 @@ from shardkeep.conversion.pipeline import (
     Part,
     PartReader,
     Progress,
+    TensorPart,
     Wanted,
     Written,
     file_parts,
@@ -60,9 +61,8 @@ from shardkeep.errors import (
     StorageError,
     UnsupportedLeaf,
 )
-from shardkeep.format.boxes import Ints
 from shardkeep.format.checksum import combine_crc32
-from shardkeep.format.dtypes import DType, to_torch
+from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
@@ -89,19 +89,23 @@ def write_torch_file(
     path = destination(to, make_directory=True)
     if file_exists(path) and not overwrite:
         raise _taken(to)
-    layout, names = _layout(chosen, source, options)
+    pickled = _pickled(chosen, source.index, options)
+    parts = [
+        each for each in pickled.storages if isinstance(each, TensorPart)
+    ]  # values that torch.load takes have none
+    layout = ArchiveLayout(pickled.data, [part.nbytes for part in parts])
     windows = limits(options, source.store)
     reader = PartReader(source, budget_nbytes=2 * windows[1])
 
     def fill(ranges: list[StorageRange]) -> None:
-        reader.fill([(chosen.tensors[names[each.storage]], each.start, each.stop, each.into) for each in ranges])
+        reader.fill([(parts[each.storage], each.start, each.stop, each.into) for each in ranges])
 
     try:
         write_archive(
             path,
             layout,
             fill,
-            keys=names,
+            keys=[part.key for part in parts],
             replace_file=overwrite,
             options=options,
             progress=progress,
@@ -114,19 +118,15 @@ def write_torch_file(
     return Written([os.path.basename(path)], layout.nbytes, reader.infinite)
 
 
-def _layout(chosen: Selection, source: Source, options: Options) -> tuple[ArchiveLayout, list[str]]:
-    """Return where everything goes, and the name of the tensor of each storage."""
-    stand_ins = {name: TensorPlaceholder(name, part.box.sizes, part.dtype) for name, part in chosen.tensors.items()}
+def _pickled(chosen: Selection, index: Index, options: Options) -> Pickled:
     state: dict[str, Any] = {}
     for name in chosen.names:
         if name in chosen.values:
-            state[name] = _value(source.index, chosen.values[name], options)
+            state[name] = _value(index, chosen.values[name], options)
         else:
-            # The same stand-in for names that are tied: torch.load gives one tensor under both.
-            state[name] = stand_ins[chosen.ties.get(name, name)]
-    pickled = pickle_state(state)
-    names = [each.key for each in pickled.storages if isinstance(each, TensorPlaceholder)]
-    return ArchiveLayout(pickled.data, [chosen.tensors[name].nbytes for name in names]), names
+            # The same object for names that are tied: torch.load gives one tensor under both.
+            state[name] = chosen.tensors[chosen.ties.get(name, name)]
+    return pickle_state(state)
 
 
 def _value(index: Index, key: str, options: Options) -> Any:
@@ -284,30 +284,16 @@ class _Checksums:
 _PROTOCOL = 2  # torch's
 
 
-@dataclass(frozen=True)
-class TensorPlaceholder:
-    """Stands in a state for a dense tensor that lies in a checkpoint, and is pickled as torch pickles tensors."""
-
-    key: str
-    shape: Ints
-    dtype: DType
-
-    @property
-    def nbytes(self) -> int:
-        """What its values take."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class Pickled(NamedTuple):
     """A state without the bytes of its tensors."""
 
     data: bytes
-    storages: list[TensorPlaceholder | torch.UntypedStorage]
+    storages: list[TensorPart | torch.UntypedStorage]
     """What holds the bytes of each storage, by the number that the pickle gives it; those in memory are on the CPU."""
 
 
 def pickle_state(state: Any) -> Pickled:
-    """Pickle a state as `torch.save` does."""
+    """Pickle a state as `torch.save` does; a `TensorPart` in it stands for a tensor that is not in memory."""
     out = io.BytesIO()
     pickler = _StatePickler(out)
     pickler.dump(state)
@@ -318,21 +304,22 @@ def pickle_state(state: Any) -> Pickled:
 class _Bytes:
     """The storage of a tensor that is not in memory."""
 
-    tensor: TensorPlaceholder
+    tensor: TensorPart
 
 
 class _StatePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, _PROTOCOL)
-        self.storages: list[TensorPlaceholder | torch.UntypedStorage] = []
+        self.storages: list[TensorPart | torch.UntypedStorage] = []
         self._known: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
     def reducer_override(self, obj: Any, /) -> Any:
-        if not isinstance(obj, TensorPlaceholder):
+        if not isinstance(obj, TensorPart):
             return NotImplemented
-        strides = tuple(math.prod(max(n, 1) for n in obj.shape[axis + 1 :]) for axis in range(len(obj.shape)))
+        shape = obj.box.sizes
+        strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        form = (_Bytes(obj), 0, obj.shape, strides, False, hooks)
+        form = (_Bytes(obj), 0, shape, strides, False, hooks)
         if obj.dtype.name in _STORAGE_OF:
             return rebuilding._rebuild_tensor_v2, form
         return rebuilding._rebuild_tensor_v3, (*form, to_torch(obj.dtype))
@@ -343,7 +330,7 @@ class _StatePickler(pickle.Pickler):
             name = _STORAGE_OF.get(obj.tensor.dtype.name)
             if name is None:
                 return "storage", torch.UntypedStorage, number, "cpu", obj.tensor.nbytes
-            return "storage", getattr(torch, name), number, "cpu", math.prod(obj.tensor.shape)
+            return "storage", getattr(torch, name), number, "cpu", obj.tensor.box.volume
         if isinstance(obj, torch.storage.TypedStorage):
             typed: Any = obj
             return self._stored(typed._untyped_storage, getattr(torch, typed._pickle_storage_type()), typed._size())
@@ -360,7 +347,7 @@ class _StatePickler(pickle.Pickler):
             known = self._known[storage._cdata] = number, storage
         return "storage", kind, known[0], torch.serialization.location_tag(storage), elements
 
-    def _add(self, storage: TensorPlaceholder | torch.UntypedStorage) -> str:
+    def _add(self, storage: TensorPart | torch.UntypedStorage) -> str:
         self.storages.append(storage)
         return str(len(self.storages) - 1)
 

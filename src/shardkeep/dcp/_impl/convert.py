@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from shardkeep.conversion.pipeline import TensorPart
 from shardkeep.conversion.to_file import (
     StorageRange,
-    TensorPlaceholder,
     destination,
     file_exists,
     file_path,
@@ -64,7 +64,7 @@ from shardkeep.errors import (
     StateMismatch,
     UnsupportedLeaf,
 )
-from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, within
+from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.checksum import combine_crc32
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
@@ -118,7 +118,7 @@ class CheckpointTensors:
         self._held: tuple[str, torch.Tensor] | None = None
 
     def read_state(self) -> dict[str, Any]:
-        """Return the state, nested as it was saved, with a `TensorPlaceholder` for each tensor."""
+        """Return the state, nested as it was saved, with a `TensorPart` for each tensor."""
         self._step("plan", self._open)
         state: dict[str, Any] = {}
         objects = []
@@ -134,7 +134,7 @@ class CheckpointTensors:
         self._read(objects, _Objects(put))
         return state
 
-    def fill(self, parts: list[tuple[TensorPlaceholder, StorageRange]]) -> None:
+    def fill(self, parts: list[tuple[TensorPart, StorageRange]]) -> None:
         """Read bytes of tensors."""
         planner = _Boxes()
         plan: list[ReadItem] = []
@@ -148,17 +148,17 @@ class CheckpointTensors:
             )
         self._read(plan, planner)
 
-    def _items(self, tensor: TensorPlaceholder, values: torch.Tensor, start: int, planner: _Boxes) -> list[ReadItem]:
+    def _items(self, tensor: TensorPart, values: torch.Tensor, start: int, planner: _Boxes) -> list[ReadItem]:
         """Return the items that fill `values` with a run of elements from `start` on."""
         at, chunks = 0, []
-        for box in flat_range_to_boxes(tensor.shape, start, start + values.numel()):
+        for box in flat_range_to_boxes(tensor.box.sizes, start, start + values.numel()):
             planner.add(tensor.key, values[at : at + box.volume].view(box.sizes))
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             at += box.volume
         entry: Any = self._metadata.state_dict_metadata[tensor.key]
         return create_read_items_for_chunk_list(tensor.key, entry, chunks)
 
-    def _decoded(self, tensor: TensorPlaceholder) -> torch.Tensor:
+    def _decoded(self, tensor: TensorPart) -> torch.Tensor:
         """Return the bytes of a whole tensor; one tensor is held at a time."""
         if self._held is None or self._held[0] != tensor.key:
             self._held = None
@@ -201,9 +201,9 @@ class CheckpointTensors:
         return self._alone.all_gather(name, work)[0]
 
 
-def _placeholder(key: str, entry: Any) -> TensorPlaceholder:
+def _placeholder(key: str, entry: Any) -> TensorPart:
     try:
-        return TensorPlaceholder(key, tuple(entry.size), of_torch(entry.properties.dtype))
+        return TensorPart(key, -1, whole(tuple(entry.size)), of_torch(entry.properties.dtype))
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"{key!r}: {error.message}", hint=error.hint, key=key) from error
 
@@ -416,17 +416,17 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     reading = threading.Lock()  # a storage reader may not be used by several threads
 
     def fill(ranges: list[StorageRange]) -> None:
-        stored: list[tuple[TensorPlaceholder, StorageRange]] = []
+        stored: list[tuple[TensorPart, StorageRange]] = []
         for each in ranges:
             storage = storages[each.storage]
-            if isinstance(storage, TensorPlaceholder):
+            if isinstance(storage, TensorPart):
                 stored.append((storage, each))
             else:
                 each.into[:] = view_memory(storage.data_ptr(), storage.nbytes())[each.start : each.stop]
         with reading:
             checkpoint.fill(stored)
 
-    sizes = [each.nbytes if isinstance(each, TensorPlaceholder) else each.nbytes() for each in storages]
+    sizes = [each.nbytes if isinstance(each, TensorPart) else each.nbytes() for each in storages]
     # Two threads: one reads while the other writes.
     window = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
     write_archive(
