@@ -55,20 +55,20 @@ def test_flat() -> None:
 def test_pool_reuses_while_held() -> None:
     """A held pool lends the same memory again; the last release frees it."""
     pool = ScratchPool(8192)
-    pool.hold()
+    pool.retain()
     with pool.lease() as first, pool.lease() as second:
         addresses = {address_of(first), address_of(second)}
     assert len(addresses) == 2
     with pool.lease() as again:
         assert address_of(again) in addresses
-    pool.let_go()
+    pool.release()
     assert pool._free == []
 
 
 def test_pool_never_lends_twice_at_once() -> None:
     """Threads at the same time get different buffers."""
     pool = ScratchPool(4096)
-    pool.hold()
+    pool.retain()
 
     def mark(i: int) -> bool:
         with pool.lease() as buffer:

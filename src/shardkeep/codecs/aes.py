@@ -51,7 +51,6 @@ class Aes(CodecConfig, frozen=True):
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:
-        """Unwrap the data key."""
         _ciphers()
         try:
             salt = bytes.fromhex(recorded["salt"])
@@ -61,7 +60,6 @@ class Aes(CodecConfig, frozen=True):
 
     @classmethod
     def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:
-        """Wrap the data key again."""
         return {**recorded, WRAPPED: _written(*keys.wrap(_data_key(recorded, keys)))}
 
 

@@ -314,7 +314,6 @@ class CodecRegistry:
         return registered if registered is not None else self._from_packages(name)
 
     def names(self) -> list[str]:
-        """Return all names of codecs."""
         with self._lock:
             return sorted({*_OURS, *self._classes, *(each.name for each in entry_points(group=GROUP))})
 
@@ -336,7 +335,6 @@ class CodecRegistry:
 
 @cache
 def known_codecs() -> CodecRegistry:
-    """Return the registry of this process."""
     return CodecRegistry()
 
 

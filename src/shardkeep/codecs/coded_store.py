@@ -111,7 +111,6 @@ class EncodingStore:
         """The seals of the coded blobs that are finished."""
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
-        """Begin a blob of so many plain bytes."""
         chain = self._chains.get(name)
         if chain is None:
             return self._inner.create(name, nbytes)
@@ -200,7 +199,7 @@ class FrameWriter:
         self._frames: list[_Frame] = []
         self._holds = True
         inner.write_at(0, memoryview(MAGIC))
-        scratch.hold()
+        scratch.retain()
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
@@ -277,7 +276,7 @@ class FrameWriter:
     def _release(self) -> None:
         if self._holds:
             self._holds = False
-            self._scratch.let_go()
+            self._scratch.release()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -342,7 +341,6 @@ class DecodingStore:
         return table
 
     def get(self, name: str, *, limit: int) -> bytes:
-        """Read all plain bytes of a small blob."""
         if name not in self._coded:
             return self.inner.get(name, limit=limit)
         return read_whole(self.open(name), name, name, limit)
@@ -440,7 +438,7 @@ class FrameReader:
         self._errors = errors
         self._store = store
         self._holds = True
-        scratch.hold()
+        scratch.retain()
 
     @property
     def nbytes(self) -> int:
@@ -452,7 +450,6 @@ class FrameReader:
         return False
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
-        """Fill all of `into` with plain bytes."""
         view = flat(into)
         if offset < 0 or offset + len(view) > self.nbytes:
             got = max(0, self.nbytes - max(offset, 0))
@@ -515,12 +512,11 @@ class FrameReader:
     def close(self) -> None:
         if self._holds:
             self._holds = False
-            self._scratch.let_go()
+            self._scratch.release()
         self._inner.close()
 
 
 def frame_place(entry: Blob, table: FrameTable, frame: int) -> FramePlace:
-    """Return the place that a frame was written with."""
     return FramePlace(entry.name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
 
 

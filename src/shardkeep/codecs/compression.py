@@ -84,7 +84,6 @@ def frame_compressor(module: Any, options: dict[int, int]) -> CompressFrame:
 
 
 def level_compressor(module: Any, level: int) -> CompressFrame:
-    """Return a function that compresses at a level."""
     return frame_compressor(module, {_LEVEL: level})
 
 
@@ -134,7 +133,6 @@ class PerThread(Generic[T]):
         self._mine = threading.local()
 
     def get(self) -> T:
-        """Return the object of this thread."""
         made: T | None = getattr(self._mine, "made", None)
         if made is None:
             made = self._mine.made = self._make()
@@ -149,13 +147,11 @@ class Zstd(CodecConfig, frozen=True):
     """1 is fast; up to 22 smaller and slower; below 0 faster and hardly smaller."""
 
     def __post_init__(self) -> None:
-        """Reject levels that zstd does not have."""
         if not isinstance(self.level, int) or not _MIN_LEVEL <= self.level <= _MAX_LEVEL:
             raise InvalidCodec(f"zstd has the levels {_MIN_LEVEL} to {_MAX_LEVEL}, not {self.level!r}")
 
     @classmethod
     def from_text(cls, argument: str) -> Zstd:
-        """Read "zstd:3"."""
         try:
             level = int(argument or cls().level)
         except ValueError as exc:
@@ -164,7 +160,6 @@ class Zstd(CodecConfig, frozen=True):
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
-        """Return the codec."""
         return _ZstdCodec(require_zstd("the codec 'zstd'"), cls.from_recorded(recorded).level)
 
 
@@ -191,7 +186,6 @@ class Lz4(CodecConfig, frozen=True):
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
-        """Return the codec."""
         cls.from_recorded(recorded)
         return _Lz4Codec(require_module("lz4.block", extra="lz4", wanted_by="the codec 'lz4'"))
 

@@ -86,7 +86,6 @@ class Float(CodecConfig, frozen=True):
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
-        """Return the codec."""
         cls.from_recorded(recorded)
         return _FloatCodec(require_zstd("the codec 'float'"))
 
@@ -479,17 +478,14 @@ class _StoredFrame:
         self.end = body_at
 
     def add(self, nbytes: int, coder: int, size: int) -> Bytes:
-        """Return where to put the body of the next part."""
         self._head += PART.pack(nbytes, coder, size)
         return self.take(size)
 
     def take(self, size: int) -> Bytes:
-        """Return the next bytes."""
         self.end += size
         return self._room[self.end - size : self.end]
 
     def done(self) -> Bytes:
-        """Return the whole frame."""
         self._room[: len(self._head)] = np.frombuffer(self._head, np.uint8)
         return self._room[: self.end]
 

@@ -288,7 +288,6 @@ class ZStandard(StreamTransformExtension):
         return ZStandard()
 
     def get_descriptor(self) -> str:
-        """Return what is stored with the data."""
         return f"{self.registry_name()}/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
@@ -404,7 +403,6 @@ class ExtensionRegistry:
         self.extensions: dict[str, type[Extension]] = {ZStandard.registry_name(): ZStandard}
 
     def register(self, cls: type[Extension]) -> None:
-        """Register an extension, replacing another of its name."""
         self.extensions[cls.registry_name()] = cls
 
     def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]:

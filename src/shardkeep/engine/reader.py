@@ -410,7 +410,7 @@ def _reread_blocks(
         for block in bad:
             begin = block * entry.block_nbytes
             piece = window[begin - start : begin - start + entry.block_nbytes]
-            result = again.mend(entry.header_nbytes + begin, piece, _has_digest(file, begin))
+            result = again.repair(entry.header_nbytes + begin, piece, _has_digest(file, begin))
             if not result.fits:
                 damaged.append(block)
                 same = same and result.same

@@ -87,7 +87,7 @@ def copy(dst: memoryview, src: memoryview) -> None:
 
 
 class ScratchPool:
-    """Aligned buffers of one size, one per thread that uses one at the same time; kept while the pool is held."""
+    """Aligned buffers of one size, one per thread that uses one at the same time; kept while the pool is retained."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes
@@ -95,13 +95,13 @@ class ScratchPool:
         self._holders = 0
         self._free: list[memoryview] = []
 
-    def hold(self) -> None:
-        """Keep free buffers for reuse until `let_go`."""
+    def retain(self) -> None:
+        """Keep free buffers for reuse until `release`."""
         with self._lock:
             self._holders += 1
 
-    def let_go(self) -> None:
-        """Undo one `hold`; the last one frees the memory."""
+    def release(self) -> None:
+        """Undo one `retain`; the last one frees the memory."""
         with self._lock:
             self._holders -= 1
             if not self._holders:

@@ -258,7 +258,6 @@ class FsspecStore:
         return f"{type(self).__name__}({self.url!r})"
 
     def spec(self) -> FsspecStoreSpec:
-        """Describe the store for another process."""
         fs = self._fs
         kind = type(fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]

@@ -150,7 +150,7 @@ class _LocalReader:
         self._scratch = scratch
         self._asks_cache = True
         self._nbytes = files.nbytes
-        scratch.hold()
+        scratch.retain()
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +223,7 @@ class _LocalReader:
         except OSError:  # nothing is lost when a file was only read
             first = True
         if first:
-            self._scratch.let_go()
+            self._scratch.release()
 
 
 class LocalStore:
@@ -264,7 +264,6 @@ class LocalStore:
 
     @property
     def local_path(self) -> str:
-        """The directory."""
         return self.url
 
     def any_names(self) -> LocalStore:
@@ -272,7 +271,6 @@ class LocalStore:
         return LocalStore(self.url, direct=self._direct, durable=self._durable, foreign=True)
 
     def spec(self) -> LocalStoreSpec:
-        """Describe the store for another process."""
         return LocalStoreSpec(os.fsencode(self._path), self._direct, self._durable)
 
     def same_place(self, other: object) -> bool:
@@ -467,7 +465,6 @@ class LocalStoreSpec(msgspec.Struct, frozen=True, tag=True):
     durable: bool
 
     def open(self) -> LocalStore:
-        """Open it in this process."""
         return LocalStore(os.fsdecode(self.path), direct=self.direct, durable=self.durable)
 
 

@@ -85,7 +85,6 @@ class Parts:
             at += some
 
     def nbytes_of(self, number: int) -> int:
-        """Return the size of a part."""
         return min(self._size, self._nbytes - number * self._size)
 
     def is_done(self, number: int) -> bool:
@@ -97,7 +96,6 @@ class Parts:
         return self._partial.get(number)
 
     def begin(self, number: int, memory: Any) -> PartBuffer:
-        """Begin to assemble a part."""
         self._partial[number] = PartBuffer(memory)
         return self._partial[number]
 
@@ -117,7 +115,6 @@ class Parts:
         return number
 
     def waits(self, number: int) -> bool:
-        """Return whether a part waits to be taken."""
         return number in self._complete
 
     def take(self) -> tuple[int, Any]:
@@ -318,7 +315,6 @@ class MultipartUpload:
             self._state.notify_all()
 
     def error(self, what: str, offset: int | None, number: int = errno.EINVAL) -> StorageError:
-        """Make an error that says where."""
         return StorageError(f"{self._url}/{self._name}: {what}", name=self._name, offset=offset, errno=number)
 
     def _delete(self) -> None:

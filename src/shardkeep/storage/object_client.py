@@ -291,28 +291,21 @@ def _client(service: str, name: str, **more: Any) -> Any:
         if not is_obstore_error(exc) and not isinstance(exc, ValueError):
             raise
         # Only the first paragraph: the rest may contain keys.
-        said = str(exc).partition("\n\nDebug")[0]
+        text = str(exc).partition("\n\nDebug")[0]
         hint = (
             "see shardkeep.open_place"
             if type(exc).__name__ == "UnknownConfigurationKeyError"
             else CREDENTIAL_HINTS[service]
         )
-        raise CheckpointError(f"cannot open {service}://{name}: {said}", hint=hint) from None
-
-
-def has_keys(options: dict[str, Any], environment: Mapping[str, str]) -> bool:
-    """Return whether credentials for S3, or their absence, were chosen explicitly, so that no profile applies."""
-    if _KEY_OPTIONS & options.keys():
-        return True
-    return not options.get("profile") and any(map(environment.get, _OTHER_KEYS))
+        raise CheckpointError(f"cannot open {service}://{name}: {text}", hint=hint) from None
 
 
 def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str]) -> Any:
     """Return credentials of a profile, if one was chosen, or if there are no others and the machine has profiles."""
-    if has_keys(more, environment):
-        more.pop("profile", None)
+    chosen = more.pop("profile", None)
+    if _KEY_OPTIONS & more.keys() or (not chosen and any(map(environment.get, _OTHER_KEYS))):
         return None
-    profile = more.pop("profile", None) or environment.get("AWS_PROFILE")
+    profile = chosen or environment.get("AWS_PROFILE")
     if not profile and not os.path.exists(
         environment.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials")
     ):
@@ -498,8 +491,8 @@ def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
                 return number, reason + _after(text)
         return errno.EIO, _QUERY.sub("", text.partition("\n\nDebug source")[0])[:500]
     status = int(found[1])
-    said = _found(_MESSAGE, text)
-    summary = f"{status} {code or found[2].strip()}{': ' + said if said else ''}{_after(text)}"
+    detail = _found(_MESSAGE, text)
+    summary = f"{status} {code or found[2].strip()}{': ' + detail if detail else ''}{_after(text)}"
     if code in _BUSY:
         return errno.EBUSY, summary
     if code == _TAKEN:

@@ -265,12 +265,10 @@ class ObjectStore:
 
     @property
     def requests(self) -> int:
-        """How many requests may be in flight at once."""
         return self.bucket.policy.requests
 
     @property
     def part_nbytes(self) -> int:
-        """The size of a part of an upload."""
         return self.bucket.policy.part_bytes
 
     @property
@@ -280,7 +278,6 @@ class ObjectStore:
         return bucket.service == "s3" and bucket.official and bool(bucket.raw_client.config.get("checksum_algorithm"))
 
     def same_place(self, other: object) -> bool:
-        """Compare server, account, bucket and prefix."""
         if not isinstance(other, ObjectStore):
             return False
         return (self.bucket.server, self.bucket.name, self.prefix) == (
@@ -297,7 +294,6 @@ class ObjectStore:
         return ObjectStore(self.bucket, self.prefix.removesuffix(f"{name}/"), above), name
 
     def spec(self) -> BucketStoreSpec:
-        """Describe the store for another process."""
         bucket = self.bucket
         given = dict(bucket.options)
         if "client_options" in given:  # kept as pairs

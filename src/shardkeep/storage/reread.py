@@ -50,7 +50,6 @@ class SecondRead:
         """Whether no byte came from a cache, as far as is known."""
 
     def read(self, offset: int, nbytes: int) -> bytearray:
-        """Read a range."""
         data = bytearray(nbytes)
         reader = self._given
         if self._store is not None:
@@ -64,7 +63,7 @@ class SecondRead:
             reader.read_into(offset, memoryview(data))
         return data
 
-    def mend(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
+    def repair(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
         """Read the range of `piece` again; if it is right now, copy it into `piece`."""
         data = self.read(offset, len(piece))
         if fits(data):
@@ -91,12 +90,12 @@ def reread(
     piece: memoryview,
     fits: Callable[[bytearray], bool],
 ) -> RereadResult:
-    """Read one range of a blob again, and warn if it is right now; see `SecondRead.mend`."""
+    """Read one range of a blob again, and warn if it is right now; see `SecondRead.repair`."""
     with closing(SecondRead(name, store, reader)) as again:
-        verdict = again.mend(offset, piece, fits)
-    if verdict.fits:
+        result = again.repair(offset, piece, fits)
+    if result.fits:
         warn_reread_ok(name, offset, len(piece))
-    return verdict
+    return result
 
 
 def decode_or_reread(

@@ -37,11 +37,9 @@ class StoreWrapper:
         return f"{type(self).__name__}({self.inner!r})"
 
     def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:  # noqa: ARG002 - for subclasses
-        """Return what `open` returns."""
         return reader
 
     def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:  # noqa: ARG002 - for subclasses
-        """Return what `create` returns."""
         return writer
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
