@@ -113,7 +113,7 @@ def checked_options(
         warnings.warn(
             "submodules= is deprecated: read the whole state and pick the keys that begin with the submodule's name",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     if optim_only and not optims:
         raise BadState("only optimizer state was requested, but no optimizer was passed")

@@ -65,11 +65,7 @@ def get_model_state_dict(
         BadState: (RuntimeError) there is no state.
 
     """
-    with collector_paused():
-        info = checked_options(model, (), optim_only=False, submodules=submodules, options=options)
-        state = model_state(model, info)
-        check_states(state, {}, info)
-        return state
+    return _get(model, (), optim_only=False, submodules=submodules, options=options)[0]
 
 
 def set_model_state_dict(
@@ -107,12 +103,7 @@ def get_optimizer_state_dict(
         BadState: (RuntimeError) an optimizer holds parameters that are not in the model.
 
     """
-    with collector_paused():
-        given = _as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=True, submodules=submodules, options=options)
-        state = optimizer_state(model, given, info)
-        check_states({}, state, info)
-        return state
+    return _get(model, optimizers, optim_only=True, submodules=submodules, options=options)[1]
 
 
 def set_optimizer_state_dict(
@@ -154,9 +145,20 @@ def get_state_dict(
         BadState: (RuntimeError) there is no state, or an optimizer holds parameters that are not in the model.
 
     """
+    return _get(model, optimizers, optim_only=False, submodules=submodules, options=options)
+
+
+def _get(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    optim_only: bool,
+    submodules: set[nn.Module] | None,
+    options: StateDictOptions | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     with collector_paused():
         given = _as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=False, submodules=submodules, options=options)
+        info = checked_options(model, given, optim_only, submodules=submodules, options=options)
         of_model = model_state(model, info)
         of_optimizers = optimizer_state(model, given, info)
         check_states(of_model, of_optimizers, info)
@@ -521,12 +523,14 @@ def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: 
 
 def _plan(optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo) -> _LoadPlan:
     entries = [[_entry(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
-    plan = _LoadPlan(optimizer, StateLayout(optimizer), entries, [])
-    _check_complete(plan, known, info)
-    for group, row in zip(optimizer.param_groups, entries, strict=True):
-        names = [name for entry in row for name in entry.names]
-        plan.groups.append(_group_for_load(group, names, known, optimizer, strict=info.strict))
-    return plan
+    layout = StateLayout(optimizer)
+    if info.strict and known.state:
+        _check_complete(optimizer, [entry for row in entries for entry in row], known, layout)
+    groups = [
+        _group_for_load(group, [name for entry in row for name in entry.names], known, optimizer, strict=info.strict)
+        for group, row in zip(optimizer.param_groups, entries, strict=True)
+    ]
+    return _LoadPlan(optimizer, layout, entries, groups)
 
 
 def _entry(parameter: torch.Tensor, saved: SavedOptimizers, info: StateDictInfo) -> _Entry:
@@ -538,18 +542,17 @@ def _entry(parameter: torch.Tensor, saved: SavedOptimizers, info: StateDictInfo)
     return _Entry(parameter, (used,))
 
 
-def _check_complete(plan: _LoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
+def _check_complete(
+    optimizer: Optimizer, entries: Sequence[_Entry], saved: SavedOptimizers, layout: StateLayout
+) -> None:
     """Raise if a parameter that is trained would lose its state."""
-    if not info.strict or not saved.state:
-        return
-    state = plan.optimizer.state
-    trained = [entry for entry in plan.flat if entry.parameter.requires_grad]
+    trained = [entry for entry in entries if entry.parameter.requires_grad]
     found = any(name in saved.state for entry in trained for name in entry.names)
     for entry in trained:
         missing = [name for name in entry.names if name not in saved.state]
-        if not missing or (state and entry.parameter not in state):
+        if not missing or (optimizer.state and entry.parameter not in optimizer.state):
             continue
-        if not found and not plan.layout.of(entry.parameter):
+        if not found and not layout.of(entry.parameter):
             return  # an optimizer that keeps no state, beside others that do
         raise BadState(
             f"Missing optimizer state for parameter {_and_more(missing)}",
