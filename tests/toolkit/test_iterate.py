@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.errors import CompanionMismatch, UnexpectedValue
+from shardkeep.state.collectives import distribute_state_dict
 from shardkeep.state.offload import (
     _identity_func,
     iterate_state_dict,
@@ -162,3 +163,12 @@ def test_sharded_companions_must_be_cut_alike(rank_pool):
         assert "meta" in said[3]
         assert "local shards" in said[5]
         assert "sharded as" in said[7]
+
+
+def test_which_mappings_come_out():
+    """An ordered dict becomes a plain one, as in torch; in what is distributed it stays ordered, as torch sends it."""
+    tree = {"d": OrderedDict(a=torch.ones(1))}
+    assert type(same(tree)["d"]) is dict
+    local = {"d": OrderedDict(a=torch.zeros(1))}
+    distribute_state_dict(tree, local, CPU)
+    assert type(local["d"]) is OrderedDict

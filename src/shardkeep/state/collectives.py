@@ -506,7 +506,7 @@ def _local_part(full: Any, present: Any, path: TreePath, device: torch.device) -
             copy_box(whole(spec.shape), source, destination)
         return destination.result
 
-    return change((), full) if present is None else map_leaves(full, change, _opens)
+    return change((), full) if present is None else map_leaves(full, change, _opens, keep_ordered=True)
 
 
 def _opens(value: Any) -> bool:
@@ -526,7 +526,7 @@ def split_tensors(state_dict: Mapping[str, Any]) -> SplitStateDict:
         sources.append(source)
         return TensorSlot(len(sources) - 1)
 
-    skeleton = {key: map_leaves(value, change, _opens, (key,)) for key, value in state_dict.items()}
+    skeleton = {key: map_leaves(value, change, _opens, (key,), keep_ordered=True) for key, value in state_dict.items()}
     return SplitStateDict(skeleton, specs, sources)
 
 
@@ -608,7 +608,10 @@ def _broadcast(
             results = {number: result.cpu() for number, result in results.items()}
     for key, part in wanted.items():
         local_state_dict[key] = map_leaves(
-            part, lambda _, leaf: results[leaf.number] if isinstance(leaf, TensorSlot) else leaf, _opens
+            part,
+            lambda _, leaf: results[leaf.number] if isinstance(leaf, TensorSlot) else leaf,
+            _opens,
+            keep_ordered=True,
         )
     return split
 

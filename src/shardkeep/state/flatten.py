@@ -53,13 +53,12 @@ def map_leaves(
     opens: Callable[[Any], bool] = is_container,
     path: TreePath = (),
     *,
-    keep_ordered: bool = True,
+    keep_ordered: bool = False,
 ) -> Any:
     """
     Return the same nesting in new containers, with each leaf replaced by `change(path, leaf)`.
 
-    Mappings become plain dicts, except exact `OrderedDict`s if `keep_ordered`; tuples become plain tuples, except named
-    tuples.
+    Mappings become plain dicts (with `keep_ordered`, an `OrderedDict` stays one), tuples plain or named tuples.
     """
     if not opens(tree):
         return change(path, tree)

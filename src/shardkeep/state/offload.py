@@ -102,7 +102,7 @@ def iterate_state_dict(
             return companion
         return made.to(torch.device("cpu")) if cpu_offload else made
 
-    made = map_leaves(iter_object, change, _opens, keep_ordered=False)  # torch returns plain dicts
+    made = map_leaves(iter_object, change, _opens)  # torch returns plain dicts
     if wanted or isinstance(iter_object, torch.Tensor):
         return made
     return {} if isinstance(iter_object, dict) else None

@@ -349,7 +349,7 @@ class StatefulObject:
                 self._refuse_world_size(".".join([name, *map(str, path)]), len(leaf.values))
             return PerRank(leaf.values[self._rank])
 
-        return map_leaves(value, change)
+        return map_leaves(value, change, keep_ordered=True)
 
     def _refuse_world_size(self, name: str, ranks: int) -> NoReturn:
         raise StateMismatch(
