@@ -25,7 +25,7 @@ from shardkeep.engine.save_session import (
     BackgroundSave,
     DescribedState,
     RankPlan,
-    SaveRequest,
+    SaveArguments,
     SaveSession,
     WrittenFiles,
     make_file_jobs,
@@ -107,7 +107,7 @@ def save(
     """
     return run_save(
         state,
-        SaveRequest(
+        SaveArguments(
             where=where,
             step=step,
             meta=meta,
@@ -121,7 +121,7 @@ def save(
     )
 
 
-def run_save(state: Mapping[str, Any], request: SaveRequest) -> SaveReport:
+def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
     """Save a state as a request says; see `save`."""
     phases, options = Phases(), request.options
     session = _new_session(request, current_world(request.group, timeout_s=options.timeout_s), phases)
@@ -221,7 +221,7 @@ def async_save(
         64
 
     """
-    request = SaveRequest(
+    request = SaveArguments(
         where=where,
         step=step,
         meta=meta,
@@ -237,7 +237,7 @@ def async_save(
 
 def start_save(
     state: Mapping[str, Any],
-    request: SaveRequest,
+    request: SaveArguments,
     *,
     staging: str = "auto",
     writer: str = "thread",
@@ -333,7 +333,7 @@ def finish_saves() -> None:
         raise earlier
 
 
-def _new_session(request: SaveRequest, world: World, phases: Phases) -> SaveSession:
+def _new_session(request: SaveArguments, world: World, phases: Phases) -> SaveSession:
     store = open_on_all_ranks(request.where, world, direct=request.options.direct_io, doing="save to")
     return SaveSession(request, store, world, phases, keys_for(request.options))
 

@@ -33,8 +33,8 @@ from shardkeep.format.tree import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
 from shardkeep.plan.save_plan import (
+    CheckpointPlan,
     RankWritePlan,
-    SavePlan,
     decode_manifest,
     merge_rank_trees,
     merge_rank_values,
@@ -73,7 +73,7 @@ class RecordLabels:
 class PlannedSave:
     """What rank 0 has planned for all ranks."""
 
-    plan: SavePlan
+    plan: CheckpointPlan
     values: list[tuple[str, bytes]]
     tree: bytes
     codecs: CodecPlan
@@ -271,7 +271,7 @@ class Coordinator:
         return replaces
 
 
-def data_file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
+def data_file_names(plan: CheckpointPlan, save_id: str, world_size: int) -> list[str]:
     """Return the names of all data files of a save."""
     return [
         native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
@@ -280,7 +280,7 @@ def data_file_names(plan: SavePlan, save_id: str, world_size: int) -> list[str]:
 
 
 def split_by_rank(
-    plan: SavePlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
+    plan: CheckpointPlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
 ) -> list[RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
     names = data_file_names(plan, save_id, world_size)
@@ -310,7 +310,7 @@ def split_by_rank(
     return plans
 
 
-def _block_sizes(plan: SavePlan) -> list[int]:
+def _block_sizes(plan: CheckpointPlan) -> list[int]:
     """Choose each file's block size by the size of its group: many small blocks keep many threads waiting."""
     together: dict[tuple[int, str], int] = {}
     for file in plan.files:

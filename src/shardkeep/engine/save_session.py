@@ -78,7 +78,7 @@ _WORTH_NOTING_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRequest:
+class SaveArguments:
     """What a caller asks for: the arguments of `sk.save`."""
 
     where: str | os.PathLike[str] | Store
@@ -138,7 +138,7 @@ class SaveSession:
     """One save of one rank. Used by one thread at a time; the steps are called inside `running`."""
 
     def __init__(
-        self, request: SaveRequest, store: Store, world: World, phases: Phases, keys: CachedKeys | None
+        self, request: SaveArguments, store: Store, world: World, phases: Phases, keys: CachedKeys | None
     ) -> None:
         self.store = store
         self.world = world

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import deprecated
 
 from shardkeep.engine.pools import HostSlot, StoragePool
-from shardkeep.engine.tensors import Geometry, Run, geometry, runs
+from shardkeep.engine.tensors import Geometry, MemoryRun, geometry, runs
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 from shardkeep.state.offload import check_plain_types, sharded_tensor_like
@@ -249,7 +249,7 @@ class _Copying(TorchFunctionMode):
         return result
 
 
-def _copy_of(run: Run, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
+def _copy_of(run: MemoryRun, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the target and the source of a run of bytes."""
     tensor = run.tensors[0]
     if not run.whole:
@@ -260,7 +260,7 @@ def _copy_of(run: Run, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
     return target, source
 
 
-def _view(tensor: torch.Tensor, run: Run, place: HostSlot) -> torch.Tensor:
+def _view(tensor: torch.Tensor, run: MemoryRun, place: HostSlot) -> torch.Tensor:
     """Return the copy of a tensor of the run, in host memory."""
     made = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     size = tensor.itemsize

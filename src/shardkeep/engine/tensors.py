@@ -201,7 +201,7 @@ _ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True)
-class Run:
+class MemoryRun:
     """Bytes of a storage that are copied together, and the tensors in them; equal views are listed once."""
 
     tensors: list[torch.Tensor]
@@ -245,7 +245,7 @@ def memory_keys(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
     ]
 
 
-def runs(tensors: Iterable[torch.Tensor]) -> Iterator[Run]:
+def runs(tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRun]:
     """Divide strided tensors with elements into the runs of bytes that are copied."""
     by_storage: dict[int, dict[Geometry, torch.Tensor]] = {}
     for tensor in tensors:
@@ -263,15 +263,15 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
-def _run(group: list[torch.Tensor]) -> Run:
+def _run(group: list[torch.Tensor]) -> MemoryRun:
     bounds = [extent(tensor) for tensor in group]
     start, stop = min(low for low, _ in bounds), max(high for _, high in bounds)
     if len(group) > 1:
-        return Run(group, start - start % _ALIGNMENT, stop, whole=True)
+        return MemoryRun(group, start - start % _ALIGNMENT, stop, whole=True)
     [tensor] = group
     # Dense, or expanded from fewer elements: all bytes between its ends belong to it.
     whole = not _resolved_by_copy(tensor) and (stop - start == tensor.nbytes or overlaps_itself(tensor))
-    return Run(group, start, stop, whole)
+    return MemoryRun(group, start, stop, whole)
 
 
 def _groups(views: list[torch.Tensor]) -> list[list[torch.Tensor]]:

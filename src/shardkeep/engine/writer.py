@@ -134,7 +134,7 @@ def hash_and_write(file: BlobWriter, offset: int, data: memoryview, block_nbytes
 
 
 @dataclass
-class _OpenFile:
+class _FileInProgress:
     job: FileJob
     writer: BlobWriter
     windows_left: int
@@ -157,7 +157,7 @@ def write_files(
         undo.callback(_remove_begun, store, begun)
         tasks = _tasks(sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, scope)
 
-        def work(task: tuple[_OpenFile, Window], buffer: memoryview) -> bool:
+        def work(task: tuple[_FileInProgress, Window], buffer: memoryview) -> bool:
             file, window = task
             found = sink.put(window, file.writer, buffer)
             at = window.start // file.job.block_nbytes * DIGEST_NBYTES
@@ -199,9 +199,9 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 def _tasks(
     sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], scope: CancelScope
-) -> Iterator[tuple[_OpenFile, Window]]:
+) -> Iterator[tuple[_FileInProgress, Window]]:
     """Begin each file with the first of its windows, and note the names of all files that may exist then."""
-    opened: dict[str, _OpenFile] = {}
+    opened: dict[str, _FileInProgress] = {}
     for window in windows:
         job = window.job
         if job.name not in opened:
@@ -214,7 +214,7 @@ def _tasks(
                 begun.append(native.blocks_name(job.name))
                 writer.write_at(0, memoryview(job.header))
             job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
-            opened[job.name] = _OpenFile(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
+            opened[job.name] = _FileInProgress(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
         yield opened[job.name], window
 
 
@@ -274,7 +274,7 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
             job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
 
 
-def _finish(store: Creates, file: _OpenFile) -> None:
+def _finish(store: Creates, file: _FileInProgress) -> None:
     job = file.job
     if job.header and not job.sidecar:
         seal_header(job.header, job.digests)

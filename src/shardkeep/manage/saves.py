@@ -14,7 +14,7 @@ from typing import Any
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveReport
-from shardkeep.engine.save_session import SaveRequest
+from shardkeep.engine.save_session import SaveArguments
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, emit
 from shardkeep.manage.background import PendingTasks
@@ -319,7 +319,7 @@ class Saves:
                 raise refusal
 
         store = self._store_to_write(name, step)
-        request = SaveRequest(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
+        request = SaveArguments(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
         first = self._ranks.world.rank == 0
         if first:
             self._locks.acquire(name)

@@ -176,7 +176,7 @@ class PlannedChunks(Rows):
 
 
 @dataclass(frozen=True)
-class FilePlan:
+class DataFilePlan:
     """One data file to be written."""
 
     rank: int
@@ -193,7 +193,7 @@ ChainOf = Callable[[list[str], IntArray], "list[int | None]"]
 
 
 @dataclass(frozen=True)
-class SavePlan:
+class CheckpointPlan:
     """All that rank 0 plans."""
 
     keys: list[str]
@@ -201,7 +201,7 @@ class SavePlan:
     tensors: Tensors
     pieces: PlannedChunks
     """Sorted by file, then by place in it."""
-    files: list[FilePlan]
+    files: list[DataFilePlan]
 
     def pieces_by_tensor(self) -> PlannedChunks:
         """Return the chunks in the order of the index: by tensor, then by offsets."""
@@ -216,7 +216,9 @@ class _Merged:
     shards: Shards
 
 
-def plan_save(manifests: Sequence[RankManifest], chain_of: ChainOf = lambda keys, _: [None] * len(keys)) -> SavePlan:
+def plan_save(
+    manifests: Sequence[RankManifest], chain_of: ChainOf = lambda keys, _: [None] * len(keys)
+) -> CheckpointPlan:
     """Plan which rank writes which part of which tensor into which file; a file has one codec chain."""
     _check_arguments(manifests)
     merged = _merge(manifests)
@@ -228,7 +230,7 @@ def plan_save(manifests: Sequence[RankManifest], chain_of: ChainOf = lambda keys
     files, pieces = _assign_files(merged, pieces, len(manifests), chain)
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
-    return SavePlan(merged.keys, merged.tensors, pieces, files)
+    return CheckpointPlan(merged.keys, merged.tensors, pieces, files)
 
 
 def _check_arguments(manifests: Sequence[RankManifest]) -> None:
@@ -461,7 +463,7 @@ def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards) -> None:
 
 def _assign_files(
     merged: _Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
-) -> tuple[list[FilePlan], PlannedChunks]:
+) -> tuple[list[DataFilePlan], PlannedChunks]:
     """
     Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large.
 
@@ -492,7 +494,7 @@ def _assign_files(
     slot_of_file = made // MOST_PARTS
     alone = np.bincount(slot_of_file)[slot_of_file] == 1
     files = [
-        FilePlan(rank, labels[row % len(kinds)], chains[row % len(kinds)], 0 if lone else number + 1, total)
+        DataFilePlan(rank, labels[row % len(kinds)], chains[row % len(kinds)], 0 if lone else number + 1, total)
         for rank, row, number, lone, total in zip(
             rank_of_slot[slot_of_file].tolist(),
             slots[slot_of_file].tolist(),
