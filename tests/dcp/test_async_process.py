@@ -121,9 +121,7 @@ class Hanging(FileSystemWriter):
 
 
 def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
-    """
-    A step that does not end fails the save after `Options.timeout_s`, and the next save has a new process.
-    """
+    """A step that does not end fails the save after `Options.timeout_s`, and the next save has a new process."""
     begin({"w": numbered(3)}, tmp_path / "a").result(60)
     saver = group_saves_of(None, no_dist=True).saver
     monkeypatch.setenv("SHARDKEEP_TIMEOUT_S", "2")
@@ -136,9 +134,7 @@ def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_pickled_is_said(tmp_path):
-    """
-    A writer with a lock in it cannot go to another process; the one that is there serves on.
-    """
+    """A writer with a lock in it cannot go to another process; the one that is there serves on."""
     writer = FileSystemWriter(tmp_path / "a")
     writer.lock = threading.Lock()
     future = quietly(async_save, {"w": numbered(3)}, storage_writer=writer, async_checkpointer_type=PROCESS)
@@ -158,9 +154,7 @@ def shared_pieces():
 
 
 def test_parcels_of_many_storages():
-    """
-    More handles than go in one piece arrive in order, each memory once, and nothing stays open.
-    """
+    """More handles than go in one piece arrive in order, each memory once, and nothing stays open."""
     before = shared_pieces()
     here, there = socket.socketpair()
     sent = [torch.full((2,), float(index)) for index in range(450)]
@@ -185,9 +179,7 @@ class Locked(DefaultSavePlanner):
 
 
 def test_shared_memory_of_failed_saves_is_given_back(tmp_path):
-    """
-    Nothing of a state stays in shared memory if it cannot be handed over, or the process dies before it takes it.
-    """
+    """Nothing of a state stays in shared memory if it cannot be handed over, or the process dies before it takes it."""
     state = {"w": numbered(1000)}
     begin(state, tmp_path / "a").result(60)
     before = shared_pieces()
@@ -211,9 +203,7 @@ class Unreachable(FileSystemWriter):
 
 
 def test_a_connection_that_breaks_in_a_save_is_its_failure(tmp_path):
-    """
-    It is told as it was raised, and is no end of the process, which serves on.
-    """
+    """It is told as it was raised, and is no end of the process, which serves on."""
     begin({"w": numbered(3)}, tmp_path / "a").result(60)
     pid = group_saves_of(None, no_dist=True).saver.pid
     with pytest.raises(CheckpointException, match="the bucket said no") as caught:
@@ -232,9 +222,7 @@ class Counting(StateDictStager):
 
 
 def test_a_state_is_copied_once(tmp_path, monkeypatch):
-    """
-    With or without a writer that could stage, and with tensors that have no elements.
-    """
+    """With or without a writer that could stage, and with tensors that have no elements."""
     monkeypatch.setattr("shardkeep.engine.stagers.StateDictStager", Counting)
     monkeypatch.setattr("shardkeep.engine.stagers.StateDictStager", Counting)
     monkeypatch.setattr("shardkeep.dcp._impl.async_.StateDictStager", Counting)
@@ -253,9 +241,7 @@ def test_a_state_is_copied_once(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_stages_in_its_own_way_does_so(tmp_path):
-    """
-    What its `stage` returns is what is saved, wherever that lies.
-    """
+    """What its `stage` returns is what is saved, wherever that lies."""
     writer = Doubling(tmp_path / "a")
     quietly(async_save, {"w": numbered(9)}, storage_writer=writer, async_checkpointer_type=PROCESS).result(60)
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(9))["w"], 2 * numbered(9))
@@ -285,9 +271,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
-    """
-    The process knows the script's classes, though the script has ended when it takes the state.
-    """
+    """The process knows the script's classes, though the script has ended when it takes the state."""
     script = tmp_path / "script.py"
     script.write_text(ENDS_EARLY)
     done = warm_python(script, tmp_path / "a")
@@ -296,9 +280,7 @@ def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
 
 
 def test_states_go_in_few_pieces_of_shared_memory(tmp_path, request):
-    """
-    More tensors than a process may open files are saved, whoever staged them. A process that is closed ends.
-    """
+    """More tensors than a process may open files are saved, whoever staged them. A process that is closed ends."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = 400
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + count // 2, limits[1]))
@@ -351,9 +333,7 @@ def save_spread(folder):
 
 
 def test_savers_of_several_ranks(rank_pool, tmp_path):
-    """
-    Each rank's process saves its part and knows its rank; one that dies fails the save on all ranks at once.
-    """
+    """Each rank's process saves its part and knows its rank; one that dies fails the save on all ranks at once."""
     assert rank_pool.run(2, save_spread, str(tmp_path)) == [(True, True, True)] * 2
     assert [note(tmp_path / "a", rank)[1] for rank in range(2)] == [(0, 2), (1, 2)]
     assert (tmp_path / "c" / ".metadata").exists()
@@ -371,7 +351,5 @@ def from_a_daemon(folder):
 
 
 def test_a_process_that_cannot_be_started_says_what_to_do(rank_pool, tmp_path):
-    """
-    A daemonic process has no children: the error says so, and names the other way.
-    """
+    """A daemonic process has no children: the error says so, and names the other way."""
     assert "AsyncCheckpointerType.THREAD" in rank_pool.run(1, from_a_daemon, str(tmp_path), init=False)[0]

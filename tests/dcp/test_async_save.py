@@ -59,9 +59,7 @@ class Broken(FileSystemWriter):
 
 
 def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
-    """
-    Values on the CPU changed right after the call, in place, are not in the checkpoint.
-    """
+    """Values on the CPU changed right after the call, in place, are not in the checkpoint."""
     state = {"w": numbered(100), "n": {"list": [1, {"x": numbered(3)}]}}
     writer = Slow(tmp_path / "a")
     future = quietly(async_save, state, storage_writer=writer)
@@ -79,9 +77,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
 
 
 def test_one_stager_over_many_saves(tmp_path):
-    """
-    A stager is used again and again, and every checkpoint has the values of its own time.
-    """
+    """A stager is used again and again, and every checkpoint has the values of its own time."""
     stager = DefaultStager(StagingOptions(use_async_staging=True))
     weights = torch.zeros(1000)
     responses = []
@@ -117,9 +113,7 @@ class BadStager(DefaultStager):
 
 
 def test_a_failed_staging_is_never_a_success(tmp_path):
-    """
-    Both futures fail, though the staging one had failed before it was looked at; torch's says that it succeeded.
-    """
+    """Both futures fail, though the staging one had failed before it was looked at; torch's says that it succeeded."""
     response = quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=BadStager())
     with pytest.raises(MemoryError, match="no room"):
         response.staging_completion.result(30)
@@ -145,9 +139,7 @@ class Unsure(DefaultStager):
 
 
 def test_a_copy_that_turns_out_bad_is_not_saved(tmp_path):
-    """
-    What `synchronize_staging` raises comes out of the call, and no checkpoint appears.
-    """
+    """What `synchronize_staging` raises comes out of the call, and no checkpoint appears."""
     with pytest.raises(MemoryError, match="copy failed"):
         quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=Unsure())
     quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "next")).result(30)
@@ -155,9 +147,7 @@ def test_a_copy_that_turns_out_bad_is_not_saved(tmp_path):
 
 
 def test_saves_run_one_after_the_other(tmp_path):
-    """
-    A save that is begun while another writes waits for it, with one writer for both; none is torn.
-    """
+    """A save that is begun while another writes waits for it, with one writer for both; none is torn."""
     writer = Slow(tmp_path / "x")
     first = quietly(async_save, {"w": torch.full((9,), 1.0)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
     assert writer.began.wait(30)
@@ -228,9 +218,7 @@ class Twice(DefaultSavePlanner):
 
 
 def test_a_save_inside_a_save_does_not_wait_for_it(tmp_path):
-    """
-    One thread never waits for itself: neither inside a save, nor for one that comes later in its lane.
-    """
+    """One thread never waits for itself: neither inside a save, nor for one that comes later in its lane."""
     quietly(async_save, {"w": numbered(9)}, checkpoint_id=tmp_path / "a", planner=Twice(tmp_path / "e")).result(30)
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(9))["w"], numbered(9))
 
@@ -283,9 +271,7 @@ def test_a_failed_save_holds_no_state(tmp_path, monkeypatch, options):
 
 
 def test_a_failure_nobody_asks_for_is_raised_by_the_next_save(tmp_path, caplog):
-    """
-    It is logged when it happens and raised once; a failure that was asked for is not raised again.
-    """
+    """It is logged when it happens and raised once; a failure that was asked for is not raised again."""
     asked = quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "a", Broken))
     with pytest.raises(CheckpointException, match="no space"):
         asked.result(30)
@@ -320,9 +306,7 @@ def test_memory_is_free_again_when_a_save_is_done(tmp_path):
 
 
 def test_a_storage_that_cannot_be_found_fails_the_future():
-    """
-    As torch's does: the call returns, and the future says what is wrong.
-    """
+    """As torch's does: the call returns, and the future says what is wrong."""
     with pytest.raises(RuntimeError, match="checkpoint_id"):
         quietly(async_save, {"w": numbered(2)}).result(30)
 
@@ -339,9 +323,7 @@ async_save({"w": torch.arange(1000.0)}, storage_writer=FileSystemWriter(sys.argv
 
 
 def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
-    """
-    The interpreter waits for what is under way, which can still start the threads it needs.
-    """
+    """The interpreter waits for what is under way, which can still start the threads it needs."""
     done = warm_python("-c", LEAVES_EARLY, tmp_path / "a")
     assert (done.returncode, done.stderr) == (0, "")
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(1000))["w"], torch.arange(1000.0))
@@ -356,9 +338,7 @@ class Own(DefaultStager):
 
 
 def test_a_stager_that_was_given_stays_open(tmp_path):
-    """
-    Whoever made a stager closes it.
-    """
+    """Whoever made a stager closes it."""
     stager = Own(StagingOptions(False, False, False, False))
     quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=stager).result(30)
     assert Own.closed == 0
@@ -367,9 +347,7 @@ def test_a_stager_that_was_given_stays_open(tmp_path):
 
 
 def test_the_executors_have_torchs_arguments(tmp_path):
-    """
-    An executor of its own saves a state or a future of one; so does the function it runs.
-    """
+    """An executor of its own saves a state or a future of one; so does the function it runs."""
     executor = _ThreadBasedAsyncCheckpointExecutor()
     assert isinstance(executor, _AsyncCheckpointExecutor)
     staged = Future()
@@ -383,9 +361,7 @@ def test_the_executors_have_torchs_arguments(tmp_path):
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode])
 def test_modes_of_the_users_thread(tmp_path, mode):
-    """
-    Where tensors are made by default, and what becomes of them, is no matter to saves and loads.
-    """
+    """Where tensors are made by default, and what becomes of them, is no matter to saves and loads."""
     state = {"w": numbered(40), "strided": numbered(40)[::2]}
     with mode():
         stager = DefaultStager(StagingOptions(False, False, True, False))
@@ -436,9 +412,7 @@ def save_spread(folder, use_collectives, kind):
 
 @pytest.mark.parametrize(("ranks", "use_collectives"), [(2, True), (3, True), (2, False)])
 def test_spread_states(rank_pool, tmp_path, ranks, use_collectives):
-    """
-    All kinds of tensors, saved from all ranks while they are being changed.
-    """
+    """All kinds of tensors, saved from all ranks while they are being changed."""
     assert all(rank_pool.run(ranks, save_spread, tmp_path, use_collectives, AsyncCheckpointerType.THREAD))
 
 
@@ -459,9 +433,7 @@ def busy(folder):
 
 
 def test_training_goes_on_meanwhile(rank_pool, tmp_path):
-    """
-    Collectives of the same group and synchronous saves do not meet the asynchronous ones.
-    """
+    """Collectives of the same group and synchronous saves do not meet the asynchronous ones."""
     found = rank_pool.run(3, busy, str(tmp_path))
     assert found == [[["all", "rank 0", "rank 1", "rank 2"]] * 6] * 3
     for kind in ("sync", "async"):
@@ -497,9 +469,7 @@ def stage_badly(folder, later):
 
 @pytest.mark.parametrize("later", [False, True])
 def test_staging_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, later):
-    """
-    Nobody waits for the rank that could not stage, and the next save works.
-    """
+    """Nobody waits for the rank that could not stage, and the next save works."""
     found = rank_pool.run(3, stage_badly, str(tmp_path), later)
     here = ["CheckpointException", True] if later else ["MemoryError", True]
     assert found == [["CheckpointException", True], here, ["CheckpointException", True]]
@@ -524,9 +494,7 @@ def ignore_and_go_on(folder):
 
 
 def test_an_old_failure_on_one_rank_costs_no_other_save(rank_pool, tmp_path):
-    """
-    The rank that raises it makes the new save all the same, as the others do, and nobody is told twice.
-    """
+    """The rank that raises it makes the new save all the same, as the others do, and nobody is told twice."""
     assert rank_pool.run(3, ignore_and_go_on, str(tmp_path)) == [False, True, False]
     for name in "bc":
         assert torch.equal(loaded(tmp_path / name, w=torch.empty(3))["w"], numbered(3))
@@ -548,9 +516,7 @@ def never_ask(folder):
 
 
 def test_one_failed_save_is_told_once_on_each_rank(rank_pool, tmp_path):
-    """
-    Whenever each rank learns of it, all later saves are made.
-    """
+    """Whenever each rank learns of it, all later saves are made."""
     assert rank_pool.run(2, never_ask, str(tmp_path)) == [1, 1]
     assert [(tmp_path / str(step) / ".metadata").exists() for step in range(4)] == [False, True, True, True]
 
@@ -570,9 +536,7 @@ def interrupt(folder):
 
 
 def test_an_interrupted_stager_keeps_nobody_waiting(rank_pool, tmp_path):
-    """
-    What is no Exception fails the save on the other ranks as well.
-    """
+    """What is no Exception fails the save on the other ranks as well."""
     assert rank_pool.run(2, interrupt, str(tmp_path)) == [("CheckpointException", True), ("KeyboardInterrupt", True)]
 
 
@@ -590,7 +554,5 @@ def on_groups(folder):
 
 
 def test_groups_do_not_wait_for_each_other(rank_pool, tmp_path):
-    """
-    Each group has its own lane and its own keys.
-    """
+    """Each group has its own lane and its own keys."""
     assert rank_pool.run(2, on_groups, str(tmp_path)) == [["left", "right", "w", "w"]] * 2

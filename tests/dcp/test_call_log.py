@@ -90,9 +90,7 @@ def both(place, **options):
 
 
 def test_the_messages_are_torchs(tmp_path):
-    """
-    A save, a load and one that fails give the same messages in the same order, with the same fields.
-    """
+    """A save, a load and one that fails give the same messages in the same order, with the same fields."""
     theirs, ours = both(tmp_path)
     assert ours == theirs
     assert ("save", "end", "DEBUG") in [each[:3] for each in ours]
@@ -106,18 +104,14 @@ def on_ranks(place):
 
 
 def test_the_messages_are_torchs_on_ranks(rank_pool, tmp_path):
-    """
-    On two ranks, each logs what it would log with torch, with the group and its ranks.
-    """
+    """On two ranks, each logs what it would log with torch, with the group and its ranks."""
     for theirs, ours in rank_pool.run(2, on_ranks, str(tmp_path)):
         assert ours == theirs
         assert "global_rank" in ours[0][3]
 
 
 def test_a_message_says_what_happened(tmp_path):
-    """
-    Times, what was spent, who took part, and one id for the messages of one call, each in a dict of its own.
-    """
+    """Times, what was spent, who took part, and one id for the messages of one call, each in a dict of its own."""
     with listening() as heard:
         use(state_dict_saver, state_dict_loader, str(tmp_path))
     first, last = [each for each in heard.messages if each["func_name"] == "save"]
@@ -134,9 +128,7 @@ def test_a_message_says_what_happened(tmp_path):
 
 
 def test_the_logger_is_torchs():
-    """
-    Who listens to torch's logger hears ours; the names of both modules are there.
-    """
+    """Who listens to torch's logger hears ours; the names of both modules are there."""
     from torch.distributed.checkpoint import logger as their_logger
     from torch.distributed.checkpoint import logging_handlers as their_handlers
 
@@ -154,9 +146,7 @@ class Broken(logging.Handler):
 
 
 def test_a_handler_that_fails_breaks_nothing(tmp_path):
-    """
-    The save is made, the load is made, and what the failing call raised is what comes out.
-    """
+    """The save is made, the load is made, and what the failing call raised is what comes out."""
     with listening(Broken()):
         state_dict_saver.save({"w": torch.ones(3)}, storage_writer=torchs.FileSystemWriter(str(tmp_path)))
     with listening(Broken()), pytest.raises(CheckpointException, match="no such luck"):
@@ -168,9 +158,7 @@ def test_a_handler_that_fails_breaks_nothing(tmp_path):
 
 
 def test_what_cannot_be_described_is_still_called():
-    """
-    Arguments that cannot be looked at, an id that cannot be asked for, an error without words: the call goes on.
-    """
+    """Arguments that cannot be looked at, an id that cannot be asked for, an error without words: the call goes on."""
 
     class Hostile:
         def __bool__(self):
@@ -198,9 +186,7 @@ def test_what_cannot_be_described_is_still_called():
 
 
 def test_a_decorated_function_keeps_its_face():
-    """
-    Name, words and arguments are those of the function.
-    """
+    """Name, words and arguments are those of the function."""
 
     @_dcp_method_logger(checkpoint_id="here")
     def add(a, b=2):
@@ -214,9 +200,7 @@ def test_a_decorated_function_keeps_its_face():
 
 
 def test_processes_that_only_save_print_their_rank():
-    """
-    `_init_logger` has the root logger print at INFO, with the rank in front.
-    """
+    """`_init_logger` has the root logger print at INFO, with the rank in front."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:

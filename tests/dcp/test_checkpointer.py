@@ -32,18 +32,14 @@ def made(place, kind=_Checkpointer, **options):
 
 
 def test_torchs_own_cannot_save(tmp_path):
-    """
-    Recorded: it hands `save` an argument that it does not take.
-    """
+    """Recorded: it hands `save` an argument that it does not take."""
     with pytest.raises(TypeError, match="coordinator_rank"):
         made(tmp_path, Theirs).save({"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize("way", ["save", "async_save"])
 def test_what_it_saves_it_loads(tmp_path, way):
-    """
-    Tensors and objects, saved at once or in the background; torch's loads it too.
-    """
+    """Tensors and objects, saved at once or in the background; torch's loads it too."""
     checkpointer = made(tmp_path, no_dist=True)
     saved = getattr(checkpointer, way)({"w": torch.arange(3.0), "c": Counter(7)})
     metadata = saved if way == "save" else saved.result()
@@ -56,9 +52,7 @@ def test_what_it_saves_it_loads(tmp_path, way):
 
 
 def test_it_keeps_what_it_was_given(tmp_path):
-    """
-    Its attributes are torch's.
-    """
+    """Its attributes are torch's."""
     options = {"coordinator_rank": 1, "no_dist": True, "load_planner": torchs.DefaultLoadPlanner()}
     assert set(vars(made(tmp_path, **options))) == set(vars(made(tmp_path, Theirs, **options)))
     assert made(tmp_path, **options).coordinator_rank == 1
@@ -83,7 +77,5 @@ def save_and_load(place):
 
 
 def test_the_coordinator_is_who_was_asked_for(rank_pool, tmp_path):
-    """
-    On two ranks with rank 1 deciding, rank 1 finishes the checkpoint, and both load all of it.
-    """
+    """On two ranks with rank 1 deciding, rank 1 finishes the checkpoint, and both load all of it."""
     assert rank_pool.run(2, save_and_load, str(tmp_path)) == [("1", 0.0, 2.0, 5)] * 2

@@ -95,9 +95,7 @@ def archive_root(path):
 @pytest.mark.parametrize("by", ["ours", "theirs"])
 @pytest.mark.parametrize("window", [1, None], ids=["small windows", "one window"])
 def test_a_checkpoint_of_four_ranks_becomes_the_file_that_torch_makes(rank_pool, tmp_path, monkeypatch, by, window):
-    """
-    Tensors that were cut by rows, columns and both are whole again, with the very pickle that torch writes.
-    """
+    """Tensors that were cut by rows, columns and both are whole again, with the very pickle that torch writes."""
     if window:
         small_windows(monkeypatch, window)
     rank_pool.run(4, save_spread, str(tmp_path / "ck"), by)
@@ -114,9 +112,7 @@ def test_a_checkpoint_of_four_ranks_becomes_the_file_that_torch_makes(rank_pool,
 
 @pytest.mark.parametrize("how", [{}, {"mmap": True}, {"mmap": True, "weights_only": True}, {"map_location": "meta"}])
 def test_torch_loads_the_file_in_every_way(tmp_path, how):
-    """
-    Read into memory, mapped, under torch's allow-list, or as shapes only; and every checksum in it is right.
-    """
+    """Read into memory, mapped, under torch's allow-list, or as shapes only; and every checksum in it is right."""
     quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     loaded = torch.load(tmp_path / "file.pt", **how)
@@ -131,9 +127,7 @@ def test_torch_loads_the_file_in_every_way(tmp_path, how):
 
 
 def test_the_file_does_not_depend_on_the_windows(tmp_path, monkeypatch):
-    """
-    Byte for byte the same, whether everything fits a window or headers, tensors and the directory are cut.
-    """
+    """Byte for byte the same, whether everything fits a window or headers, tensors and the directory are cut."""
     quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
     made = []
     for blocks in (1, 3, 100):
@@ -145,9 +139,7 @@ def test_the_file_does_not_depend_on_the_windows(tmp_path, monkeypatch):
 
 
 def test_every_dtype_goes_both_ways(tmp_path):
-    """
-    The bits of each dtype that this torch has come back, also of those that it can only store.
-    """
+    """The bits of each dtype that this torch has come back, also of those that it can only store."""
     raw = torch.arange(64, dtype=torch.uint8).reshape(4, 16)
     state = {
         dtype.name: (raw % 2).bool() if known is torch.bool else raw.clone().view(known)
@@ -163,9 +155,7 @@ def test_every_dtype_goes_both_ways(tmp_path):
 
 
 def test_tensors_inside_objects_keep_their_memory_shared(tmp_path):
-    """
-    A tuple of two views of one tensor is an object; in the file, they share its bytes.
-    """
+    """A tuple of two views of one tensor is an object; in the file, they share its bytes."""
     base = numbered(1000)
     quietly(save, {"pair": (base[:10], base[5:])}, checkpoint_id=tmp_path / "ck")
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
@@ -177,9 +167,7 @@ def test_tensors_inside_objects_keep_their_memory_shared(tmp_path):
 
 
 def test_the_pickle_of_a_state_is_torchs(tmp_path):
-    """
-    Real tensors, parameters and storages are pickled as torch.save does it.
-    """
+    """Real tensors, parameters and storages are pickled as torch.save does it."""
     shared = numbered(6)
     state = {
         "a": shared[2:],
@@ -208,9 +196,7 @@ def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypa
 
 
 def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):
-    """
-    Torch makes of our checkpoint the same file as of its own, and loads it into a state.
-    """
+    """Torch makes of our checkpoint the same file as of its own, and loads it into a state."""
     torch.save(plain_state(), tmp_path / "file.pt")
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ours")
     quietly(theirs.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "theirs")
@@ -223,9 +209,7 @@ def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):
 
 
 def test_there_and_back_again(tmp_path):
-    """
-    A file that went through a checkpoint holds what it held: keys and values, bit for bit.
-    """
+    """A file that went through a checkpoint holds what it held: keys and values, bit for bit."""
     torch.save(plain_state(), tmp_path / "file.pt")
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
     ours.dcp_to_torch_save(str(tmp_path / "ck"), str(tmp_path / "back.pt"))
@@ -234,9 +218,7 @@ def test_there_and_back_again(tmp_path):
 
 @pytest.mark.parametrize("form", ["legacy", "without checksums"])
 def test_other_forms_of_files_are_read(tmp_path, form):
-    """
-    Those from before archives, which cannot be mapped, and those that were written without checksums.
-    """
+    """Those from before archives, which cannot be mapped, and those that were written without checksums."""
     state = plain_state()
     if form == "legacy":
         del state["model"]["eighth"], state["model"]["wide"]  # torch itself cannot read these from such a file
@@ -253,9 +235,7 @@ def test_other_forms_of_files_are_read(tmp_path, form):
 
 
 def test_plain_values_that_torch_does_not_hold_for_safe_are_read(tmp_path):
-    """
-    Dates and sets need no permission, in either direction.
-    """
+    """Dates and sets need no permission, in either direction."""
     state = {"when": dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc), "seen": {1, 2}, "w": numbered(3)}
     torch.save(state, tmp_path / "file.pt")
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
@@ -266,9 +246,7 @@ def test_plain_values_that_torch_does_not_hold_for_safe_are_read(tmp_path):
 
 @pytest.mark.parametrize("factory", [int, str, float, list, dict, bytes, Decimal, defaultdict, None])
 def test_defaultdicts_are_read_with_their_factory(tmp_path, factory):
-    """
-    In a tuple they are objects, which come back as they were; elsewhere they are walked as any dict.
-    """
+    """In a tuple they are objects, which come back as they were; elsewhere they are walked as any dict."""
     state = {"kept": (defaultdict(factory, a=1), b""), "walked": defaultdict(factory, a=numbered(3))}
     torch.save(state, tmp_path / "file.pt")
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
@@ -280,9 +258,7 @@ def test_defaultdicts_are_read_with_their_factory(tmp_path, factory):
 
 
 def test_a_defaultdict_of_another_factory_is_refused(tmp_path):
-    """
-    One whose values are made by a function, or by a class that is not known to be safe.
-    """
+    """One whose values are made by a function, or by a class that is not known to be safe."""
     for factory in (threading.Lock, os.getcwd, torch.Tensor):
         torch.save({"kept": (defaultdict(factory, a=1),)}, tmp_path / "file.pt")
         with pytest.raises(PickleRefused):
@@ -290,9 +266,7 @@ def test_a_defaultdict_of_another_factory_is_refused(tmp_path):
 
 
 def test_a_checkpoint_that_ranks_saved_alone_is_that_of_the_first(tmp_path):
-    """
-    Without metadata of the whole, rank 0's own are used, as torch does it.
-    """
+    """Without metadata of the whole, rank 0's own are used, as torch does it."""
     quietly(save, {"w": numbered(5)}, checkpoint_id=tmp_path / "ck", use_collectives=False)
     assert not (tmp_path / "ck" / ".metadata").exists()
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
@@ -307,9 +281,7 @@ def save_native(folder):
 
 @pytest.mark.parametrize("window", [1, None], ids=["small windows", "one window"])
 def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, window):
-    """
-    What `shardkeep.save` wrote on three ranks, nested as it was.
-    """
+    """What `shardkeep.save` wrote on three ranks, nested as it was."""
     if window:
         small_windows(monkeypatch, window)
     rank_pool.run(3, save_native, str(tmp_path / "ck"))
@@ -319,9 +291,7 @@ def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, wi
 
 
 def test_what_was_at_the_destination_is_replaced_through_links(tmp_path):
-    """
-    As torch.save does it, and a link stays a link.
-    """
+    """As torch.save does it, and a link stays a link."""
     quietly(save, {"w": numbered(5)}, checkpoint_id=tmp_path / "ck")
     (tmp_path / "real.pt").write_bytes(b"old")
     (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
@@ -395,9 +365,7 @@ def convert_big(folder):
 
 
 def test_neither_direction_holds_the_model(rank_pool, tmp_path):
-    """
-    Of 192 MiB, half of them in one tensor, a sixth at most is ever in memory, and the values are right.
-    """
+    """Of 192 MiB, half of them in one tensor, a sixth at most is ever in memory, and the values are right."""
     [(taken, right)] = rank_pool.run(1, convert_big, str(tmp_path))
     assert right
     assert {name: nbytes for name, nbytes in taken.items() if nbytes > MOST} == {}
@@ -408,9 +376,7 @@ def command(*args):
 
 
 def test_the_command_converts_both_ways(tmp_path):
-    """
-    With torch's arguments; a file goes into a checkpoint and back.
-    """
+    """With torch's arguments; a file goes into a checkpoint and back."""
     torch.save({"w": numbered(5)}, tmp_path / "file.pt")
     there = command("torch_to_dcp", tmp_path / "file.pt", tmp_path / "ck")
     back = command("dcp_to_torch", tmp_path / "ck", tmp_path / "back.pt")
@@ -421,9 +387,7 @@ def test_the_command_converts_both_ways(tmp_path):
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    """
-    Nothing at the source is no failure, as with torch; an unknown direction is one.
-    """
+    """Nothing at the source is no failure, as with torch; an unknown direction is one."""
     ours.main(["torch_to_dcp", str(tmp_path / "absent.pt"), str(tmp_path / "ck")])
     ours.main(["dcp_to_torch", str(tmp_path / "absent"), str(tmp_path / "file.pt")])
     assert capsys.readouterr().out.count("Skipping conversion") == 2
@@ -434,9 +398,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_the_names_are_torchs():
-    """
-    Every name of torch's module is here, and the readers and planners can be pickled.
-    """
+    """Every name of torch's module is here, and the readers and planners can be pickled."""
     assert set(theirs.__all__) <= set(dir(ours))
     reader = pickle.loads(pickle.dumps(ours.BroadcastingTorchSaveReader("a", 1)))
     assert (reader.checkpoint_id, reader.coordinator_rank) == ("a", 1)

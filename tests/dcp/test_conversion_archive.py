@@ -53,9 +53,7 @@ def write_sparse(path, layout, sizes, values):
 
 
 def test_storages_of_more_than_four_gigabytes_and_beyond_them(tmp_path):
-    """
-    Sizes and offsets that need 8 bytes are found by torch and by zipfile.
-    """
+    """Sizes and offsets that need 8 bytes are found by torch and by zipfile."""
     sizes = [5 << 30, 3, 1 << 32, 7, (1 << 32) - 1]
     state = {str(number): TensorPart(str(number), 0, whole((nbytes,)), U8) for number, nbytes in enumerate(sizes)}
     pickled = pickle_state(state)
@@ -74,9 +72,7 @@ def test_storages_of_more_than_four_gigabytes_and_beyond_them(tmp_path):
 
 
 def test_more_storages_than_two_bytes_can_count(tmp_path):
-    """
-    Seventy thousand tensors in one file.
-    """
+    """Seventy thousand tensors in one file."""
     count = 70_000
     pickled = pickle_state({"all": [TensorPart("x", 0, whole((1,)), U8) for _ in range(count)]})
     write_archive(
@@ -96,9 +92,7 @@ def test_more_storages_than_two_bytes_can_count(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(storages=st.lists(st.binary(max_size=300), max_size=12), pickled=st.binary(max_size=200))
 def test_any_archive_is_one_row_of_bytes(tmp_path_factory, storages, pickled):
-    """
-    Every storage stands at its multiple of 64, and zipfile finds all of it intact.
-    """
+    """Every storage stands at its multiple of 64, and zipfile finds all of it intact."""
     layout = ArchiveLayout(pickled, [len(each) for each in storages])
     sums = [zlib.crc32(each) for each in storages]
     made = b""
@@ -118,9 +112,7 @@ def test_any_archive_is_one_row_of_bytes(tmp_path_factory, storages, pickled):
 
 @pytest.mark.parametrize("at", ["fill", "finish"])
 def test_a_failure_leaves_what_was_there(tmp_path, at, monkeypatch):
-    """
-    While the file is filled, or when it is to take its place: the old one stays, and nothing beside it.
-    """
+    """While the file is filled, or when it is to take its place: the old one stays, and nothing beside it."""
     path = tmp_path / "file.pt"
     path.write_bytes(b"old")
 
@@ -166,9 +158,7 @@ def wait(parts, pipe):
 
 
 def test_what_killed_processes_left_is_removed(tmp_path):
-    """
-    By the next conversion to the same file, also one that fails; what was to be another file is not touched.
-    """
+    """By the next conversion to the same file, also one that fails; what was to be another file is not touched."""
     for name in ("file.pt", "file.pt", "other.pt"):
         process = writing(tmp_path / name, die)
         process.join()
@@ -183,9 +173,7 @@ def test_what_killed_processes_left_is_removed(tmp_path):
 
 
 def test_what_living_processes_write_is_theirs(tmp_path):
-    """
-    Two processes write one file: both come to an end, and it is that of the later one.
-    """
+    """Two processes write one file: both come to an end, and it is that of the later one."""
     path = tmp_path / "file.pt"
     here, there = multiprocessing.get_context("fork").Pipe()
     process = writing(path, wait, there)
@@ -205,9 +193,7 @@ def test_what_living_processes_write_is_theirs(tmp_path):
 
 
 def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monkeypatch):
-    """
-    What they left stays: this process cannot know whether they are alive.
-    """
+    """What they left stays: this process cannot know whether they are alive."""
     process = writing(tmp_path / "file.pt", die)
     process.join()
     left = unfinished(tmp_path)

@@ -89,9 +89,7 @@ class NoReset(ours.BroadcastingTorchSaveReader):
 
 @pytest.mark.parametrize(("ranks", "coordinator"), [(1, 0), (2, 0), (4, 0), (4, 2)])
 def test_every_rank_gets_its_part(rank_pool, tmp_path, ranks, coordinator):
-    """
-    DTensors cut in any way, also where a rank has nothing of one, ShardedTensors and plain tensors, bit for bit.
-    """
+    """DTensors cut in any way, also where a rank has nothing of one, ShardedTensors and plain tensors, bit for bit."""
     torch.save(full_state(), tmp_path / "file.pt")
     assert rank_pool.run(ranks, loaded, str(tmp_path / "file.pt"), coordinator) == [[]] * ranks
 
@@ -115,9 +113,7 @@ def model_from(path, device):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_an_fsdp_model_is_filled(rank_pool, tmp_path, device):
-    """
-    On the CPU in place, and from the meta device; three ranks, so that no tensor is cut evenly.
-    """
+    """On the CPU in place, and from the meta device; three ranks, so that no tensor is cut evenly."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
     torch.save({"model": model.state_dict()}, tmp_path / "file.pt")
@@ -136,9 +132,7 @@ def both_load(path):
 
 
 def test_torchs_reader_does_the_same_with_plain_tensors(rank_pool, tmp_path):
-    """
-    Called alike, both fill the same values.
-    """
+    """Called alike, both fill the same values."""
     torch.save({"a": numbered(5, 3), "b": {"c": numbered(4, dtype=torch.float64)}, "x": "y"}, tmp_path / "file.pt")
     assert rank_pool.run(2, both_load, str(tmp_path / "file.pt")) == [(True, 105.0)] * 2
 
@@ -150,9 +144,7 @@ def converted(path):
 
 
 def test_another_dtype_is_converted(rank_pool, tmp_path):
-    """
-    As `copy_` does it.
-    """
+    """As `copy_` does it."""
     torch.save({"a": numbered(3, dtype=torch.float16)}, tmp_path / "file.pt")
     assert rank_pool.run(2, converted, str(tmp_path / "file.pt")) == [[0.0, 1.0, 2.0]] * 2
 
@@ -221,9 +213,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_raise(rank_pool, tmp_path, fault):
-    """
-    Whatever is wrong with the file or on one rank: every rank raises the same, and none waits.
-    """
+    """Whatever is wrong with the file or on one rank: every rank raises the same, and none waits."""
     key, size, planner, words = FAULTS[fault]
     path = spoilt(tmp_path, fault)
     outcomes = rank_pool.run(3, failure, path, {key: torch.zeros(size)}, planner)
@@ -236,9 +226,7 @@ def test_all_ranks_raise(rank_pool, tmp_path, fault):
 
 
 def test_values_that_are_no_tensors_are_refused(tmp_path):
-    """
-    By the planner, and by the reader if a plan has one, in torch's words.
-    """
+    """By the planner, and by the reader if a plan has one, in torch's words."""
     torch.save({"a": 1}, tmp_path / "file.pt")
     for module, do_load in ((ours, load), (theirs, their_dcp.load)):
         with pytest.raises(BaseException, match="Non-tensor value identified at a") as caught:
@@ -253,9 +241,7 @@ def test_values_that_are_no_tensors_are_refused(tmp_path):
 
 
 def test_a_reader_without_a_file_or_with_another_coordinator_says_so(tmp_path):
-    """
-    Where torch raises AssertionError, so do we.
-    """
+    """Where torch raises AssertionError, so do we."""
     with pytest.raises(AssertionError, match="no file"):
         ours.BroadcastingTorchSaveReader().set_up_storage_reader(None, True)
     with pytest.raises(AssertionError, match="Coordinator rank mismatch: expected 1, got 0"):
@@ -269,9 +255,7 @@ def test_a_reader_without_a_file_or_with_another_coordinator_says_so(tmp_path):
 
 
 def test_the_planner_describes_the_state():
-    """
-    Its metadata have an entry for each tensor, with this rank's boxes; a plan can be made from them.
-    """
+    """Its metadata have an entry for each tensor, with this rank's boxes; a plan can be made from them."""
     planner = ours.DynamicMetaLoadPlanner()
     planner.set_up_planner({"a": {"b": numbered(3, 2)}})
     entry = planner.metadata.state_dict_metadata["a.b"]
@@ -303,9 +287,7 @@ def counted(path):
 
 
 def test_no_rank_holds_more_than_a_batch(rank_pool, tmp_path):
-    """
-    Ten MiB arrive through half a MiB, on the rank that reads, too: its file is mapped.
-    """
+    """Ten MiB arrive through half a MiB, on the rank that reads, too: its file is mapped."""
     torch.save({f"t{i}": torch.full((ROWS, 64), float(i)) for i in range(COUNT)}, tmp_path / "file.pt")
     for peak, right in rank_pool.run(4, counted, str(tmp_path / "file.pt")):
         assert right

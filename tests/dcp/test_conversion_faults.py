@@ -79,17 +79,13 @@ def data_file(folder):
 
 
 def test_an_absent_checkpoint(tmp_path):
-    """
-    As in torch, an AssertionError in a CheckpointException; a file there is left alone.
-    """
+    """As in torch, an AssertionError in a CheckpointException; a file there is left alone."""
     (tmp_path / "ck").mkdir()
     fails_to_torch(tmp_path, AssertionError, match="metadata is None")
 
 
 def test_a_flipped_bit_in_a_data_file(tmp_path):
-    """
-    Found by the digests of a checkpoint of ours, with the key and the file in the message.
-    """
+    """Found by the digests of a checkpoint of ours, with the key and the file in the message."""
     path = data_file(checkpoint_in(tmp_path / "ck", {"w": numbered(100, 3)}))
     data = bytearray(path.read_bytes())
     data[data.index(numbered(100, 3).numpy().tobytes()) + 500] ^= 4
@@ -99,27 +95,21 @@ def test_a_flipped_bit_in_a_data_file(tmp_path):
 
 @pytest.mark.parametrize("left", [0, 700, -1])
 def test_a_data_file_that_was_cut_short(tmp_path, left):
-    """
-    At any place.
-    """
+    """At any place."""
     path = data_file(checkpoint_in(tmp_path / "ck"))
     path.write_bytes(path.read_bytes()[:left])
     fails_to_torch(tmp_path, WrongSize, match="__0_0.distcp")
 
 
 def test_a_data_file_that_is_gone(tmp_path):
-    """
-    Named in the message.
-    """
+    """Named in the message."""
     data_file(checkpoint_in(tmp_path / "ck")).unlink()
     fails_to_torch(tmp_path, WrongSize, match="__0_0.distcp")
 
 
 @pytest.mark.parametrize("left", [0, 10, -60])
 def test_metadata_that_were_cut_short(tmp_path, left):
-    """
-    No pickle is trusted to be whole.
-    """
+    """No pickle is trusted to be whole."""
     path = checkpoint_in(tmp_path / "ck") / ".metadata"
     path.write_bytes(path.read_bytes()[:left])
     fails_to_torch(tmp_path, CheckpointError, match=".metadata")
@@ -153,18 +143,14 @@ def set_chunks(*chunks):
     ids=["a hole", "nothing", "an overlap", "outside", "other axes"],
 )
 def test_chunks_that_do_not_make_the_tensor(tmp_path, change, words):
-    """
-    Torch leaves the memory between them as it finds it, and writes that into the file.
-    """
+    """Torch leaves the memory between them as it finds it, and writes that into the file."""
     forged(tmp_path / "ck", change)
     fails_to_torch(tmp_path, MalformedFile, match=f"'w'.*{words}")
 
 
 @pytest.mark.parametrize("size", [(-2, -150), (0, -1), (1 << 40, 1 << 40)])
 def test_sizes_that_no_tensor_has(tmp_path, size):
-    """
-    Negative ones, and more than any file can hold.
-    """
+    """Negative ones, and more than any file can hold."""
 
     def change(metadata):
         metadata.state_dict_metadata["w"].size = torch.Size(size)
@@ -175,9 +161,7 @@ def test_sizes_that_no_tensor_has(tmp_path, size):
 
 @pytest.mark.parametrize("path", [("a", 10**12), ("a", -1), 5, ("a", None)])
 def test_paths_that_no_state_has(tmp_path, path):
-    """
-    A forged path does not fill the memory.
-    """
+    """A forged path does not fill the memory."""
     forged(tmp_path / "ck", lambda metadata: metadata.planner_data.update(w=path))
     (tmp_path / "file.pt").write_bytes(OLD)
     with pytest.raises(MalformedFile, match="'w' cannot be at"):
@@ -186,9 +170,7 @@ def test_paths_that_no_state_has(tmp_path, path):
 
 
 def test_an_object_of_an_unknown_class(tmp_path, monkeypatch):
-    """
-    Refused with its key and what to do; taken if the user says so.
-    """
+    """Refused with its key and what to do; taken if the user says so."""
     checkpoint_in(tmp_path / "ck", {"w": numbered(3), "config": Config()})
     error = fails_to_torch(tmp_path, PickleRefused, match="'config'")
     assert "SHARDKEEP_ALLOW_PICKLE" in error.hint
@@ -198,9 +180,7 @@ def test_an_object_of_an_unknown_class(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(tmp_path):
-    """
-    What was at the destination is still there, and nothing beside it.
-    """
+    """What was at the destination is still there, and nothing beside it."""
     checkpoint_in(tmp_path / "ck", {"w": torch.zeros(100_000)})
     (tmp_path / "file.pt").write_bytes(OLD)
     before = everything_in(tmp_path)
@@ -216,9 +196,7 @@ def test_a_full_disk(tmp_path):
 
 
 def test_places_that_no_file_can_have(tmp_path):
-    """
-    As from torch.save, a RuntimeError; nothing is made.
-    """
+    """As from torch.save, a RuntimeError; nothing is made."""
     checkpoint_in(tmp_path / "ck")
     for path in (tmp_path / "no" / "file.pt", tmp_path):
         with pytest.raises(RuntimeError, match=r"exist|directory"):
@@ -244,18 +222,14 @@ def fails_to_dcp(tmp_path, expected, *, match=None):
 
 
 def test_an_absent_file(tmp_path):
-    """
-    FileNotFoundError, as from torch.
-    """
+    """FileNotFoundError, as from torch."""
     assert isinstance(fails_to_dcp(tmp_path, CheckpointNotFound), FileNotFoundError)
 
 
 @pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
 def test_a_file_that_was_cut_short(tmp_path, share, form):
-    """
-    At any place.
-    """
+    """At any place."""
     path = tmp_path / "file.pt"
     torch.save({"w": numbered(2000), "v": numbered(10)}, path, _use_new_zipfile_serialization=form)
     data = path.read_bytes()
@@ -264,9 +238,7 @@ def test_a_file_that_was_cut_short(tmp_path, share, form):
 
 
 def test_a_flipped_bit_in_a_file(tmp_path):
-    """
-    Torch loads it; here the file and the key are named.
-    """
+    """Torch loads it; here the file and the key are named."""
     path = tmp_path / "file.pt"
     torch.save({"model": {"v": numbered(10), "w": numbered(2000)}}, path)
     data = bytearray(path.read_bytes())
@@ -279,9 +251,7 @@ def test_a_flipped_bit_in_a_file(tmp_path):
 
 
 def test_every_byte_of_a_small_file_counts(tmp_path):
-    """
-    Whatever bit of it is flipped: either the conversion fails, or the values are those that were saved.
-    """
+    """Whatever bit of it is flipped: either the conversion fails, or the values are those that were saved."""
     path = tmp_path / "file.pt"
     state = {"w": numbered(3), "step": 7}
     torch.save(state, path)
@@ -304,9 +274,7 @@ def test_every_byte_of_a_small_file_counts(tmp_path):
 
 @pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
 def test_a_hostile_file(tmp_path, form):
-    """
-    What it names is not run, and the message says how to allow what is trusted.
-    """
+    """What it names is not run, and the message says how to allow what is trusted."""
     trap = tmp_path / "trap"
     path = tmp_path / "file.pt"
     torch.save({"w": numbered(3), "x": Hostile(str(trap))}, path, _use_new_zipfile_serialization=form)
@@ -317,9 +285,7 @@ def test_a_hostile_file(tmp_path, form):
 
 @pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
 def test_a_file_with_a_class_of_the_users(tmp_path, monkeypatch, form):
-    """
-    Refused, and accepted once torch lists it as safe, or shardkeep allows any pickle.
-    """
+    """Refused, and accepted once torch lists it as safe, or shardkeep allows any pickle."""
     path = tmp_path / "file.pt"
     torch.save({"w": numbered(3), "config": Config()}, path, _use_new_zipfile_serialization=form)
     fails_to_dcp(tmp_path, PickleRefused, match="Config")
@@ -333,9 +299,7 @@ def test_a_file_with_a_class_of_the_users(tmp_path, monkeypatch, form):
 
 
 def test_torch_may_be_told_to_take_no_other_reader(tmp_path, monkeypatch):
-    """
-    With TORCH_FORCE_WEIGHTS_ONLY_LOAD only what torch holds for safe is read, and that is.
-    """
+    """With TORCH_FORCE_WEIGHTS_ONLY_LOAD only what torch holds for safe is read, and that is."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     torch.save({"w": numbered(3)}, tmp_path / "file.pt")
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "good")
@@ -344,18 +308,14 @@ def test_torch_may_be_told_to_take_no_other_reader(tmp_path, monkeypatch):
 
 
 def test_a_file_that_holds_no_state(tmp_path):
-    """
-    A single tensor has no key to be saved under.
-    """
+    """A single tensor has no key to be saved under."""
     torch.save(numbered(3), tmp_path / "file.pt")
     fails_to_dcp(tmp_path, StateError, match="holds a Tensor")
 
 
 @pytest.mark.parametrize("kind", ["text", "zip", "compressed", "twice", "program"])
 def test_other_files(tmp_path, kind):
-    """
-    No text, no other archive, and no compiled program, which torch would load in another way.
-    """
+    """No text, no other archive, and no compiled program, which torch would load in another way."""
     path = tmp_path / "file.pt"
     if kind == "text":
         path.write_text("hello, world\n" * 100)
@@ -377,9 +337,7 @@ def test_other_files(tmp_path, kind):
 
 
 def test_a_destination_that_cannot_be_written(tmp_path):
-    """
-    A file where the directory should be: the error is that of a save, and the file stays.
-    """
+    """A file where the directory should be: the error is that of a save, and the file stays."""
     torch.save({"w": numbered(3)}, tmp_path / "file.pt")
     (tmp_path / "ck").write_bytes(OLD)
     before = everything_in(tmp_path)

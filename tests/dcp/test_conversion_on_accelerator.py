@@ -20,9 +20,7 @@ def here():
 
 
 def test_a_checkpoint_of_device_tensors_becomes_a_file(tmp_path):
-    """
-    Also of those inside objects, which torch puts back where they were.
-    """
+    """Also of those inside objects, which torch puts back where they were."""
     state = {"w": numbered(300, 7).to(here()), "pair": (numbered(3).to(here()), 2)}
     quietly(save, state, checkpoint_id=tmp_path / "ck")
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
@@ -32,9 +30,7 @@ def test_a_checkpoint_of_device_tensors_becomes_a_file(tmp_path):
 
 
 def test_a_file_of_device_tensors_becomes_a_checkpoint(tmp_path):
-    """
-    It is mapped and not put on the device.
-    """
+    """It is mapped and not put on the device."""
     torch.save({"w": numbered(300, 7).to(here())}, tmp_path / "file.pt")
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
     into = {"w": torch.zeros(300, 7, device=here())}
@@ -58,9 +54,7 @@ def loaded_on_device(path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_device_tensors_are_filled_on_every_rank(rank_pool, tmp_path, ranks):
-    """
-    Whole ones, those on meta, and DTensors where there are enough devices.
-    """
+    """Whole ones, those on meta, and DTensors where there are enough devices."""
     state = {"plain": numbered(300, 7), "meta": numbered(300, 7), "rows": numbered(301, 7)}
     torch.save(state, tmp_path / "file.pt")
     assert rank_pool.run(ranks, loaded_on_device, str(tmp_path / "file.pt")) == [True] * ranks

@@ -76,9 +76,7 @@ def fails_in_a_thread(name: str, folder: str) -> Any:
 
 
 def test_1_torch_reports_a_failed_writer_thread_as_success(tmp_path: Any) -> None:
-    """
-    Line 1, torch: with ENOSPC in a writer's thread the save returns, and half of what it lists cannot be loaded.
-    """
+    """Line 1, torch: with ENOSPC in a writer's thread the save returns, and half of what it lists cannot be loaded."""
     folder = str(tmp_path / "ck")
     hook = threading.excepthook
     threading.excepthook = lambda _: None
@@ -92,9 +90,7 @@ def test_1_torch_reports_a_failed_writer_thread_as_success(tmp_path: Any) -> Non
 
 
 def test_1_a_failed_writer_thread_fails_the_save(tmp_path: Any) -> None:
-    """
-    Line 1: the save raises what the thread raised, and leaves neither metadata nor data.
-    """
+    """Line 1: the save raises what the thread raised, and leaves neither metadata nor data."""
     folder = str(tmp_path / "ck")
     cause = causes_of(failure_of(fails_in_a_thread, "ours", folder))[0]
     assert isinstance(cause, OSError)
@@ -104,9 +100,7 @@ def test_1_a_failed_writer_thread_fails_the_save(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_1_a_disk_that_is_full(tmp_path: Any, monkeypatch: Any, threads: int) -> None:
-    """
-    Line 1: the same where our engine writes the files itself.
-    """
+    """Line 1: the same where our engine writes the files itself."""
     folder = str(tmp_path / "ck")
     dcp = side("ours")
     quietly(dcp.save, state_of(1), checkpoint_id=folder)
@@ -162,18 +156,14 @@ def killed_while_overwriting(name: str, folder: str, call: int) -> Any:
 
 
 def test_2_torch_tears_what_it_overwrites(tmp_path: Any) -> None:
-    """
-    Line 2, torch: killed in the middle of overwriting, the old checkpoint loads, half of it new.
-    """
+    """Line 2, torch: killed in the middle of overwriting, the old checkpoint loads, half of it new."""
     found = killed_while_overwriting("torch", str(tmp_path / "ck"), 2)
     assert set(found) == {1, 2}
 
 
 @pytest.mark.parametrize("call", [0, 2, 5, 10])
 def test_2_the_old_checkpoint_stays_whole(tmp_path: Any, call: int) -> None:
-    """
-    Line 2: killed with -9 at any file, the old checkpoint is there as it was, and the next save clears up.
-    """
+    """Line 2: killed with -9 at any file, the old checkpoint is there as it was, and the next save clears up."""
     folder = str(tmp_path / "ck")
     assert killed_while_overwriting("ours", folder, call) == whole(1)
     dcp = side("ours")
@@ -243,9 +233,7 @@ def flip(path: str, at: int) -> None:
 
 
 def test_4_torch_loads_a_flipped_byte(tmp_path: Any) -> None:
-    """
-    Line 4, torch: a byte of a tensor that changed on disk is loaded without a word.
-    """
+    """Line 4, torch: a byte of a tensor that changed on disk is loaded without a word."""
     dcp = side("torch")
     folder = str(tmp_path / "ck")
     quietly(dcp.save, {"w": torch.full((1000,), 3.0)}, checkpoint_id=folder)
@@ -321,9 +309,7 @@ class Config:
 
 
 def test_6_a_partial_load_keeps_what_it_cannot_find(tmp_path: Any) -> None:
-    """
-    Line 6: a partial load of objects that the checkpoint lacks makes them None in torch, and leaves them here.
-    """
+    """Line 6: a partial load of objects that the checkpoint lacks makes them None in torch, and leaves them here."""
     for name in SIDES:
         dcp = side(name)
         folder = str(tmp_path / name)
@@ -513,9 +499,7 @@ def xor_and_tail(name: str) -> Any:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_12_two_extensions_on_one_stream(tmp_path: Any, order: int) -> None:
-    """
-    Line 12: two extensions that do not commute, in either order: torch cannot read what it wrote, ours can.
-    """
+    """Line 12: two extensions that do not commute, in either order: torch cannot read what it wrote, ours can."""
     for name in SIDES:
         dcp = side(name)
         extensions, registry = xor_and_tail(name)
@@ -545,9 +529,7 @@ class Bad:
 
 
 def test_14_hostile_metadata_run_nothing(tmp_path: Any) -> None:
-    """
-    Line 14: a pickle in the place of the metadata runs what it likes in torch, and nothing here.
-    """
+    """Line 14: a pickle in the place of the metadata runs what it likes in torch, and nothing here."""
     for name in SIDES:
         dcp = side(name)
         folder, mark = tmp_path / name, tmp_path / f"{name}-was-here"
@@ -559,9 +541,7 @@ def test_14_hostile_metadata_run_nothing(tmp_path: Any) -> None:
 
 
 def test_14_hostile_objects_run_nothing(tmp_path: Any) -> None:
-    """
-    Line 14: an object of the checkpoint runs what it likes in torch, and nothing here, where the key is named.
-    """
+    """Line 14: an object of the checkpoint runs what it likes in torch, and nothing here, where the key is named."""
     for name in SIDES:
         dcp = side(name)
         folder, mark = str(tmp_path / name), tmp_path / f"{name}-was-here"
@@ -592,9 +572,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_14_memory_bombs(tmp_path: Any, bomb: str) -> None:
-    """
-    Line 14: a few bytes in the place of the metadata that ask for all the memory there is are refused.
-    """
+    """Line 14: a few bytes in the place of the metadata that ask for all the memory there is are refused."""
     (tmp_path / ".metadata").write_bytes(BOMBS[bomb])
     with faulty.no_more_memory(512 << 20):
         error = failure_of(side("ours").FileSystemReader(str(tmp_path)).read_metadata)

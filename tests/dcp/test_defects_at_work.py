@@ -108,9 +108,7 @@ def test_13_saves_overlap_with_training_and_with_each_other(rank_pool: Any, tmp_
 
 
 def test_11_whole_numbers_are_consolidated(tmp_path: Any) -> None:
-    """
-    Line 11: an int64 tensor breaks torch's consolidation.
-    """
+    """Line 11: an int64 tensor breaks torch's consolidation."""
     for name in SIDES:
         dcp = side(name)
         where = str(tmp_path / name)
@@ -126,9 +124,7 @@ def test_11_whole_numbers_are_consolidated(tmp_path: Any) -> None:
 
 
 def test_11_safetensors_files_can_be_read(tmp_path: Any) -> None:
-    """
-    Line 11: what FileSystemWriter writes as safetensors, torch's FileSystemReader cannot read.
-    """
+    """Line 11: what FileSystemWriter writes as safetensors, torch's FileSystemReader cannot read."""
     for name in SIDES:
         dcp = side(name)
         where = str(tmp_path / name)
@@ -144,9 +140,7 @@ def test_11_safetensors_files_can_be_read(tmp_path: Any) -> None:
 
 
 def test_11_the_checkpointer_saves(tmp_path: Any) -> None:
-    """
-    Line 11: torch's `_Checkpointer.save` raises TypeError.
-    """
+    """Line 11: torch's `_Checkpointer.save` raises TypeError."""
     for name in SIDES:
         dcp = side(name)
         where = str(tmp_path / name)
@@ -213,9 +207,7 @@ class Counted:
 
 
 def test_15_a_row_is_read_alone(tmp_path: Any) -> None:
-    """
-    Line 15: of a tensor of 8 MB a row of 8 KB is wanted: torch reads all of it, ours a block.
-    """
+    """Line 15: of a tensor of 8 MB a row of 8 KB is wanted: torch reads all of it, ours a block."""
     read = {}
     for name in SIDES:
         dcp = side(name)
@@ -244,9 +236,7 @@ def test_15_a_row_is_read_alone(tmp_path: Any) -> None:
 
 
 def test_16_several_threads_read(tmp_path: Any, monkeypatch: Any) -> None:
-    """
-    Line 16: torch reads item by item on one thread; here several threads are in the files at once.
-    """
+    """Line 16: torch reads item by item on one thread; here several threads are in the files at once."""
     monkeypatch.setenv("SHARDKEEP_IO_THREADS", "4")
     most = {}
     for name in SIDES:
@@ -276,9 +266,7 @@ def load_replica(name: str, folder: str) -> int:
 
 
 def test_17_replicas_are_read_once(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Line 17: every rank of torch's reads a replicated tensor from the files; ours, where asked to, one of them.
-    """
+    """Line 17: every rank of torch's reads a replicated tensor from the files; ours, where asked to, one of them."""
     assert min(rank_pool.run(2, load_replica, "torch", str(tmp_path / "torch"))) > 1_200_000
     assert sum(rank_pool.run(2, load_replica, "ours", str(tmp_path / "ours"))) < 1.5 * 1_200_000
 
@@ -287,9 +275,7 @@ def test_17_replicas_are_read_once(rank_pool: Any, tmp_path: Any) -> None:
 
 
 def test_18_copies_do_not_pile_up(tmp_path: Any) -> None:
-    """
-    Line 18: sixteen tensors that a planner makes as they are asked for: in torch all of them live at once.
-    """
+    """Line 18: sixteen tensors that a planner makes as they are asked for: in torch all of them live at once."""
     most = {}
     for name in SIDES:
         dcp = side(name)
@@ -360,9 +346,7 @@ def test_20_balance_is_by_what_is_written() -> None:
 
 
 def test_21_a_row_is_staged_alone(tmp_path: Any) -> None:
-    """
-    Line 21: of a row of 4,000 bytes in a storage of 4,000,000, torch's stager copies the storage, ours the row.
-    """
+    """Line 21: of a row of 4,000 bytes in a storage of 4,000,000, torch's stager copies the storage, ours the row."""
     row = torch.zeros(1000, 1000)[7]
     held = {}
     for name in SIDES:
@@ -375,9 +359,7 @@ def test_21_a_row_is_staged_alone(tmp_path: Any) -> None:
 
 
 def test_22_no_sync_of_the_whole_host(tmp_path: Any) -> None:
-    """
-    Line 22: where streams have no descriptor, torch asks the system to write out everything of every process.
-    """
+    """Line 22: where streams have no descriptor, torch asks the system to write out everything of every process."""
     synced = {}
     for name in SIDES:
 
@@ -416,9 +398,7 @@ def test_22_no_sync_of_the_whole_host(tmp_path: Any) -> None:
 
 
 def test_22_large_tensors_lie_on_pages(tmp_path: Any) -> None:
-    """
-    Line 22: torch's archives put a tensor's bytes anywhere; ours are on pages if large, on 64 bytes if not.
-    """
+    """Line 22: torch's archives put a tensor's bytes anywhere; ours are on pages if large, on 64 bytes if not."""
     dcp = side("ours")
     state = {"large": torch.zeros(300_000), "small": torch.zeros(3), "n": 1}
     metadata = quietly(dcp.save, state, checkpoint_id=str(tmp_path), no_dist=True)
@@ -448,9 +428,7 @@ def test_23_metadata_stay_small(tmp_path: Any) -> None:
 
 
 def test_24_names_are_merged_in_one_pass() -> None:
-    """
-    Line 24: with 40 ranks of five keys each, torch looks every key up in the maps of all ranks before its own.
-    """
+    """Line 24: with 40 ranks of five keys each, torch looks every key up in the maps of all ranks before its own."""
     looked = {}
 
     class Counting(dict):  # type: ignore[type-arg]
@@ -563,9 +541,7 @@ def test_26_no_collectives_and_a_deadline(rank_pool: Any, tmp_path: Any) -> None
 
 
 def test_27_places_that_can_only_be_read(tmp_path: Any) -> None:
-    """
-    Line 27: a path, as text, to a checkpoint on a mount that cannot be written to: torch finds no storage for it.
-    """
+    """Line 27: a path, as text, to a checkpoint on a mount that cannot be written to: torch finds no storage for it."""
     found = {}
     for name in SIDES:
         dcp = side(name)

@@ -191,9 +191,7 @@ def overwrite_and_die(pipe: Any, where: str, k: int, n: int) -> None:
 
 
 def test_killed(place: str) -> None:
-    """
-    The same with kill -9, at some of the calls.
-    """
+    """The same with kill -9, at some of the calls."""
     assert save(place, 0) is None
     earlier, kept = 0, set()
     for n in itertools.count(step=7):
@@ -411,9 +409,7 @@ class Strange:
 
 
 def test_files_of_metadata_that_cannot_be_read_stay(place: str) -> None:
-    """
-    A rank that saves for itself beside a checkpoint whose metadata we refuse removes none of its files.
-    """
+    """A rank that saves for itself beside a checkpoint whose metadata we refuse removes none of its files."""
     os.makedirs(place)
     with open(os.path.join(place, ".metadata"), "wb") as file:
         pickle.dump(Strange(), file)
@@ -460,9 +456,7 @@ def test_two_saves_at_once(place: str) -> None:
 
 
 def test_an_old_checkpoint_is_asked_for_once_it_is_gone(place: str) -> None:
-    """
-    A load that began before a save replaced the checkpoint fails in words, rather than mixing two.
-    """
+    """A load that began before a save replaced the checkpoint fails in words, rather than mixing two."""
     save(place, 1)
     reader = dcp.FileSystemReader(place)
     kept = reader.read_metadata()
@@ -510,9 +504,7 @@ def test_metadata_are_read_in_their_own_size(place: str) -> None:
 
 
 def test_streams_that_take_less_than_they_are_given(place: str) -> None:
-    """
-    Metadata larger than what a stream takes at once are written whole.
-    """
+    """Metadata larger than what a stream takes at once are written whole."""
     state = {f"layer.{n}.weight": torch.full((2,), float(n)) for n in range(1500)}
     quietly(dcp.save, state, storage_writer=writer_of(Faulty(-1))(place), no_dist=True)
     assert os.path.getsize(os.path.join(place, ".metadata")) > 200_000
@@ -522,9 +514,7 @@ def test_streams_that_take_less_than_they_are_given(place: str) -> None:
 
 
 def test_a_file_that_cannot_be_made_durable_fails_the_save(place: str) -> None:
-    """
-    A disk that fails in fsync is told, also where files are streams.
-    """
+    """A disk that fails in fsync is told, also where files are streams."""
 
     def fail(name: str, call: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

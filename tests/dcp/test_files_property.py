@@ -153,9 +153,7 @@ def check_archives(folder: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data(), tensors(), st.sampled_from([("ours", "ours"), ("ours", "torch"), ("torch", "ours")]))
 def test_any_boxes_into_any_others(data: Any, full: dict[str, torch.Tensor], sides: tuple[str, str]) -> None:
-    """
-    What one side wrote in any boxes, in any number of files, the other reads in any others, bit for bit.
-    """
+    """What one side wrote in any boxes, in any number of files, the other reads in any others, bit for bit."""
     writes, reads = map(side, sides)
     state: dict[str, Any] = {key: spread(data.draw, writes, each, blank=False) for key, each in full.items()}
     into: dict[str, Any] = {key: spread(data.draw, reads, each, blank=True) for key, each in full.items()}
@@ -183,9 +181,7 @@ def test_any_boxes_into_any_others(data: Any, full: dict[str, torch.Tensor], sid
 def test_any_chain_of_extensions(
     data: Any, full: dict[str, torch.Tensor], chain: list[str], sides: tuple[str, str]
 ) -> None:
-    """
-    The same through any chain of extensions; torch takes part where there is one at most, as it can undo no more.
-    """
+    """The same through any chain of extensions; torch takes part where there is one at most, as it can undo no more."""
     if len(chain) > 1:
         sides = ("ours", "ours")
     writes, reads = map(side, sides)
@@ -214,9 +210,7 @@ def test_any_chain_of_extensions(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.binary(max_size=50), max_size=6))
 def test_checksums_of_parts(parts: list[bytes]) -> None:
-    """
-    Checksums of parts that follow each other combine into that of the whole.
-    """
+    """Checksums of parts that follow each other combine into that of the whole."""
     whole = 0
     for each in parts:
         whole = combine_crc32(whole, zlib.crc32(each), len(each))
@@ -226,9 +220,7 @@ def test_checksums_of_parts(parts: list[bytes]) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("window", [1 << 16, 1 << 20])
 def test_items_larger_than_windows(tmp_path: Any, threads: int, window: int) -> None:
-    """
-    Items that several threads write in many windows are sound archives, and the digests are those of the file.
-    """
+    """Items that several threads write in many windows are sound archives, and the digests are those of the file."""
     gen = torch.Generator().manual_seed(0)
     held = [
         torch.randn(700_001, generator=gen),

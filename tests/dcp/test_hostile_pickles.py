@@ -61,9 +61,7 @@ def patching(module: str, name: str) -> bytes:
 @pytest.mark.parametrize("decode", [decode_metadata, decode_torch_metadata])
 @pytest.mark.parametrize("kind", [*KINDS, pathlib.PosixPath])
 def test_metadata_change_no_class(decode, kind):
-    """
-    Sixty bytes in the place of `.metadata` that set an attribute of a class of the process.
-    """
+    """Sixty bytes in the place of `.metadata` that set an attribute of a class of the process."""
     place = "filesystem" if kind is stored_items._StorageInfo else "metadata"
     module = "pathlib" if kind is pathlib.PosixPath else f"torch.distributed.checkpoint.{place}"
     before = dict(vars(kind))
@@ -73,9 +71,7 @@ def test_metadata_change_no_class(decode, kind):
 
 
 def test_metadata_change_no_member_of_an_enumeration():
-    """
-    The members are there once for all: a pickle gets none of them.
-    """
+    """The members are there once for all: a pickle gets none of them."""
     call = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\0\x85R"
     with pytest.raises(MalformedFile):
         decode_metadata(b"\x80\x04" + call + b"}X\x06\0\0\0_name_K\x01sb0N.", where=".metadata")
@@ -91,9 +87,7 @@ def again(value):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16, torch.float8_e4m3fn, torch.bool])
 def test_tensors_inside_objects(dtype):
-    """
-    Those whose storages have no class of their own as well.
-    """
+    """Those whose storages have no class of their own as well."""
     value = torch.arange(6).reshape(2, 3).to(dtype)
     made, parameter, date = again((value.T, torch.nn.Parameter(torch.ones(2)), dt.date(2026, 1, 2)))
     assert (made.dtype, made.stride()) == (dtype, value.T.stride())
@@ -105,9 +99,7 @@ def test_tensors_inside_objects(dtype):
 
 @pytest.mark.parametrize("beside", [dt.timedelta(3), pathlib.Path("x"), np.arange(3), torch.ones(2)])
 def test_safe_classes_beside_plain_values(beside):
-    """
-    A class that the user told torch to be safe is read together with what torch itself would refuse.
-    """
+    """A class that the user told torch to be safe is read together with what torch itself would refuse."""
     with pytest.raises(PickleRefused, match="Mine"):
         again([Mine(3), beside])
     with torch.serialization.safe_globals([Mine]):
@@ -118,9 +110,7 @@ def test_safe_classes_beside_plain_values(beside):
 
 @pytest.mark.parametrize("kind", [int, pathlib.PosixPath])
 def test_a_class_as_a_value_is_refused(kind):
-    """
-    Rather than that something else comes back; one that torch itself holds for safe comes back.
-    """
+    """Rather than that something else comes back; one that torch itself holds for safe comes back."""
     with pytest.raises(PickleRefused):
         again({"kind": kind})
     assert again({"kind": torch.Size}) == {"kind": torch.Size}
@@ -153,9 +143,7 @@ def test_classes_in_metadata_are_told_of_and_read_if_allowed(tmp_path, caplog, m
 
 
 def test_plain_metadata_are_saved_without_a_word(tmp_path, caplog):
-    """
-    No warning where any reader will take them.
-    """
+    """No warning where any reader will take them."""
     with caplog.at_level(logging.WARNING, "shardkeep"):
         quietly(dcp.save, {"w": torch.ones(2), "o": {1, 2}}, checkpoint_id=tmp_path)
     assert not [each for each in caplog.records if "metadata contain" in each.getMessage()]

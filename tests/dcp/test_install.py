@@ -185,9 +185,7 @@ LATE = """
 
 
 def test_after_torch_is_imported(script, tmp_path):
-    """
-    New imports and attributes give ours; old names stay torch's, with a warning, and work; and all is undone.
-    """
+    """New imports and attributes give ours; old names stay torch's, with a warning, and work; and all is undone."""
     assert run(script(LATE), str(tmp_path), cwd=tmp_path, warm=True) == "done\n"
 
 
@@ -203,9 +201,7 @@ QUIET = """
 
 
 def test_what_only_torch_imported_is_not_warned_of(script, tmp_path):
-    """
-    Modules of torch may have loaded the tree, and a script may reach it by attributes: nothing is lost then.
-    """
+    """Modules of torch may have loaded the tree, and a script may reach it by attributes: nothing is lost then."""
     assert run(script(QUIET), cwd=tmp_path, warm=True) == "shardkeep.dcp\n"
 
 
@@ -264,9 +260,7 @@ def test_processes_started_from_here(script, tmp_path):
 
 
 def test_a_process_without_shardkeep_says_so(tmp_path):
-    """
-    A Python that cannot import shardkeep has torch's, with a warning, and starts without a word.
-    """
+    """A Python that cannot import shardkeep has torch's, with a warning, and starts without a word."""
     import shardkeep.dcp_install
 
     hide = "import sys; sys.modules['shardkeep'] = None\n"
@@ -288,9 +282,7 @@ SHOW = """
 
 @pytest.mark.parametrize("how", ["script", "module", "torchrun"])
 def test_a_script_run_by_us(script, tmp_path, how):
-    """
-    `python -m shardkeep.dcp` runs a script, or a module such as torchrun, as Python would, with ours in place.
-    """
+    """`python -m shardkeep.dcp` runs a script, or a module such as torchrun, as Python would, with ours in place."""
     script("here = 5", "beside.py")
     path = script(SHOW)
     arguments, shown = {
@@ -304,9 +296,7 @@ def test_a_script_run_by_us(script, tmp_path, how):
 
 @pytest.mark.parametrize("arguments", [(), ("-x",), ("-m",)])
 def test_nothing_to_run(arguments, capsys):
-    """
-    Without a script it says how it is used, and installs nothing.
-    """
+    """Without a script it says how it is used, and installs nothing."""
     from shardkeep.dcp_install import finder
     from shardkeep.dcp_install import run as run_script
 
@@ -328,9 +318,7 @@ READ = """
 
 
 def test_pickles_between_processes_with_and_without(script, tmp_path):
-    """
-    What was pickled as torch's is ours in a process that has installed; what that one pickles is read without it.
-    """
+    """What was pickled as torch's is ours in a process that has installed; what that one pickles is read without it."""
     import torch
     import torch.distributed.checkpoint as torchs
     from torch.distributed.checkpoint import metadata, planner
@@ -400,9 +388,7 @@ ENDS_EARLY = """
 
 @pytest.mark.parametrize(("how", "kind"), [("script", "thread"), ("module", "process"), ("folder", "thread")])
 def test_saves_that_outlive_a_script_run_by_us(script, tmp_path, how, kind):
-    """
-    The script's classes are there until its last save has ended, for that save and for processes it has started.
-    """
+    """The script's classes are there until its last save has ended, for that save and for processes it has started."""
     (tmp_path / "folder").mkdir()
     path = script(ENDS_EARLY, "folder/__main__.py" if how == "folder" else "job.py")
     target = {"script": ["job.py"], "module": ["-m", "job"], "folder": ["folder"]}[how]
@@ -422,9 +408,7 @@ def test_saves_that_outlive_a_script_run_by_us(script, tmp_path, how, kind):
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path, monkeypatch, target, as_module, said):
-    """
-    A module, a folder or a file that is not there, or has nothing to run.
-    """
+    """A module, a folder or a file that is not there, or has nothing to run."""
     from shardkeep.dcp_install import run_as_main
 
     (tmp_path / "nothing_here").mkdir()

@@ -279,9 +279,7 @@ def plain(value):
 @pytest.mark.skipif(torch.__version__.split(".")[:2] != ["2", "13"], reason="the table is about torch 2.13")
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name or "package")
 def test_a_module_has_torchs_names(module):
-    """
-    What differs from torch is what the table says, no more and no less.
-    """
+    """What differs from torch is what the table says, no more and no less."""
     found = differences(module)
     accepted = {name: why for (where, name), why in ACCEPTED.items() if where == module}
     unexpected = {name: what for name, what in found.items() if name not in accepted}
@@ -290,9 +288,7 @@ def test_a_module_has_torchs_names(module):
 
 
 def test_the_table_is_about_modules_of_torch():
-    """
-    Every entry is looked at, and says why.
-    """
+    """Every entry is looked at, and says why."""
     assert {where for where, _ in ACCEPTED} <= set(MODULES)
     assert all(ACCEPTED.values())
 

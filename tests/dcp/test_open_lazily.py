@@ -19,9 +19,7 @@ from tests.dcp.sides import quietly
 
 
 def test_an_object_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    """
-    A damaged object hinders nobody who does not ask for it; whoever does is told, as `verify` is.
-    """
+    """A damaged object hinders nobody who does not ask for it; whoever does is told, as `verify` is."""
     objects = {f"o{n}": bytes([n]) * (900 << 10) for n in range(4)}
     quietly(theirs.save, {"w": torch.ones(3), **objects}, checkpoint_id=str(tmp_path / "torch"), no_dist=True)
     quietly(dcp.save, {"w": torch.ones(3), **objects}, checkpoint_id=str(tmp_path / "ours"), no_dist=True)
@@ -44,9 +42,7 @@ def test_an_object_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_many_small_objects_are_read_together(tmp_path: Path) -> None:
-    """
-    A thousand objects, asked for one by one in the order of their names, are read in a few reads.
-    """
+    """A thousand objects, asked for one by one in the order of their names, are read in a few reads."""
     objects = {f"o{n}": {"value": n} for n in range(1000)}
     quietly(dcp.save, objects, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             no_dist=True)  # fmt: skip
@@ -57,9 +53,7 @@ def test_many_small_objects_are_read_together(tmp_path: Path) -> None:
 
 
 def test_an_old_copy_of_the_metadata_is_ignored(tmp_path: Path) -> None:
-    """
-    A `.metadata` that older versions wrote ends in two digests, of which the first named a second file.
-    """
+    """A `.metadata` that older versions wrote ends in two digests, of which the first named a second file."""
     quietly(dcp.save, {"w": torch.ones(3), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
     raw = unsealed((tmp_path / ".metadata").read_bytes(), "here")
     (tmp_path / ".metadata").write_bytes(sealed(raw + b"shardkeep columns " + bytes(16)))

@@ -121,9 +121,7 @@ def test_a_rank_without_a_shard(rank_pool: Any, folder: str) -> None:
 
 
 def test_every_dtype_torch_knows(folder: str) -> None:
-    """
-    Tensors of every dtype come back bit for bit, those of a few bits too, whose size torch's planner cannot tell.
-    """
+    """Tensors of every dtype come back bit for bit, those of a few bits too, whose size torch's planner cannot tell."""
     state = {str(d): random_tensor((5, 3), d, seed) for seed, d in enumerate(all_dtypes())}
     into = {
         key: torch.zeros(5, 3 * each.element_size(), dtype=torch.uint8).view(each.dtype) for key, each in state.items()
@@ -135,9 +133,7 @@ def test_every_dtype_torch_knows(folder: str) -> None:
 
 
 def test_objects_under_numbers(folder: str) -> None:
-    """
-    An object under the key 1 replaces the one under 1, where torch puts it beside it, under "1".
-    """
+    """An object under the key 1 replaces the one under 1, where torch puts it beside it, under "1"."""
     found = {}
     for name in SIDES:
         where = os.path.join(folder, name)
@@ -150,9 +146,7 @@ def test_objects_under_numbers(folder: str) -> None:
 
 
 def test_modules_are_reached_through_the_package() -> None:
-    """
-    After one import, our package has every submodule that torch's has then: scripts write `dcp.staging`.
-    """
+    """After one import, our package has every submodule that torch's has then: scripts write `dcp.staging`."""
     code = "import types; print(sorted(k for k, v in vars(dcp).items() if isinstance(v, types.ModuleType)))"
     found = {
         module: ast.literal_eval(warm_python("-c", f"import {module} as dcp; {code}").stdout)

@@ -87,9 +87,7 @@ def load_layouts(folder: str, layout: str, seeds: Any) -> int:
 
 @pytest.mark.parametrize(("layout", "ranks"), [("ours", 2), ("ours", 4), ("torch", 3), ("native", 3)])
 def test_any_layout_loads_as_without_sharing(rank_pool: Any, tmp_path: Any, layout: str, ranks: int) -> None:
-    """
-    Random layouts of what torch, we in torch's layout, and we in our own saved: bit for bit as torch loads it.
-    """
+    """Random layouts of what torch, we in torch's layout, and we in our own saved: bit for bit as torch loads it."""
     assert min(rank_pool.run(ranks, load_layouts, str(tmp_path), layout, range(0, 40, 10))) > 0
 
 
@@ -107,9 +105,7 @@ def load_in_part(folder: str) -> int:
 
 
 def test_a_process_group_and_another_coordinator(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Ranks are counted in the group that loads, whoever leads it.
-    """
+    """Ranks are counted in the group that loads, whoever leads it."""
     quietly(side("ours").save, {"w": numbered(3000, 7)}, checkpoint_id=str(tmp_path), no_dist=True)
     assert sum(rank_pool.run(4, load_in_part, str(tmp_path))) == 2 * 3000 * 7 * 4
 
@@ -126,9 +122,7 @@ def load_transformed(folder: str) -> int:
 
 
 def test_what_was_written_through_an_extension(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Items that must be read whole are cut and shared like others.
-    """
+    """Items that must be read whole are cut and shared like others."""
     dcp = side("ours")
     writer = dcp.FileSystemWriter(str(tmp_path), _extensions=[Rot13Example()])
     quietly(dcp.save, {"w": numbered(3000, 7), "b": numbered(5)}, storage_writer=writer, no_dist=True)
@@ -146,9 +140,7 @@ def load_model_files(folder: str) -> int:
 
 
 def test_models_of_hugging_face(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Weights that all replicas begin with are read once too.
-    """
+    """Weights that all replicas begin with are read once too."""
     dcp = side("ours")
     state = {"w": numbered(3000, 7), "b": numbered(5)}
     writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), fqn_to_index_mapping={"w": 1, "b": 1})
@@ -172,9 +164,7 @@ def load_unlike(folder: str) -> Any:
 
 
 def test_ranks_whose_tensors_are_of_another_kind_read_for_themselves(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Memory that is filled twice on one rank never reaches another; conversions are made by those who ask for them.
-    """
+    """Memory that is filled twice on one rank never reaches another; conversions are made by those who ask for them."""
     state = {key: torch.full((3000,), n + 1.0) for n, key in enumerate("abcde")}
     quietly(side("ours").save, state, checkpoint_id=str(tmp_path), no_dist=True)
     for rank, (means, received) in enumerate(rank_pool.run(4, load_unlike, str(tmp_path))):
@@ -192,9 +182,7 @@ def load_damaged(folder: str) -> Any:
 
 
 def test_damage_that_one_rank_finds_is_told_to_all(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    A rank that fails to read its share keeps nobody waiting: all fail in the step before the exchange.
-    """
+    """A rank that fails to read its share keeps nobody waiting: all fail in the step before the exchange."""
     state = {key: torch.full((1 << 20,), n + 1.0) for n, key in enumerate("abc")}
     quietly(side("ours").save, state, checkpoint_id=str(tmp_path), no_dist=True)
     with open(tmp_path / "__0_0.distcp", "r+b") as data:
@@ -207,9 +195,7 @@ def test_damage_that_one_rank_finds_is_told_to_all(rank_pool: Any, tmp_path: Any
 
 @pytest.mark.parametrize(("second", "apart"), [(6, True), (4, False)])
 def test_elements_that_are_filled_twice_are_not_shared(second: int, apart: bool) -> None:
-    """
-    Of metadata whose chunks overlap, nobody can tell what the common part will be, so no rank sends it to others.
-    """
+    """Of metadata whose chunks overlap, nobody can tell what the common part will be, so no rank sends it to others."""
     dcp, metadata = side("ours"), part("ours", "metadata")
     sizes = {0: 6, second: 10 - second}
     chunks = [metadata.ChunkStorageMetadata(torch.Size([at]), torch.Size([n])) for at, n in sizes.items()]
@@ -274,9 +260,7 @@ def load_by(folder: str, kind: str) -> Any:
     ],
 )
 def test_who_reads_in_other_ways_reads_alone(rank_pool: Any, tmp_path: Any, kind: str, said: str | None) -> None:
-    """
-    With planners and readers of other kinds each rank reads all it wants, and the coordinator says why.
-    """
+    """With planners and readers of other kinds each rank reads all it wants, and the coordinator says why."""
     quietly(side("ours").save, {"w": numbered(3000)}, checkpoint_id=str(tmp_path), no_dist=True)
     heard = rank_pool.run(2, load_by, str(tmp_path), kind)
     assert [count for count, _ in heard] == ([1, 1] if said is None else [0, 0])
@@ -293,9 +277,7 @@ def load_own(folder: str) -> tuple[int, list[float]]:
 
 
 def test_checkpoints_without_an_id_are_not_taken_for_each_other(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Ranks that load from places of their own what an older torch saved, without ids, each get what is at theirs.
-    """
+    """Ranks that load from places of their own what an older torch saved, without ids, each get what is at theirs."""
     for rank in range(2):
         quietly(
             side("torch").save,

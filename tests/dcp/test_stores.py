@@ -98,9 +98,7 @@ def test_ranks_save_and_load_by_url(rank_pool, root, s3_server):
 
 
 def test_torch_reads_what_was_saved_by_url(root):
-    """
-    Torch's own reader, through fsspec on obstore, loads from S3 what was saved there.
-    """
+    """Torch's own reader, through fsspec on obstore, loads from S3 what was saved there."""
     on_obstore = pytest.importorskip("obstore.fsspec")
     quietly(dcp.save, state_of(3), checkpoint_id=f"{root}/ours", no_dist=True)
     into = blank()
@@ -113,9 +111,7 @@ def test_torch_reads_what_was_saved_by_url(root):
 
 
 def test_what_torch_wrote_is_read_in_a_store(root, tmp_path):
-    """
-    A checkpoint of torch's own, copied to S3 file by file, is loaded, opened and converted there.
-    """
+    """A checkpoint of torch's own, copied to S3 file by file, is loaded, opened and converted there."""
     quietly(theirs.save, state_of(4), checkpoint_id=tmp_path / "theirs", no_dist=True)
     store = open_place(f"{root}/theirs")
     for path in (tmp_path / "theirs").iterdir():
@@ -197,9 +193,7 @@ def test_which_file_system_a_place_is_in(root, tmp_path):
 
 
 def test_files_of_dead_saves_are_swept():
-    """
-    A save removes data files that no metadata name if they are older than it by more than clocks may differ.
-    """
+    """A save removes data files that no metadata name if they are older than it by more than clocks may differ."""
     store = MemoryStore()
     for name in ("__0_1.distcp", "__0_2.distcp", "mine.distcp"):
         store.put(name, b"x")
@@ -229,9 +223,7 @@ class NotesBudgets(MemoryStore):
 
 
 def test_a_save_to_a_store_keeps_to_the_memory_budget(monkeypatch):
-    """
-    `dcp.save` bounds what uploads buffer as `sk.save` does.
-    """
+    """`dcp.save` bounds what uploads buffer as `sk.save` does."""
     monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(96 << 20))
     state = {str(n): torch.zeros(3 << 20) for n in range(4)}
     ours, native = NotesBudgets(), NotesBudgets()

@@ -29,9 +29,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize("planner", [theirs.DefaultLoadPlanner, ours.DefaultLoadPlanner])
 @pytest.mark.parametrize("reader", [ours.FileSystemReader, Renaming])
 def test_tensors_and_objects_are_loaded(saved, reader, planner):
-    """
-    With torch's planner and with ours, also all that a checkpoint holds.
-    """
+    """With torch's planner and with ours, also all that a checkpoint holds."""
     state = {"w": torch.zeros(4), "o": {"x": 0}}
     quietly(theirs.load, state, storage_reader=reader(saved / "ck"), planner=planner())
     assert (state["w"].tolist(), state["o"]) == ([0, 1, 2, 3], {"x": (1, 2)})
@@ -49,9 +47,7 @@ def test_tensors_and_objects_are_loaded(saved, reader, planner):
     ],
 )
 def test_a_tensor_of_another_size_is_refused(saved, reader, folder, planner):
-    """
-    A part of the stored one would fit.
-    """
+    """A part of the stored one would fit."""
     state = {"w": torch.zeros(4)}
     quietly(theirs.load, state, storage_reader=reader(saved / folder), planner=planner())
     assert state["w"].tolist() == [0, 1, 2, 3]
@@ -62,9 +58,7 @@ def test_a_tensor_of_another_size_is_refused(saved, reader, folder, planner):
 
 
 def test_digests_are_compared(saved):
-    """
-    They reach the reader through metadata in torch's classes, too.
-    """
+    """They reach the reader through metadata in torch's classes, too."""
     [path] = (saved / "ck").glob("*.distcp")
     data = bytearray(path.read_bytes())
     at = data.index(torch.arange(4.0).numpy().tobytes())
@@ -75,9 +69,7 @@ def test_digests_are_compared(saved):
 
 
 def test_others_are_given_ours(saved):
-    """
-    A script that asks a reader itself, and our own load.
-    """
+    """A script that asks a reader itself, and our own load."""
     reader = ours.FileSystemReader(saved / "ck")
     assert type(reader.read_metadata()) is Metadata
     seen = []

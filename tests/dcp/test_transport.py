@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp._impl.transport import PeerRefused
-from shardkeep.dcp._impl.transport_wire import BadLetter, decode_meta, encode_meta
+from shardkeep.dcp._impl.transport_wire import MalformedMessage, decode_meta, encode_meta
 from shardkeep.dcp._pg_transport import (
     PGTransport,
     _cast_tensor,
@@ -86,18 +86,14 @@ def what_is_sent(make):
 
 
 def test_a_state_arrives_as_it_was_sent(rank_pool):
-    """
-    Every kind of value, with its bits, nesting and order, on two receivers at once.
-    """
+    """Every kind of value, with its bits, nesting and order, on two receivers at once."""
     _, first, second = rank_pool.run(3, hand_over, plain_state)
     assert first == second == (seen(plain_state()), None)
     assert list(first[0]) == list(plain_state())
 
 
 def test_torch_sends_the_same_state(rank_pool):
-    """
-    Where torch's transport can send a state at all, what arrives is what arrives with ours.
-    """
+    """Where torch's transport can send a state at all, what arrives is what arrives with ours."""
     _, ours = rank_pool.run(2, hand_over, simple_state)
     _, torchs = rank_pool.run(2, hand_over, simple_state, None, theirs.PGTransport)
     assert ours == torchs
@@ -108,9 +104,7 @@ def simple_state():
 
 
 def test_spread_tensors_arrive_as_the_senders_part(rank_pool):
-    """
-    DTensors and ShardedTensors come with the sender's local part and what it is a part of.
-    """
+    """DTensors and ShardedTensors come with the sender's local part and what it is a part of."""
     sent = rank_pool.run(2, what_is_sent, spread_state)
     _, (got, _) = rank_pool.run(2, hand_over, spread_state)
     assert got == sent[0]
@@ -130,9 +124,7 @@ def owners():
 
 
 def test_the_sender_and_the_receiver_change_places(rank_pool):
-    """
-    The receiver's mesh says whose part it is; a shard that it received is its own.
-    """
+    """The receiver's mesh says whose part it is; a shard that it received is its own."""
     assert rank_pool.run(2, owners)[1] == ([0], [1])
 
 
@@ -146,9 +138,7 @@ def zeros_like_plain():
 
 
 def test_what_arrives_is_written_into_place(rank_pool):
-    """
-    Tensors of the receiver's own state are filled, however they lie in memory.
-    """
+    """Tensors of the receiver's own state are filled, however they lie in memory."""
     _, (got, same) = rank_pool.run(2, hand_over, plain_state, zeros_like_plain)
     assert got == seen(plain_state())
     assert same is True
@@ -167,9 +157,7 @@ def misfit():
 
 
 def test_a_tensor_that_does_not_fit_is_refused_before_any_has_changed(rank_pool):
-    """
-    Another size is an error with the key on the receiver, and the sender does not wait for ever.
-    """
+    """Another size is an error with the key on the receiver, and the sender does not wait for ever."""
     assert rank_pool.run(2, misfit)[1] == 0
 
 
@@ -207,9 +195,7 @@ def refused():
 
 
 def test_what_has_no_safe_form_is_refused_with_its_key_on_both_sides(rank_pool):
-    """
-    Objects are never pickled for a peer, nor sent as what they are not; the transport can be used again at once.
-    """
+    """Objects are never pickled for a peer, nor sent as what they are not; the transport can be used again at once."""
     assert rank_pool.run(2, refused)[1] == {"fine": 1}
 
 
@@ -235,18 +221,14 @@ def tampered(change):
     ids=["huge", "overlapping", "short", "fewer values"],
 )
 def test_sizes_that_do_not_agree_are_refused(change):
-    """
-    A description whose parts contradict each other makes no tensor.
-    """
-    with pytest.raises(BadLetter):
+    """A description whose parts contradict each other makes no tensor."""
+    with pytest.raises(MalformedMessage):
         decode_meta(tampered(change))
 
 
 def test_a_peers_pickle_is_never_run():
-    """
-    Neither a pickle in place of the description, nor one inside a value, is looked into.
-    """
-    with pytest.raises(BadLetter):
+    """Neither a pickle in place of the description, nor one inside a value, is looked into."""
+    with pytest.raises(MalformedMessage):
         decode_meta(pickle.dumps(Bomb()))
     armed = encode_value(Bomb(), key="", allow_pickle=True)
     letter = {"tree": encode_tree(Container("dict", (("b", None),))), "leaves": [{"type": "v", "data": armed}]}
@@ -255,9 +237,7 @@ def test_a_peers_pickle_is_never_run():
 
 
 def test_every_flipped_byte_is_an_error_or_data():
-    """
-    Damage in a description raises one of our errors, or gives another description; it does nothing else.
-    """
+    """Damage in a description raises one of our errors, or gives another description; it does nothing else."""
     meta, _ = _prepare_state_dict({"a": numbered(3, 4), "b": [1, {"c": (2.5, "x")}]}, CPU)
     letter = encode_meta(meta)
     for at in range(len(letter)):
@@ -268,9 +248,7 @@ def test_every_flipped_byte_is_an_error_or_data():
 
 
 def test_only_the_own_bytes_of_a_view_are_sent():
-    """
-    A row, a column and an expanded tensor take what they show; torch sends the storage they lie in.
-    """
+    """A row, a column and an expanded tensor take what they show; torch sends the storage they lie in."""
     whole = numbered(1000, 1000)
     for view in (whole[3], whole[:, 3]):
         row, meta = _prepare_tensor(view)
@@ -295,9 +273,7 @@ def exchange(folder, size_of_group):
 
 
 def test_ranks_hold_the_state_of_their_partner(rank_pool, tmp_path):
-    """
-    Half the group away, in memory and in a file; a rank alone gets a copy of its own.
-    """
+    """Half the group away, in memory and in a file; a rank alone gets a copy of its own."""
     found = rank_pool.run(4, exchange, str(tmp_path), 4)
     assert found == [(p, [float(p)] * 3, p) for p in (2, 3, 0, 1)]
     assert rank_pool.run(1, exchange, str(tmp_path), 1) == [(0, [0.0] * 3, None)]
@@ -317,9 +293,7 @@ def exchange_badly(folder, bad):
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_state_that_cannot_be_exchanged_fails_on_both_partners(rank_pool, tmp_path, bad):
-    """
-    The partner is told and does not wait; the group and the stager go on to work.
-    """
+    """The partner is told and does not wait; the group and the stager go on to work."""
     found = rank_pool.run(2, exchange_badly, str(tmp_path), bad)
     names = ["PeerRefused", "PeerRefused"]
     names[bad] = "UnsupportedLeaf"
@@ -347,9 +321,7 @@ def into_the_midst():
 
 
 def test_a_dtensor_received_into_the_midst_of_a_row_is_whole(rank_pool):
-    """
-    It lies where it was to be received, and can be copied and pickled as any other.
-    """
+    """It lies where it was to be received, and can be copied and pickled as any other."""
     row = numbered(8).tolist()
     assert rank_pool.run(2, into_the_midst)[1] == (0, row, row, True)
 
@@ -360,7 +332,5 @@ def unpaired(folder):
 
 
 def test_an_odd_number_of_ranks_has_no_pairs(rank_pool, tmp_path):
-    """
-    Said at once; with torch's they wait for each other.
-    """
+    """Said at once; with torch's they wait for each other."""
     rank_pool.run(3, unpaired, str(tmp_path))

@@ -121,9 +121,7 @@ def test_resumes_bit_for_bit(trained, tmp_path, saved, resumed, ranks):
 
 
 def test_damage_is_found_by_our_reader(trained, tmp_path):
-    """
-    A flipped bit in a data file stops the framework's load, which names the file: so it is our reader that reads.
-    """
+    """A flipped bit in a data file stops the framework's load, which names the file: so it is our reader that reads."""
     folder = trained.copy("ours", tmp_path)
     victim = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(victim.read_bytes())

@@ -54,9 +54,7 @@ one_list = st.integers(0, 3).flatmap(lambda dims: boxes_of(dims, most=10))
 @without_deadline
 @given(two_lists)
 def test_overlapping_pairs_are_those_with_common_elements(lists):
-    """
-    The pairs found are exactly those that share an element, and the region is exactly what they share.
-    """
+    """The pairs found are exactly those that share an element, and the region is exactly what they share."""
     wanted, stored = lists
     expected = [(i, j) for i, a in enumerate(wanted) for j, b in enumerate(stored) if elements(a) & elements(b)]
     assert overlaps(wanted, stored) == expected
@@ -76,9 +74,7 @@ def test_overlapping_pairs_are_those_with_common_elements(lists):
 @without_deadline
 @given(two_lists)
 def test_boxes_with_elements_are_judged_as_torch_does(lists):
-    """
-    Where both boxes have elements, torch's functions say the same.
-    """
+    """Where both boxes have elements, torch's functions say the same."""
     for a, b in itertools.product(*lists):
         if all(a.sizes) and all(b.sizes):
             assert boxes_overlap(a, b) == resharding._check_shard_metadata_pair_overlap(a, b)
@@ -87,9 +83,7 @@ def test_boxes_with_elements_are_judged_as_torch_does(lists):
 
 
 def test_a_box_without_elements_overlaps_nothing():
-    """
-    An empty box inside another one is not read from, nor does it clash, as it does in torch.
-    """
+    """An empty box inside another one is not read from, nor does it clash, as it does in torch."""
     empty, full = chunk([2], [0]), chunk([0], [5])
     assert resharding._check_shard_metadata_pair_overlap(empty, full)
     assert not boxes_overlap(empty, full)
@@ -100,18 +94,14 @@ def test_a_box_without_elements_overlaps_nothing():
 @without_deadline
 @given(one_list)
 def test_a_clash_is_found_if_there_is_one(boxes):
-    """
-    Pairs are reported only if they share an element, and some pair is if any two do.
-    """
+    """Pairs are reported only if they share an element, and some pair is if any two do."""
     found = clashes(boxes)
     assert all(elements(a) & elements(b) for a, b in found)
     assert bool(found) == any(elements(a) & elements(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_clashes_of_a_large_grid_are_found_without_comparing_all_pairs():
-    """
-    Forty thousand boxes of a grid are no work, whichever axis is cut; one too many is found among them.
-    """
+    """Forty thousand boxes of a grid are no work, whichever axis is cut; one too many is found among them."""
     looked_at = []
 
     class Counted(ChunkStorageMetadata):
@@ -140,18 +130,14 @@ def test_clashes_of_a_large_grid_are_found_without_comparing_all_pairs():
     ],
 )
 def test_bounds(box, inside):
-    """
-    A box lies within its tensor with all of its axes, or it does not.
-    """
+    """A box lies within its tensor with all of its axes, or it does not."""
     assert within(torch.Size([4, 5]), chunk(*box)) is inside
 
 
 @without_deadline
 @given(two_full_lists)
 def test_reads_are_those_torch_plans(lists):
-    """
-    The same items as torch's, hints included, in whatever order.
-    """
+    """The same items as torch's, hints included, in whatever order."""
     wanted, stored = lists
     size = torch.Size([10] * (len(wanted[0].sizes) if wanted else 1))
     mine = create_read_items_for_chunk_list("w", TensorStorageMetadata(TensorProperties(), size, stored), wanted)

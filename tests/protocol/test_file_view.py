@@ -27,9 +27,7 @@ steps = st.lists(
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), steps)
 def test_a_view_reads_as_a_stream_of_its_own(offset, length, actions):
-    """
-    Whatever is done to a view gives what the same gives on a stream that holds only these bytes.
-    """
+    """Whatever is done to a view gives what the same gives on a stream that holds only these bytes."""
     view, alone = utils._create_file_view(io.BytesIO(DATA), offset, length), io.BytesIO(DATA[offset : offset + length])
     assert view.readable()
     assert view.seekable()
@@ -51,9 +49,7 @@ def test_a_view_reads_as_a_stream_of_its_own(offset, length, actions):
 
 
 def test_a_view_is_what_torch_loads_from():
-    """
-    A tensor stored between other bytes is loaded from a view of its own; the stream stays open.
-    """
+    """A tensor stored between other bytes is loaded from a view of its own; the stream stays open."""
     stored = io.BytesIO()
     torch.save(numbered(3, 2), stored)
     whole = io.BytesIO(b"before" + stored.getvalue() + b"after")
@@ -82,16 +78,12 @@ def find_shards():
 
 
 def test_a_shard_is_found_by_its_offset(rank_pool):
-    """
-    With a right hint, a wrong one or none; where there is no such shard, a ValueError names the key.
-    """
+    """With a right hint, a wrong one or none; where there is no such shard, a ValueError names the key."""
     assert rank_pool.run(1, find_shards) == [[True] * 6]
 
 
 def test_small_functions():
-    """
-    Shapes are added and subtracted axis by axis, and devices are written as placements have them.
-    """
+    """Shapes are added and subtracted axis by axis, and devices are written as placements have them."""
     assert utils._element_wise_add((1, 2), [3, 4]) == [4, 6]
     assert utils._element_wise_sub((1, 2), [3, 4]) == [-2, -2]
     assert utils._normalize_device_info("cpu", 3) == "cpu"
@@ -99,9 +91,7 @@ def test_small_functions():
 
 
 def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
-    """
-    Nothing is printed by default; with the switch on, where the time went.
-    """
+    """Nothing is printed by default; with the switch on, where the time went."""
 
     with utils._profile():
         pass

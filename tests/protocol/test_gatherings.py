@@ -56,9 +56,7 @@ def every_method(leader, kind):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("leader", ["first", "last"])
 def test_each_method_does_what_torchs_does(rank_pool, ranks, leader):
-    """
-    The same results on every rank, whichever one coordinates.
-    """
+    """The same results on every rank, whichever one coordinates."""
     chosen = 0 if leader == "first" else ranks - 1
     mine = rank_pool.run(ranks, every_method, chosen, _DistWrapper)
     assert mine == rank_pool.run(ranks, every_method, chosen, theirs.utils._DistWrapper)
@@ -66,9 +64,7 @@ def test_each_method_does_what_torchs_does(rank_pool, ranks, leader):
 
 
 def test_a_process_alone():
-    """
-    Without ranks the methods work on this process's own values, and failures are CheckpointExceptions as well.
-    """
+    """Without ranks the methods work on this process's own values, and failures are CheckpointExceptions as well."""
     alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
     assert (alone.get_rank(), alone.get_world_size(), alone.is_coordinator) == (0, 1, True)
     thing = object()
@@ -121,9 +117,7 @@ def fail_in(method, error, failing, leader):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_failure_on_some_ranks_is_raised_on_all(rank_pool, method, error):
-    """
-    Each rank gets the failures of all, with where they were raised, and the next step works.
-    """
+    """Each rank gets the failures of all, with where they were raised, and the next step works."""
     outcome = rank_pool.run(3, fail_in, method, error, {0, 2}, 1)
     for told, where, following, text in outcome:
         assert sorted(told) == [0, 2]
@@ -150,9 +144,7 @@ def fail_while_deciding(method):
 
 @pytest.mark.parametrize("method", ["reduce_scatter", "all_reduce", "broadcast"])
 def test_a_failure_of_the_coordinator_is_raised_on_all(rank_pool, method):
-    """
-    What fails at the coordinator alone is its failure, on every rank.
-    """
+    """What fails at the coordinator alone is its failure, on every rank."""
     assert rank_pool.run(3, fail_while_deciding, method) == [{1: "undecided"}] * 3
 
 
@@ -166,9 +158,7 @@ def give_too_few():
 
 
 def test_what_cannot_be_sent_is_a_failure_too(rank_pool):
-    """
-    A list that does not have an item for each rank, and a result that cannot be pickled, are raised on all ranks.
-    """
+    """A list that does not have an item for each rank, and a result that cannot be pickled, are raised on all ranks."""
     assert rank_pool.run(2, give_too_few) == [2, 2]
 
 
@@ -185,9 +175,7 @@ def die_in_the_middle(folder):
 
 
 def test_a_rank_that_dies_is_named_and_not_waited_for(rank_pool, tmp_path):
-    """
-    The others get an exception that says which rank is silent, and no checkpoint appears.
-    """
+    """The others get an exception that says which rank is silent, and no checkpoint appears."""
     outcome = rank_pool.run(2, die_in_the_middle, str(tmp_path / "ck"), expect_death=[1])
     assert outcome[0] == {1: "RanksSilent"}
     assert not (tmp_path / "ck" / ".metadata").exists()
@@ -226,9 +214,7 @@ SAVE_STEPS = {
 
 @pytest.mark.parametrize("method", SAVE_STEPS)
 def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, method):
-    """
-    Whatever step a writer fails in, every rank is told who failed and why, and there is no checkpoint.
-    """
+    """Whatever step a writer fails in, every rank is told who failed and why, and there is no checkpoint."""
     rank = SAVE_STEPS[method]
     outcome = rank_pool.run(2, fail_in_a_save, str(tmp_path / "ck"), method, rank)
     assert outcome == [{rank: f"{method} failed"}] * 2
@@ -243,9 +229,7 @@ def fail_alone(folder):
 
 
 def test_without_collectives_a_failure_is_still_told(rank_pool, tmp_path):
-    """
-    Where each rank saves for itself, the others learn that one could not, and do not wait for it.
-    """
+    """Where each rank saves for itself, the others learn that one could not, and do not wait for it."""
     assert rank_pool.run(2, fail_alone, str(tmp_path / "ck")) == [[1], [1]]
 
 
@@ -259,9 +243,7 @@ def fail_in_a_load(folder, method):
 
 @pytest.mark.parametrize("method", ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "read_data"])
 def test_a_reader_that_fails_on_one_rank_fails_the_load_on_all(rank_pool, tmp_path, method):
-    """
-    Whatever step a reader fails in, every rank is told; without metadata it is an AssertionError, as in torch.
-    """
+    """Whatever step a reader fails in, every rank is told; without metadata it is an AssertionError, as in torch."""
     for failures, text in rank_pool.run(2, fail_in_a_load, str(tmp_path / "ck"), method):
         assert list(failures) == [1]
         assert f"{method} failed" in text
@@ -271,9 +253,7 @@ def test_a_reader_that_fails_on_one_rank_fails_the_load_on_all(rank_pool, tmp_pa
 
 
 def test_nothing_is_there_to_load(tmp_path):
-    """
-    An empty folder is a CheckpointException around an AssertionError that says what was tried.
-    """
+    """An empty folder is a CheckpointException around an AssertionError that says what was tried."""
     with pytest.raises(CheckpointException) as caught:
         quietly(load, {"w": torch.zeros(1)}, storage_reader=theirs.FileSystemReader(tmp_path))
     error = caught.value.failures[0][0]
@@ -293,16 +273,12 @@ def compare_keys():
 
 
 def test_keys_of_all_ranks(rank_pool):
-    """
-    The keys of all ranks are found, and those that a rank lacks are named there.
-    """
+    """The keys of all ranks are found, and those that a rank lacks are named there."""
     assert rank_pool.run(2, compare_keys) == [{"a", "only 0", "only 1"}] * 2
 
 
 def test_what_a_wrapped_exception_is():
-    """
-    An exception and its stack, that can be pickled; nothing else is taken for one.
-    """
+    """An exception and its stack, that can be pickled; nothing else is taken for one."""
     try:
         throw(ValueError("x"))
     except ValueError as error:

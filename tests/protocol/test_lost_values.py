@@ -26,9 +26,7 @@ def save_in_tuple(folder, placement, planner_options):
 
 @pytest.mark.parametrize("planner_options", [{}, {"flatten_state_dict": False}])
 def test_shards_inside_an_object_are_refused(rank_pool, tmp_path, planner_options):
-    """
-    A tuple with a spread DTensor would be saved as one rank's pickle; a replicated one is the same everywhere.
-    """
+    """A tuple with a spread DTensor would be saved as one rank's pickle; a replicated one is the same everywhere."""
     for said in rank_pool.run(2, save_in_tuple, str(tmp_path / "a"), Shard(0), planner_options):
         assert said
         assert all("'ema'" in each and "spread over ranks" in each for each in said)
@@ -36,9 +34,7 @@ def test_shards_inside_an_object_are_refused(rank_pool, tmp_path, planner_option
 
 
 def test_sparse_tensors_are_refused(tmp_path):
-    """
-    A sparse tensor, which nothing could load again, fails the save by name.
-    """
+    """A sparse tensor, which nothing could load again, fails the save by name."""
     with pytest.raises(dcp.CheckpointException) as failed:
         dcp.save({"s": torch.eye(3).to_sparse()}, checkpoint_id=tmp_path / "ck")
     error = failed.value.failures[0][0]
@@ -49,9 +45,7 @@ def test_sparse_tensors_are_refused(tmp_path):
 
 @pytest.mark.parametrize("path", [("w", 30_000_000), ("w", -1), "w", ("w", None)])
 def test_paths_that_no_state_has(path):
-    """
-    A list of thirty million items is not made because metadata of one tensor say so.
-    """
+    """A list of thirty million items is not made because metadata of one tensor say so."""
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])
     metadata = Metadata({"w": entry}, planner_data={"w": path})
     with pytest.raises(MalformedFile, match="'w' cannot be at"):

@@ -32,9 +32,7 @@ def device():
 
 
 def test_values_on_the_accelerator_come_back(device, tmp_path):
-    """
-    Plain tensors and DTensors are saved from the accelerator and loaded into it; those on meta get memory there.
-    """
+    """Plain tensors and DTensors are saved from the accelerator and loaded into it; those on meta get memory there."""
     mesh = init_device_mesh(device.type, (1,))
     state = {
         "w": numbered(64, 32).to(device),
@@ -59,9 +57,7 @@ def test_values_on_the_accelerator_come_back(device, tmp_path):
 
 
 def test_optimizer_state_is_allocated_on_the_accelerator(device, tmp_path):
-    """
-    The shards are on the accelerator, with torch's placements and values.
-    """
+    """The shards are on the accelerator, with torch's placements and values."""
     saved = {"state": {"w": {"exp_avg": numbered(5, 6).to(device), "step": torch.tensor(7.0)}}, "groups": [{"lr": 0.5}]}
     quietly(save, {"optim": saved}, storage_writer=theirs.FileSystemWriter(tmp_path))
     mine, other = (

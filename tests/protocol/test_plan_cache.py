@@ -80,9 +80,7 @@ def test_ranks_send_and_get_only_what_changed(rank_pool, tmp_path):
 
 
 def test_another_dtype_is_another_plan(tmp_path):
-    """
-    The same names and shapes in bfloat16 after float32: the metadata say so. Torch's say float32.
-    """
+    """The same names and shapes in bfloat16 after float32: the metadata say so. Torch's say float32."""
     planner = Watched()
     first = store({"w": numbered(4)}, tmp_path / "a", planner)
     second = store({"w": numbered(4).bfloat16()}, tmp_path / "b", planner)
@@ -92,18 +90,14 @@ def test_another_dtype_is_another_plan(tmp_path):
 
 
 def test_another_path_under_the_same_name_is_another_plan(tmp_path):
-    """
-    {"a": {"b": ...}} after {"a.b": ...}: the same flat names, and each checkpoint rebuilds its own nesting.
-    """
+    """{"a": {"b": ...}} after {"a.b": ...}: the same flat names, and each checkpoint rebuilds its own nesting."""
     planner = Watched()
     assert store({"a.b": numbered(2)}, tmp_path / "a", planner).planner_data == {"a.b": ("a.b",)}
     assert store({"a": {"b": numbered(2)}}, tmp_path / "b", planner).planner_data == {"a.b": ("a", "b")}
 
 
 def test_metadata_are_never_shared(tmp_path):
-    """
-    Saves by one plan return metadata of their own: what one storage writes into them is not seen in the next.
-    """
+    """Saves by one plan return metadata of their own: what one storage writes into them is not seen in the next."""
     planner, state = Watched(), {"w": numbered(4)}
     first = store(state, tmp_path / "a", planner)
     first.state_dict_metadata["w"].chunks.clear()
@@ -119,9 +113,7 @@ def test_metadata_are_never_shared(tmp_path):
 
 
 def test_two_planners_have_nothing_in_common(tmp_path):
-    """
-    Two states saved in turn, by planners of one class: torch's cache is one for both.
-    """
+    """Two states saved in turn, by planners of one class: torch's cache is one for both."""
     planners, states = [Watched(), Watched()], [{"w": numbered(4)}, {"v": numbered(2, 2)}]
     for step in range(2):
         for number in range(2):
@@ -189,9 +181,7 @@ def test_word_of_an_unknown_plan_is_refused():
 
 
 def test_the_storage_names_each_saves_files():
-    """
-    What a storage puts into the word that comes back is this save's, and the items are the previous one's.
-    """
+    """What a storage puts into the word that comes back is this save's, and the items are the previous one's."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for name in ("first", "second"):
         planner.set_up_planner({"w": numbered(2)})
@@ -202,9 +192,7 @@ def test_the_storage_names_each_saves_files():
 
 
 def test_the_helpers_of_the_cache():
-    """
-    Plans differ by a hint alone; the new plan of a rank counts, and its previous one where it sent none.
-    """
+    """Plans differ by a hint alone; the new plan of a rank counts, and its previous one where it sent none."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": numbered(2)})
     plan = planner.create_local_plan()

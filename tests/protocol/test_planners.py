@@ -78,9 +78,7 @@ def local_plans(options):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}, {"flatten_sharded_tensors": False}])
 def test_saves_are_planned_as_torch_plans_them(rank_pool, ranks, options):
-    """
-    The same items on each rank; with replicated values on the first rank, the same global plan and metadata.
-    """
+    """The same items on each rank; with replicated values on the first rank, the same global plan and metadata."""
     mine, other = zip(*rank_pool.run(ranks, local_plans, options), strict=True)
     assert list(mine) == to_ours(list(other))
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
@@ -139,9 +137,7 @@ def test_dedupe_balances_the_bytes_that_are_written():
 
 
 def test_dedupe_drops_nothing_and_doubles_nothing():
-    """
-    Of any plans each item stays in exactly one, of a rank that had it, in its order.
-    """
+    """Of any plans each item stays in exactly one, of a rank that had it, in its order."""
     rng = random.Random(7)
     for _ in range(50):
         every = [item(f"k{n}", rng.randint(1, 50)) for n in range(20)]
@@ -154,9 +150,7 @@ def test_dedupe_drops_nothing_and_doubles_nothing():
 
 
 def test_a_key_written_twice_is_refused():
-    """
-    Two values that are no shards, or a shard and an object, under one name: an AssertionError that names it.
-    """
+    """Two values that are no shards, or a shard and an object, under one name: an AssertionError that names it."""
     tensor = dataclasses.replace(item("w", 2), type=WriteItemType.TENSOR)
     thing = WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)
     for first, second in [(tensor, tensor), (thing, thing), (thing, item("w", 2))]:
@@ -173,9 +167,7 @@ def test_a_key_written_twice_is_refused():
     ],
 )
 def test_shards_that_do_not_fit_are_refused(items, fault):
-    """
-    Overlaps, holes and shards outside their tensor are ValueErrors that name the key, and torch finds them too.
-    """
+    """Overlaps, holes and shards outside their tensor are ValueErrors that name the key, and torch finds them too."""
     plans = [SavePlan([each], planner_data={}) for each in items] + [SavePlan([], planner_data={})]
     with pytest.raises(ValueError, match=f"Failed to validate global plan: key:w .*{fault}") as caught:
         DefaultSavePlanner().create_global_plan(plans)
@@ -185,9 +177,7 @@ def test_shards_that_do_not_fit_are_refused(items, fault):
 
 
 def test_a_long_list_of_faults_is_cut():
-    """
-    A thousand bad keys make a message that can be read, and says how many there are.
-    """
+    """A thousand bad keys make a message that can be read, and says how many there are."""
     plans = [SavePlan([item(f"k{n}", 1, whole=2) for n in range(1000)], planner_data={}), SavePlan([], planner_data={})]
     with pytest.raises(ValueError, match=r"\(1000 faults\)") as caught:
         DefaultSavePlanner().create_global_plan(plans)
@@ -203,9 +193,7 @@ def metadata_of_everything():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metadata_without_a_save(rank_pool, ranks):
-    """
-    What `_create_default_local_metadata` says of a state is what torch says.
-    """
+    """What `_create_default_local_metadata` says of a state is what torch says."""
     assert rank_pool.run(ranks, metadata_of_everything) == [True] * ranks
 
 
@@ -228,9 +216,7 @@ def load_plans(options):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("options", [{}, {"allow_partial_load": True}])
 def test_loads_are_planned_as_torch_plans_them(rank_pool, ranks, options):
-    """
-    The same reads for the same state, on each rank, from torch's own metadata.
-    """
+    """The same reads for the same state, on each rank, from torch's own metadata."""
     for same, count in rank_pool.run(ranks, load_plans, options):
         assert same
         assert count > 20
@@ -247,9 +233,7 @@ def saved(tmp_path, state, **options):
 
 
 def test_all_missing_keys_are_named_at_once(tmp_path):
-    """
-    One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched.
-    """
+    """One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched."""
     reader = saved(tmp_path, {"a": numbered(2)})
     state = {"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}}
     with pytest.raises(CheckpointException) as caught:
@@ -261,9 +245,7 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
 
 
 def test_all_wrong_sizes_are_named_at_once(tmp_path):
-    """
-    One ValueError with both sizes of each tensor.
-    """
+    """One ValueError with both sizes of each tensor."""
     reader = saved(tmp_path, {"a": numbered(2), "b": numbered(3, 3), "c": numbered(1)})
     with pytest.raises(CheckpointException) as caught:
         quietly(load, {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(1)}, storage_reader=reader)
@@ -276,9 +258,7 @@ def test_all_wrong_sizes_are_named_at_once(tmp_path):
 
 
 def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
-    """
-    An int where the checkpoint has a tensor is a ValueError that names the key; a tensor may become an object.
-    """
+    """An int where the checkpoint has a tensor is a ValueError that names the key; a tensor may become an object."""
     reader = saved(tmp_path, {"a": numbered(2), "n": 5})
     with pytest.raises(CheckpointException) as caught:
         quietly(load, {"a": np.zeros(2)}, storage_reader=reader)
@@ -291,9 +271,7 @@ def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
 
 
 def test_a_partial_load_leaves_everything_else_alone(tmp_path):
-    """
-    Values that the checkpoint lacks are the same objects afterwards, whatever they are; torch makes them None.
-    """
+    """Values that the checkpoint lacks are the same objects afterwards, whatever they are; torch makes them None."""
     reader = saved(tmp_path, {"w": numbered(2), "sub": {"n": 3}})
     config = object()
     kept = {"set": {1}, "array": np.ones(2), "config": config, "pair": Pair(1, {2}), "list": [{1}, np.zeros(1)]}
@@ -311,9 +289,7 @@ def test_a_partial_load_leaves_everything_else_alone(tmp_path):
 
 
 def test_meta_tensors_get_memory_and_nothing_else_changes():
-    """
-    Tensors on meta are replaced in dicts, lists and tuples, in place; what holds none stays the object it was.
-    """
+    """Tensors on meta are replaced in dicts, lists and tuples, in place; what holds none stays the object it was."""
     on_meta = torch.empty(3, device="meta")
     inner, same = [on_meta, 1], (1, {2})
     state = {"w": on_meta, "list": inner, "pair": Pair(on_meta, "x"), "same": same, "tuple": (on_meta,)}
@@ -341,16 +317,12 @@ def load_onto_meta(folder):
 
 
 def test_loading_onto_meta(rank_pool, tmp_path):
-    """
-    DTensors cut unevenly and plain tensors on meta come back with memory and values.
-    """
+    """DTensors cut unevenly and plain tensors on meta come back with memory and values."""
     assert rank_pool.run(2, load_onto_meta, str(tmp_path / "ck")) == [True, True]
 
 
 def test_a_cast_is_done_and_said(tmp_path, caplog):
-    """
-    As in torch the values are converted to the state's dtype; the log names the keys and both dtypes.
-    """
+    """As in torch the values are converted to the state's dtype; the log names the keys and both dtypes."""
     reader = saved(tmp_path, {"w": torch.tensor([1e5, 1.0]), "same": numbered(2)})
     state = {"w": torch.zeros(2, dtype=torch.float16), "same": torch.zeros(2)}
     with caplog.at_level(logging.WARNING, "shardkeep"):
@@ -361,9 +333,7 @@ def test_a_cast_is_done_and_said(tmp_path, caplog):
 
 
 def test_a_tensor_that_is_not_all_there_is_said(caplog):
-    """
-    Where the stored chunks leave a hole in what is loaded, the log names the key.
-    """
+    """Where the stored chunks leave a hole in what is loaded, the log names the key."""
     chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))]
     metadata = Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), chunks)})
     with caplog.at_level(logging.WARNING, "shardkeep"):
@@ -374,9 +344,7 @@ def test_a_tensor_that_is_not_all_there_is_said(caplog):
 
 
 def test_objects_under_integers_come_back_under_integers(tmp_path):
-    """
-    Keys are strings in the checkpoint; in the state they stay what they are, and none appears twice.
-    """
+    """Keys are strings in the checkpoint; in the state they stay what they are, and none appears twice."""
     state = {"state": {0: {"step": 4, "m": numbered(2)}, 1: {"step": 5}}, "list": [{3: "x"}]}
     reader = saved(tmp_path, state)
     into = {"state": {0: {"step": 0, "m": torch.zeros(2)}, 1: {"step": 0}}, "list": [{3: ""}]}
@@ -385,9 +353,7 @@ def test_objects_under_integers_come_back_under_integers(tmp_path):
 
 
 def test_checkpoints_of_torch_2_3_are_read(tmp_path):
-    """
-    Dicts without tensors, which torch 2.3 stored as one object, are found as such; also in a partial load.
-    """
+    """Dicts without tensors, which torch 2.3 stored as one object, are found as such; also in a partial load."""
     old = {"w": numbered(2), "groups": {"lr": 0.1, "sub": {"x": [1]}}, "nested": {"t": numbered(1), "none": {"a": 1}}}
     flat = {
         "w": old["w"],
@@ -407,9 +373,7 @@ def test_checkpoints_of_torch_2_3_are_read(tmp_path):
 
 
 def test_a_state_may_be_kept_as_it_is(tmp_path):
-    """
-    Without flattening, nested dicts are single objects, and come back whole.
-    """
+    """Without flattening, nested dicts are single objects, and come back whole."""
     state = {"w": numbered(2), "nested": {"t": numbered(1)}}
     quietly(
         save,
@@ -428,9 +392,7 @@ def test_a_state_may_be_kept_as_it_is(tmp_path):
 
 
 def test_the_state_must_be_empty_where_it_is_made():
-    """
-    `_EmptyStateDictLoadPlanner` refuses a state with something in it, and a load without metadata.
-    """
+    """`_EmptyStateDictLoadPlanner` refuses a state with something in it, and a load without metadata."""
     planner = DefaultLoadPlanner()
     planner.set_up_planner({})
     with pytest.raises(AssertionError, match="must be empty"):
@@ -442,9 +404,7 @@ def test_the_state_must_be_empty_where_it_is_made():
 
 
 def test_an_option_without_effect_is_said(caplog):
-    """
-    `dedup_replicated_tensors` is taken, and logged.
-    """
+    """`dedup_replicated_tensors` is taken, and logged."""
     DefaultSavePlanner(dedup_replicated_tensors=True)
     assert "dedup_replicated_tensors" in caplog.text
 
@@ -475,9 +435,7 @@ def recording(base):
 
 
 def test_hooks_are_called_as_torch_calls_them(tmp_path):
-    """
-    A subclass of our planner under our driver sees the calls that a subclass of torch's sees under torch's.
-    """
+    """A subclass of our planner under our driver sees the calls that a subclass of torch's sees under torch's."""
     state = {"w": numbered(2), "n": 1, "sub": {"x": numbered(3)}}
     noted = {}
     for who, saver, loader, save_base, load_base in [
@@ -533,9 +491,7 @@ class FromHalf(DefaultLoadPlanner):
 
 
 def test_a_users_planners_decide(tmp_path):
-    """
-    Renamed keys and converted tensors, through overridden hooks, are what is stored and what is loaded.
-    """
+    """Renamed keys and converted tensors, through overridden hooks, are what is stored and what is loaded."""
     state = {"w": numbered(4), "n": 2}
     written = quietly(save, state, storage_writer=theirs.FileSystemWriter(tmp_path), planner=HalfPrecision())
     assert written.state_dict_metadata["half_w"].properties.dtype == torch.float16
@@ -555,9 +511,7 @@ class OldFashioned(DefaultSavePlanner):
 
 
 def test_a_planner_of_old_is_told_less(tmp_path):
-    """
-    A `set_up_planner` of two arguments works, with a warning.
-    """
+    """A `set_up_planner` of two arguments works, with a warning."""
     with pytest.warns(UserWarning, match="OldFashioned.set_up_planner|on its own"):
         save({"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path), planner=OldFashioned())
     into = {"w": torch.zeros(2)}
@@ -566,9 +520,7 @@ def test_a_planner_of_old_is_told_less(tmp_path):
 
 
 def test_what_cannot_be_found_is_named():
-    """
-    A plan that asks for what the state has not is a ValueError that names the key.
-    """
+    """A plan that asks for what the state has not is a ValueError that names the key."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": numbered(4), "n": 1})
     for index in (MetadataIndex("x"), MetadataIndex("w", [2]), MetadataIndex("n", [0])):
@@ -578,9 +530,7 @@ def test_what_cannot_be_found_is_named():
 
 
 def test_planners_can_be_sent_to_another_process():
-    """
-    The default planners survive a pickle, fresh and in use, as saves in another process need it.
-    """
+    """The default planners survive a pickle, fresh and in use, as saves in another process need it."""
     for planner in (
         DefaultSavePlanner(enable_plan_caching=True),
         DefaultLoadPlanner(),

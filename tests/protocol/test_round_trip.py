@@ -57,9 +57,7 @@ def save_and_load(folder, saver, save_planner, loader, load_planner):
     ],
 )
 def test_what_one_saves_the_other_loads(rank_pool, tmp_path, ranks, saver, save_planner, loader, load_planner):
-    """
-    Each driver with each planner, over torch's files: every value comes back bit for bit, on every rank.
-    """
+    """Each driver with each planner, over torch's files: every value comes back bit for bit, on every rank."""
     filled = torch_fills_metadata(tmp_path / "other")
     outcome = rank_pool.run(ranks, save_and_load, str(tmp_path / "ck"), saver, save_planner, loader, load_planner)
     for wrong, kind, keys, version in outcome:
@@ -85,9 +83,7 @@ def load_columns(folder):
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 2), (2, 4), (1, 4)])
 def test_another_number_of_ranks_reads_another_cut(rank_pool, tmp_path, before, after):
-    """
-    Uneven rows of some ranks are read as uneven columns of others.
-    """
+    """Uneven rows of some ranks are read as uneven columns of others."""
     rank_pool.run(before, save_rows, str(tmp_path / "ck"))
     assert rank_pool.run(after, load_columns, str(tmp_path / "ck")) == [(True, 3)] * after
 
@@ -107,9 +103,7 @@ def save_each_alone(folder):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_rank_may_save_for_itself(rank_pool, tmp_path, ranks):
-    """
-    Without collectives every rank writes and reads back its own values under the same names.
-    """
+    """Without collectives every rank writes and reads back its own values under the same names."""
     assert rank_pool.run(ranks, save_each_alone, str(tmp_path / "ck")) == [(True, ["mine", "rank"])] * ranks
 
 
@@ -134,9 +128,7 @@ def load_with_half_the_metadata(folder):
 
 
 def test_ranks_that_see_different_metadata_are_told(rank_pool, tmp_path):
-    """
-    One rank finds the checkpoint's metadata and another only its own: an error on both, where torch hangs.
-    """
+    """One rank finds the checkpoint's metadata and another only its own: an error on both, where torch hangs."""
     folder = str(tmp_path / "ck")
     rank_pool.run(2, save_each_alone, folder)
     (tmp_path / "ck" / ".metadata").write_bytes((tmp_path / "ck" / "__0.metadata").read_bytes())
@@ -158,9 +150,7 @@ def save_in_halves(folder):
 
 
 def test_parts_of_the_ranks_save_on_their_own(rank_pool, tmp_path):
-    """
-    Two groups save at the same time, each with its own coordinator, and keys that not all ranks have are saved.
-    """
+    """Two groups save at the same time, each with its own coordinator, and keys that not all ranks have are saved."""
     outcome = rank_pool.run(4, save_in_halves, str(tmp_path / "ck"))
     assert outcome == [(True, ["half", "odd.only", "w"])] * 4
 
@@ -175,16 +165,12 @@ def save_led_by(folder, leader):
 
 @pytest.mark.parametrize("leader", [0, 2])
 def test_any_rank_may_coordinate(rank_pool, tmp_path, leader):
-    """
-    The old functions take the coordinator's rank, and do as well with the last one.
-    """
+    """The old functions take the coordinator's rank, and do as well with the last one."""
     assert rank_pool.run(3, save_led_by, str(tmp_path / "ck"), leader) == [True] * 3
 
 
 def test_a_single_process(tmp_path):
-    """
-    Without ranks both warn, the result is that of torch, and `_load_state_dict_from_keys` makes the state itself.
-    """
+    """Without ranks both warn, the result is that of torch, and `_load_state_dict_from_keys` makes the state itself."""
     state = {
         "model": {"w": numbered(2, 3), "b": numbered(3)},
         "meta": {"step": 3, "tags": ["a"]},
@@ -207,9 +193,7 @@ def test_a_single_process(tmp_path):
 
 
 def test_a_storage_may_still_be_the_second_argument(tmp_path):
-    """
-    The old order of arguments works, and a warning says how to write it now.
-    """
+    """The old order of arguments works, and a warning says how to write it now."""
     state = {"w": numbered(2)}
     quietly(state_dict_saver.save, state, theirs.FileSystemWriter(tmp_path))
     into = {"w": torch.zeros(2)}
@@ -223,9 +207,7 @@ def test_a_storage_may_still_be_the_second_argument(tmp_path):
 
 
 def test_a_storage_is_needed(tmp_path):
-    """
-    Without a storage, and without an id that says where it is, there is a RuntimeError that says what to give.
-    """
+    """Without a storage, and without an id that says where it is, there is a RuntimeError that says what to give."""
     for call, kind in [(state_dict_saver.save, "storage_writer"), (state_dict_loader.load, "storage_reader")]:
         with pytest.raises(RuntimeError, match=f"checkpoint_id` must be specified if {kind}"):
             quietly(call, {})
@@ -234,9 +216,7 @@ def test_a_storage_is_needed(tmp_path):
 
 
 def test_the_metadata_returned_can_be_pickled(tmp_path):
-    """
-    What `save` returns is in our classes, down to the index of each piece, and survives a pickle.
-    """
+    """What `save` returns is in our classes, down to the index of each piece, and survives a pickle."""
     metadata = quietly(state_dict_saver.save, {"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path))
     assert pickle.loads(pickle.dumps(metadata)) == metadata
     if torch_fills_metadata(tmp_path / "other"):

@@ -78,9 +78,7 @@ def placements(tree):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.filterwarnings("ignore")
 def test_the_optimizer_of_a_model_under_fsdp(rank_pool, tmp_path, ranks):
-    """
-    The state loaded is torch's, shard for shard, and after it is set the optimizer has what was saved.
-    """
+    """The state loaded is torch's, shard for shard, and after it is set the optimizer has what was saved."""
     for outcome in rank_pool.run(ranks, quietly, resume_fsdp, str(tmp_path / "ck")):
         assert outcome == {"as torch": True, "placed as torch": True, "as saved": True, "sharded": 8}
 
@@ -205,9 +203,7 @@ def load_badly(folder):
 
 
 def test_failures_are_told_on_all_ranks(rank_pool, tmp_path):
-    """
-    A key that is not in the checkpoint is named; a rank that cannot read is named on all ranks.
-    """
+    """A key that is not in the checkpoint is named; a rank that cannot read is named on all ranks."""
     assert rank_pool.run(2, quietly, load_badly, str(tmp_path / "ck")) == [[1], [1]]
 
 
@@ -233,8 +229,6 @@ def try_the_pieces():
 
 
 def test_the_pieces(rank_pool):
-    """
-    Nested tensors are recognised or refused, cuts and memory are torch's, and a moved shard is found where it is.
-    """
+    """Nested tensors are recognised or refused, cuts and memory are torch's, and a moved shard is found where it is."""
     expected = {"plain": False, "spec": True, "made": (torch.int16, (2, 3), "cpu"), "device": "cpu", "found": True}
     assert rank_pool.run(2, quietly, try_the_pieces) == [expected] * 2

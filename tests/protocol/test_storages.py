@@ -160,9 +160,7 @@ def through(folder, storages, planners, drivers):
 @pytest.mark.parametrize("planners", PLANNERS)
 @pytest.mark.parametrize("storages", WRITERS)
 def test_a_users_storage_works_with_either_planner(rank_pool, tmp_path, ranks, planners, storages):
-    """
-    Every value comes back, and all that is handed to the storage is in the classes of its own base.
-    """
+    """Every value comes back, and all that is handed to the storage is in the classes of its own base."""
     home = "shardkeep" if storages == "ours" else "torch"
     for wrong, *calls in rank_pool.run(ranks, through, str(tmp_path), storages, planners, "ours"):
         assert wrong == []
@@ -174,9 +172,7 @@ def test_a_users_storage_works_with_either_planner(rank_pool, tmp_path, ranks, p
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_calls_come_in_torchs_order(rank_pool, tmp_path, ranks):
-    """
-    What torch's driver calls on torch's classes, ours calls on them too, on each rank, with the same arguments.
-    """
+    """What torch's driver calls on torch's classes, ours calls on them too, on each rank, with the same arguments."""
     mine, other = (
         [calls for _, *calls in rank_pool.run(ranks, through, str(tmp_path), "theirs", planners, drivers)]
         for planners, drivers in (("ours", "ours"), ("theirs", "theirs"))

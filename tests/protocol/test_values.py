@@ -41,9 +41,7 @@ def test_an_index_finds_what_is_stored_under_torchs(offset, hint):
 
 
 def test_an_index_is_frozen_and_survives():
-    """
-    It cannot be changed, only replaced; pickling keeps all of it.
-    """
+    """It cannot be changed, only replaced; pickling keeps all of it."""
     index = metadata.MetadataIndex("w", [1, 2], 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         index.fqn = "v"
@@ -54,9 +52,7 @@ def test_an_index_is_frozen_and_survives():
 
 @pytest.mark.parametrize("name", ["WriteItemType", "LoadItemType"])
 def test_item_types_equal_torchs_of_the_same_name(name):
-    """
-    Each member equals torch's member of that name and no other, in both orders, and has its hash.
-    """
+    """Each member equals torch's member of that name and no other, in both orders, and has its hash."""
     mine, theirs = getattr(plans, name), getattr(their_planner, name)
     for a in mine:
         for b in theirs:
@@ -71,9 +67,7 @@ def test_item_types_equal_torchs_of_the_same_name(name):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
 def test_properties_are_pickled_as_torchs_are(memory_format):
-    """
-    The state is the tuple torch writes, and torch's own tuple is understood.
-    """
+    """The state is the tuple torch writes, and torch's own tuple is understood."""
     mine = metadata.TensorProperties(torch.bfloat16, memory_format=memory_format, requires_grad=True)
     theirs = their_metadata.TensorProperties(torch.bfloat16, memory_format=memory_format, requires_grad=True)
     assert pickle.loads(pickle.dumps(mine)) == mine
@@ -86,9 +80,7 @@ def test_properties_are_pickled_as_torchs_are(memory_format):
 
 
 def test_a_memory_format_that_cannot_be_stored_is_refused():
-    """
-    Neither an unknown format is written nor an unknown code read; both are RuntimeErrors, as in torch.
-    """
+    """Neither an unknown format is written nor an unknown code read; both are RuntimeErrors, as in torch."""
     with pytest.raises(RuntimeError, match="memory format"):
         metadata.TensorProperties(memory_format=torch.channels_last_3d).__getstate__()
     with pytest.raises(BrokenProtocol, match="memory format"):
@@ -127,9 +119,7 @@ def every_value(of_metadata, of_plans, of_storage):
 
 
 def test_values_go_to_torch_and_back_without_loss():
-    """
-    Everything torch's classes hold arrives in ours, and the other way round; all of it has changed sides.
-    """
+    """Everything torch's classes hold arrives in ours, and the other way round; all of it has changed sides."""
     mine = every_value(metadata, plans, storage)
     theirs = every_value(their_metadata, their_planner, their_storage)
     assert to_ours(theirs) == mine
@@ -145,9 +135,7 @@ def test_values_go_to_torch_and_back_without_loss():
 
 
 def test_what_is_not_of_the_protocol_stays_as_it_is():
-    """
-    A user's subclass, and whatever a planner or a storage keeps in its own fields, is the same object afterwards.
-    """
+    """A user's subclass, and whatever a planner or a storage keeps in its own fields, is the same object afterwards."""
 
     class MyPlan(plans.SavePlan):
         pass
@@ -158,18 +146,14 @@ def test_what_is_not_of_the_protocol_stays_as_it_is():
 
 
 def test_what_another_version_of_torch_added_is_kept():
-    """
-    An attribute that our class does not know comes along.
-    """
+    """An attribute that our class does not know comes along."""
     theirs = their_metadata.BytesStorageMetadata()
     theirs.extra = random.random()
     assert to_ours(theirs).extra == theirs.extra
 
 
 def test_the_language_of_a_party_is_that_of_its_base():
-    """
-    Subclasses of torch's planners and storages expect torch's classes; all others ours.
-    """
+    """Subclasses of torch's planners and storages expect torch's classes; all others ours."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as Theirs
 
     from shardkeep.dcp.default_planner import DefaultLoadPlanner
@@ -180,9 +164,7 @@ def test_the_language_of_a_party_is_that_of_its_base():
 
 
 def test_the_size_of_an_item():
-    """
-    `tensor_storage_size` counts the whole tensor, as in torch; what balances ranks counts the chunk.
-    """
+    """`tensor_storage_size` counts the whole tensor, as in torch; what balances ranks counts the chunk."""
     plan = every_value(metadata, plans, storage)[1]
     theirs = every_value(their_metadata, their_planner, their_storage)[1]
     assert [item.tensor_storage_size() for item in plan.items] == [12, None]

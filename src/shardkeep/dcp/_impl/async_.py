@@ -38,7 +38,7 @@ from shardkeep.dcp._impl.driver import (
     save,
     without_ranks,
 )
-from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaveRequest, SaverProcess
+from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaverProcess, StagedSave
 from shardkeep.engine.queue import SaveQueue, wait_for_all
 from shardkeep.engine.stagers import (
     AsyncStager,
@@ -331,7 +331,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         def work() -> Metadata:
             try:
                 saver = _saver_of(lane, world)
-                order = SaveRequest(
+                order = StagedSave(
                     # Taken out of the box, which would keep a second copy of the state alive.
                     state=_in_shared_memory(_stateful_to_state_dict(once_staged(box.pop()))),
                     checkpoint_id=checkpoint_id,

@@ -192,7 +192,7 @@ class RankInWorld:
 
 
 @dataclass(frozen=True)
-class SaveRequest:
+class StagedSave:
     """The arguments of a save."""
 
     state: Any
@@ -246,7 +246,7 @@ class _SaveServer:
         self._state: Any = None
         self._writer: Any = None
 
-    def begin(self, request: SaveRequest) -> None:
+    def begin(self, request: StagedSave) -> None:
         """Set up a save."""
         self.forget(None)
         writer = _storage_setup(request.storage_writer, request.checkpoint_id)
@@ -402,7 +402,7 @@ class SaverProcess(ChildProcess):
 class RemoteSave:
     """The steps of a save that the other process runs. Plans and results are exchanged as bytes."""
 
-    def __init__(self, saver: SaverProcess, request: SaveRequest) -> None:
+    def __init__(self, saver: SaverProcess, request: StagedSave) -> None:
         self._saver = saver
         self._request = request
         parts: Any = (part for tensor in tensors_in(request.state) for part in open_tensor(tensor).parts)

@@ -26,7 +26,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from shardkeep.dcp._impl.transport_wire import (
-    BadLetter,
+    MalformedMessage,
     _DTensorMeta,
     _prepare_state_dict,
     _ShardedTensorMeta,
@@ -105,12 +105,12 @@ class PGTransport:
         try:
             with _timeit("preparing the state dict"):
                 meta, tensors = _prepare_state_dict(state_dict, self._device)
-                letter = encode_meta(meta)
+                message = encode_meta(meta)
         except Exception as error:
             self._refuse(dst_ranks, error)
             raise
         with _timeit("sending the state dict"):
-            self._send_letter(dst_ranks, letter, sign=1)
+            self._send_message(dst_ranks, message, sign=1)
             for index, tensor in enumerate(tensors):
                 self._send(dst_ranks, tensor, _FIRST_TENSOR + index)
 
@@ -122,7 +122,7 @@ class PGTransport:
             The state. Its tensors are those of the `state_dict` function where that has one of the same name.
 
         Raises:
-            BadLetter: what arrived is no state dict.
+            MalformedMessage: what arrived is no state dict.
             BrokenProtocol: (an AssertionError) a tensor to receive into has another shape or dtype; none has changed.
             PeerRefused: the rank has a state that it cannot send.
             RanksSilent: the rank did not send within the timeout.
@@ -133,10 +133,10 @@ class PGTransport:
         self._recv(src_rank, announced, _LENGTH)
         length = int(announced.item())
         if not 0 < abs(length) <= _LONGEST:
-            raise BadLetter(f"rank {src_rank} announced a description of {length} bytes")
-        letter = torch.empty(abs(length), dtype=torch.uint8, device=self._device)
-        self._recv(src_rank, letter, _META)
-        data = letter.cpu().numpy().tobytes()
+            raise MalformedMessage(f"rank {src_rank} announced a description of {length} bytes")
+        message = torch.empty(abs(length), dtype=torch.uint8, device=self._device)
+        self._recv(src_rank, message, _META)
+        data = message.cpu().numpy().tobytes()
         if length < 0:
             raise PeerRefused(f"rank {src_rank} cannot send its state: {data.decode(errors='replace')}")
         meta = decode_meta(data)
@@ -167,16 +167,16 @@ class PGTransport:
         """The group."""
         return self._pg
 
-    def _send_letter(self, ranks: list[int], letter: bytes, *, sign: int) -> None:
+    def _send_message(self, ranks: list[int], message: bytes, *, sign: int) -> None:
         """Send a message after its length; a negative length announces the reason why there is no state."""
-        self._send(ranks, torch.tensor([sign * len(letter)], dtype=torch.int64, device="cpu"), _LENGTH)
-        self._send(ranks, torch.frombuffer(bytearray(letter), dtype=torch.uint8), _META)
+        self._send(ranks, torch.tensor([sign * len(message)], dtype=torch.int64, device="cpu"), _LENGTH)
+        self._send(ranks, torch.frombuffer(bytearray(message), dtype=torch.uint8), _META)
 
     def _refuse(self, ranks: list[int], error: Exception) -> None:
         """Notify the receivers that there is no state; otherwise they would wait for the group's timeout."""
         reason = (str(error).strip() or type(error).__name__).encode()[:_LONGEST_REASON]
         try:
-            self._send_letter(ranks, reason, sign=-1)
+            self._send_message(ranks, reason, sign=-1)
         except RanksSilent as silent:
             logger.warning("the receivers could not be notified that a state cannot be sent: %s", silent)
 
@@ -252,7 +252,7 @@ class _Arrival:
                 shards, metadata, process_group=self._transport.group
             )
         except (ValueError, RuntimeError) as error:
-            raise BadLetter(f"rank {them} sent a malformed ShardedTensor: {error!s:.200}") from error
+            raise MalformedMessage(f"rank {them} sent a malformed ShardedTensor: {error!s:.200}") from error
 
 
 def _memory_for(name: str, leaf: object, target: Any) -> list[torch.Tensor | None]:

@@ -185,7 +185,7 @@ _PLACE: Final = re.compile(r"rank:\d{1,9}/[a-z]{1,16}(:\d{1,4})?")
 Ints = tuple[int, ...]
 
 
-class BadLetter(CheckpointError, ValueError):
+class MalformedMessage(CheckpointError, ValueError):
     """A peer sent a malformed state dict."""
 
 
@@ -220,20 +220,20 @@ class _Value(msgspec.Struct, frozen=True, tag="v"):
     data: bytes
 
 
-class _Letter(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
     tree: bytes
     leaves: list[_Tensor | _DTensor | _Sharded | _Value]
     bare: bool
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(_Letter).decode
+_decode: Final = msgspec.msgpack.Decoder(_Message).decode
 
 
 def encode_meta(meta: _StateDictMeta) -> bytes:
     """Encode the description of a state dict; UnsupportedLeaf, with the key, for values without a safe encoding."""
     leaves = [_written(name, leaf) for name, leaf in zip(meta.paths, meta.non_tensor_leaves, strict=True)]
-    return _encode(_Letter(encode_tree(meta.treespec), leaves, meta.bare))
+    return _encode(_Message(encode_tree(meta.treespec), leaves, meta.bare))
 
 
 def decode_meta(data: bytes) -> _StateDictMeta:
@@ -241,22 +241,22 @@ def decode_meta(data: bytes) -> _StateDictMeta:
     Decode and check the description of a state dict.
 
     Raises:
-        BadLetter: it is none.
+        MalformedMessage: it is none.
         CheckpointError: a value of it is malformed.
 
     """
     try:
-        letter = _decode(data)
-        tree = decode_tree(letter.tree)
+        message = _decode(data)
+        tree = decode_tree(message.tree)
         names = list(leaf_keys(tree))
-        if tree is None or len(names) != len(letter.leaves):
-            raise ValueError(f"{len(names)} names for {len(letter.leaves)} values")
-        leaves = [_read(name, leaf) for name, leaf in zip(names, letter.leaves, strict=True)]
+        if tree is None or len(names) != len(message.leaves):
+            raise ValueError(f"{len(names)} names for {len(message.leaves)} values")
+        leaves = [_read(name, leaf) for name, leaf in zip(names, message.leaves, strict=True)]
     except CheckpointError:
         raise
     except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError, AssertionError) as error:
-        raise BadLetter(f"a peer sent a malformed state dict: {error!s:.200}") from error
-    return _StateDictMeta(tree, names, leaves, letter.bare)
+        raise MalformedMessage(f"a peer sent a malformed state dict: {error!s:.200}") from error
+    return _StateDictMeta(tree, names, leaves, message.bare)
 
 
 # Encoding

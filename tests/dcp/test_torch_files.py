@@ -1,4 +1,4 @@
-"""What a hostile review of torch's layout found, each with the state it was found with."""
+"""Files of torch's layout: which save counts, which files are removed, names and links of other writers."""
 
 import os
 import pickle
@@ -12,8 +12,12 @@ import torch.distributed.checkpoint as theirs
 
 import shardkeep as sk
 from shardkeep import dcp
+from shardkeep.dcp import filesystem, state_dict_loader, state_dict_saver
 from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
+from shardkeep.dcp.api import CheckpointException
+from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.errors import CheckpointError, CheckpointExists
+from tests.protocol.samples import quietly
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is not in use"),
@@ -30,9 +34,7 @@ def loaded(folder, like):
 
 @pytest.mark.parametrize("name", ["../victim", "{tmp}/victim", ".metadata", "victim-in-it"])
 def test_old_metadata_cannot_have_other_files_removed(tmp_path, name):
-    """
-    Whatever files the replaced metadata name, only data files of this layout are removed.
-    """
+    """Whatever files the replaced metadata name, only data files of this layout are removed."""
     folder = tmp_path / "ck"
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=folder)
     victims = [tmp_path / "victim", folder / "victim-in-it"]
@@ -87,9 +89,7 @@ def test_the_last_save_counts_whatever_its_layout(tmp_path):
 
 
 def test_two_commits_of_a_save_that_died(tmp_path):
-    """
-    Where both layouts have a commit, both readers take the later one.
-    """
+    """Where both layouts have a commit, both readers take the later one."""
     sk.save({"w": torch.zeros(2)}, tmp_path / "a")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "b")
     for each in (tmp_path / "b").iterdir():
@@ -102,9 +102,7 @@ def test_two_commits_of_a_save_that_died(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["shards/__0_", "run=7 rank 0_"])
 def test_file_names_of_other_writers(tmp_path, prefix):
-    """
-    Files that a writer of somebody else's named in its own way are read through every door.
-    """
+    """Files that a writer of somebody else's named in its own way are read through every door."""
 
     class Named(dcp.FileSystemWriter):
         def prepare_global_plan(self, plans):
@@ -121,9 +119,7 @@ def test_file_names_of_other_writers(tmp_path, prefix):
 
 
 def test_checkpoints_of_links(tmp_path):
-    """
-    A checkpoint whose files are links to others, as in a cache, is read through both doors.
-    """
+    """A checkpoint whose files are links to others, as in a cache, is read through both doors."""
     dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path / "blobs")
     (tmp_path / "links").mkdir()
     for each in (tmp_path / "blobs").iterdir():
@@ -141,9 +137,7 @@ def save_locally(folder):
 
 
 def test_each_rank_on_a_disk_of_its_own(rank_pool, tmp_path):
-    """
-    Ranks that see only their own files save, as with torch; whoever collects the files has a checkpoint.
-    """
+    """Ranks that see only their own files save, as with torch; whoever collects the files has a checkpoint."""
     first, second = rank_pool.run(2, save_locally, str(tmp_path))
     assert ".metadata" in first
     assert "__1_0.distcp" in second
@@ -164,17 +158,13 @@ def save_alone(folder):
 
 
 def test_ranks_on_their_own_do_not_take_each_other_for_an_older_save(rank_pool, tmp_path):
-    """
-    Without collectives and without overwriting, a slower rank is not stopped by what a faster one has just saved.
-    """
+    """Without collectives and without overwriting, a slower rank is not stopped by what a faster one has just saved."""
     assert rank_pool.run(3, save_alone, str(tmp_path / "ck")) == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("layout", ["native", "torch"])
 def test_targets_that_are_views(tmp_path, layout):
-    """
-    A conjugated target gets the saved numbers; an expanded one, which cannot hold them, is refused.
-    """
+    """A conjugated target gets the saved numbers; an expanded one, which cannot hold them, is refused."""
     saved = torch.tensor([1 + 2j, 3 - 4j])
     save = sk.save if layout == "native" else (lambda state, where: dcp.save(state, checkpoint_id=where))
     save({"w": saved, "e": torch.arange(3.0)}, tmp_path / "ck")
@@ -186,9 +176,7 @@ def test_targets_that_are_views(tmp_path, layout):
 
 
 def test_planners_that_use_one_buffer_for_all(tmp_path):
-    """
-    A planner may give the same stream or tensor again for the next item, also by a method put on the object.
-    """
+    """A planner may give the same stream or tensor again for the next item, also by a method put on the object."""
     planner = dcp.DefaultSavePlanner()
     buffer = torch.empty(3)
 
@@ -204,9 +192,7 @@ def test_planners_that_use_one_buffer_for_all(tmp_path):
 
 
 def test_damage_to_the_seal_is_noticed(tmp_path):
-    """
-    Metadata that lost a part of their seal, or have anything else behind them, are not taken for torch's.
-    """
+    """Metadata that lost a part of their seal, or have anything else behind them, are not taken for torch's."""
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
     whole = (tmp_path / ".metadata").read_bytes()
     for data in (whole[:-3], whole + b"\0", whole[:-30]):
@@ -252,9 +238,7 @@ def test_metadata_that_cannot_be_read_are_not_replaced_by_older_ones(rank_pool, 
 
 @pytest.mark.parametrize("start", ["memory://{}", "file://{}"])
 def test_elsewhere_too_nothing_of_an_older_save_stays(tmp_path, start):
-    """
-    On any file system that lists its files, a save of all ranks removes ranks' own metadata and their data.
-    """
+    """On any file system that lists its files, a save of all ranks removes ranks' own metadata and their data."""
     where = start.format(tmp_path)
     dcp.save({"w": torch.ones(2)}, storage_writer=FsspecWriter(where), use_collectives=False)
     writer = FsspecWriter(where)
@@ -269,3 +253,37 @@ def test_elsewhere_too_nothing_of_an_older_save_stays(tmp_path, start):
     data = {end for place in places for end in (place.relative_path, f"{place.relative_path}.sums")}
     found = {os.path.basename(each) for each in reader.fs.ls(where)}
     assert found == data | {".metadata", "notes.txt"}
+
+
+class Failing(DefaultSavePlanner):
+    """Fails on one rank, before anything is written there."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.failing = rank
+
+    def finish_plan(self, new_plan):
+        if dist.get_rank() == self.failing:
+            raise OSError("not now")
+        return super().finish_plan(new_plan)
+
+
+def save_twice(folder, failing):
+    state = {"a": torch.ones(3), "b": torch.ones(4)}
+    writer = filesystem.FileSystemWriter(folder)
+    quietly(state_dict_saver.save, state, storage_writer=writer)
+    dist.barrier()
+    before = set(os.listdir(folder))
+    dist.barrier()
+    with pytest.raises(CheckpointException, match="not now"):
+        quietly(state_dict_saver.save, state, storage_writer=writer, planner=Failing(failing))
+    dist.barrier()
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    state_dict_loader.load(into, storage_reader=filesystem.FileSystemReader(folder))
+    return before <= set(os.listdir(folder)), all(torch.equal(into[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failed_save_removes_nothing_of_the_one_before(rank_pool, tmp_path, failing):
+    """A rank that wrote nothing for the failed save does not take back what it wrote for the one before."""
+    assert rank_pool.run(2, save_twice, str(tmp_path), failing) == [(True, True)] * 2
