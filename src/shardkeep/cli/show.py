@@ -206,8 +206,9 @@ def _print_histogram(histogram: Histogram) -> None:
     most = max(histogram.counts)
     echo()
     for at, count in enumerate(histogram.counts):
-        low, _ = histogram.edges(at)
-        echo(f"  {low:>11.4g} ┤{styled(format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), 'cyan')} {count:,}")
+        echo(
+            f"  {histogram.lower_bound(at):>11.4g} ┤{styled(format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), 'cyan')} {count:,}"
+        )
     echo(f"  {histogram.high:>11.4g} ┘")
 
 

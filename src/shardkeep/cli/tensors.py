@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from shardkeep.format.boxes import Box, flat_range_to_boxes, slices, whole
 from shardkeep.opening import Checkpoint, StoredTensor
 from shardkeep.options import Options, cores
 
+T = TypeVar("T")
+OnBlock = Callable[[int], None]
+"""Called with the size of each block that was read, from any thread."""
 BLOCK_ELEMENTS = 4 << 20
 """Most elements of a block, which is what a thread reads at a time."""
 PIECE_ELEMENTS = 1 << 18
@@ -150,11 +153,7 @@ class Statistics:
         return math.sqrt(self._spread + self.finite * self.mean * self.mean) if self.finite else 0.0
 
     def add(self, block: torch.Tensor) -> None:
-        """Include the elements of a block."""
-        for piece in iter_pieces(block):
-            self._add(piece)
-
-    def _add(self, block: torch.Tensor) -> None:
+        """Include the elements of a piece of a block."""
         numbers = _real(as_numbers(block))
         self.of_magnitudes |= block.dtype.is_complex
         self.count += numbers.numel()
@@ -167,13 +166,11 @@ class Statistics:
                 self.negative_inf += int(numbers.isneginf().sum())
                 numbers = numbers[good]
         if numbers.numel():
-            self._join(numbers, *_bounds(block, numbers))
-
-    def _join(self, numbers: torch.Tensor, least: Number, greatest: Number) -> None:
-        floats = numbers.to(torch.float64)
-        mean = float(floats.mean())
-        spread = float((floats - mean).square_().sum())
-        self.merge(Statistics(finite=floats.numel(), least=least, greatest=greatest, mean=mean, _spread=spread))
+            least, greatest = _bounds(block, numbers)
+            floats = numbers.to(torch.float64)
+            mean = float(floats.mean())
+            spread = float((floats - mean).square_().sum())
+            self.merge(Statistics(finite=floats.numel(), least=least, greatest=greatest, mean=mean, _spread=spread))
 
     def merge(self, other: Statistics) -> None:
         """Include the elements of other statistics."""
@@ -213,34 +210,42 @@ class Histogram:
 
     low: float
     high: float
-    counts: list[int] = field(default_factory=list)
+    counts: list[int]
 
-    def edges(self, at: int) -> tuple[float, float]:
-        """Return the lower and upper bound of an interval."""
-        step = (self.high - self.low) / len(self.counts)
-        return self.low + at * step, self.low + (at + 1) * step
+    def lower_bound(self, at: int) -> float:
+        """Return where an interval begins."""
+        return self.low + at * (self.high - self.low) / len(self.counts)
 
 
-def compute_statistics(stored: StoredTensor, on_block: Callable[[int], None] = lambda _: None) -> Statistics:
-    """Read a tensor once and compute its statistics. `on_block` is called with the size of each block."""
+def map_blocks(stored: StoredTensor, work: Callable[[torch.Tensor], T], on_block: OnBlock) -> Iterator[T]:
+    """Read a tensor block by block on several threads, and yield the result of `work` on each flat block."""
 
-    def work(box: Box) -> Statistics:
+    def read(box: Box) -> T:
         block = read_block(stored, box).reshape(-1)
-        found = Statistics()
-        found.add(block)
+        result = work(block)
         on_block(block.nbytes)
+        return result
+
+    with compute_pool() as threads:
+        yield from threads.map(read, iter_blocks(stored))
+
+
+def compute_statistics(stored: StoredTensor, on_block: OnBlock) -> Statistics:
+    """Read a tensor once and compute its statistics."""
+
+    def work(block: torch.Tensor) -> Statistics:
+        found = Statistics()
+        for piece in iter_pieces(block):
+            found.add(piece)
         return found
 
-    whole = Statistics()
-    with compute_pool() as threads:
-        for found in threads.map(work, iter_blocks(stored)):
-            whole.merge(found)
-    return whole
+    total = Statistics()
+    for found in map_blocks(stored, work, on_block):
+        total.merge(found)
+    return total
 
 
-def compute_histogram(
-    stored: StoredTensor, found: Statistics, bins: int, on_block: Callable[[int], None] = lambda _: None
-) -> Histogram | None:
+def compute_histogram(stored: StoredTensor, found: Statistics, bins: int, on_block: OnBlock) -> Histogram | None:
     """
     Read a tensor again and count its finite elements; None if there are none, or all are the same number.
 
@@ -255,8 +260,7 @@ def compute_histogram(
     if not math.isfinite(high - low):
         return None  # they span the whole range of float64, so the width of an interval would be infinite
 
-    def work(box: Box) -> torch.Tensor:
-        block = read_block(stored, box).reshape(-1)
+    def work(block: torch.Tensor) -> torch.Tensor:
         counts = torch.zeros(bins, dtype=torch.int64)
         for piece in iter_pieces(block):
             numbers = _real(as_numbers(piece)).to(torch.float64)
@@ -264,14 +268,12 @@ def compute_histogram(
             inside = numbers if good.all() else numbers[good]
             at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
             counts += torch.bincount(at, minlength=bins)
-        on_block(block.nbytes)
         return counts
 
-    whole = torch.zeros(bins, dtype=torch.int64)
-    with compute_pool() as threads:
-        for counts in threads.map(work, iter_blocks(stored)):
-            whole += counts
-    return Histogram(low, high, whole.tolist())
+    total = torch.zeros(bins, dtype=torch.int64)
+    for counts in map_blocks(stored, work, on_block):
+        total += counts
+    return Histogram(low, high, total.tolist())
 
 
 # -- comparison
@@ -322,9 +324,7 @@ class Tolerance(NamedTuple):
     absolute: float
 
 
-def compare_tensors(
-    one: StoredTensor, other: StoredTensor, tolerance: Tolerance, *, on_block: Callable[[int], None]
-) -> TensorChange:
+def compare_tensors(one: StoredTensor, other: StoredTensor, tolerance: Tolerance, *, on_block: OnBlock) -> TensorChange:
     """Compare two tensors of the same shape. `on_block` is called with the size of each block of the first."""
     found = TensorChange()
     for box in iter_blocks(one):
