@@ -101,6 +101,10 @@ class InvalidShards(StateError, ValueError):
     """The boxes of a tensor overlap, leave a hole, or disagree between ranks."""
 
 
+class BadMapping(StateError, ValueError, KeyError):
+    """`fqn_to_index_mapping` does not fit the tensors of a Hugging Face model."""
+
+
 class ReplicasDiffer(StateError, ValueError):
     """A value that should be the same on all ranks is not."""
 

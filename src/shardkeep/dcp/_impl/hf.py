@@ -41,7 +41,7 @@ from shardkeep.dist.world import current_world
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
 from shardkeep.engine.workers import window_for
-from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, MalformedFile, StateError
+from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, SafetensorsFile, read_header
 from shardkeep.layouts.safetensors_publish import (
@@ -80,10 +80,6 @@ SLOWEST_BYTES_PER_S = 50 << 20
 """A rank that writes at least this fast does not time out, however much it has to write."""
 _MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
 """Files of consolidated models in stores."""
-
-
-class BadMapping(StateError, ValueError, KeyError):
-    """A mapping from tensors to files that does not fit the tensors."""
 
 
 # -- consolidation -----------------------------------------------------------------------------------------------------
