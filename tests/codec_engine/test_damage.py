@@ -14,7 +14,7 @@ from shardkeep.codecs.chain import CodecChain, rewrapped
 from shardkeep.codecs.coded_store import put_coded
 from shardkeep.codecs.keys import KeyRing
 from shardkeep.errors import KeyMissing, NotAuthentic, WrongKey
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import (
     FOOTER_NBYTES,
     FrameTable,

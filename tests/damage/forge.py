@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import MAGIC
 from shardkeep.format.record import RECORD_NAME
 from tests.damage.subjects import Blobs, Subject

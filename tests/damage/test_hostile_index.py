@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardkeep as sk
-from shardkeep.format.checksum import digest
+from shardkeep.format.data_file import digest
 from shardkeep.format.tree import Container, encode_tree
 from shardkeep.format.values import encode_value
 from shardkeep.testing.thread_ranks import thread_outcomes

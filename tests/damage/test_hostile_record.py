@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import shardkeep as sk
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.record import RECORD_NAME
 from tests.damage import doors
 from tests.damage.bounds import bounded

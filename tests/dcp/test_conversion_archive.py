@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardkeep.conversion.pipeline import TensorPart
 from shardkeep.conversion.to_file import destination, pickle_state, write_archive
 from shardkeep.format.boxes import whole
-from shardkeep.format.checksum import combine_crc32
+from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
 

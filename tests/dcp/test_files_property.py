@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardkeep.engine.torch_writer import lay_out
 from shardkeep.engine.writer import write_files
-from shardkeep.format.checksum import DIGEST_NBYTES, combine_crc32, digest
+from shardkeep.format.data_file import DIGEST_NBYTES, combine_crc32, digest
 from shardkeep.storage.local import LocalStore
 from tests.dcp.sides import part, quietly, side
 from tests.dcp.test_defects import xor_and_tail

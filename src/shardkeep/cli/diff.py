@@ -35,7 +35,7 @@ from shardkeep.cli.runs import open_with_hints
 from shardkeep.engine.reader import open_checked
 from shardkeep.errors import StorageError
 from shardkeep.format.boxes import ITEMSIZES, segment_starts
-from shardkeep.format.checksum import DIGEST_NBYTES
+from shardkeep.format.data_file import DIGEST_NBYTES
 from shardkeep.format.index import Index
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import FileEntry

@@ -26,7 +26,7 @@ import numpy as np
 from shardkeep.codecs.base import FramePlace
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import (
     FOOTER_NBYTES,
     FRAME_NBYTES,

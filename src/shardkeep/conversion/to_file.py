@@ -61,7 +61,7 @@ from shardkeep.errors import (
     StorageError,
     UnsupportedLeaf,
 )
-from shardkeep.format.checksum import combine_crc32
+from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout

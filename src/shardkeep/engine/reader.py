@@ -32,11 +32,14 @@ from shardkeep.format.boxes import (
     segment_starts,
     whole,
 )
-from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, checksum_text, digest
 from shardkeep.format.data_file import (
+    DIGEST_NBYTES,
     MAX_BLOCK_NBYTES,
+    block_digests,
+    checksum_text,
     count_blocks,
     decode_sidecar,
+    digest,
     read_block_digests,
     sidecar_nbytes,
 )

@@ -34,7 +34,7 @@ from shardkeep.errors import (
     WrongSize,
 )
 from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals

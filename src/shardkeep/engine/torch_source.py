@@ -40,7 +40,7 @@ from shardkeep.errors import (
     WrongSize,
 )
 from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
 from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals, data_sizes

@@ -23,8 +23,15 @@ import numpy as np
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.checksum import DIGEST_NBYTES, block_digests, checksum_text, digest
-from shardkeep.format.data_file import count_blocks, encode_sidecar, seal_header
+from shardkeep.format.data_file import (
+    DIGEST_NBYTES,
+    block_digests,
+    checksum_text,
+    count_blocks,
+    digest,
+    encode_sidecar,
+    seal_header,
+)
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, Creates, Deletes, delete_all

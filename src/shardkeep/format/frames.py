@@ -17,7 +17,7 @@ import numpy as np
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.checksum import DIGEST_NBYTES
+from shardkeep.format.data_file import DIGEST_NBYTES
 
 MAGIC = b"SKFRAME1"
 FRAME_NBYTES = 1 << 20

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from shardkeep.errors import ChecksumMismatch, MalformedFile
 from shardkeep.format.boxes import ITEMSIZES, Box, Boxes, IntArray, Ints, Rows, matrix_of, segment_starts
-from shardkeep.format.checksum import digest
+from shardkeep.format.data_file import digest
 from shardkeep.format.dtypes import DType, by_code
 
 _ALIGN = 64

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.errors import ChecksumMismatch, MalformedFile, PickleRefused
-from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
+from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, digest
 
 
 @contextmanager

@@ -19,12 +19,13 @@ import numpy as np
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.checksum import checksum_text, digest
 from shardkeep.format.data_file import (
     ALIGNMENT,
     MAX_BLOCK_NBYTES,
     MAX_HEADER_NBYTES,
+    checksum_text,
     count_blocks,
+    digest,
     sidecar_nbytes,
 )
 

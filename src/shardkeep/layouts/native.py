@@ -48,7 +48,7 @@ from shardkeep.errors import (
     WrongSize,
 )
 from shardkeep.format.boxes import Box, IntArray
-from shardkeep.format.checksum import checksum_text, digest
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
 from shardkeep.format.record import (

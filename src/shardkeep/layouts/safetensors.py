@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import MalformedFile, StateError, UnsupportedVersion, WrongSize
-from shardkeep.format.checksum import digest
-from shardkeep.format.data_file import MAX_HEADER_NBYTES
+from shardkeep.format.data_file import MAX_HEADER_NBYTES, digest
 from shardkeep.format.dtypes import DTYPES, DType, Ints
 from shardkeep.storage.base import BlobReader, Opens
 from shardkeep.storage.local import PathStore

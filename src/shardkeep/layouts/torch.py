@@ -28,8 +28,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
 from shardkeep.format.boxes import Box, Ints
-from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, checksum_text, digest
-from shardkeep.format.data_file import count_blocks
+from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, count_blocks, digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
 from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, names_of, plain_names, unsealed
 from shardkeep.format.record import RECORD_NAME

@@ -26,8 +26,7 @@ from shardkeep.engine.queue import lower_priority
 from shardkeep.engine.reader import open_checked, open_sized, read_sidecar
 from shardkeep.engine.workers import FollowUpError, run_workers, window_for
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
-from shardkeep.format.checksum import ALGORITHM, DIGEST_NBYTES, digest
-from shardkeep.format.data_file import count_blocks
+from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, digest
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.options import Options

@@ -65,8 +65,7 @@ from shardkeep.errors import (
     UnsupportedLeaf,
 )
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
-from shardkeep.format.checksum import combine_crc32
-from shardkeep.format.data_file import MAX_BLOCK_NBYTES
+from shardkeep.format.data_file import MAX_BLOCK_NBYTES, combine_crc32
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
 from shardkeep.format.torch_zip import ArchiveEntry, ArchiveLayout, stored_parts
 from shardkeep.layouts.torch_values import (
