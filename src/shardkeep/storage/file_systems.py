@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
+from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, check_below
+from shardkeep.storage.base import Store, check_below, short_read
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.object_client import SCHEMES
 from shardkeep.storage.resolve import open_store
@@ -302,10 +302,7 @@ class StreamReader:
             while done < len(view):
                 got = self._some(stream, view[done:])
                 if not got:
-                    raise WrongSize(
-                        f"{self._path}: wanted {len(view)} bytes at offset {offset}, got {done}: the file ends there",
-                        name=self._name, offset=offset, wanted=len(view), got=done,
-                    )  # fmt: skip
+                    raise short_read(str(self._path), self._name, offset, len(view), done)
                 done += got
 
     @staticmethod
