@@ -31,7 +31,7 @@ def places(root: Path) -> set[str]:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_saves_when_due_and_restores(tmp_path: Path, asynchronous: bool) -> None:
-    """Every so many steps and at given ones; what is restored is what was saved, bit for bit."""
+    """Every N steps and at given ones; the restored state is bit-identical to what was saved."""
     with checkpointer(tmp_path / "run", every_steps=3, at_steps=[4], asynchronous=asynchronous) as ckpt:
         assert ckpt.restore_latest(empty_state()) is None
         assert not (tmp_path / "run").exists()
@@ -53,7 +53,7 @@ def test_saves_when_due_and_restores(tmp_path: Path, asynchronous: bool) -> None
 
 
 def test_a_handle_or_a_report_or_nothing(tmp_path: Path) -> None:
-    """What `step` returns says what it did."""
+    """What `step` returns."""
     with checkpointer(tmp_path / "a") as ckpt:
         assert ckpt.step(1, state_at(1)) is None
         handle = ckpt.step(2, state_at(2), force=True)
@@ -66,7 +66,7 @@ def test_a_handle_or_a_report_or_nothing(tmp_path: Path) -> None:
 
 
 def test_by_the_clock(tmp_path: Path) -> None:
-    """So many minutes after the last save, whatever the reason of that one."""
+    """N minutes after the last save, whatever caused that one."""
     now = [0.0]
     seams = Clock(monotonic=lambda: now[0], interval_s=0.0)
     with checkpointer(tmp_path, every_minutes=1, every_steps=10, seams=seams) as ckpt:
@@ -79,7 +79,7 @@ def test_by_the_clock(tmp_path: Path) -> None:
 
 
 def test_when_a_file_asks_for_it(tmp_path: Path) -> None:
-    """The file is taken away, and one save is made."""
+    """The file is deleted, and one save is made."""
     with checkpointer(tmp_path, request_file="please") as ckpt:
         assert train(ckpt, range(1, 3)) == []
         (tmp_path / "please").touch()
@@ -88,7 +88,7 @@ def test_when_a_file_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that stays does not make a save of every step."""
+    """A file that cannot be deleted causes one save, not one per step."""
     root = LocalStore(tmp_path)
     root.put("save-now", b"")
     real = LocalStore.delete
@@ -122,7 +122,7 @@ def test_when_a_call_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_a_signal_saves_and_stops(tmp_path: Path) -> None:
-    """The checkpoint is durable when `step` returns; the handler that was there before is called, and put back."""
+    """The checkpoint is durable when `step` returns; the previous handler is called, and reinstalled at the end."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     mine = signal.getsignal(signal.SIGUSR1)
@@ -183,7 +183,7 @@ def test_a_resumed_job_counts_from_what_it_restored(tmp_path: Path) -> None:
 
 
 def test_a_job_that_restored_nothing_overwrites_nothing(tmp_path: Path) -> None:
-    """A root with later steps is refused; one with earlier steps is gone on with."""
+    """A root with later steps is refused; a root with earlier steps is continued."""
     with checkpointer(tmp_path, keep_last=1) as ckpt:
         ckpt.save(100, state_at(100))
     with checkpointer(tmp_path, keep_last=1) as ckpt:
@@ -197,7 +197,7 @@ def test_a_job_that_restored_nothing_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_is_not_saved_twice_unless_asked(tmp_path: Path) -> None:
-    """The second save of a step is an error, but for `overwrite`."""
+    """The second save of a step is an error, except with `overwrite`."""
     with checkpointer(tmp_path, asynchronous=False) as ckpt:
         ckpt.save(5, state_at(5))
         with pytest.raises(sk.CheckpointExists):
@@ -209,7 +209,7 @@ def test_a_step_is_not_saved_twice_unless_asked(tmp_path: Path) -> None:
 
 
 def test_walks_back_past_what_is_torn_or_damaged(tmp_path: Path) -> None:
-    """With reasons; the damaged ones count no more, and are not deleted."""
+    """With reasons; damaged checkpoints no longer count, and are not deleted."""
     heard: list[Event] = []
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 7))
@@ -238,7 +238,7 @@ def test_walks_back_past_what_is_torn_or_damaged(tmp_path: Path) -> None:
 
 
 def test_a_damaged_step_that_is_saved_anew_counts_again(tmp_path: Path) -> None:
-    """It is whole now: it is among those that are kept, and goes when its time has come."""
+    """It is whole again, so it counts in the policy, and is deleted in its turn."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 5))
     damage(tmp_path / "step-4")
@@ -264,7 +264,7 @@ def test_nothing_is_begun_anew_while_there_are_damaged_checkpoints(tmp_path: Pat
 
 
 def test_only_torn_ones_are_nothing(tmp_path: Path) -> None:
-    """A job that died in its first save begins anew."""
+    """A job that died in its first save starts afresh."""
     with checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state_at(1))
     tear(tmp_path / "step-1")
@@ -273,7 +273,7 @@ def test_only_torn_ones_are_nothing(tmp_path: Path) -> None:
 
 
 def test_a_state_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    """It passes over nothing: the one before would not fit either, or be the wrong one."""
+    """Nothing is skipped: an older checkpoint would not fit either, or would be the wrong one."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 3))
     with checkpointer(tmp_path) as ckpt:
@@ -286,7 +286,7 @@ def test_a_state_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older checkpoint is not taken because a network was away."""
+    """An outage of the network does not make an older checkpoint the right one."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 3))
     monkeypatch.setattr(LocalStore, "place", lambda self, name: FaultyStore(
@@ -316,7 +316,7 @@ def test_a_root_of_torchs_checkpoints_is_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_policies_prune(tmp_path: Path) -> None:
-    """The last, every so many, the best and pinned ones stay."""
+    """The last, every Nth, the best and pinned ones are kept."""
     heard: list[Event] = []
     losses = {1: 5.0, 2: 0.5, 3: 4.0, 4: 3.0, 5: float("nan"), 6: 2.0, 7: 2.5, 8: 2.2}
     with checkpointer(
@@ -431,7 +431,7 @@ def test_what_cannot_be_deleted_fails_no_save(tmp_path: Path) -> None:
 
 
 def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
-    """What a killed writer left goes; what a living one writes, or what only lost its record, stays."""
+    """Files of a killed writer are removed; files of a live one, or of a checkpoint without its record, stay."""
     import json
     import subprocess
     import sys
@@ -466,7 +466,7 @@ def _broken(tmp_path: Path, **more: Any) -> _Recording:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_failure_is_raised(tmp_path: Path, asynchronous: bool) -> None:
-    """At once, or of an asynchronous save by a later call, with its cause; the save that is due is made."""
+    """At once, or by a later call for an asynchronous save, with its cause; the save that is due is made."""
     root = _broken(tmp_path)
     ckpt = checkpointer(root, every_steps=2, asynchronous=asynchronous)
     if not asynchronous:
@@ -527,7 +527,7 @@ def test_a_failure_is_a_warning_or_given_to_a_function(
 
 
 def test_what_is_raised_inside_is_not_masked(tmp_path: Path) -> None:
-    """The save in flight is finished, and its failure is only logged."""
+    """The pending save is finished, and its failure is only logged."""
     for root in (tmp_path, _broken(tmp_path)):
         with pytest.raises(ZeroDivisionError):
             _save_and_fail(root)
@@ -553,7 +553,7 @@ def test_what_passes_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_an_error_that_loses_nothing(tmp_path: Path) -> None:
-    """Steps, metrics and meta that make no sense."""
+    """Invalid steps, metrics and meta."""
     with checkpointer(tmp_path, asynchronous=False) as ckpt:
         ckpt.save(1, state_at(1))
         for step in (-1, 1.5, True, None, 1 << 64):
@@ -616,7 +616,7 @@ def test_a_root_may_be_written_with_a_slash_at_its_end(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
-    """Neither at the end of a job that wants its last step saved, nor by a signal just after a restore; one that failed is."""
+    """Neither at the end of a job, nor by a signal just after a restore; a step whose save failed is."""
     with checkpointer(tmp_path, every_steps=2) as ckpt:
         assert train(ckpt, range(1, 5)) == [2, 4]
         assert ckpt.step(4, state_at(4), force=True) is None

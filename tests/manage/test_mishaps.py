@@ -74,7 +74,7 @@ class Fault:
 
 
 def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
-    """As those that begin anew in each epoch: they would be older than what is there, and deleted at once."""
+    """Such as steps counted per epoch: they would count as older than what exists, and be deleted at once."""
     with checkpointer(tmp_path, every_steps=10, keep_last=2) as ckpt:
         assert train(ckpt, range(1, 31)) == [10, 20, 30]
         for call in (ckpt.step, ckpt.save):
@@ -144,7 +144,7 @@ def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, asynchronous: boo
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_training_stops_only_for_a_durable_checkpoint(tmp_path: Path, asynchronous: bool, on_error: Any) -> None:
-    """A signal whose save failed is served again, at the next step."""
+    """If the save that a signal requested fails, the next step saves again."""
     fault = Fault(tmp_path)
     how = {"asynchronous": asynchronous, "on_error": on_error, "retries": 0, "signals": ("SIGUSR1",)}
     with checkpointer(fault.root, **how) as ckpt:
@@ -178,7 +178,7 @@ def test_the_first_save_may_fail_like_any_other(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_root_that_fails_in_passing_is_asked_again(tmp_path: Path) -> None:
-    """Restoring, taking the root and tidying it up take as many attempts as saving does."""
+    """Restoring, acquiring the root and pruning retry as often as saving does."""
     heard: list[Event] = []
     fault = Fault(tmp_path)
     with checkpointer(fault.root, on_event=heard.append, keep_last=1) as ckpt:
@@ -195,7 +195,7 @@ def test_a_root_that_fails_in_passing_is_asked_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> None:
-    """There is no going on with a root that is another job's."""
+    """A job must not go on with a root that another job has taken."""
     reported: list[BaseException] = []
     first = checkpointer(tmp_path, on_error=reported.append, asynchronous=asynchronous)
     first.save(1, state_at(1))
@@ -225,7 +225,7 @@ def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_deletes_keep_up_with_saves(tmp_path: Path, asynchronous: bool) -> None:
-    """However slow they are, no more than one round of them is behind."""
+    """However slow deletes are, at most one round of them is pending."""
     there: list[int] = []
 
     def before(where: str, verb: str, *args: Any) -> None:
@@ -242,7 +242,7 @@ def test_deletes_keep_up_with_saves(tmp_path: Path, asynchronous: bool) -> None:
 
 
 def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
-    """One that is put after the deletes have begun spares its checkpoint; one that comes too late is refused."""
+    """A pin that is set while others are deleted keeps its checkpoint; a pin that comes too late is refused."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 6))
     begun, pinned = threading.Event(), threading.Event()
@@ -280,7 +280,7 @@ def leave(root: Path, name: str, host: str, save: str) -> None:
 
 
 def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
-    """Also beside a checkpoint, all of whose own files stay; what another machine may be writing stays, too."""
+    """Also beside a checkpoint, whose own files stay; files that another machine may be writing stay, too."""
     with checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state_at(1))
     for name, save in (("step-1", "a"), ("step-2", "b")):
@@ -351,7 +351,7 @@ def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: 
 
 
 def test_after_going_back_the_ancestor_is_worth_more_than_what_was_given_up(tmp_path: Path) -> None:
-    """It is kept, and restored where the newest is damaged; also by later jobs, and after going back twice."""
+    """It is kept, and restored if the newest is damaged; also by later jobs, and after going back twice."""
     with checkpointer(tmp_path) as ckpt:
         for step in (100, 150, 200):
             ckpt.save(step, state_at(step))
@@ -389,7 +389,7 @@ def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(
 
 
 def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it was interrupted, the root is given back, and the second call does what is left."""
+    """An interrupted close releases the root, and the second call does the rest."""
     ckpt = checkpointer(tmp_path, signals=("SIGUSR1",))
     ckpt.save(1, state_at(1)).result()  # type: ignore[union-attr]
     with monkeypatch.context() as patch:
@@ -424,7 +424,7 @@ def misuse(root: Path, metrics: Any) -> str:
 
 @pytest.mark.parametrize("metrics", [0.5, {"loss": 10**400}, {"loss": 10**5000}])
 def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPool, metrics: Any) -> None:
-    """At once, also where they are wrong on one rank only; numbers of numpy are numbers."""
+    """At once, even if they are wrong on one rank only; numbers of numpy are accepted."""
     for outcome in rank_pool.outcomes(2, misuse, tmp_path, metrics, timeout_s=60):
         assert "metric" in str(outcome.value), outcome
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [2]
@@ -432,13 +432,13 @@ def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path: Path, rank_p
 
 @pytest.mark.parametrize("wrong", [{"every_steps": 1.5}, {"retries": "3"}, {"keep_hours": "x"}, {"keep_last": True}])
 def test_arguments_that_are_no_numbers_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """By name."""
+    """The error names the argument."""
     with pytest.raises(sk.StateError, match=next(iter(wrong))):
         checkpointer(tmp_path, **wrong)
 
 
 def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
-    """What is gone when it is to be loaded is no loss: there is a newer one."""
+    """A checkpoint that is deleted before it is loaded is no loss, because there is a newer one."""
     training = checkpointer(tmp_path, keep_last=1)
     training.save(1, state_at(1))
     training.wait()
@@ -463,7 +463,7 @@ def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_another_name_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training does not begin anew without a word because a template was changed."""
+    """If the template was changed, training does not silently start afresh."""
     with checkpointer(tmp_path, template="ckpt_{step:04d}.x") as ckpt:
         ckpt.save(7, state_at(7))
     (tmp_path / "notes-1").mkdir()
@@ -476,7 +476,7 @@ def test_checkpoints_of_another_name_are_told_of(tmp_path: Path, caplog: pytest.
 
 
 def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -> None:
-    """As where a network file system carries out a request twice."""
+    """A network file system may carry out a request twice."""
     done: list[str] = []
 
     class Twice(LocalStore):
@@ -493,7 +493,7 @@ def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -
 
 
 def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
-    """No listener of events, and no request file that is one of our own."""
+    """No event listener stays, and a reserved name is refused as the request file."""
     heard: list[Event] = []
     with pytest.raises(sk.StateError, match="SIGKILL"):
         checkpointer(tmp_path, signals=("SIGUSR1", "SIGKILL"), on_event=heard.append)
@@ -506,7 +506,7 @@ def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path
 
 
 def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_path: Path) -> None:
-    """Though no more threads can be made by then, to read many records."""
+    """Although no more threads can be started by then to read records."""
     with checkpointer(tmp_path) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, state_at(step))
@@ -524,7 +524,7 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
 
 
 def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:
-    """However quick the steps were before."""
+    """However fast the steps were before."""
     now = [0.0]
     agreement = StepDecisions(World(0, 1), "s", clock=lambda: now[0])
     paces = []
