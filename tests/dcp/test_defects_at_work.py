@@ -6,7 +6,6 @@ grows with the job. As in `test_defects`, torch's behaviour is asserted as it wa
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 import threading
@@ -452,45 +451,6 @@ def test_24_names_are_merged_in_one_pass() -> None:
         looked[name] = Counting.count
     assert looked["torch"] > 3000
     assert looked["ours"] <= 400
-
-
-def test_25_a_rank_decodes_what_it_asks_for(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Line 25: of a checkpoint with thousands of tensors, two ranks load three each. In torch every rank makes the entries
-    and places of all of them; in ours, of those it asks for.
-    """
-    made = {}
-    for name in SIDES:
-        for count in (1200, 2400):
-            folder = str(tmp_path / f"{name}{count}")
-            state = {f"layer.{n}.weight": torch.full((2,), float(n)) for n in range(count)}
-            quietly(side(name).save, state, checkpoint_id=folder, no_dist=True)
-            made[name, count] = rank_pool.run(2, values_made_for, name, folder)
-    for count in (1200, 2400):
-        assert made["torch", count] == [2 * count] * 2, made
-        assert all(3 <= each <= 12 for each in made["ours", count]), made
-
-
-def values_made_for(name: str, folder: str) -> int:
-    """Load three tensors; count the entries and places that are in memory then, because the load made them."""
-    dcp = side(name)
-    kinds = (part(name, "metadata").TensorStorageMetadata, part(name, "filesystem")._StorageInfo)
-
-    def live() -> int:
-        gc.collect()
-        return sum(type(each) in kinds for each in gc.get_objects())
-
-    class Reader(dcp.FileSystemReader):  # type: ignore[misc]
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            self.kept = super().read_metadata(*args, **kwargs)
-            return self.kept
-
-    before, reader = live(), Reader(folder)
-    wanted = [f"layer.{5 * n + dist.get_rank()}.weight" for n in range(3)]
-    into = {key: torch.zeros(2) for key in wanted}
-    quietly(dcp.load, into, storage_reader=reader)
-    assert all(value.eq(float(key.split(".")[1])).all() for key, value in into.items())
-    return live() - before
 
 
 COLLECTIVES = ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list", "barrier",

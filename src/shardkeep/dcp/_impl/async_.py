@@ -19,7 +19,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
@@ -161,11 +161,7 @@ def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
 def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
     """Return the ranks that save together, with their own keys in the store."""
     ranks = _DistWrapper(group, not is_alone(no_dist), coordinator_rank=0)
-    world = ranks._world
-    if world.store is not None:
-        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
-
-        ranks._world = replace(world, store=PrefixStore("asynchronous", world.store))
+    ranks._world = ranks._world.with_prefix("asynchronous")
     return ranks
 
 
@@ -458,25 +454,25 @@ def async_save(
     use_collectives: bool = True,
 ) -> Future[Metadata] | AsyncSaveResponse:
     """
-    Copy a state, and save the copy while the caller goes on.
+    Copy a state, and save the copy in the background.
 
-    Saves of one group run in the order of the calls, one after the other; all ranks must make the calls in the same
-    order. They use no collective: the group needs no backend for the CPU.
+    Saves of one group run one after the other, in the order of the calls, which must be the same on all ranks. They use no
+    collectives, so the group needs no backend for the CPU.
 
     Args:
         state_dict: This rank's part of the state.
-        checkpoint_id: Where to save, in the terms of the storage.
+        checkpoint_id: Where to save; its meaning depends on the storage.
         storage_writer: Writes the data; it is also the stager, if it is one and no other is given.
         planner: Decides what is written; by default everything, replicated values once.
         process_group: The ranks that save; all of them by default.
-        async_checkpointer_type: Save on a thread, or in a process of its own, which needs an importable main module.
+        async_checkpointer_type: Save on a thread, or in a separate process, which needs an importable main module.
         async_stager: Copies the state; the caller closes it after the last save.
-        no_dist: Save on this process alone.
-        use_collectives: False to have each rank write a checkpoint of its own, with its own metadata.
+        no_dist: Save in this process only.
+        use_collectives: If False, each rank writes a checkpoint of its own, with its own metadata.
 
     Returns:
-        A future of what was saved; with a stager that works in the background, an `AsyncSaveResponse`. The state may
-        be changed when this returns, or when `staging_completion` is done.
+        A future of the metadata; with a stager that works in the background, an `AsyncSaveResponse`. The state may be
+        changed when this returns, or when `staging_completion` is done.
 
     Raises:
         EarlierSaveFailed: An earlier save of the group failed, and its result was never retrieved on this rank. This
@@ -542,7 +538,7 @@ def _stage_and_begin(
     try:
         staged = stage()
     except BaseException as error:
-        _tell_others(begin, error)
+        _fail_on_other_ranks(begin, error)
         raise
     if isinstance(staged, Future):
         response = AsyncSaveResponse(Future(), begin(staged))
@@ -557,20 +553,20 @@ def _stage_and_begin(
         logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
     except BaseException as error:
         checked.set_exception(error)
-        upload.add_done_callback(_ask)  # the caller gets it now
+        upload.add_done_callback(_mark_retrieved)  # the caller gets the error now
         raise
     checked.set_result(staged)
     return upload
 
 
-def _tell_others(begin: Callable[[Staged], Future[Metadata]], error: BaseException) -> None:
+def _fail_on_other_ranks(begin: Callable[[Staged], Future[Metadata]], error: BaseException) -> None:
     """Fail the save on the other ranks, which have staged their part and would wait for this rank."""
     failed: Future[STATE_DICT_TYPE] = Future()
     failed.set_exception(error)
-    begin(failed).add_done_callback(_ask)  # it is raised now
+    begin(failed).add_done_callback(_mark_retrieved)  # it is raised now
 
 
-def _ask(upload: Future[Metadata]) -> None:
+def _mark_retrieved(upload: Future[Metadata]) -> None:
     """Mark a failure as retrieved, so that the next save does not raise it."""
     upload.exception()
 

@@ -216,12 +216,8 @@ def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
 
 def _led_by(coordinator: int, world: World) -> World:
     """Return the world with ranks renumbered so that the coordinator is rank 0."""
-    if world.store is None:
-        return world
-    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded, as there is a store
-
     place = (world.rank - coordinator) % world.size
-    return replace(world, rank=place, store=PrefixStore(f"checkpoint/{coordinator}", world.store))
+    return replace(world.with_prefix(f"checkpoint/{coordinator}"), rank=place)
 
 
 def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = None) -> set[str]:
