@@ -361,19 +361,9 @@ def broadcast_state_dict(
     not contiguous as it lies, so receivers get them wrong. On the sender, full tensors that are on `device` already
     are put into its local state dict themselves, without a copy.
 
-    Args:
-        full_state_dict: read on the first rank of the group only; others may pass anything.
-        local_state_dict: filled on each rank; changed only if all ranks can be filled.
-        device: where full tensors, and those that replace meta tensors, are made.
-        pg: the ranks that take part; all by default. Unlike in torch, it need not contain rank 0.
-        strict: remove keys of `local_state_dict` that the sender does not have.
-        cpu_offload: leave everything on the CPU.
-
-    Raises:
-        StateMismatch: a tensor has another shape on some rank; the same error on all.
-        UnsupportedLeaf: a full tensor is sharded, on meta or of no plain form, or the placements of a DTensor do not
-            determine which part a rank holds; the same error on all.
-
+    `full_state_dict` is read on the first rank of the group only. With `strict`, keys that the sender does not have are
+    removed; with `cpu_offload`, everything stays on the CPU. Unlike in torch, `pg` need not contain rank 0. If a tensor
+    does not fit on some rank, all ranks raise the same error, and no local state dict has changed.
     """
     made: list[SplitStateDict] = []
 

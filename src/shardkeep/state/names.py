@@ -53,15 +53,10 @@ def get_fqns(
     """
     Return the canonical names of the thing called `name` in `model`; the arguments are torch's.
 
-    The name may contain all, some or none of the wrappers on its way. A flat parameter of FSDP1 has the names of all
-    parameters in it, everything else has one name.
-
-    Args:
-        model: The root at which `name` starts.
-        name: A dotted name of a parameter, a buffer, extra state or a submodule.
-        dsd_fqn_modifiers: The name of the method by which modules hide children.
-        skip_ddp_prefix: False keeps (or adds) the `module` of DDP, like the keys of `state_dict()`.
-        skip_compiler_prefix: False keeps (or adds) the `_orig_mod` of torch.compile, likewise.
+    The name of a parameter, a buffer, extra state or a submodule may contain all, some or none of the wrappers on its way.
+    A flat parameter of FSDP1 has the names of all parameters in it, everything else has one name. If `skip_ddp_prefix` or
+    `skip_compiler_prefix` is False, the `module` of DDP or the `_orig_mod` of torch.compile is kept (or added), like in
+    the keys of `state_dict()`.
 
     Raises:
         UnknownName: (AttributeError) the name leads to nothing.
