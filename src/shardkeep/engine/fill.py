@@ -110,7 +110,8 @@ def _fill(
     offsets, lengths = _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1)
     requests = ReadRequests(tensor, offsets, lengths, np.array(address, np.int64))
     plan = plan_load(index, requests, sizes, aligned=source.aligned)
-    memory = {s.want: scattered_memory(into[s.want], to_torch(by_code(codes[s.want]))) for s in plan.scatters}
+    scattered = {scatter.want for scatter in plan.scatters}
+    memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
     opaque = list(plan.opaque)
     if isinstance(source, TorchSource):
         opaque = [each for each in opaque if not _plan_permuted(source, each, into, plan.scatters, memory)]
