@@ -110,7 +110,7 @@ def test_rights_that_lack(azure_server: AzureServer) -> None:
     assert place.get("a", limit=1) == b"x"
     error = said(lambda: place.put("b", b"y", replace=True))
     assert error.errno == errno.EACCES
-    assert "need the rights" in error.hint or "AZURE_STORAGE_ACCOUNT_KEY" in error.hint
+    assert "need permission" in error.hint or "AZURE_STORAGE_ACCOUNT_KEY" in error.hint
 
 
 @pytest.mark.parametrize(
