@@ -148,3 +148,18 @@ def test_files_of_two_saves_are_told(tmp_path: Path) -> None:
     (tmp_path / "x" / second).write_bytes((tmp_path / "y" / second).read_bytes())
     error = failure_of(files_opened, "ours", str(tmp_path / "x"), list(mapping))
     assert "different saves" in str(error)
+
+
+def test_metadata_may_be_changed(tmp_path):
+    """A reader's metadata take changes, like the dicts of torch's, and the model's other tensors stay as they are."""
+    (tmp_path / "m").mkdir()
+    save_file({"a": torch.ones(3), "b": torch.zeros(2)}, tmp_path / "m" / "model.safetensors")
+    entries = dcp.HuggingFaceStorageReader(str(tmp_path / "m")).read_metadata().state_dict_metadata
+    entries["c"] = entries.pop("a")
+    entries["b"] = entries["c"]
+    assert sorted(entries) == ["b", "c"]
+    assert len(entries) == 2
+    assert "a" not in entries
+    assert entries["b"].size == entries["c"].size == torch.Size([3])
+    entries.clear()
+    assert not entries

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -359,28 +359,45 @@ class _Chunks:
         return (MetadataIndex(key, chunk.box.offsets) for key, entry in self.catalog.items() for chunk in entry.chunks)
 
 
-class _OnAccess(Mapping[Any, Any]):
-    """A mapping whose values are made on access, and whose keys are listed only when all of them are needed."""
+_DELETED = object()
+
+
+class _OnAccess(MutableMapping[Any, Any]):
+    """
+    A mapping whose values are made on access, and whose keys are listed only when all of them are needed.
+
+    It may be changed, like the dicts in torch's metadata.
+    """
 
     def __init__(
         self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], catalog: Mapping[str, CatalogEntry]
     ) -> None:
         self._make, self._keys, self._catalog = make, keys, catalog
+        self._changes: dict[Any, Any] = {}
 
     def __getitem__(self, key: Any) -> Any:
-        found = self._make(key)
-        if found is None:
+        found = self._changes[key] if key in self._changes else self._make(key)
+        if found is None or found is _DELETED:
             raise KeyError(key)
         return found
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._changes[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        self[key]  # KeyError
+        self._changes[key] = _DELETED
+
     def __iter__(self) -> Iterator[Any]:
-        return self._keys()
+        changes = self._changes
+        yield from (key for key in self._keys() if changes.get(key) is not _DELETED)
+        yield from (key for key, value in changes.items() if value is not _DELETED and self._make(key) is None)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._keys())
+        return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return bool(self._catalog)
+        return any(True for _ in self) if self._changes else bool(self._catalog)
 
 
 def storage_place(storage: Any) -> Store:
