@@ -18,7 +18,7 @@ from shardkeep.dcp.state_dict import (
 )
 from shardkeep.dcp.stateful import Stateful
 from shardkeep.errors import CheckpointError, KeyCollision
-from shardkeep.state.modules import module_state
+from shardkeep.state.objects import module_state
 from tests.training.samples import Net, adamw, differences, plain
 
 # Importing torch.compile's machinery warns of parts of torch itself.

@@ -27,11 +27,10 @@ from shardkeep.state.modules import (
     checked_options,
     gathered_or_offloaded,
     model_state,
-    own_method,
     set_model_state,
 )
 from shardkeep.state.modules import StateDictOptions as StateDictOptions
-from shardkeep.state.names import FLAT_PARAM, get_fqns
+from shardkeep.state.names import FLAT_PARAM, get_fqns, own_method
 from shardkeep.state.offload import offload_state_dict_to_cpu
 from shardkeep.state.optimizers import init_optim_state
 from shardkeep.state.state_dict import (

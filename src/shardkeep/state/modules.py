@@ -33,6 +33,7 @@ from shardkeep.state.names import (
     fsdp_modules,
     live_state,
     names_of_parameters,
+    own_method,
     state_dict_key,
 )
 from shardkeep.state.offload import offload_state_dict_to_cpu
@@ -40,8 +41,6 @@ from shardkeep.state.offload import offload_state_dict_to_cpu
 STATE = "state"
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
-PATCHED = "_shardkeep_patched"
-"""Marks functions that replace an object's own `state_dict` and `load_state_dict`."""
 _NOT_YET = object()
 """Stands for a value into which a full tensor does not fit: extra state, flat parameters."""
 T = TypeVar("T")
@@ -176,14 +175,6 @@ def _prefixes(model: nn.Module, submodules: Iterable[nn.Module] | None, modifier
     return {f"{name}." if name else "" for name in found}
 
 
-def own_method(obj: Any, name: str) -> Callable[..., Any]:
-    """Return a method of an object; the method of its class if `patch_*_state_dict` replaced it."""
-    found: Callable[..., Any] = getattr(obj, name)
-    if getattr(found, PATCHED, False):
-        found = getattr(type(obj), name).__get__(obj)
-    return found
-
-
 def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[str, Any]:
     """Gather tensors, or move them to the CPU, as the options say."""
     if info.full_state_dict:
@@ -238,15 +229,6 @@ def from_rank0(make: Callable[[], T]) -> T:
         raise BadState(f"rank 0: {message}", hint=hint)
     result: T = sent[0]
     return result
-
-
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
-    if all_canonical(module):  # then options need not be looked up, which takes longer
-        with torch.no_grad():
-            state: dict[str, Any] = own_method(module, "state_dict")()
-            return state
-    return model_state(module, checked_options(module, (), optim_only=False))
 
 
 @torch.no_grad()

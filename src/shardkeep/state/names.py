@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ FLAT_PARAM = "_flat_param"
 EXTRA_STATE = "_extra_state"
 FQN_MODIFIERS = "_fqn_modifiers"
 
+PATCHED = "_shardkeep_patched"
+"""Marks functions that replace an object's own `state_dict` and `load_state_dict`."""
 _IN_KEYS = (DDP_MODULE, COMPILED_MODULE)
 """The wrappers whose names are part of keys in `state_dict()`; the others remove theirs."""
 _NAMED_MODULES = nn.Module.named_modules
@@ -254,6 +256,14 @@ def _own_items(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, buffer
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         yield EXTRA_STATE, None
+
+
+def own_method(obj: Any, name: str) -> Callable[..., Any]:
+    """Return a method of an object; the method of its class if `patch_*_state_dict` replaced it."""
+    found: Callable[..., Any] = getattr(obj, name)
+    if getattr(found, PATCHED, False):
+        found = getattr(type(obj), name).__get__(obj)
+    return found
 
 
 def all_modules(module: nn.Module) -> list[nn.Module]:

@@ -40,8 +40,8 @@ from shardkeep.state.leaves import (
     needs_memory,
     with_attributes_of,
 )
-from shardkeep.state.modules import StateDictOptions, module_state
-from shardkeep.state.names import EXTRA_STATE, fsdp_modules, live_state
+from shardkeep.state.modules import StateDictOptions, checked_options, model_state
+from shardkeep.state.names import EXTRA_STATE, all_canonical, fsdp_modules, live_state, own_method
 from shardkeep.state.optimizers import (
     ParameterNames,
     StateLayout,
@@ -279,6 +279,15 @@ class ModuleObject:
                 return
         # What state_dict() computed is loaded the same way, and load hooks run. The load has checked for missing keys.
         set_model_state_dict(self._module, state, options=StateDictOptions(strict=False))
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
+    if all_canonical(module):  # then options need not be looked up, which takes longer
+        with torch.no_grad():
+            state: dict[str, Any] = own_method(module, "state_dict")()
+            return state
+    return model_state(module, checked_options(module, (), optim_only=False))
 
 
 _STATE_DICT_METHODS = ("state_dict", "_save_to_state_dict", "load_state_dict", "_load_from_state_dict")

@@ -31,7 +31,6 @@ from shardkeep.state.leaves import TreePath, is_dtensor
 from shardkeep.state.modules import (
     PARAM_GROUPS,
     PARAMS,
-    PATCHED,
     STATE,
     StateDictInfo,
     StateDictOptions,
@@ -43,10 +42,9 @@ from shardkeep.state.modules import (
     fsdp1_state_to_load,
     gathered_or_offloaded,
     model_state,
-    own_method,
     set_model_state,
 )
-from shardkeep.state.names import FLAT_PARAM, canonical_key, state_dict_key
+from shardkeep.state.names import FLAT_PARAM, PATCHED, canonical_key, own_method, state_dict_key
 from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, with_initial_state
 
 STEP = "step"
