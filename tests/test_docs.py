@@ -88,9 +88,7 @@ def test_the_troubleshooting_page_has_every_error():
 
 
 def test_the_site_builds(tmp_path):
-    """
-    The site builds without a warning, needs no network, and has every public name in its API reference.
-    """
+    """The site builds without a warning, needs no network, and has every public name in its API reference."""
     pytest.importorskip("mkdocs", reason="mkdocs-material is not installed")
     pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings-python is not installed")
     site = tmp_path / "site"

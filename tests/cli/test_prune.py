@@ -152,9 +152,7 @@ def test_a_step_that_is_saved_anew_is_not_deleted(shardkeep, run_dir):
 
 
 def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monkeypatch):
-    """
-    A save that starts between the question and the answer is not touched, and is reported.
-    """
+    """A save that starts between the question and the answer is not touched, and is reported."""
     save_id = new_save_id()
     place = sk.Catalog(run_dir).root.place("step-10")
     monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)

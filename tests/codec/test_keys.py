@@ -85,9 +85,7 @@ def test_where_keys_may_come_from(tmp_path):
 
 @pytest.mark.parametrize("given", [str, pathlib.Path, KeyRing.from_file])
 def test_most_of_a_key_where_a_path_belongs_is_not_shown(given, tmp_path, monkeypatch):
-    """
-    A digit is missing, or the padding, or it is the second line; "/" is a digit of base64, too. Paths are shown.
-    """
+    """A digit is missing, or the padding, or it is the second line; "/" is a digit of base64, too. Paths are shown."""
     monkeypatch.chdir(tmp_path)
     slashes = ["/" + base64.b64encode(OLD).decode()[1:-1], base64.b64encode(OLD).decode()[:-1].replace("U", "/")]
     for key in (

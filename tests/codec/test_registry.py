@@ -179,9 +179,7 @@ def test_a_codec_of_a_package(tmp_path):
 
 
 def test_entry_points_do_not_replace_ours(fresh, monkeypatch):
-    """
-    A package cannot change what "zstd" means.
-    """
+    """A package cannot change what "zstd" means."""
     entry = EntryPoint("zstd", "tests.codec.frames:Shout", known.GROUP)
     monkeypatch.setattr(known, "entry_points", lambda **_: [entry])
     assert fresh.find("zstd").__module__ == "shardkeep.codecs.compression"

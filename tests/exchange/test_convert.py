@@ -41,9 +41,7 @@ STATES = st.dictionaries(
 @settings(max_examples=30)
 @given(state=STATES, pair=st.sampled_from(PAIRS))
 def test_any_state_goes_through_any_two_layouts(tmp_path_factory, state, pair):
-    """
-    Through one layout and on to another, every tensor and every plain value comes out as it went in.
-    """
+    """Through one layout and on to another, every tensor and every plain value comes out as it went in."""
     where = tmp_path_factory.mktemp("pairs")
     sk.save(state, where / "native")
     sk.convert(where / "native", where / "one", pair[0])
@@ -55,9 +53,7 @@ def test_any_state_goes_through_any_two_layouts(tmp_path_factory, state, pair):
 
 
 def test_what_ranks_saved_as_their_own_is_named_where_it_becomes_a_dict(tmp_path):
-    """
-    Torch's layout has no PerRank: its values are all there, and the report names it; the other layouts keep it.
-    """
+    """Torch's layout has no PerRank: its values are all there, and the report names it; the other layouts keep it."""
     sk.save({"w": torch.ones(3), "in": {"rng": sk.PerRank({"seed": torch.arange(4), "k": 1})}}, tmp_path / "a")
     assert sk.convert(tmp_path / "a", tmp_path / "dcp", "dcp").left_out == ["PerRank of 'in.rng'"]
     assert sk.open(tmp_path / "dcp")["in.rng.0.seed"][...].tolist() == [0, 1, 2, 3]
@@ -70,9 +66,7 @@ def test_what_ranks_saved_as_their_own_is_named_where_it_becomes_a_dict(tmp_path
 
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 100])
 def test_other_safetensors_files_are_no_part_of_what_was_converted(tmp_path, max_shard_bytes):
-    """
-    An adapter that lies in the directory, even with names of the model, is not opened as part of it, and stays.
-    """
+    """An adapter that lies in the directory, even with names of the model, is not opened as part of it, and stays."""
     sk.save(training_state(), tmp_path / "a")
     (tmp_path / "b").mkdir()
     save_file({"model.scale": torch.zeros(3), "lora": torch.ones(2)}, tmp_path / "b" / "adapter_model.safetensors")
@@ -84,9 +78,7 @@ def test_other_safetensors_files_are_no_part_of_what_was_converted(tmp_path, max
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-over-".join)
 def test_a_checkpoint_of_any_layout_is_replaced_only_when_asked(tmp_path, pair):
-    """
-    An existing checkpoint of any layout is kept; with overwrite it is replaced, and only foreign files stay.
-    """
+    """An existing checkpoint of any layout is kept; with overwrite it is replaced, and only foreign files stay."""
     new, old = pair
     sk.save({"w": torch.ones(3), "n": 1}, tmp_path / "old")
     sk.save({"w": torch.zeros(4), "v": torch.ones(2), "n": 2}, tmp_path / "new")
@@ -109,9 +101,7 @@ def test_a_checkpoint_of_any_layout_is_replaced_only_when_asked(tmp_path, pair):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("there", [False, True])
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):
-    """
-    Damage in the source is an error that names the tensor; no files or new directories are left, old ones stay.
-    """
+    """Damage in the source is an error that names the tensor; no files or new directories are left, old ones stay."""
     sk.save({"a": torch.arange(100.0), "z": torch.arange(5000.0)}, tmp_path / "ck")
     [file] = (tmp_path / "ck").glob("*.safetensors")
     with file.open("r+b") as data:
@@ -129,9 +119,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):
 
 @pytest.mark.parametrize("layout", ["native", "safetensors"])
 def test_nothing_of_a_checkpoint_is_lost(tmp_path, layout):
-    """
-    Order, ties, arrays of numpy, step and meta come through the native layout and through safetensors files.
-    """
+    """Order, ties, arrays of numpy, step and meta come through the native layout and through safetensors files."""
     sk.save(training_state(), tmp_path / "ck", step=3, meta={"note": [1, "x"]})
     sk.convert(tmp_path / "ck", tmp_path / "new", layout)
     checkpoint = sk.open(tmp_path / "new")
@@ -160,9 +148,7 @@ def test_torch_reads_what_was_converted(tmp_path):
 
 
 def test_what_torch_wrote_is_converted(tmp_path):
-    """
-    A checkpoint of torch's own becomes a native one and safetensors files that hold the same.
-    """
+    """A checkpoint of torch's own becomes a native one and safetensors files that hold the same."""
     write(training_state(), tmp_path / "dcp", "dcp")
     for layout in ("native", "safetensors"):
         sk.convert(tmp_path / "dcp", tmp_path / layout, layout)
@@ -170,9 +156,7 @@ def test_what_torch_wrote_is_converted(tmp_path):
 
 
 def test_other_tools_see_the_tensors(tmp_path):
-    """
-    The safetensors library reads the tensors of converted files under their flat names.
-    """
+    """The safetensors library reads the tensors of converted files under their flat names."""
     sk.save(training_state(), tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "st", "safetensors")
     found = load_file(tmp_path / "st" / "model.safetensors")
@@ -181,9 +165,7 @@ def test_other_tools_see_the_tensors(tmp_path):
 
 
 def test_a_state_is_loaded_from_converted_files(tmp_path):
-    """
-    `sk.load` fills a state, plain values and all, from safetensors files that a conversion wrote.
-    """
+    """`sk.load` fills a state, plain values and all, from safetensors files that a conversion wrote."""
     sk.save(training_state(), tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "st", "safetensors", max_shard_bytes=600)
     assert len(list((tmp_path / "st").glob("*.safetensors"))) > 2
@@ -204,9 +186,7 @@ def save_shards(where):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_become_whole_and_ranks_keep_their_own(rank_pool, tmp_path, layout):
-    """
-    What several ranks saved is converted by one process: tensors whole, and each rank's own state still its own.
-    """
+    """What several ranks saved is converted by one process: tensors whole, and each rank's own state still its own."""
     rank_pool.run(2, save_shards, str(tmp_path / "ck"))
     sk.convert(tmp_path / "ck", tmp_path / "new", layout)
     before, after = sk.open(tmp_path / "ck").to_dict(), sk.open(tmp_path / "new").to_dict()
@@ -249,9 +229,7 @@ def test_every_dtype_goes_where_it_can(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_names_are_dropped(tmp_path, layout):
-    """
-    What is dropped is gone, container and all; of tied weights the name that stays keeps the memory.
-    """
+    """What is dropped is gone, container and all; of tied weights the name that stays keeps the memory."""
     sk.save(training_state(), tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "new", layout, drop=["optim", "array", "model.embed.weight", "n*"])
     expected = training_state()
@@ -260,9 +238,7 @@ def test_names_are_dropped(tmp_path, layout):
 
 
 def test_a_part_of_a_list_is_not_dropped(tmp_path):
-    """
-    Items of a list have numbers for names: dropping some would rename others, and is refused.
-    """
+    """Items of a list have numbers for names: dropping some would rename others, and is refused."""
     sk.save({"l": [torch.ones(2), torch.zeros(2)]}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="change their positions"):
         sk.convert(tmp_path / "ck", tmp_path / "new", drop="l.0")
@@ -279,9 +255,7 @@ class Odd:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pickled_values_go_along_only_if_allowed(tmp_path, layout):
-    """
-    A pickled value stops a conversion, which names it; with allow_pickle, or without the value, it goes on.
-    """
+    """A pickled value stops a conversion, which names it; with allow_pickle, or without the value, it goes on."""
     sk.save({"w": torch.ones(2), "odd": Odd(3)}, tmp_path / "ck", allow_pickle=True)
     with pytest.raises(sk.PickleRefused, match="odd"):
         sk.convert(tmp_path / "ck", tmp_path / "no", layout)
@@ -324,9 +298,7 @@ def test_whatever_fails_the_old_checkpoint_stays(fault):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
-    """
-    An unknown layout, a checkpoint that is not there and codecs for files of other programs are clear errors.
-    """
+    """An unknown layout, a checkpoint that is not there and codecs for files of other programs are clear errors."""
     sk.save({"w": torch.ones(3)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="zarr"):
         sk.convert(tmp_path / "ck", tmp_path / "x", "zarr")

@@ -45,9 +45,7 @@ def weights():
 
 @pytest.mark.parametrize("layout", ["native", "dcp", "safetensors"])
 def test_a_checkpoint_of_any_layout_becomes_a_model(tmp_path, layout):
-    """
-    The tensors come out bit for bit under their names without `model.`, and nothing else is in the directory.
-    """
+    """The tensors come out bit for bit under their names without `model.`, and nothing else is in the directory."""
     state = training_state() if layout != "safetensors" else training_state()["model"] | {TIED: torch.ones(3)}
     write(state, tmp_path / "ck", layout)
     report = sk.export(tmp_path / "ck", tmp_path / "hf")
@@ -74,9 +72,7 @@ def test_of_tied_weights_one_name_is_stored(tmp_path):
 @settings(max_examples=25)
 @given(st.data())
 def test_files_are_as_large_as_asked_for(tmp_path_factory, data):
-    """
-    Whatever the sizes, no file holds more than the limit unless one tensor alone does, and all tensors are there.
-    """
+    """Whatever the sizes, no file holds more than the limit unless one tensor alone does, and all tensors are there."""
     where = tmp_path_factory.mktemp("shards")
     sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=12))
     limit = data.draw(st.integers(1, 4000))
@@ -149,9 +145,7 @@ def test_finite_numbers_that_become_infinite_are_reported(tmp_path, form, dtype,
     ],
 )  # fmt: skip
 def test_names_are_chosen_and_changed(tmp_path, how, names):
-    """
-    Include, exclude, rename and prefix say which tensors go out and what they are called.
-    """
+    """Include, exclude, rename and prefix say which tensors go out and what they are called."""
     sk.save(training_state(), tmp_path / "ck")
     sk.export(tmp_path / "ck", tmp_path / "hf", **how)
     assert set(held_in(tmp_path / "hf")) == names
@@ -172,9 +166,7 @@ def test_names_are_chosen_and_changed(tmp_path, how, names):
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, how, error, says):
-    """
-    Arguments that pick nothing, give one name to two tensors or are unknown raise before anything is written.
-    """
+    """Arguments that pick nothing, give one name to two tensors or are unknown raise before anything is written."""
     sk.save(training_state(), tmp_path / "ck")
     with pytest.raises(error, match=says):
         sk.export(tmp_path / "ck", tmp_path / "hf", **how)
@@ -182,17 +174,13 @@ def test_what_makes_no_sense_is_refused(tmp_path, how, error, says):
 
 
 def test_plain_values_are_left_out_and_told(tmp_path):
-    """
-    A Hugging Face model holds tensors only: the report lists the values that are not in it.
-    """
+    """A Hugging Face model holds tensors only: the report lists the values that are not in it."""
     sk.save({"w": torch.ones(3), "step": 1, "deep": {"name": "x"}}, tmp_path / "ck")
     assert sk.export(tmp_path / "ck", tmp_path / "hf").left_out == ["step", "deep.name"]
 
 
 def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
-    """
-    A tensor that no safetensors file can hold is an error that names it, and nothing is left behind.
-    """
+    """A tensor that no safetensors file can hold is an error that names it, and nothing is left behind."""
     sk.save({"good": torch.ones(3), "bad": torch.ones(3, dtype=torch.complex128)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="'bad'"):
         sk.export(tmp_path / "ck", tmp_path / "hf")
@@ -217,9 +205,7 @@ def test_a_model_is_replaced_only_if_asked_for(tmp_path):
 
 @pytest.mark.parametrize("layout", ["native", "dcp"])
 def test_no_model_is_put_over_a_checkpoint(tmp_path, layout):
-    """
-    A directory that holds a checkpoint is never exported to, also with overwrite.
-    """
+    """A directory that holds a checkpoint is never exported to, also with overwrite."""
     write(training_state(), tmp_path / "ck", layout)
     before = files_in(tmp_path / "ck")
     with pytest.raises(sk.CheckpointExists, match="another layout"):
@@ -228,18 +214,14 @@ def test_no_model_is_put_over_a_checkpoint(tmp_path, layout):
 
 
 def test_a_model_may_be_converted_in_its_place(tmp_path):
-    """
-    A model exported over itself in another dtype is read before it is replaced.
-    """
+    """A model exported over itself in another dtype is read before it is replaced."""
     write({"a": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "hf", "safetensors")
     sk.export(tmp_path / "hf", tmp_path / "hf", dtype="bf16", max_shard_bytes=10, overwrite=True)
     assert bits(held_in(tmp_path / "hf")["a"]) == bits(torch.arange(5.0).bfloat16())
 
 
 def test_configuration_and_tokenizer_are_copied(tmp_path):
-    """
-    Everything beside the weights of another model is copied, byte for byte, and no weights are.
-    """
+    """Everything beside the weights of another model is copied, byte for byte, and no weights are."""
     base = tmp_path / "base"
     base.mkdir()
     for name in ("config.json", "tokenizer.model", "modeling_x.py", "model.safetensors", "pytorch_model.bin", INDEX):
@@ -298,9 +280,7 @@ def test_torch_opens_the_file_safely(tmp_path, layout):
 
 
 def test_every_dtype_reaches_torch(tmp_path):
-    """
-    Tensors of every dtype of torch come out of the file bit for bit, those that safetensors lacks among them.
-    """
+    """Tensors of every dtype of torch come out of the file bit for bit, those that safetensors lacks among them."""
     kinds = [torch.float32, torch.complex128, torch.bool, torch.float8_e5m2, torch.uint16, torch.int8, torch.bfloat16]
     state = {str(kind): random_tensor((3, 5), kind, 1) for kind in kinds}
     sk.save(state, tmp_path / "ck")
@@ -309,9 +289,7 @@ def test_every_dtype_reaches_torch(tmp_path):
 
 
 def test_a_file_is_replaced_only_if_asked_for(tmp_path):
-    """
-    What is at the file's place stays, unless overwrite is given.
-    """
+    """What is at the file's place stays, unless overwrite is given."""
     sk.save({"w": torch.ones(3)}, tmp_path / "ck")
     (tmp_path / "m.pt").write_bytes(b"mine")
     with pytest.raises(sk.CheckpointExists, match="overwrite"):
@@ -322,9 +300,7 @@ def test_a_file_is_replaced_only_if_asked_for(tmp_path):
 
 
 def test_values_that_torch_would_not_open_are_refused(tmp_path):
-    """
-    A value that needs more than weights_only is an error that names it: the file would not open.
-    """
+    """A value that needs more than weights_only is an error that names it: the file would not open."""
     sk.save({"w": torch.ones(3), "odd": frozenset({1})}, tmp_path / "ck")
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
@@ -336,9 +312,7 @@ def test_values_that_torch_would_not_open_are_refused(tmp_path):
 
 @pytest.mark.parametrize("form", ["hf", "torch"])
 def test_damage_in_the_checkpoint_leaves_no_half_model(tmp_path, form):
-    """
-    A flipped bit in the source is an error that names file and tensor, and what was at the target is still there.
-    """
+    """A flipped bit in the source is an error that names file and tensor, and what was at the target is still there."""
     sk.save({"model": {f"w{i}": random_tensor((300, 300), torch.float32, i) for i in range(4)}}, tmp_path / "ck")
     target = tmp_path / "to" / "m" if form == "torch" else tmp_path / "to"
     (tmp_path / "to").mkdir()
@@ -356,9 +330,7 @@ def test_damage_in_the_checkpoint_leaves_no_half_model(tmp_path, form):
 
 @pytest.mark.parametrize("form", ["hf", "torch"])
 def test_what_was_not_written_as_meant_is_not_published(tmp_path, monkeypatch, form):
-    """
-    Bits that a disk loses on the way are found by reading back, before the files get their names.
-    """
+    """Bits that a disk loses on the way are found by reading back, before the files get their names."""
     from shardkeep.storage import local
 
     real = local.write_at
@@ -393,9 +365,7 @@ except sk.StorageError as error:
 
 @pytest.mark.parametrize("form", ["hf", "torch"])
 def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, form):
-    """
-    A file that cannot grow as large as it must be is an error of the store, and no part of the export stays.
-    """
+    """A file that cannot grow as large as it must be is an error of the store, and no part of the export stays."""
     sk.save({"w": torch.ones(1 << 19)}, tmp_path / "ck")
     (tmp_path / "to").mkdir()
     target = tmp_path / "to" / "m" if form == "torch" else tmp_path / "to"
@@ -406,9 +376,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, form):
 
 
 def test_every_failing_read_of_the_source_is_an_error(tmp_path):
-    """
-    Whichever operation of the source's store fails, the export raises and the target stays as it was.
-    """
+    """Whichever operation of the source's store fails, the export raises and the target stays as it was."""
     store = sk.MemoryStore()
     sk.save({"w": torch.ones(300), "b": torch.zeros(5)}, store)
     calm = FaultyStore(store)
@@ -421,9 +389,7 @@ def test_every_failing_read_of_the_source_is_an_error(tmp_path):
 
 
 def test_an_export_that_died_is_cleared_by_the_next(tmp_path):
-    """
-    What a killed export left under temporary names is gone after the next one into the same directory.
-    """
+    """What a killed export left under temporary names is gone after the next one into the same directory."""
     sk.save({"w": torch.ones(300)}, tmp_path / "ck")
     (tmp_path / "hf").mkdir()
     left = tmp_path / "hf" / temporary_name("model.safetensors", "00000000-0000-0000-0000-000000000000")
@@ -445,9 +411,7 @@ def large(tmp_path_factory):
     [("export", "hf"), ("export", "torch"), ("convert", "native"), ("convert", "dcp"), ("convert", "safetensors")],
 )
 def test_memory_does_not_grow_with_the_checkpoint(large, what, how):
-    """
-    Of a checkpoint of 300 MB with a budget of 32 MB, little more than the budget is in memory.
-    """
+    """Of a checkpoint of 300 MB with a budget of 32 MB, little more than the budget is in memory."""
     options = sk.Options(io_threads=4, host_budget_bytes=32 << 20)
     to = large / f"{what}-{how}"
 

@@ -54,9 +54,7 @@ def test_a_model_in_several_files_is_opened(tmp_path):
 
 
 def test_a_single_file_is_opened_by_its_path(tmp_path):
-    """
-    A path to a safetensors file, whatever else is in its directory, is opened and loaded from.
-    """
+    """A path to a safetensors file, whatever else is in its directory, is opened and loaded from."""
     tensors = model()
     save_file(tensors, tmp_path / "one.safetensors")
     save_file({"rows": torch.zeros(2)}, tmp_path / "other.safetensors")
@@ -68,9 +66,7 @@ def test_a_single_file_is_opened_by_its_path(tmp_path):
 
 
 def test_a_file_that_is_no_checkpoint_says_so(tmp_path):
-    """
-    Text, an empty file and a file of torch.save are refused with the file's name, not taken for anything.
-    """
+    """Text, an empty file and a file of torch.save are refused with the file's name, not taken for anything."""
     for name, data in (("text", b"hello, this is no checkpoint"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(sk.DamagedCheckpoint, match=name):
@@ -81,9 +77,7 @@ def test_a_file_that_is_no_checkpoint_says_so(tmp_path):
 
 
 def test_files_of_a_hub_cache_are_links(tmp_path):
-    """
-    A snapshot of Hugging Face's cache, all symbolic links into another directory, is opened.
-    """
+    """A snapshot of Hugging Face's cache, all symbolic links into another directory, is opened."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     tensors = in_two_files(tmp_path / "blobs")
@@ -96,9 +90,7 @@ def test_files_of_a_hub_cache_are_links(tmp_path):
 
 
 def test_a_store_of_another_kind_holds_a_model(tmp_path):
-    """
-    Files in any store, here in memory, are opened as those in a directory are.
-    """
+    """Files in any store, here in memory, are opened as those in a directory are."""
     tensors = in_two_files(tmp_path)
     store = sk.MemoryStore()
     for file in tmp_path.iterdir():
@@ -109,9 +101,7 @@ def test_a_store_of_another_kind_holds_a_model(tmp_path):
 
 
 def test_names_are_seen_without_torch(tmp_path):
-    """
-    Opening, listing and verifying a model do not import torch.
-    """
+    """Opening, listing and verifying a model do not import torch."""
     in_two_files(tmp_path)
     script = (
         "import sys, shardkeep as sk\n"
@@ -126,9 +116,7 @@ def test_names_are_seen_without_torch(tmp_path):
 @settings(max_examples=25)
 @given(st.integers(1, 7), st.sampled_from([torch.float32, torch.float64, torch.int16]), st.integers(0, 3))
 def test_tensors_may_begin_anywhere(tmp_path_factory, shift, dtype, cut):
-    """
-    A file whose tensors are not aligned to their elements, as other tools may write them, is read in any slice.
-    """
+    """A file whose tensors are not aligned to their elements, as other tools may write them, is read in any slice."""
     where = tmp_path_factory.mktemp("askew")
     tensor = random_tensor((9, 5), dtype, shift)
     raw = tensor.numpy().tobytes()
@@ -158,9 +146,7 @@ def load_shards(where):
 
 
 def test_ranks_load_their_shards(rank_pool, tmp_path):
-    """
-    Ranks fill DTensors from a model, each with its own part, and all of them from the same files.
-    """
+    """Ranks fill DTensors from a model, each with its own part, and all of them from the same files."""
     tensors = in_two_files(tmp_path)
     found = rank_pool.run(2, load_shards, str(tmp_path))
     assert found[0][:2] == (bits(tensors["rows"]), bits(tensors["ints"]))
@@ -168,9 +154,7 @@ def test_ranks_load_their_shards(rank_pool, tmp_path):
 
 
 def test_what_a_save_left_is_no_model(tmp_path):
-    """
-    Data files of a native save that was never committed are not taken for a model.
-    """
+    """Data files of a native save that was never committed are not taken for a model."""
     sk.save({"w": torch.ones(4)}, tmp_path)
     (tmp_path / "shardkeep.json").unlink()
     with pytest.raises(sk.CheckpointNotFound, match="did not finish"):
@@ -178,9 +162,7 @@ def test_what_a_save_left_is_no_model(tmp_path):
 
 
 def test_a_save_beside_a_model_leaves_it_alone(tmp_path):
-    """
-    Saving into a directory that holds a model is no error, keeps its files, and is what is opened from then on.
-    """
+    """Saving into a directory that holds a model is no error, keeps its files, and is what is opened from then on."""
     tensors = in_two_files(tmp_path)
     sk.save({"new": torch.ones(4)}, tmp_path)
     assert list(sk.open(tmp_path)) == ["new"]
@@ -221,9 +203,7 @@ def misplace(where):
     ],
 )
 def test_damage_is_found_when_it_is_opened(tmp_path, damage, says):
-    """
-    A file that is cut short, lost, scrambled, or lacks what the index says is in it is an error that names it.
-    """
+    """A file that is cut short, lost, scrambled, or lacks what the index says is in it is an error that names it."""
     in_two_files(tmp_path)
     opened = sk.open(tmp_path)
     damage(tmp_path)
@@ -234,9 +214,7 @@ def test_damage_is_found_when_it_is_opened(tmp_path, damage, says):
 
 
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path):
-    """
-    An index file cannot make anyone read outside its directory.
-    """
+    """An index file cannot make anyone read outside its directory."""
     (tmp_path / "model").mkdir()
     save_file({"w": torch.ones(3)}, tmp_path / "secret.safetensors")
     (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
@@ -245,9 +223,7 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path):
 
 
 def test_one_name_in_two_files_is_refused(tmp_path):
-    """
-    Two files that both have a tensor, and no index to say which counts, are an error and not a guess.
-    """
+    """Two files that both have a tensor, and no index to say which counts, are an error and not a guess."""
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     save_file({"w": torch.zeros(3)}, tmp_path / "b.safetensors")
     with pytest.raises(sk.DamagedCheckpoint, match="'w'"):
@@ -255,9 +231,7 @@ def test_one_name_in_two_files_is_refused(tmp_path):
 
 
 def test_a_failing_disk_is_told_apart_from_damage(tmp_path):
-    """
-    Whatever operation of a store fails, opening raises the store's error, never that the files are damaged.
-    """
+    """Whatever operation of a store fails, opening raises the store's error, never that the files are damaged."""
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     inner = sk.MemoryStore()
     inner.put("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
@@ -269,9 +243,7 @@ def test_a_failing_disk_is_told_apart_from_damage(tmp_path):
 
 
 def test_files_that_are_replaced_meanwhile_are_noticed(tmp_path):
-    """
-    Verify says that what it opened is no longer there.
-    """
+    """Verify says that what it opened is no longer there."""
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     ck = sk.open(tmp_path)
     save_file({"w": torch.ones(4)}, tmp_path / "new")

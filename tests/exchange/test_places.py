@@ -32,9 +32,7 @@ def test_directories_are_compared_by_what_they_are(tmp_path, monkeypatch):
 
 
 def test_stores_in_memory_are_the_same_only_if_they_are_one():
-    """
-    Those that were given no name are not taken for each other.
-    """
+    """Those that were given no name are not taken for each other."""
     one = MemoryStore()
     assert same_place(one, one)
     assert not same_place(one, MemoryStore())
@@ -45,9 +43,7 @@ def test_stores_in_memory_are_the_same_only_if_they_are_one():
 
 @pytest.mark.parametrize("spelled", ["s3://", "s3a://", "s3://…/"])
 def test_a_model_made_twice_in_the_place_of_its_shards(s3_server, monkeypatch, spelled):
-    """
-    The model of an earlier call is not taken for a shard, however the place is written.
-    """
+    """The model of an earlier call is not taken for a shard, however the place is written."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     root = s3_server.url(f"places-{uuid.uuid4().hex}")

@@ -187,9 +187,7 @@ def test_in_a_directory_after_a_death(tmp_path, sources, monkeypatch, before, af
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_in_a_store(sources, before, after):
-    """
-    Before each request of a replacement the store holds the old model or the new one, and never less.
-    """
+    """Before each request of a replacement the store holds the old model or the new one, and never less."""
     store = MemoryStore()
     sk.export(sources[0], store, max_shard_bytes=MOST[before])
     views = []

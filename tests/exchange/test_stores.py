@@ -160,9 +160,7 @@ def test_files_for_torch_load(root, monkeypatch):
 
 @pytest.mark.parametrize("form", ["torch", "hf", "native"])
 def test_a_directory_is_made_where_it_is_missing(tmp_path, form):
-    """
-    Every format of an export makes the directories that its place is in, given as a URL or as a path.
-    """
+    """Every format of an export makes the directories that its place is in, given as a URL or as a path."""
     state = {"w": random_tensor((50,), torch.float32, 1)}
     sk.save(state, tmp_path / "a")
     for where in (f"file://{tmp_path}/new/one/w.pt", f"{tmp_path}/other/two/w.pt"):
@@ -223,9 +221,7 @@ def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
 
 
 def test_equal_bytes_take_the_place_of_a_file(s3_server, monkeypatch):
-    """
-    A file that is replaced by equal bytes has the same version as before, and was replaced all the same.
-    """
+    """A file that is replaced by equal bytes has the same version as before, and was replaced all the same."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     url = s3_server.url(f"exchange-{uuid.uuid4().hex}/w.pt")
@@ -290,9 +286,7 @@ def fail(problem):
 
 
 def test_a_file_for_torch_load_is_looked_at_before_it_replaces_another():
-    """
-    What is not what was meant to be never takes the place of a file.
-    """
+    """What is not what was meant to be never takes the place of a file."""
     url = f"memory://{uuid.uuid4().hex}/w.pt"
     write_bytes(url, b"good", budget_nbytes=1000)
     with pytest.raises(sk.ChecksumMismatch):
@@ -387,9 +381,7 @@ def test_a_failure_takes_back_what_was_written():
 
 
 def test_a_place_where_nothing_was_finished_holds_nothing():
-    """
-    Shards of an export that died in an empty place are no checkpoint, though a listing shows them.
-    """
+    """Shards of an export that died in an empty place are no checkpoint, though a listing shows them."""
     source, store = MemoryStore(), MemoryStore()
     sk.save({"w": torch.ones(300), "v": torch.ones(300)}, source)
     dying = FaultyStore(store, "crash", at=1, verbs=("finish",))
@@ -405,9 +397,7 @@ def test_a_place_where_nothing_was_finished_holds_nothing():
 
 
 def test_of_two_exports_at_once_one_is_told(root):
-    """
-    An export that ends after another one began in the same place is not committed, and says so.
-    """
+    """An export that ends after another one began in the same place is not committed, and says so."""
     store, file = open_place(f"{root}/hf"), "model-00001-of-00001.safetensors"
     first = begin_save(store, str(uuid.uuid4()), prepare_directory(store))
     found = prepare_directory(store)
@@ -485,9 +475,7 @@ def test_an_export_that_hung_never_mixes_with_another(at, overwrite):
 
 
 def test_what_is_published_is_not_taken_back(root):
-    """
-    A process that finds a save under way, and is slower than it, leaves alone what has become a model since.
-    """
+    """A process that finds a save under way, and is slower than it, leaves alone what has become a model since."""
     store, file = open_place(f"{root}/hf"), "model-00001-of-00001.safetensors"
     first = begin_save(store, str(uuid.uuid4()), prepare_directory(store))
     store.put(first.written(file), b"")

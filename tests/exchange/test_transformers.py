@@ -70,9 +70,7 @@ def test_an_export_gives_equal_logits(rank_pool, tmp_path, tied, shard):
 
 
 def test_an_export_in_bf16_is_the_rounded_model(rank_pool, tmp_path):
-    """
-    Weights that were converted on the way are those that torch's own conversion gives.
-    """
+    """Weights that were converted on the way are those that torch's own conversion gives."""
     from transformers import AutoModelForCausalLM
 
     rank_pool.run(2, train_and_save, str(tmp_path), True)

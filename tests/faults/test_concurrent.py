@@ -104,9 +104,7 @@ def test_one_of_two_dies_on_the_way():
 
 
 def test_a_reader_between_the_steps_of_a_save():
-    """
-    A reader sees one checkpoint or the other, whole, or an error of ours; never a mixture.
-    """
+    """A reader sees one checkpoint or the other, whole, or an error of ours; never a mixture."""
     seen = set()
     for seed in range(SCHEDULES):
         store = sk.MemoryStore()

@@ -165,9 +165,7 @@ class CtrlCAtCommit(FaultyStore):
 
 
 def test_ctrl_c_on_a_rank_that_waits_for_the_commit(place):
-    """
-    Interrupted while rank 0 commits, a rank leaves its files alone: they are part of the checkpoint by then.
-    """
+    """Interrupted while rank 0 commits, a rank leaves its files alone: they are part of the checkpoint by then."""
     assert_saved(save_all(3, place, 0))
     mail = HashStore()
 

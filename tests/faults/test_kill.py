@@ -123,9 +123,7 @@ def test_one_rank_killed(place, victim, host, times):
 
 
 def test_all_ranks_killed(place):
-    """
-    When the whole job is killed, at any moment, the checkpoint on disk is whole and the next job saves over it.
-    """
+    """When the whole job is killed, at any moment, the checkpoint on disk is whole and the next job saves over it."""
     rng = random.Random(0)
     latest = 0
     save_level(place, 0)
@@ -142,9 +140,7 @@ def test_all_ranks_killed(place):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_of_a_pool_killed_at_one_operation(rank_pool, place, victim):
-    """
-    The same with a rank that is killed between two operations on its own data file, on the ranks other tests use.
-    """
+    """The same with a rank that is killed between two operations on its own data file, on the ranks other tests use."""
     save_level(place, 0)
     before = names_in(place)
     outcomes = rank_pool.outcomes(3, save_with_a_rank_killed, place, 1, victim, 5 if victim == 0 else 2)

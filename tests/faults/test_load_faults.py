@@ -134,9 +134,7 @@ def test_every_flipped_read_is_caught_by_open(place, caplog):
 
 @pytest.mark.parametrize(("fault", "kind"), [("error", sk.CheckpointError), ("crash", InjectedCrash)])
 def test_open_and_verify_end_cleanly(place, fault, kind):
-    """
-    When a store fails under `open`, `verify` or a slice, the error is ours and nothing stays open.
-    """
+    """When a store fails under `open`, `verify` or a slice, the error is ours and nothing stays open."""
     save_all(3, place, 1)
 
     def look(store):
@@ -158,9 +156,7 @@ def test_open_and_verify_end_cleanly(place, fault, kind):
 
 @pytest.mark.parametrize("fault", ["crash", "interrupt"])
 def test_one_rank_falls_out_of_a_load(place, fault):
-    """
-    A rank that dies or is interrupted at any of its operations is named by the others; nothing stays open.
-    """
+    """A rank that dies or is interrupted at any of its operations is named by the others; nothing stays open."""
     save_all(3, place, 1)
     for n in itertools.count():
         inner = LocalStore(place)
@@ -179,9 +175,7 @@ def test_one_rank_falls_out_of_a_load(place, fault):
 
 
 def test_slow_reads_are_waited_for_and_late_ones_named(place):
-    """
-    Within the deadline a slow read changes nothing; beyond it all ranks raise RanksSilent and name the rank.
-    """
+    """Within the deadline a slow read changes nothing; beyond it all ranks raise RanksSilent and name the rank."""
     save_all(3, place, 1)
     inner = LocalStore(place)
     slow = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=0.3)

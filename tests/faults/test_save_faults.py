@@ -91,9 +91,7 @@ def check_storage_error(outcome, fault, struck, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_slow_operation_is_waited_for(place, ranks):
-    """
-    Within the deadline, an operation that takes its time changes nothing: the save succeeds and is whole.
-    """
+    """Within the deadline, an operation that takes its time changes nothing: the save succeeds and is whole."""
     save_all(ranks, place, 0)
     for n in itertools.count():
         store = FaultyStore(LocalStore(place), "slow", at=n, delay_s=0.05)
@@ -283,9 +281,7 @@ def test_a_rank_past_the_deadline_is_named(place, verb):
 
 
 def test_rank_0_late_with_the_commit_does_not_tear_it(place):
-    """
-    When the other ranks give up on rank 0 while it commits, what is committed in the end is whole.
-    """
+    """When the other ranks give up on rank 0 while it commits, what is committed in the end is whole."""
     save_all(3, place, 0)
     slow = FaultyStore(LocalStore(place), "slow", at=2, verbs=["put"], delay_s=2.4)
     outcomes = save_all(3, only(0, slow), 1, timeout_s=0.8)

@@ -90,9 +90,7 @@ def sharded_models(draw):
 @given(sharded_models())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shards_make_the_tensors_they_were_cut_from(tmp_path_factory, drawn):
-    """
-    Random dtypes, shapes, cuts and windows: each tensor is, in every bit, the one that was cut.
-    """
+    """Random dtypes, shapes, cuts and windows: each tensor is, in every bit, the one that was cut."""
     models, files, window = drawn
     folder = tmp_path_factory.mktemp("shards")
     full, shards = {}, {}
@@ -147,9 +145,7 @@ def test_the_same_files_as_torch(tmp_path):
 
 
 def test_headers_are_plain_and_aligned(tmp_path):
-    """
-    A file of ours says nothing but format=pt, and every tensor begins where its elements may lie in memory.
-    """
+    """A file of ours says nothing but format=pt, and every tensor begins where its elements may lie in memory."""
     full = {"odd": numbered(5, dtype=torch.uint8), "wide": numbered(3, dtype=torch.float64), "page": numbered(2048)}
     shard(tmp_path, 1, {key: (value, [0]) for key, value in full.items()})
     consolidate_safetensors_files(tmp_path, tmp_path / "out", dict.fromkeys(full, 1))
@@ -173,9 +169,7 @@ def save_and_consolidate(folder, mapping, num_threads):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_share_the_files(rank_pool, tmp_path, ranks):
-    """
-    Each rank makes some of three files; all see the whole model when the call returns.
-    """
+    """Each rank makes some of three files; all see the whole model when the call returns."""
     keys = [*full_state(), "chunks"]
     mapping = {key: number % 3 + 1 for number, key in enumerate(keys)}
     names = [*(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)), INDEX]
@@ -204,9 +198,7 @@ def consolidate_with_a_failure(folder):
 
 
 def test_a_rank_that_fails_fails_all_and_the_old_model_stays(rank_pool, tmp_path):
-    """
-    Both ranks raise the failure of one, and the directory holds the older model and nothing else.
-    """
+    """Both ranks raise the failure of one, and the directory holds the older model and nothing else."""
     shard(tmp_path, 1, {"a": (numbered(4), [0]), "b": (numbered(3), [0])})
     consolidate_safetensors_files(tmp_path, tmp_path / "out", {"a": 1})
     before = by_library(tmp_path / "out")
@@ -217,9 +209,7 @@ def test_a_rank_that_fails_fails_all_and_the_old_model_stays(rank_pool, tmp_path
 
 
 def test_bits_that_a_disk_loses_are_found_by_reading_back(tmp_path, monkeypatch):
-    """
-    Files are compared with what was written before they get their names; nothing is published.
-    """
+    """Files are compared with what was written before they get their names; nothing is published."""
     shard(tmp_path / "in", 1, {"a": (numbered(300, 300), [0, 0])})
     real = local.write_at
 
@@ -235,9 +225,7 @@ def test_bits_that_a_disk_loses_are_found_by_reading_back(tmp_path, monkeypatch)
 
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path, monkeypatch):
-    """
-    Two tensors of sixty MiB, cut along either axis, are made in a window and the pages around it.
-    """
+    """Two tensors of sixty MiB, cut along either axis, are made in a window and the pages around it."""
     full = torch.arange(15 << 20, dtype=torch.int32).reshape(1024, -1)
     halves = full.shape[1] // 2
     shard(tmp_path, 1, {"rows": (full[:300], [0, 0]), "columns": (full[:, :halves], [0, 0])})
@@ -252,18 +240,14 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path, monkeypatch):
 
 
 def test_a_tensor_without_elements_makes_a_file_of_a_header(tmp_path):
-    """
-    A file whose tensors are all empty is complete as soon as its header is.
-    """
+    """A file whose tensors are all empty is complete as soon as its header is."""
     shard(tmp_path, 1, {"none": (torch.empty(0, 4), [0, 0])})
     consolidate_safetensors_files(tmp_path, tmp_path / "out", None)
     assert by_library(tmp_path / "out")["none"].shape == (0, 4)
 
 
 def test_types_of_less_than_a_byte(tmp_path):
-    """
-    Two 4-bit floats to a byte, and 8-bit exponents: the same bytes, for safetensors too.
-    """
+    """Two 4-bit floats to a byte, and 8-bit exponents: the same bytes, for safetensors too."""
     raw = torch.arange(60, dtype=torch.uint8).reshape(5, 12)
     full = {"four": raw.view(torch.float4_e2m1fn_x2), "eight": raw.view(torch.float8_e8m0fnu)}
     save("ours", full, tmp_path, no_dist=True, save_distributed=True)
@@ -279,9 +263,7 @@ def test_types_of_less_than_a_byte(tmp_path):
 
 
 def test_tensors_left_out_of_the_mapping_are_named(tmp_path, caplog):
-    """
-    A mapping may choose tensors, as in torch; those it leaves out are logged.
-    """
+    """A mapping may choose tensors, as in torch; those it leaves out are logged."""
     shard(tmp_path, 1, {"a": (numbered(4), [0]), "b": (numbered(3), [0])})
     with caplog.at_level(logging.WARNING, logger="shardkeep"):
         consolidate_safetensors_files(tmp_path, tmp_path / "out", {"a": 1})
@@ -290,9 +272,7 @@ def test_tensors_left_out_of_the_mapping_are_named(tmp_path, caplog):
 
 
 def test_shards_and_model_may_share_a_directory(tmp_path):
-    """
-    Done twice in the directory of the shards, the second model replaces the first, and the shards stay.
-    """
+    """Done twice in the directory of the shards, the second model replaces the first, and the shards stay."""
     for turn in range(2):
         path = shard(tmp_path, 1, {"a": (numbered(4) + turn, [0])})
         consolidate_safetensors_files(tmp_path, tmp_path, {"a": 1})

@@ -68,9 +68,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_header_is_refused_by_name(tmp_path, name):
-    """
-    Loading and consolidating say which file is wrong, make no memory for what it claims, and write nothing.
-    """
+    """Loading and consolidating say which file is wrong, make no memory for what it claims, and write nothing."""
     path = tmp_path / "in" / FILE
     path.parent.mkdir()
     path.write_bytes(HOSTILE[name])
@@ -85,9 +83,7 @@ def test_a_hostile_header_is_refused_by_name(tmp_path, name):
 
 
 def test_a_stream_without_a_header_is_refused(tmp_path):
-    """
-    The function that reads a header from a stream does not read a length of 2**64.
-    """
+    """The function that reads a header from a stream does not read a length of 2**64."""
     for name in ("less than a length", "a header beyond any memory"):
         (tmp_path / "f").write_bytes(HOSTILE[name])
         with open(tmp_path / "f", "rb") as stream, pytest.raises(MalformedFile, match="header"):
@@ -132,9 +128,7 @@ def test_shards_that_do_not_fit_are_refused_by_name(tmp_path, name):
 
 
 def test_a_file_that_was_cut_short_is_refused(tmp_path):
-    """
-    One byte less is known from the header alone, before anything is read.
-    """
+    """One byte less is known from the header alone, before anything is read."""
     path = shard(tmp_path, 1, {"a": (TWO, [0, 0])})
     os.truncate(path, os.path.getsize(path) - 1)
     with pytest.raises(WrongSize, match="cut short"):
@@ -144,9 +138,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path):
 
 
 def test_mappings_that_do_not_fit(tmp_path):
-    """
-    Names that are not there, no names, and files that are no numbers are ValueErrors before anything is written.
-    """
+    """Names that are not there, no names, and files that are no numbers are ValueErrors before anything is written."""
     shard(tmp_path, 1, {"a": (TWO, [0, 0])})
     for mapping, said in [({"a": 1, "x": 1}, "'x'"), ({}, "empty"), ({"a": 0}, "from 1"), ({"a": "1"}, "from 1")]:
         with pytest.raises(ValueError, match=said):
@@ -173,9 +165,7 @@ def save_shards(folder, side, add):
 
 
 def test_shards_of_an_older_save_are_gone(rank_pool, tmp_path):
-    """
-    Four ranks save, then two: only the two files of the second are left, whichever writer wrote the first.
-    """
+    """Four ranks save, then two: only the two files of the second are left, whichever writer wrote the first."""
     for side in ("ours", "theirs"):
         rank_pool.run(4, save_shards, str(tmp_path), side, 1)
         assert len(os.listdir(tmp_path)) == 4
@@ -185,9 +175,7 @@ def test_shards_of_an_older_save_are_gone(rank_pool, tmp_path):
 
 
 def test_files_of_two_saves_are_refused(rank_pool, tmp_path):
-    """
-    A file of one save put among those of another is known by its save's id, even where it would fit.
-    """
+    """A file of one save put among those of another is known by its save's id, even where it would fit."""
     for turn in ("one", "two"):
         rank_pool.run(2, save_shards, str(tmp_path / turn), "ours", 1)
     name = min(os.listdir(tmp_path / "one"))
@@ -197,9 +185,7 @@ def test_files_of_two_saves_are_refused(rank_pool, tmp_path):
 
 
 def test_a_missing_file_is_missed(rank_pool, tmp_path):
-    """
-    Without its last shard the tensor would only seem to be shorter; the number of files says that one is missing.
-    """
+    """Without its last shard the tensor would only seem to be shorter; the number of files says that one is missing."""
     rank_pool.run(2, save_shards, str(tmp_path), "ours", 1)
     (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(CheckpointException, match="has 2 files, and 1 are here"):
@@ -207,9 +193,7 @@ def test_a_missing_file_is_missed(rank_pool, tmp_path):
 
 
 def test_the_index_file_decides(tmp_path, caplog):
-    """
-    Files it does not name are not read, and said so; one that names only files that are not there is an error.
-    """
+    """Files it does not name are not read, and said so; one that names only files that are not there is an error."""
     save_file({"a": numbered(3)}, tmp_path / "one.safetensors")
     save_file({"a": numbered(3) + 9, "b": numbered(2)}, tmp_path / "old.safetensors")
     index = {"metadata": {}, "weight_map": {"a": "one.safetensors"}}
@@ -259,9 +243,7 @@ def test_shards_are_not_put_beside_a_model(tmp_path):
 
 
 def test_shards_are_not_put_beside_the_same_tensors(tmp_path):
-    """
-    A file that no save made and that holds a tensor to be saved is refused beforehand; one with others may stay.
-    """
+    """A file that no save made and that holds a tensor to be saved is refused beforehand; one with others may stay."""
     save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointException, match="which no save made, holds 1 of") as raised:
         save("ours", {"a": numbered(3) + 1, "b": numbered(2)}, tmp_path, no_dist=True, save_distributed=True)
@@ -273,9 +255,7 @@ def test_shards_are_not_put_beside_the_same_tensors(tmp_path):
 
 
 def test_kept_plans_do_not_hide_the_same_tensors(tmp_path):
-    """
-    Where the plans of a save were sent for an earlier one, into another directory, it is refused all the same.
-    """
+    """Where the plans of a save were sent for an earlier one, into another directory, it is refused all the same."""
     save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for place, said in [(tmp_path / "new", None), (tmp_path, "holds 1 of")]:
@@ -286,9 +266,7 @@ def test_kept_plans_do_not_hide_the_same_tensors(tmp_path):
 
 
 def test_foreign_files_are_left_alone(tmp_path):
-    """
-    Only what a checkpoint writer wrote is removed by a later save.
-    """
+    """Only what a checkpoint writer wrote is removed by a later save."""
     save_file({"x": numbered(3)}, tmp_path / "model-00007-of-00009.safetensors")
     (tmp_path / "notes.txt").write_text("mine")
     save("ours", {"a": numbered(3)}, tmp_path, no_dist=True, save_distributed=True)
@@ -305,17 +283,13 @@ def save_objects(folder):
 
 
 def test_objects_have_no_place(rank_pool, tmp_path):
-    """
-    A value that is no tensor fails the save on all ranks, by name, before a file is written.
-    """
+    """A value that is no tensor fails the save on all ranks, by name, before a file is written."""
     tmp_path.joinpath("ck").mkdir()
     assert rank_pool.run(2, save_objects, str(tmp_path / "ck")) == [(True, True, [])] * 2
 
 
 def test_a_dtype_that_safetensors_lacks(tmp_path):
-    """
-    complex128 has no name in safetensors; the error has the tensor's.
-    """
+    """complex128 has no name in safetensors; the error has the tensor's."""
     with pytest.raises(CheckpointException, match="'c' is of dtype complex128"):
         save("ours", {"c": torch.zeros(2, dtype=torch.complex128)}, tmp_path, no_dist=True)
     assert os.listdir(tmp_path) == []
@@ -345,9 +319,7 @@ def save_and_fail(folder, failing):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_leaves_nothing_of_the_others(rank_pool, tmp_path, failing):
-    """
-    Whichever rank fails, the files that others wrote for the save are gone.
-    """
+    """Whichever rank fails, the files that others wrote for the save are gone."""
     assert rank_pool.run(2, save_and_fail, str(tmp_path), failing) == [[], []]
 
 
@@ -382,9 +354,7 @@ def test_the_rank_that_consolidates_is_waited_for(rank_pool, tmp_path):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_full_disk_fails_the_save_and_keeps_the_old_model(tmp_path, monkeypatch, at):
-    """
-    A thread that cannot write fails the whole save, its files are removed, and the older model is as it was.
-    """
+    """A thread that cannot write fails the whole save, its files are removed, and the older model is as it was."""
     mapping = {"a": 1, "b": 2}
     old = {"a": numbered(300, 300), "b": numbered(7)}
     save("ours", old, tmp_path, no_dist=True, fqn_to_index_mapping=mapping)
@@ -469,9 +439,7 @@ def test_a_death_while_publishing_leaves_the_old_or_the_new(tmp_path, monkeypatc
 
 
 def test_a_note_that_is_not_ours_is_refused(tmp_path):
-    """
-    A forged note cannot make a save rename or delete what is outside the directory.
-    """
+    """A forged note cannot make a save rename or delete what is outside the directory."""
     save("ours", {"a": numbered(3)}, tmp_path / "ck", no_dist=True)
     (tmp_path / "victim.safetensors").write_bytes(b"x")
     note = {"save_id": "s", "files": [], "remove": ["../victim.safetensors"], "index": True}
@@ -495,16 +463,12 @@ def save_alone(folder):
 
 
 def test_ranks_cannot_save_one_model_each(rank_pool, tmp_path):
-    """
-    Without collectives all ranks would write the same file, as torch's do: all of them raise.
-    """
+    """Without collectives all ranks would write the same file, as torch's do: all of them raise."""
     assert rank_pool.run(2, save_alone, str(tmp_path)) == [True, True]
 
 
 def test_leftovers_of_a_dead_save_are_cleared(tmp_path):
-    """
-    Files under temporary names are no part of any model, and the next save removes them.
-    """
+    """Files under temporary names are no part of any model, and the next save removes them."""
     LocalStore(tmp_path).put(f"{FILE}.new-0123", b"half")
     save("ours", {"a": numbered(3)}, tmp_path, no_dist=True)
     assert sorted(os.listdir(tmp_path)) == [FILE, INDEX]

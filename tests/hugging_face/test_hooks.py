@@ -42,9 +42,7 @@ def renaming(base):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_reader_that_renames_keys(tmp_path, side):
-    """
-    Metadata with other keys than the files', and requests that are turned back, are read as by torch's reader.
-    """
+    """Metadata with other keys than the files', and requests that are turned back, are read as by torch's reader."""
     save_file({"hf.w": numbered(4, 3), "hf.v": numbered(2)}, tmp_path / "model.safetensors")
     into = {"model.w": torch.zeros(4, 3), "model.v": torch.zeros(2)}
     quietly(LOADERS[side], into, storage_reader=renaming(READERS[side])(str(tmp_path)), no_dist=True)
@@ -53,9 +51,7 @@ def test_a_reader_that_renames_keys(tmp_path, side):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_reader_with_its_own_threads(tmp_path, side):
-    """
-    `_read_files_from_queue` is what reads where a subclass overrides it; a file that it leaves out is an error.
-    """
+    """`_read_files_from_queue` is what reads where a subclass overrides it; a file that it leaves out is an error."""
     state = {"a": numbered(3), "b": numbered(2)}
     for key, value in state.items():
         save_file({key: value}, tmp_path / f"{key}.safetensors")
@@ -106,9 +102,7 @@ class Elsewhere(filesystem.FileSystem):
 
 
 def test_another_file_system_is_refused(tmp_path):
-    """
-    A file system that would not be used is an error before anything is written or read.
-    """
+    """A file system that would not be used is an error before anything is written or read."""
     state = {"a": numbered(3)}
     save("ours", state, tmp_path / "there", no_dist=True)
     writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path / "new"))
@@ -142,16 +136,12 @@ def save_with_torchs_kept_plans(folder, distributed):
 
 @pytest.mark.parametrize(("ranks", "distributed"), [(1, False), (2, True)])
 def test_plans_that_torchs_planner_kept(rank_pool, tmp_path, ranks, distributed):
-    """
-    The files of a save are those that were decided on for it, also where torch's planner gives a plan it kept.
-    """
+    """The files of a save are those that were decided on for it, also where torch's planner gives a plan it kept."""
     assert rank_pool.run(ranks, save_with_torchs_kept_plans, str(tmp_path), distributed) == [[[]] * 3] * ranks
 
 
 def test_what_is_loaded_is_known_to_autograd(tmp_path):
-    """
-    A tensor that a graph saved and a load overwrote is an error in the backward pass, as after `copy_`.
-    """
+    """A tensor that a graph saved and a load overwrote is an error in the backward pass, as after `copy_`."""
     save("ours", {"w": numbered(3)}, tmp_path, no_dist=True)
     weight = torch.nn.Parameter(torch.ones(3))
     loss = (weight * weight).sum()

@@ -32,9 +32,7 @@ def parameters(function):
 
 @pytest.mark.parametrize(("theirs", "ours"), list(pairs()))
 def test_a_name_means_the_same(theirs, ours):
-    """
-    Constants are equal; functions, constructors and methods take the same arguments.
-    """
+    """Constants are equal; functions, constructors and methods take the same arguments."""
     assert ours is not None
     if inspect.isfunction(theirs):
         assert parameters(ours) == parameters(theirs)
@@ -50,9 +48,7 @@ def test_a_name_means_the_same(theirs, ours):
 
 
 def test_attributes_are_torchs(tmp_path):
-    """
-    What people read and set on readers and writers is there.
-    """
+    """What people read and set on readers and writers is there."""
     for module, name in [
         ("hf_storage", "HuggingFaceStorageWriter"),
         ("hf_storage", "HuggingFaceStorageReader"),

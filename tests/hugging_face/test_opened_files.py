@@ -71,9 +71,7 @@ def files_opened(name: str, where: str, keys: list[str]) -> int:
 
 
 def test_25_files_that_nobody_asks_for_stay_closed(tmp_path: Path) -> None:
-    """
-    Line 25: torch opens every file; ours, with an index file, those of the tensors that are asked for.
-    """
+    """Line 25: torch opens every file; ours, with an index file, those of the tensors that are asked for."""
     model(tmp_path / "m")
     keys = ["layer.1.a", "layer.1.b", "layer.4.b"]
     assert files_opened("ours", str(tmp_path / "m"), keys) == 2
@@ -82,17 +80,13 @@ def test_25_files_that_nobody_asks_for_stay_closed(tmp_path: Path) -> None:
 
 
 def test_without_an_index_all_headers_are_read(tmp_path: Path) -> None:
-    """
-    Where nothing says which file has a tensor, all are asked.
-    """
+    """Where nothing says which file has a tensor, all are asked."""
     model(tmp_path / "m", index=False)
     assert files_opened("ours", str(tmp_path / "m"), ["layer.1.a"]) == FILES
 
 
 def test_what_dcp_writes_is_read_so_too(tmp_path: Path) -> None:
-    """
-    Files that torch's writer or ours put there with an index are opened as they are needed.
-    """
+    """Files that torch's writer or ours put there with an index are opened as they are needed."""
     for name, module in (("torch", theirs), ("ours", dcp)):
         mapping = {f"layer.{n}.a": n + 1 for n in range(FILES)}
         state = {key: torch.full((3, 2), float(n - 1)) for key, n in mapping.items()}
@@ -103,9 +97,7 @@ def test_what_dcp_writes_is_read_so_too(tmp_path: Path) -> None:
 
 
 def test_metadata_are_those_of_all_files(tmp_path: Path) -> None:
-    """
-    Looked at as a whole, they are what they were: all tensors, all places, as torch has them.
-    """
+    """Looked at as a whole, they are what they were: all tensors, all places, as torch has them."""
     model(tmp_path / "m")
     ours = dcp.HuggingFaceStorageReader(str(tmp_path / "m")).read_metadata()
     torchs = theirs.HuggingFaceStorageReader(str(tmp_path / "m")).read_metadata()
@@ -136,9 +128,7 @@ def test_an_index_that_is_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_files_of_two_saves_are_told(tmp_path: Path) -> None:
-    """
-    Two files that the index names and that are of different saves are an error when both are needed.
-    """
+    """Two files that the index names and that are of different saves are an error when both are needed."""
     mapping = {"layer.0.a": 1, "layer.1.a": 2}
     state = {key: torch.full((3, 2), float(n - 1)) for key, n in mapping.items()}
     for name in ("x", "y"):

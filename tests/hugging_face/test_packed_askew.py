@@ -14,9 +14,7 @@ from shardkeep.engine import reader as read
 @pytest.mark.filterwarnings("ignore:torch.distributed is not in use")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as stored", "converted"])
 def test_elements_cut_by_windows_are_loaded(tmp_path, monkeypatch, dtype):
-    """
-    Tensors with gaps, of the stored dtype or another, get every element, though windows end inside of some.
-    """
+    """Tensors with gaps, of the stored dtype or another, get every element, though windows end inside of some."""
     monkeypatch.setattr(read, "_CACHED_STEP_NBYTES", 4096)
     stored = {
         "a": torch.arange(21, dtype=torch.uint8).reshape(3, 7),

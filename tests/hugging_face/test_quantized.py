@@ -106,9 +106,7 @@ def boxes(*sizes):
 @given(drawn=st.data())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_slice_is_torchs_bit_for_bit(tmp_path_factory, dtype, drawn):
-    """
-    Slices that begin and end inside blocks and groups, scales in other files, strips of any size: the same bits.
-    """
+    """Slices that begin and end inside blocks and groups, scales in other files, strips of any size: the same bits."""
     folder = tmp_path_factory.mktemp("model")
     homes = save_model(
         folder, model(drawn.draw(st.integers(0, 99)), block=64), files=drawn.draw(st.sampled_from([1, 3]))
@@ -128,9 +126,7 @@ def test_any_slice_is_torchs_bit_for_bit(tmp_path_factory, dtype, drawn):
 
 
 def test_a_model_is_loaded_whole(tmp_path):
-    """
-    Through `load` all numbers arrive; torch's own planner and reader fill only the first few of each packed row.
-    """
+    """Through `load` all numbers arrive; torch's own planner and reader fill only the first few of each packed row."""
     tensors = model()
     homes = save_model(tmp_path, tensors, files=2)
 
@@ -162,9 +158,7 @@ def load_cut(folder, kind=QuantizedHuggingFaceStorageReader):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_get_their_parts(rank_pool, tmp_path, ranks):
-    """
-    Columns that begin inside blocks, and values that begin inside groups, cast to the dtype of the state.
-    """
+    """Columns that begin inside blocks, and values that begin inside groups, cast to the dtype of the state."""
     homes = save_model(tmp_path, model())
     expected = [
         by_torch(tmp_path, FP8, [(0, ROWS), (0, COLUMNS)], homes).bfloat16(),
@@ -176,9 +170,7 @@ def test_ranks_get_their_parts(rank_pool, tmp_path, ranks):
 
 
 def test_quantized_shards_and_no_index(tmp_path):
-    """
-    Weights and scales that a distributed save cut are as good as whole ones; torch takes a shard for the whole.
-    """
+    """Weights and scales that a distributed save cut are as good as whole ones; torch takes a shard for the whole."""
     tensors = model()
     (tmp_path / "whole").mkdir()
     homes = save_model(tmp_path / "whole", tensors)
@@ -211,9 +203,7 @@ def test_quantized_shards_and_no_index(tmp_path):
 
 
 def test_a_state_made_from_the_model_has_plain_numbers(tmp_path):
-    """
-    A planner that makes the state from the metadata makes tensors of the target dtype and the unpacked size.
-    """
+    """A planner that makes the state from the metadata makes tensors of the target dtype and the unpacked size."""
     homes = save_model(tmp_path, model())
     reader = QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=torch.bfloat16)
     state = quietly(state_dict_loader._load_state_dict_from_keys, {FP8, PACKED}, storage_reader=reader)
@@ -246,9 +236,7 @@ class NegatingNumbers(QuantizedHuggingFaceStorageReader):
 
 @pytest.mark.parametrize("kind", [Negating, NegatingNumbers])
 def test_a_reader_on_top_of_it(rank_pool, tmp_path, kind):
-    """
-    A subclass that overrides a step of torch's reader is asked for every request, and may call ours.
-    """
+    """A subclass that overrides a step of torch's reader is asked for every request, and may call ours."""
     homes = save_model(tmp_path, model())
     sign = -1 if kind is Negating else 1
     for found in rank_pool.run(3, load_cut, str(tmp_path), kind):
@@ -259,9 +247,7 @@ def test_a_reader_on_top_of_it(rank_pool, tmp_path, kind):
 
 
 def test_scales_that_do_not_fit_are_named(tmp_path):
-    """
-    Too few scales, for this block size, and weights that are no matrix are errors with the names.
-    """
+    """Too few scales, for this block size, and weights that are no matrix are errors with the names."""
     for number, (change, said) in enumerate(
         [
             ({f"{FP8}_scale_inv": torch.rand(2, 2)}, "(?s)weight_scale_inv.*block_size=128"),

@@ -48,9 +48,7 @@ def save_and_load(folder, saver, writer, loader, reader, turn):
     ],
 )
 def test_what_one_saves_the_other_loads(rank_pool, tmp_path, ranks, saver, writer, loader, reader):
-    """
-    Shards of any driver and writer are read by any other, as other cuts, bit for bit.
-    """
+    """Shards of any driver and writer are read by any other, as other cuts, bit for bit."""
     outcome = rank_pool.run(ranks, save_and_load, str(tmp_path / "ck"), saver, writer, loader, reader, 1)
     assert outcome == [[]] * ranks
 
@@ -62,9 +60,7 @@ def names_after(folder, side, **options):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_files_are_called_as_torch_calls_them(rank_pool, tmp_path, mapped):
-    """
-    The same names for shards, in one file or in several, and the same keys in their headers beside ours.
-    """
+    """The same names for shards, in one file or in several, and the same keys in their headers beside ours."""
     keys = [*full_state(), "chunks"]
     mapping = {key: number % 2 + 1 for number, key in enumerate(keys)} if mapped else None
     names = {
@@ -133,9 +129,7 @@ def save_two_shards_a_rank(folder):
 
 
 def test_several_shards_of_a_tensor_on_one_rank(rank_pool, tmp_path):
-    """
-    A rank's second shard goes to a further file, where torch overwrites the first one with it.
-    """
+    """A rank's second shard goes to a further file, where torch overwrites the first one with it."""
     outcome = rank_pool.run(2, save_two_shards_a_rank, str(tmp_path))
     names = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)]
     assert outcome == [(True, names)] * 2
@@ -223,9 +217,7 @@ def test_a_planner_may_store_another_dtype(tmp_path, monkeypatch):
 
 
 def test_strided_tensors_are_written_and_filled(tmp_path):
-    """
-    Transposed and sliced tensors are stored row by row, and filled where they lie.
-    """
+    """Transposed and sliced tensors are stored row by row, and filled where they lie."""
     wide = numbered(6, 10)
     state = {"t": wide.t(), "s": wide[1:5, 2::3], "r": numbered(4)[::2]}
     save("ours", state, tmp_path, no_dist=True)
@@ -238,9 +230,7 @@ def test_strided_tensors_are_written_and_filled(tmp_path):
 
 
 def test_values_are_cast_as_torch_casts_them(tmp_path):
-    """
-    Into another dtype the numbers are those that torch's reader gives.
-    """
+    """Into another dtype the numbers are those that torch's reader gives."""
     state = {key: value for key, value in full_state().items() if key != "nothing"}
     save_file(state, tmp_path / "model.safetensors")
     for dtype in (torch.float16, torch.float64, torch.int32):
@@ -252,9 +242,7 @@ def test_values_are_cast_as_torch_casts_them(tmp_path):
 
 
 def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
-    """
-    Of a tensor of 4 MiB one row of 4 KiB is wanted, and beside the header and the index file 4 KiB are read.
-    """
+    """Of a tensor of 4 MiB one row of 4 KiB is wanted, and beside the header and the index file 4 KiB are read."""
     full = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     save("ours", {"w": full}, tmp_path, no_dist=True)
     read = []
@@ -281,9 +269,7 @@ def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
 
 
 def test_files_of_a_hub_cache_are_links(tmp_path):
-    """
-    A snapshot of Hugging Face's cache, whose files are symbolic links with long names, is read.
-    """
+    """A snapshot of Hugging Face's cache, whose files are symbolic links with long names, is read."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     (tmp_path / "snapshot").mkdir()
@@ -305,9 +291,7 @@ class Doubling(hf_storage.HuggingFaceStorageReader):
 
 
 def test_a_reader_that_handles_requests_itself(tmp_path):
-    """
-    A subclass that overrides `_process_read_request` gets a file with the methods of the safetensors library's.
-    """
+    """A subclass that overrides `_process_read_request` gets a file with the methods of the safetensors library's."""
     save("ours", {"w": numbered(4, 3), "x": numbered(2)}, tmp_path, no_dist=True, fqn_to_index_mapping={"w": 1, "x": 2})
     into = {"w": torch.zeros(4, 3), "x": torch.zeros(2)}
     quietly(state_dict_loader.load, into, storage_reader=Doubling(str(tmp_path), thread_count=2), no_dist=True)
@@ -315,9 +299,7 @@ def test_a_reader_that_handles_requests_itself(tmp_path):
 
 
 def test_a_plan_made_by_hand_is_written_at_once(tmp_path):
-    """
-    A plan whose storage data are only those torch's writer makes is in place when `write_data` returns.
-    """
+    """A plan whose storage data are only those torch's writer makes is in place when `write_data` returns."""
     state = {"a": numbered(3), "b": numbered(2)}
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
@@ -348,7 +330,5 @@ def save_again_and_again(folder, distributed):
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_plans_that_are_used_again(rank_pool, tmp_path, ranks, distributed):
-    """
-    Where ranks only say that their plans have not changed, each save is still the new one, and one model.
-    """
+    """Where ranks only say that their plans have not changed, each save is still the new one, and one model."""
     assert rank_pool.run(ranks, save_again_and_again, str(tmp_path), distributed) == [[[], [], []]] * ranks

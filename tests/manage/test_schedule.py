@@ -97,9 +97,7 @@ class SilentRoot(MemoryStore):
 
 
 def test_training_does_not_wait_for_a_root_that_does_not_answer():
-    """
-    A look that takes long is made aside, one at a time; what it finds counts when it is there, and only once.
-    """
+    """A look that takes long is made aside, one at a time; what it finds counts when it is there, and only once."""
     root = SilentRoot()
     root.put("save-now", b"")
     requests = SaveRequests(root, "save-now", Timer(None, time.monotonic), clock=time.monotonic, interval_s=0.0)
