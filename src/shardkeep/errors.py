@@ -9,7 +9,7 @@ Every exception that shardkeep raises on purpose.
     │   ├── InvalidShards            (ValueError)   boxes overlap, leave a hole, or disagree between ranks
     │   ├── ReplicasDiffer           (ValueError)   a replicated value is not the same on all ranks
     │   ├── StateMismatch            (ValueError)   checkpoint and state differ in keys, shapes, dtypes or kinds
-    │   ├── BrokenProtocol, MissingKeys, NoSuchValue                          from shardkeep.dcp
+    │   ├── BadMapping, BrokenProtocol, MissingKeys, NoSuchValue              from shardkeep.dcp
     │   └── UnknownName, BadOptions, BadState, MissingKey, UnsupportedValue,
     │       CompanionMismatch, UnexpectedValue, PinningRefused                from helpers for state dicts
     ├── CheckpointNotFound           (FileNotFoundError)

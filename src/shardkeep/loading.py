@@ -2,7 +2,7 @@
 Loads: open -> match -> read -> place.
 
 The ranks meet three times. Rank 0 reads the commit record, so that all ranks load the same save. Every rank compares its
-state with the index, before anything is changed. Every rank reads its own boxes. Objects in the state get what is theirs
+state with the index, before anything is changed. Every rank reads its own boxes. Objects in the state get their saved state
 in a fourth meeting, after all ranks have read. If ranks share their reads, rank 0 first decides which rank reads what, and
 the ranks exchange it afterwards. A failure on any rank is raised on all of them. `engine.load_session` has the steps.
 """
@@ -49,8 +49,8 @@ def load(
 
     Args:
         state: what to fill: the same nesting as was saved, in any layout over any number of ranks. Modules are filled
-            where they are; optimizers and objects with `load_state_dict` are given what was saved of them.
-        where: a path, or a store.
+            where they are; optimizers and objects with `load_state_dict` get their saved state.
+        where: a path, a URL, or a store.
         strict: missing and unexpected keys are an error, as are plain values of another kind and patterns that match
             no name; otherwise missing and unexpected keys are reported. Different shapes and dtypes are always an
             error.
@@ -65,8 +65,8 @@ def load(
 
     Raises:
         CheckpointNotFound: nothing is committed there.
-        StateMismatch: lists every difference, with what may have been meant.
-        StateError: an argument makes no sense, or the state holds what cannot be filled or changed.
+        StateMismatch: lists every difference, and suggests similar names.
+        StateError: an argument is invalid, or the state has a leaf that cannot be filled or replaced.
         DamagedCheckpoint: what is stored is not what was saved; names file, offset and keys.
 
     Example:

@@ -86,8 +86,8 @@ def verify_stored(
     Verify the stored bytes of an encrypted native checkpoint without its key.
 
     Args:
-        where: a path, or a store.
-        deep: read every byte; else sizes, tables of frames and headers.
+        where: a path, a URL, or a store.
+        deep: read every byte; otherwise check only sizes, tables of frames and headers.
         options: threads and memory.
 
     Raises:
@@ -238,7 +238,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises:
             DamagedCheckpoint: lists everything that is wrong.
-            StorageError: the store failed; that says nothing about what is stored.
+            StorageError: the store failed; the stored bytes may be intact.
 
         """
         began = time.perf_counter()
@@ -343,7 +343,7 @@ class StoredTensor:
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes that it is stored as."""
+        """The boxes in which the tensor is stored."""
         rows = self._checkpoint.index.chunk_rows(self.row)
         boxes = self._checkpoint.index.chunks.boxes
         return [boxes.box(row, self.ndim) for row in range(rows.start, rows.stop)]

@@ -52,7 +52,7 @@ class Options:
     """How a save or a load uses the machine. What is saved does not depend on it."""
 
     io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", _fair_threads()))
-    """Threads that copy, hash and move bytes, on each rank. They may be more than cores, as most wait for the disk."""
+    """Threads that copy, hash and move bytes, on each rank. There may be more than cores: most wait for the disk."""
     host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
@@ -76,7 +76,7 @@ class Options:
     """Use O_DIRECT on local disks where it works."""
     share_reads: bool = field(default_factory=lambda: _env_int("SHARDKEEP_SHARE_READS", 0) != 0)
     """
-    Let ranks that load the same bytes each read a part of them, and send it to the others over gloo. Pays where storage
+    Let ranks that load the same bytes each read a part of them, and send it to the others over gloo. It pays off if storage
     is slower than the network, from about four replicas up.
     """
     keys: Any = field(default=None, repr=False)

@@ -74,9 +74,9 @@ def save(
         state: nested dicts, lists and tuples of tensors (plain, DTensor, ShardedTensor, `ShardedBox`), numpy arrays,
             plain values, modules, optimizers (with their modules), objects that have `state_dict` and
             `load_state_dict`, and `PerRank` of any of these. Every rank must have the same objects in it.
-        where: a path, or a store.
-        step: a whole number, kept in the commit record. Rank 0's is used.
-        meta: JSON values of your own, kept in the commit record. Rank 0's are used.
+        where: a path, a URL, or a store.
+        step: a whole number, stored in the commit record. The value of rank 0 is used.
+        meta: JSON values of your own, stored in the commit record. Those of rank 0 are used.
         overwrite: replace a committed checkpoint; without it, an existing checkpoint is an error.
         allow_pickle: pickle leaves that have no safe form; loading them needs it again.
         check_replicas: hash replicated tensors on every rank, and raise if they differ.
@@ -88,9 +88,9 @@ def save(
         options: threads, memory and deadlines.
 
     Raises:
-        StateError: `step` or `meta` cannot be kept in the commit record, or `codecs` names a part that the state does not have.
+        StateError: `step` or `meta` cannot be stored in the commit record, or `codecs` names a part that the state does not have.
         UnsupportedLeaf: a leaf cannot be stored; names its key.
-        InvalidShards: the ranks' shards do not make up their tensors.
+        InvalidShards: the shards of all ranks do not tile their tensors.
         CheckpointExists: there is a checkpoint, and `overwrite` was not given.
         StorageError: the store failed.
         RanksSilent: ranks did not answer in time; names them.
@@ -193,7 +193,7 @@ def async_save(
         check_replicas: as for `save`.
         codecs: as for `save`.
         group: as for `save`.
-        options: as for `save`; also how much memory is staged through.
+        options: as for `save`; also the memory limits of staging.
         staging: How tensors on an accelerator are copied; tensors in host memory are copied in the call, within
             `Options.staging_bytes`. "overlap": while the next forward and backward run, without more memory on the device. This
             is for the parameters and the state of optimizers in the state; everything else is copied on the device, in the

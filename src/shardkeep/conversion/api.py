@@ -251,7 +251,7 @@ def export(
         format: "hf": `model.safetensors`, or several files and `model.safetensors.index.json`. "torch": one file with a
             flat dict, which `torch.load(weights_only=True)` opens. "native": a checkpoint with a flat dict, which `load`
             and `open` read, and the command line.
-        dtype: what floating point numbers of 16 to 64 bits become; others stay what they are.
+        dtype: convert floating-point tensors of 16 to 64 bits to this dtype; others are not converted.
         max_shard_bytes: how large a file of "hf" may be, if no tensor is larger alone.
         include: only these names, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
         exclude: not these names.
@@ -269,7 +269,7 @@ def export(
     Raises:
         CheckpointNotFound: there is no checkpoint at `where`.
         CheckpointExists: something is at `to`, and `overwrite` was not given.
-        StateError: no tensor was selected, or an argument makes no sense.
+        StateError: no tensor was selected, or an argument is invalid.
         DamagedCheckpoint: what is stored is not what was saved.
         StorageError: the files cannot be written.
 

@@ -112,7 +112,7 @@ class SaveHandle(Generic[T]):
         Wait for the checkpoint to be durable and committed, and return the report.
 
         Raises:
-            TimeoutError: it is not after `timeout` seconds; the save goes on.
+            TimeoutError: it is not committed after `timeout` seconds; the save goes on.
             CheckpointError: it failed; the same on all ranks.
 
         """
@@ -135,14 +135,14 @@ class SaveHandle(Generic[T]):
 
     @property
     def progress(self) -> SaveProgress:
-        """How far it has come."""
+        """How far the save has come."""
         return self._progress
 
     def cancel(self) -> bool:
         """
         Cancel the save, on all ranks; return whether that is still possible.
 
-        It ends soon after, as one that failed with `SaveCancelled`, and leaves no files behind.
+        The save ends soon after with the failure `SaveCancelled`, and leaves no files behind.
         """
         with self._lock:
             self._cancel_called = True

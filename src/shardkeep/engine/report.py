@@ -161,9 +161,9 @@ class SaveReport:
     save_id: str
     step: int | None
     bytes_written: int
-    """By this rank, headers included, before codecs."""
+    """Bytes written by this rank, headers included, before codecs."""
     bytes_stored: int = 0
-    """What that takes in the store: less if codecs compress it."""
+    """Bytes that this rank's files take in the store: fewer if codecs compress them."""
     bytes_total: int
     """Tensor bytes of the whole checkpoint."""
     tensors: int
@@ -176,9 +176,9 @@ class SaveReport:
     written_s: float = 0.0
     """From the call until every rank had written its files."""
     phases: list[Span] = field(default_factory=list)
-    """What this rank did when."""
+    """The phases of this rank, with their times."""
     ranks: list[RankPhases] = field(default_factory=list)
-    """What every rank did when, up to its last byte; on rank 0."""
+    """The phases of every rank up to its last byte, with their times; on rank 0."""
     slowest: Slowest | None = None
     """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
 
@@ -196,22 +196,22 @@ class LoadReport:
     save_id: str
     step: int | None
     meta: dict[str, Any]
-    """The user's own, from the commit record."""
+    """The `meta` given to `save`."""
     missing: list[str]
-    """Keys that some rank's state has and the checkpoint has not; those leaves are as they were."""
+    """Keys of some rank's state that the checkpoint does not have; those leaves are unchanged."""
     unexpected: list[str]
-    """Keys that the checkpoint has and no rank's state asked for."""
+    """Keys of the checkpoint that no rank's state asked for."""
     cast: dict[str, str] = field(default_factory=dict)
     """Keys whose dtype was converted on this rank, as "float32 -> bfloat16"."""
     bytes_read: int
-    """By this rank, headers included."""
+    """Bytes read by this rank, headers included."""
     bytes_received: int = 0
-    """By this rank from others, if `Options.share_reads` lets them read for each other."""
+    """Bytes received from other ranks, if `Options.share_reads` is on."""
     seconds: float
     phases: list[Span] = field(default_factory=list)
-    """What this rank did when."""
+    """The phases of this rank, with their times."""
     ranks: list[RankPhases] = field(default_factory=list)
-    """What every rank did when; on rank 0."""
+    """The phases of every rank, with their times; on rank 0."""
     slowest: Slowest | None = None
     """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
 

@@ -65,7 +65,7 @@ OnError = Literal["raise", "warn"] | Callable[[BaseException], object]
 
 class Checkpointer:
     """
-    The checkpoints of a training run, below one root. All ranks make one, with the same arguments, and call it alike.
+    The checkpoints of a training run, below one root. All ranks create one with the same arguments and make the same calls.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -115,12 +115,12 @@ class Checkpointer:
         seams: Clock | None = None,
     ) -> None:
         """
-        Write nothing yet: the first save creates a root that does not exist.
+        Write nothing yet: the first save creates the root if it does not exist.
 
         Args:
             root: a path, a URL, or a root. All ranks must see the same one.
             every_steps: `step` saves whenever a multiple of it is reached.
-            every_minutes: `step` saves when so much time has passed since the last save, by rank 0's clock.
+            every_minutes: `step` saves when this much time has passed since the last save, by rank 0's clock.
             at_steps: `step` saves at these steps.
             signals: `step` saves when one of these signals ("SIGTERM") has reached any rank. It returns when the
                 checkpoint is durable, and `should_stop` is True from then on. If that save fails, a later step saves
@@ -131,7 +131,7 @@ class Checkpointer:
             keep_last: keep this many of the newest.
             keep_every: keep those whose step is a multiple of it.
             keep_best: keep the best by a metric: "loss", ("loss", 3), ("accuracy", 3, "max").
-            keep_hours: keep those that are younger.
+            keep_hours: keep those saved within this many hours.
             retention: a policy of your own. A checkpoint is kept if any of these wants it, if it is pinned, or if it is
                 the newest. Without any of them, all are kept.
             asynchronous: save while training goes on. A later call reports the failure of such a save.
@@ -382,7 +382,7 @@ class Checkpointer:
         """
         Fill a state from the newest checkpoint that is whole. Call it on all ranks.
 
-        A damaged checkpoint is skipped for the one before it; `last_restore` lists what was skipped. It is an error if the
+        If a checkpoint is damaged, the one before it is tried; `last_restore` lists what was skipped. It is an error if the
         state does not fit, if all checkpoints of the root are damaged, or if the store fails to give the record of one,
         which may be the newest. To go on without that one, move it out of the root.
 
@@ -433,7 +433,7 @@ class Checkpointer:
         """
         Fill a state from the best checkpoint by a metric, by default that of `keep_best`. Call it on all ranks.
 
-        As in `restore_latest`, a damaged checkpoint is skipped for the next best.
+        As in `restore_latest`, a damaged checkpoint is skipped, and the next best is tried.
         """
         best = self._best_by(metric, mode)
         what = f"the best checkpoint by {best.metric}"
@@ -441,7 +441,7 @@ class Checkpointer:
 
     @property
     def last_restore(self) -> Restored | None:
-        """What the last restore took, from which root, and what it skipped, with reasons."""
+        """What the last restore loaded, from which root, and what it skipped, with reasons."""
         return self._last_restore
 
     def _restore(
