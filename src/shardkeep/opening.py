@@ -34,8 +34,7 @@ from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_in
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
 from shardkeep.format.record import Record
-from shardkeep.format.tree import Node, decode_tree, leaf_keys, unflatten
-from shardkeep.format.values import decode_value
+from shardkeep.format.values import Node, decode_tree, decode_value, leaf_keys, unflatten
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, preferred_requests
 from shardkeep.storage.resolve import open_store

@@ -19,8 +19,7 @@ from shardkeep.engine.process.rpc import ReplyDeadline, WaitPolicy
 from shardkeep.engine.process.server import CreateFile, WriteBytes, WriteRuns
 from shardkeep.errors import WriterDied
 from shardkeep.storage.buffers import address_of
-from shardkeep.storage.local import LocalStoreSpec
-from shardkeep.storage.system import process_start
+from shardkeep.storage.local import LocalStoreSpec, process_start
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
 from tests.engine.samples import random_tensor
 from tests.warm.python import warm_python

@@ -13,7 +13,7 @@ from shardkeep.layouts import native
 from shardkeep.layouts.native import claim_name, new_save_id
 from shardkeep.layouts.orphans import Claim, holding_claim, make_claim
 from shardkeep.manage.catalog import pin
-from shardkeep.storage.system import host_identity
+from shardkeep.storage.local import host_identity
 from tests.cli.conftest import data_file
 
 

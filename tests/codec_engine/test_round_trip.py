@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import shardkeep as sk
 from shardkeep.codecs.chain import register_codec
 from shardkeep.engine.codecs import closest_patterns
-from shardkeep.format.tree import Container, leaf_keys
+from shardkeep.format.values import Container, leaf_keys
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
 from tests.engine.samples import bits, blank_like, random_tensor, rich_state

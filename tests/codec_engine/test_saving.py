@@ -14,7 +14,7 @@ from shardkeep.codecs.compression import Zstd
 from shardkeep.codecs.keys import new_key
 from shardkeep.engine.codecs import plan_codecs
 from shardkeep.errors import InvalidCodec, InvalidKey, KeyMissing, UnknownCodec
-from shardkeep.format.tree import Container, decode_tree
+from shardkeep.format.values import Container, decode_tree
 from shardkeep.layouts.native import save_id_of
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks

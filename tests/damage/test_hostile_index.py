@@ -11,8 +11,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.format.data_file import digest
-from shardkeep.format.tree import Container, encode_tree
-from shardkeep.format.values import encode_value
+from shardkeep.format.values import Container, encode_tree, encode_value
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.damage import doors
 from tests.damage.bounds import bounded

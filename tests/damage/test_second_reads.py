@@ -12,9 +12,8 @@ import torch
 import shardkeep as sk
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.layouts.native import read_record
-from shardkeep.storage.local import LocalStore
-from shardkeep.storage.reread import SecondRead
-from shardkeep.storage.system import cached_bytes
+from shardkeep.storage.base import SecondRead
+from shardkeep.storage.local import LocalStore, cached_bytes
 from tests.codec_engine.scene import InOrderStore
 
 

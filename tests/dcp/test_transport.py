@@ -31,8 +31,7 @@ from shardkeep.errors import (
     RanksSilent,
     UnsupportedLeaf,
 )
-from shardkeep.format.tree import Container, encode_tree
-from shardkeep.format.values import encode_value
+from shardkeep.format.values import Container, encode_tree, encode_value
 from tests.toolkit.samples import CPU, grid, in_chunks, mesh_of, numbered, seen, spread_out
 
 SOON = timedelta(seconds=20)

@@ -15,7 +15,7 @@ from shardkeep.engine.writer import FileJob, write_files
 from shardkeep.errors import CheckpointError, StateError, StorageError
 from shardkeep.format.data_file import build_header
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.tree import Container, merge_trees
+from shardkeep.format.values import Container, merge_trees
 from shardkeep.layouts import native
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes

@@ -18,18 +18,18 @@ from shardkeep.errors import (
     MalformedFile,
     UnsupportedLeaf,
 )
-from shardkeep.format.tree import (
-    MAX_DEPTH,
+from shardkeep.format.values import (
+    MAX_TREE_DEPTH,
     Container,
     decode_tree,
     encode_tree,
+    encode_value,
     is_part,
     leaf_keys,
     merge_trees,
     refuse_collisions,
     unflatten,
 )
-from shardkeep.format.values import encode_value
 
 
 def box(kind, *children):
@@ -232,7 +232,7 @@ HOSTILE = {
     "a negative rank": columns([5, 0], [1], [-1]),
     "a rank of text": columns([5, 0], [1], ["0"]),
     "a rank of true": columns([5, 0], [1], [True]),
-    "too deep": columns([1] * (MAX_DEPTH + 1), [1] * MAX_DEPTH + [0], ["a"] * MAX_DEPTH),
+    "too deep": columns([1] * (MAX_TREE_DEPTH + 1), [1] * MAX_TREE_DEPTH + [0], ["a"] * MAX_TREE_DEPTH),
     "far too deep": columns([3] * 200_000, [1] * 199_999 + [0], []),
     "declared, not there": b"\x93\xc6\xff\xff\xff\xff",
     "a pickled key": columns([1, 0], [1], [0]).replace(b"\x91\x00", b"\x91" + b"\xd4\x7f\x00"),
@@ -259,9 +259,9 @@ def test_malformed_means_malformed_file():
 
 def test_depth_is_the_same_on_both_sides():
     """What is as deep as allowed comes back; one more is refused when written."""
-    assert chain(MAX_DEPTH) == decode_tree(encode_tree(chain(MAX_DEPTH)))
+    assert chain(MAX_TREE_DEPTH) == decode_tree(encode_tree(chain(MAX_TREE_DEPTH)))
     with pytest.raises(UnsupportedLeaf, match="100 levels"):
-        encode_tree(chain(MAX_DEPTH + 1))
+        encode_tree(chain(MAX_TREE_DEPTH + 1))
 
 
 def test_mutated_trees_raise_only_our_errors():

@@ -441,7 +441,7 @@ def test_enum_members_that_are_gone_are_references():
 def test_values_need_no_torch():
     """Reading and writing plain values leaves torch unloaded."""
     script = (
-        "import sys; from shardkeep.format.tree import decode_tree; from shardkeep.format.values import *;"
+        "import sys; from shardkeep.format.values import decode_tree; from shardkeep.format.values import *;"
         "decode_value(encode_value([1, (2,), {3: ...}], key='k'), key='k'); is_plain(object());"
         "sys.exit('torch' in sys.modules)"
     )

@@ -13,10 +13,10 @@ import torch
 
 import shardkeep as sk
 from shardkeep.opening import verify_stored
+from shardkeep.storage.base import SecondRead
 from shardkeep.storage.buffers import flat
+from shardkeep.storage.local import cached_bytes
 from shardkeep.storage.memory import MemoryStore
-from shardkeep.storage.reread import SecondRead
-from shardkeep.storage.system import cached_bytes
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.codec_engine.scene import OPTIONS, InOrderStore
 from tests.engine.samples import bits

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkeep.format.tree import Container, join, leaf_keys
+from shardkeep.format.values import Container, join, leaf_keys
 from shardkeep.state.describe import Description, describe, file_groups
 from shardkeep.state.leaves import ShardedBox, describe_leaf, describe_ordinary
 

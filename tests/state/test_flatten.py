@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.errors import KeyCollision, StateError, UnsupportedLeaf
-from shardkeep.format.tree import decode_tree, encode_tree, leaf_keys, unflatten
+from shardkeep.format.values import decode_tree, encode_tree, leaf_keys, unflatten
 from shardkeep.state.flatten import flatten, refill
 from shardkeep.state.leaves import PerRank
 

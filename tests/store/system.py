@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardkeep.storage.local import LocalStore
-from shardkeep.storage.system import cached_bytes, open_files
+from shardkeep.storage.local import LocalStore, cached_bytes, open_files
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux about its own files")
 MIB = 1 << 20

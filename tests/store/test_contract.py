@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkeep.storage import buffers as aligned
-from shardkeep.storage import system as files
+from shardkeep.storage import local as files
 from shardkeep.storage.base import Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
-from shardkeep.storage import local, system
+from shardkeep.storage import local
+from shardkeep.storage import local as system
 from shardkeep.storage.base import BlobWriter
 from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
-from shardkeep.storage.local import LocalStore
-from shardkeep.storage.system import Descriptors, open_files
+from shardkeep.storage.local import Descriptors, LocalStore, open_files
 from shardkeep.testing.store_contract import read_blob, sample, write_blob
 from tests.store.system import MIB, drop_cached, failing, is_direct, linux_only
 

@@ -38,8 +38,8 @@ from shardkeep.cli.output import Table, UsageError, echo, echo_err, format_size,
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, Store, local_path, preferred_requests
+from shardkeep.storage.local import available_memory
 from shardkeep.storage.resolve import open_root, open_store
-from shardkeep.storage.system import available_memory
 
 _TORCH = "torch.distributed.checkpoint"
 _SPARE_NBYTES = 256 << 20

@@ -44,7 +44,7 @@ from shardkeep.manage.catalog import Entry
 from shardkeep.manage.lease import LEASE_NAME, LEASE_S, Holder
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
 from shardkeep.storage.base import REMOVING_NAME, local_path
-from shardkeep.storage.system import host_identity, process_start, storage_errors
+from shardkeep.storage.local import host_identity, process_start, storage_errors
 
 _THREADS = 8
 """Threads that check checkpoints; most of the time they wait for the disk or the network."""

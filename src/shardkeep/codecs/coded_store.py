@@ -46,21 +46,19 @@ from shardkeep.storage.base import (
     Deletes,
     Gets,
     Opens,
+    RereadResult,
+    SecondRead,
     check_fits,
     checked_end,
     create_upto,
+    decode_or_reread,
     drop_cached,
     read_whole,
-    short_read,
-)
-from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
-from shardkeep.storage.reread import (
-    RereadResult,
-    SecondRead,
-    decode_or_reread,
     reread,
+    short_read,
     with_reread_result,
 )
+from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
 
 _TAIL_NBYTES = 64 << 10
 """First read at the end of a blob: the whole table of a blob of up to a gigabyte."""
@@ -83,9 +81,9 @@ class _Reads(Opens, Gets, Protocol):
     """The verbs that reading needs."""
 
 
-def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
+def checksum_of(data: bytes | bytearray, chain: CodecChain) -> str:
     """Return the checksum of plain bytes for the commit record; of secret bytes, that of their MAC, which reveals nothing."""
-    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
+    code = chain.mac(bytes(data)) if chain.is_secret else None
     return checksum_text(digest(data if code is None else code))
 
 

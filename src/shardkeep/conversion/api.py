@@ -30,8 +30,7 @@ from shardkeep.engine.reader import DigestCache, Source
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.tree import Node, decode_tree, join
-from shardkeep.format.values import decode_value
+from shardkeep.format.values import Node, decode_tree, decode_value, join
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts.safetensors import INDEX_NAME
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model

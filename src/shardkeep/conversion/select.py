@@ -18,7 +18,7 @@ from shardkeep.errors import KeyCollision, StateError
 from shardkeep.format.boxes import IntArray, concat_ranges, whole
 from shardkeep.format.dtypes import DType, by_name
 from shardkeep.format.index import Index, build_index, checked_index, strings_of
-from shardkeep.format.tree import Container, Node, decode_tree, encode_tree, join, leaf_keys
+from shardkeep.format.values import Container, Node, decode_tree, encode_tree, join, leaf_keys
 from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.state.patterns import Patterns, Renames, checked_patterns, closest, matcher, renamer
 

@@ -68,10 +68,9 @@ from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.storage.base import BlobReader, BlobWriter, Replaces, Store, create_over
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.local import LocalStore, host_identity, process_start, storage_errors, sync_directory
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
-from shardkeep.storage.system import host_identity, process_start, storage_errors, sync_directory
 
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 

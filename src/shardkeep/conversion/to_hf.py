@@ -32,7 +32,7 @@ from shardkeep.engine.safetensors_source import find_safetensors, read_weight_ma
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError, UnsupportedLeaf
 from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.tree import decode_tree, leaf_keys
+from shardkeep.format.values import decode_tree, leaf_keys
 from shardkeep.layouts.safetensors import (
     CUSTOM_METADATA_KEY,
     FILE_COUNT_KEY,
@@ -61,9 +61,8 @@ from shardkeep.layouts.safetensors_publish import (
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, is_name, is_single_file, local_path
-from shardkeep.storage.local import PathStore
+from shardkeep.storage.local import PathStore, storage_errors
 from shardkeep.storage.resolve import open_store
-from shardkeep.storage.system import storage_errors
 
 _MODEL = re.compile(r"model(-\d+-of-\d+(-[0-9a-f]{8})?)?\.safetensors")
 

@@ -32,7 +32,7 @@ from shardkeep.format.boxes import Boxes
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
-from shardkeep.format.tree import decode_tree
+from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
 from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints

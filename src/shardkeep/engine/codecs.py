@@ -23,7 +23,7 @@ from shardkeep.engine.writer import FileJob, WritableStore, file_entry
 from shardkeep.errors import CheckpointError, InvalidCodec, KeyMissing, StateError
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import MOST_CHAINS, FileEntry, Record, Recorded
-from shardkeep.format.tree import Node, join, leaf_keys, part_name
+from shardkeep.format.values import Node, join, leaf_keys, part_name
 from shardkeep.layouts.native import check_signature
 from shardkeep.options import Options, setting
 from shardkeep.plan.save_plan import RankWritePlan

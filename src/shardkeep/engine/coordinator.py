@@ -29,7 +29,7 @@ from shardkeep.errors import (
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.index import Chunks
 from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded, checked_meta, checked_step
-from shardkeep.format.tree import decode_tree
+from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
 from shardkeep.plan.save_plan import (

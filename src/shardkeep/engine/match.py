@@ -21,8 +21,7 @@ from shardkeep.errors import StateError, StateMismatch
 from shardkeep.format.boxes import IntArray, widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
-from shardkeep.format.tree import Node, decode_tree, join, leaf_keys
-from shardkeep.format.values import EnumRef
+from shardkeep.format.values import EnumRef, Node, decode_tree, join, leaf_keys
 from shardkeep.state.describe import Description
 from shardkeep.state.patterns import (
     Patterns,

@@ -47,9 +47,16 @@ from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
 from shardkeep.layouts.native import save_id_of
 from shardkeep.plan.load_plan import Edge, FileReads, Read, Scatter, check_tensors, chunk_rows
-from shardkeep.storage.base import BlobReader, Gets, Opens
+from shardkeep.storage.base import (
+    BlobReader,
+    Gets,
+    Opens,
+    SecondRead,
+    decode_or_reread,
+    warn_reread_ok,
+    with_reread_result,
+)
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory
-from shardkeep.storage.reread import SecondRead, decode_or_reread, warn_reread_ok, with_reread_result
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -38,7 +38,7 @@ from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals
-from shardkeep.format.tree import Container, encode_tree
+from shardkeep.format.values import Container, encode_tree
 from shardkeep.layouts import native
 from shardkeep.layouts.safetensors import (
     CUSTOM_METADATA_KEY,

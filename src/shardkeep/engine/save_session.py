@@ -46,8 +46,7 @@ from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.record import FileEntry
-from shardkeep.format.tree import encode_tree
-from shardkeep.format.values import encode_value
+from shardkeep.format.values import encode_tree, encode_value
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options, cores, local_ranks
 from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
@@ -56,7 +55,7 @@ from shardkeep.state.objects import Objects, check_same_objects
 from shardkeep.storage.base import BlobWriter, Store
 from shardkeep.storage.buffers import address_of, view_memory
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
-from shardkeep.storage.system import available_memory
+from shardkeep.storage.local import available_memory
 
 if TYPE_CHECKING:
     import torch

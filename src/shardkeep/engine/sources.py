@@ -9,6 +9,7 @@ because data files of the native layout are safetensors files, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.engine import safetensors_source, torch_source
@@ -16,11 +17,11 @@ from shardkeep.engine.codecs import open_chains
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.errors import BlobNotFound, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
-from shardkeep.format.record import Record
+from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layouts import native
-from shardkeep.layouts.torch import METADATA_NAME, latest
+from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, is_single_file
+from shardkeep.storage.base import Lists, Opens, Store, is_single_file
 
 
 def find(store: Store) -> FoundCheckpoint:
@@ -52,6 +53,21 @@ def _committed(store: Store) -> _FoundNative | torch_source.FoundTorch:
         except BlobNotFound:
             raise exc from None
     return torch_source.find_torch(store) if latest(store) == METADATA_NAME else _FoundNative(store, record)
+
+
+class _ListedStore(Opens, Lists, Protocol):
+    """The verbs that `latest` needs."""
+
+
+def latest(store: _ListedStore) -> str | None:
+    """Return the name of the later commit marker if there is one of each layout; else None."""
+    for name in (METADATA_NAME, RECORD_NAME):
+        try:
+            store.open(name).close()
+        except BlobNotFound:
+            return None
+    when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
+    return max(when, key=lambda name: when[name], default=None)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ from shardkeep.format.index import Index, Strings, build_index
 from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
-from shardkeep.format.tree import Container, Node, encode_tree
-from shardkeep.format.values import encode_value
+from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts.torch import (
     MAX_METADATA_NBYTES,
     METADATA_NAME,

@@ -21,8 +21,7 @@ from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Boxes, matrix_of
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.tree import decode_tree, unflatten
-from shardkeep.format.values import decode_value
+from shardkeep.format.values import decode_tree, decode_value, unflatten
 from shardkeep.layouts import native
 from shardkeep.layouts.torch_values import (
     BytesStorageMetadata,

@@ -64,8 +64,7 @@ from shardkeep.format.record import (
     versioned,
 )
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.storage.base import Creates, Deletes, Gets, Lists, Opens, Puts, Version
-from shardkeep.storage.reread import decode_or_reread, warn_reread_ok
+from shardkeep.storage.base import Creates, Deletes, Gets, Lists, Opens, Puts, Version, decode_or_reread, warn_reread_ok
 
 MAX_INDEX_NBYTES = 4 << 30
 """Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
@@ -285,6 +284,7 @@ def publish(
     _check_size("index", index, MAX_INDEX_NBYTES)
     chain = None if index_chain is None else chains[index_chain]
     name = index_name(save_id, coded=chain is not None)
+    checksum = checksum_text(digest(index)) if chain is None else checksum_of(index, chain)
     record = Record(
         save_id=save_id,
         step=step,
@@ -293,7 +293,7 @@ def publish(
         world_size=world_size,
         meta=meta,
         totals=Totals(tensors=len(keys), chunks=len(chunks), values=len(values), tensor_bytes=tensor_bytes),
-        index=IndexEntry(name=name, nbytes=len(index), checksum=checksum_of(index, chain)),
+        index=IndexEntry(name=name, nbytes=len(index), checksum=checksum),
         files=files,
         chains=[each.recorded for each in chains],
     )

@@ -23,7 +23,7 @@ import msgspec
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.layouts.native import claim_name, is_claim, read_record, save_id_of
 from shardkeep.storage.base import BlobInfo, Deletes, Gets, Lists, Puts, Store
-from shardkeep.storage.system import host_identity, process_start
+from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
 

@@ -51,8 +51,7 @@ from shardkeep.layouts.safetensors import (
     read_header,
 )
 from shardkeep.storage.base import Gets, Opens, Store, Version, is_name, local_path
-from shardkeep.storage.local import PathStore
-from shardkeep.storage.system import directory_lock, make_directory, storage_errors, sync_directory
+from shardkeep.storage.local import PathStore, directory_lock, make_directory, storage_errors, sync_directory
 
 NOTE_NAME = "shardkeep-publish.json"
 _MOST_SMALL_NBYTES = 256 << 20

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,9 +31,8 @@ from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, count_blocks, digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
 from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, names_of, plain_names, unsealed
-from shardkeep.format.record import RECORD_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Gets, Lists, Opens
+from shardkeep.storage.base import Gets
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -122,21 +121,6 @@ def read_sums(store: Gets, name: str, sums: Sums) -> bytes | None:
     ):
         raise MalformedFile(f"{own}: these are not the digests of {name}", file=own)
     return file.digests
-
-
-class _ListedStore(Opens, Lists, Protocol):
-    """What finding the later commit needs of a store."""
-
-
-def latest(store: _ListedStore) -> str | None:
-    """Return the name of the later commit marker if there is one of each layout; else None."""
-    for name in (METADATA_NAME, RECORD_NAME):
-        try:
-            store.open(name).close()
-        except BlobNotFound:
-            return None
-    when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
-    return max(when, key=lambda name: when[name], default=None)
 
 
 # -- the contents of `.metadata` ---------------------------------------------------------------------------------------

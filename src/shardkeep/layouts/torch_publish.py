@@ -21,7 +21,7 @@ from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
 from shardkeep.storage.base import BlobInfo, Gets, Store, check_below, local_path, with_any_names
 from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, read_up_to, store_of, write_all
-from shardkeep.storage.system import storage_errors
+from shardkeep.storage.local import storage_errors
 
 _SKEW_S = 3600.0
 """How far the clock of a remote store may differ from ours."""

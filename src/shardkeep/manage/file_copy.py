@@ -30,8 +30,16 @@ from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, d
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, BlobWriter, Store, preferred_requests, verifies_uploads
-from shardkeep.storage.reread import SecondRead, reread, warn_reread_ok
+from shardkeep.storage.base import (
+    BlobReader,
+    BlobWriter,
+    SecondRead,
+    Store,
+    preferred_requests,
+    reread,
+    verifies_uploads,
+    warn_reread_ok,
+)
 
 NICENESS = 10
 """Higher than that of asynchronous saves, which go first."""

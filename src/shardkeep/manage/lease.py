@@ -33,7 +33,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
 from shardkeep.storage.base import Store, Version
-from shardkeep.storage.system import host_identity, process_start
+from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
 

@@ -61,9 +61,8 @@ from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.retention import Policy, plan
 from shardkeep.manage.schedule import Clock
 from shardkeep.options import Options
-from shardkeep.storage.base import Root, Store, Version, free_nbytes
+from shardkeep.storage.base import Root, Store, Version, decode_or_reread, free_nbytes
 from shardkeep.storage.cancel import run_with_deadline
-from shardkeep.storage.reread import decode_or_reread
 from shardkeep.storage.retry import RetryingRoot, RetryPolicy
 
 log = logging.getLogger("shardkeep")

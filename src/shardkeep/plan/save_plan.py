@@ -35,7 +35,7 @@ from shardkeep.format.boxes import (
 )
 from shardkeep.format.index import Tensors
 from shardkeep.format.record import Recorded
-from shardkeep.format.tree import decode_tree, encode_tree, merge_trees
+from shardkeep.format.values import decode_tree, encode_tree, merge_trees
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import torch
 
 from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
-from shardkeep.format.tree import Container, Node, leaf_keys, part_name
+from shardkeep.format.values import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
 from shardkeep.state.leaves import (
     OrdinaryLeaf,

@@ -18,7 +18,16 @@ from typing import Any, Final, TypeVar
 import torch
 
 from shardkeep.errors import InvalidShards, KeyCollision, StateError, UnsupportedLeaf
-from shardkeep.format.tree import MAX_DEPTH, Container, Node, Part, is_part, join, part_name, refuse_collisions
+from shardkeep.format.values import (
+    MAX_TREE_DEPTH,
+    Container,
+    Node,
+    Part,
+    is_part,
+    join,
+    part_name,
+    refuse_collisions,
+)
 from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_sharded_tensor, path_name
 
 T = TypeVar("T")
@@ -202,8 +211,8 @@ class _StateWalk:
     def _enter(self, value: Any, kind: str, name: str | None) -> None:
         if id(value) in self._open:
             raise UnsupportedLeaf(f"{_spell(self._open[id(value)][1])} contains itself, as {_spell(name)}")
-        if len(self._open) >= MAX_DEPTH:
-            raise UnsupportedLeaf(f"{_spell(name)} is nested more than {MAX_DEPTH} levels deep")
+        if len(self._open) >= MAX_TREE_DEPTH:
+            raise UnsupportedLeaf(f"{_spell(name)} is nested more than {MAX_TREE_DEPTH} levels deep")
         if kind == "ranks" and any(outer_kind == "ranks" for outer_kind, _ in self._open.values()):
             raise UnsupportedLeaf(f"{_spell(name)} is a PerRank inside a PerRank", hint="remove the inner PerRank")
         self._open[id(value)] = (kind, name)
@@ -225,7 +234,7 @@ class _StateWalk:
 
     def _has_structure(self, items: Iterable[Any], depth: int) -> bool:
         """Return True if a list or tuple holds more than plain values, or is too deep, which the walk refuses."""
-        if depth > MAX_DEPTH:
+        if depth > MAX_TREE_DEPTH:
             return True
         for item in items:
             if type(item) in _SCALARS:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkeep.errors import RanksDisagree, StateError, StateMismatch
-from shardkeep.format.tree import join
+from shardkeep.format.values import join
 from shardkeep.state.flatten import flatten, leaves_of, map_leaves
 from shardkeep.state.leaves import (
     EveryRank,

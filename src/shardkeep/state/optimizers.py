@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizers
 
 from shardkeep.errors import BadState, StateError, StateMismatch
-from shardkeep.format.tree import part_name
+from shardkeep.format.values import part_name
 from shardkeep.state.flatten import is_per_rank_name
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS
 from shardkeep.state.names import parameter_names

@@ -25,8 +25,7 @@ import xxhash
 from shardkeep.errors import ReplicasDiffer, StateMismatch, UnsupportedLeaf
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
-from shardkeep.format.tree import Container, Node, Part, decode_tree, join, part_name
-from shardkeep.format.values import decode_value, encode_value
+from shardkeep.format.values import Container, Node, Part, decode_tree, decode_value, encode_value, join, part_name
 from shardkeep.state.flatten import flatten, is_per_rank_name, map_leaves
 from shardkeep.state.leaves import (
     EveryRank,

@@ -42,7 +42,7 @@ from shardkeep.storage.base import (
 from shardkeep.storage.buffers import MemoryBudget, copy, flat
 from shardkeep.storage.cancel import CANCELLED, current_scope
 from shardkeep.storage.conditional_put import ConditionalPuts
-from shardkeep.storage.system import storage_errors
+from shardkeep.storage.local import storage_errors
 
 _SETTLE_S = 1.0
 _EARLY_NBYTES = 128 << 20

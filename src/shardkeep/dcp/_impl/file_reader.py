@@ -20,13 +20,14 @@ from torch.futures import Future
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, _StorageReaderTransforms
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
+from shardkeep.engine.sources import latest
 from shardkeep.engine.torch_source import ItemFiles, item_batches, read_items
 from shardkeep.engine.torch_view import TorchView, is_native
 from shardkeep.errors import BlobNotFound, BrokenProtocol, CheckpointError, MalformedFile, StateMismatch
 from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.dtypes import DType, known_to_torch
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.layouts.torch import ItemLocation, Sums, item_location, latest, metadata_name, sums_of
+from shardkeep.layouts.torch import ItemLocation, Sums, item_location, metadata_name, sums_of
 from shardkeep.layouts.torch_pickle import read_metadata
 from shardkeep.layouts.torch_values import (
     LoadItemType,

@@ -40,7 +40,7 @@ from shardkeep.dcp._impl.transport_wire import (
 )
 from shardkeep.engine.stagers import AsyncStager, StateDictStager, dtensor_over
 from shardkeep.errors import BrokenProtocol, CheckpointError, RanksDisagree, RanksSilent, StorageError
-from shardkeep.format.tree import unflatten
+from shardkeep.format.values import unflatten
 from shardkeep.state.leaves import copy_bits
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardkeep.engine.tensors import extent
 from shardkeep.errors import BrokenProtocol, CheckpointError, UnsupportedLeaf
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
-from shardkeep.format.tree import Container, decode_tree, encode_tree, leaf_keys
-from shardkeep.format.values import decode_value, encode_value
+from shardkeep.format.values import Container, decode_tree, decode_value, encode_tree, encode_value, leaf_keys
 from shardkeep.state.flatten import flatten
 from shardkeep.state.leaves import TreePath, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 
