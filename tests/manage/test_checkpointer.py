@@ -19,7 +19,7 @@ from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.manage.scene import QUICK, checkpointer, damage, empty_state, state_at, tear, train
+from tests.manage.scene import QUICK, Overriding, checkpointer, damage, empty_state, state_at, tear, train
 
 
 def places(root: Path) -> set[str]:
@@ -455,6 +455,35 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
         orphans.make_claim(root.place("step-2"), alive)
         ckpt.save(10, state_at(10))
     assert places(tmp_path) == {"step-2", "step-3", "step-4", "step-10", "notes"}
+
+
+def test_a_listing_that_misses_the_record_costs_no_checkpoint(tmp_path: Path) -> None:
+    """Files of dead saves beside a checkpoint are removed by its record, which is read by name, not looked for in a list."""
+    import subprocess
+    import sys
+
+    with checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_at(1))
+    committed = sk.Catalog(tmp_path).latest().save_id
+    script = (
+        "import sys; from shardkeep.layouts import orphans as l; from shardkeep.storage.local import LocalStore as S\n"
+        "s = S(sys.argv[1]); [l.make_claim(s, each) for each in sys.argv[2:]]\n"
+        "s.put('model-00000-of-00001-' + 'a' * 20 + '.safetensors', b'x')"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "step-1"), committed, "a" * 20]
+    subprocess.run(command, check=True, timeout=60)
+    root = LocalStore(tmp_path)
+
+    def place(name: str) -> Any:
+        inner = root.place(name)
+        return Overriding(inner, list=lambda: [info for info in inner.list() if info.name != "shardkeep.json"])
+
+    with checkpointer(Overriding(root, place=place)) as ckpt:
+        ckpt.save(2, state_at(2))
+    into = empty_state()
+    sk.load(into, tmp_path / "step-1")
+    assert into["step"] == 1
+    assert not [each.name for each in (tmp_path / "step-1").iterdir() if "a" * 20 in each.name]
 
 
 # -- what goes wrong

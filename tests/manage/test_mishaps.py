@@ -505,6 +505,23 @@ def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path
             checkpointer(tmp_path, request_file=name)
 
 
+def test_close_works_while_the_interpreter_shuts_down(tmp_path: Path) -> None:
+    """A function registered with `atexit` may close a Checkpointer, though no thread pool takes work any more."""
+    script = (
+        "import atexit, sys, torch, shardkeep as sk\n"
+        "ckpt = sk.Checkpointer(sys.argv[1], keep_last=1)\n"
+        "def close():\n"
+        "    ckpt.close()\n"
+        "    print('closed')\n"
+        "atexit.register(close)\n"
+        "for step in (1, 2):\n"
+        "    ckpt.save(step, {'w': torch.ones(2)})\n"
+    )
+    done = warm_python("-c", script, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    assert sk.Catalog(tmp_path).latest().step == 2
+
+
 def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_path: Path) -> None:
     """Although no more threads can be started by then to read records."""
     with checkpointer(tmp_path) as ckpt:

@@ -164,7 +164,7 @@ def deletable(store: Store, found: Survey) -> list[str]:
 
 
 def sweep(store: Store, found: Survey) -> None:
-    """Delete the orphans of a survey. Never raises."""
+    """Delete the orphans of a survey; none if the commit record is damaged, because it may be repaired."""
     try:
         names = deletable(store, found)
     except (DamagedCheckpoint, UnsupportedVersion) as exc:

@@ -21,7 +21,6 @@ from functools import partial
 
 from shardkeep.errors import CheckpointError, LeaseLost
 from shardkeep.events import Pruned, PruneFailed, emit
-from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import read_record, save_id_of
 from shardkeep.manage.catalog import Catalog, Entry, is_pinned
@@ -109,6 +108,7 @@ class Pruner:
         """Directories that were found empty: they are not swept again until something is in them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
         self._after_saves: deque[Future[None]] = deque()
+        self._after_replication: list[Future[set[str]]] = []
         self._closed = False
         self._lock = threading.Lock()
 
@@ -128,15 +128,14 @@ class Pruner:
         """Delete, in the background, what had to stay until a checkpoint was copied; does nothing after `close`."""
         with self._lock:
             if not self._closed:
-                self._thread.submit(self.prune, name)
+                self._after_replication.append(self._thread.submit(self.prune, name))
 
     def wait(self) -> None:
-        """Wait for everything that was begun."""
+        """Wait for everything that was begun. Submits nothing: it may be called while the interpreter shuts down."""
         self.catch_up(0)
         with self._lock:
-            last = None if self._closed else self._thread.submit(int)
-        if last is not None:
-            last.result()
+            others, self._after_replication = self._after_replication, []
+        futures.wait(others)
 
     def catch_up(self, but: int, within_s: float | None = None) -> None:
         """Wait for everything except what follows the last `but` saves, or until the time is up."""
@@ -225,7 +224,15 @@ class Pruner:
 
     def sweep_one(self, name: str) -> None:
         """Remove what dead saves left in one directory, with or without a checkpoint; raises nothing but LeaseLost."""
-        self._carefully(name, partial(self._sweep, name))
+        self._carefully(name, partial(self._sweep_one, name))
+
+    def _sweep_one(self, name: str) -> None:
+        step = self._catalog.naming.step(name)
+        entry = None if step is None else self._catalog.find(step)
+        if entry is None or entry.status == "unfinished":
+            self._sweep(name)
+        else:
+            self._sweep_beside(entry)
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a directory that is not in use, while the lease is held; report a failure."""
@@ -254,18 +261,20 @@ class Pruner:
 
     def _sweep_beside(self, entry: Entry) -> None:
         """Remove what dead saves left beside a checkpoint; lists its files only, if there is nothing else."""
-        files = self._root.place(entry.name).list()
-        if entry.record is not None and {save_id_of(info.name) for info in files} - {None, entry.save_id}:
-            self._sweep(entry.name)
+        store = self._root.place(entry.name)
+        if entry.record is None or not {save_id_of(info.name) for info in store.list()} - {None, entry.save_id}:
+            return
+        found = orphans.survey(store, self._lease.gone)
+        # The record is read by name, because a listing may miss it; and after the survey, because what is dead by then and
+        # not in the record never will be.
+        orphans.delete_files(store, set(found.dead).difference(read_record(store).names))
 
     def _sweep(self, name: str) -> None:
-        """Remove what dead saves left in a directory, but nothing of a checkpoint; and the directory if it is empty."""
+        """Remove what dead saves left in a directory without a checkpoint; and the directory if it is empty."""
         store = self._root.place(name)
         found = orphans.survey(store, self._lease.gone)
         # After the survey: a save that had ended by then, and is not committed now, never will be.
         names = [info.name for info in store.list()]
-        if RECORD_NAME in names:
-            orphans.delete_files(store, set(found.dead).difference(read_record(store).names))
         if not found.over or any(map(is_commit_marker, names)):
             return
         if REMOVING_NAME in names:

@@ -51,7 +51,7 @@ from shardkeep.errors import (
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
-from shardkeep.layouts.native import claim_name
+from shardkeep.layouts.native import claim_name, read_record
 from shardkeep.manage.background import DaemonWorker, PendingTasks
 from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
 from shardkeep.manage.decisions import RankContext
@@ -338,7 +338,9 @@ class ReplicationCoordinator:
         """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
         place = self._far.root.place(order.name)
         try:
-            orphans.discard(place, orphans.deletable(place, orphans.survey(place, self.lease.gone)))
+            found = orphans.survey(place, self.lease.gone)
+            kept = {*read_record(place).names}  # raises if the record is not visible yet: nothing must be deleted then
+            orphans.discard(place, [name for name in found.dead + found.ended if name not in kept])
         except Exception as error:  # noqa: BLE001 - a committed copy must not fail because of this
             log.warning("could not remove replaced files in %s: %s", place.url, error)
         with self._lock:

@@ -357,14 +357,22 @@ def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: b
 
         def alone() -> None:
             [plan] = remote.decide([remote.plan()])
-            mine.append(remote.finish([remote.write(plan)]))
+            mine.append(remote.finish([remote.write(plan)], alone_s=remote.alone_s()))
 
         ranks.all_gather("write", alone)
         [written] = mine
     else:
-        plan = ranks.reduce_scatter("plan", remote.plan, remote.decide)
+
+        def decide(plans: list[bytes]) -> list[tuple[bytes, float]]:
+            decided = remote.decide(plans)
+            alone_s = remote.alone_s()
+            return [(plan, alone_s) for plan in decided]
+
+        plan, alone_s = ranks.reduce_scatter("plan", remote.plan, decide)
         try:
-            written = ranks.all_reduce("write", lambda: remote.write(plan), remote.finish)
+            written = ranks.patient(alone_s).all_reduce(
+                "write", lambda: remote.write(plan), lambda results: remote.finish(results, alone_s=alone_s)
+            )
         except CheckpointException as failed:
             # If the coordinator itself failed, it may have been after the commit.
             if ranks.coordinator_rank not in failed.failures:

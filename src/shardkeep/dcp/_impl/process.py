@@ -217,6 +217,7 @@ def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
     """Run the steps that are requested through the socket, until it is closed."""
     # Ctrl-C reaches all processes of a terminal; the training process decides what happens to a save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe.setblocking(True)  # the main module may have set a default timeout for sockets
     server = _SaveServer()
     try:
         if world is not None:
@@ -263,6 +264,10 @@ class _SaveServer:
     def decide(self, plans: list[bytes]) -> list[bytes]:
         """Return the plan of each rank."""
         return [pickle.dumps(plan) for plan in self._save.decide([pickle.loads(plan) for plan in plans])]
+
+    def alone_s(self, _: None) -> float:
+        """Return how many seconds the coordinator may still work when the other ranks are done."""
+        return float(self._save.alone_s())
 
     def write(self, plan: bytes) -> bytes:
         """Write the items of a plan."""
@@ -425,9 +430,14 @@ class RemoteSave:
         written: bytes = self._saver.ask("write", plan, more_s=self._more_s)
         return written
 
-    def finish(self, results: list[bytes]) -> bytes:
+    def alone_s(self) -> float:
+        """Return how many seconds the coordinator may still work when the other ranks are done; after `decide`."""
+        seconds: float = self._saver.ask("alone_s")
+        return seconds
+
+    def finish(self, results: list[bytes], *, alone_s: float) -> bytes:
         """Commit the checkpoint, and return its metadata."""
-        finished: bytes = self._saver.ask("finish", results, more_s=self._more_s)
+        finished: bytes = self._saver.ask("finish", results, more_s=self._more_s + alone_s)
         return finished
 
     def discard(self) -> None:
