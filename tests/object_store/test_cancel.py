@@ -55,6 +55,8 @@ class FailsThen(FaultyStore):
         return super().begin(verb, name)
 
 
+# Python reports an interrupt inside a finalizer as a warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", STALLS)
 @pytest.mark.parametrize("way", ["refused", "ctrl_c", "cancelled"])
 def test_no_request_of_a_save_is_waited_for_in_vain(s3_server: S3Server, s3_place: Opened, what: str, way: str) -> None:

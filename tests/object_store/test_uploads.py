@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import itertools
 import random
 import signal
@@ -279,16 +280,22 @@ def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
 
 @contextlib.contextmanager
 def interrupted_when(due: Callable[[], bool]) -> Iterator[None]:
-    """Let Ctrl-C reach the main thread, once."""
+    """Let Ctrl-C reach the main thread; again after half a minute, because Python drops one inside a finalizer."""
+    ended = threading.Event()
 
     def wait() -> None:
         while not due():
             time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while not ended.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            ended.wait(30)
 
     thread = threading.Thread(target=wait)
+    gc.disable()  # finalizers of older garbage would run in the main thread
     thread.start()
     try:
         yield
     finally:
+        ended.set()
+        gc.enable()
         thread.join()
