@@ -39,11 +39,12 @@ def test_ctrl_c_at_any_line_of_the_call(place):
     finish()
     assert count >= 100
     found = set()
-    latest, hits = 1, 0
+    latest = 1
     for n in range(0, count, 15):
         with no_leaks():
-            # How often the call checks a handle varies a little, so the last lines may not be reached.
-            hits += interrupted(partial(lines_of, files, partial(save, place, 2 * n + 3), stop_at=n))
+            # How often the call checks a handle varies a little, so only the last lines may not be reached.
+            hit = interrupted(partial(lines_of, files, partial(save, place, 2 * n + 3), stop_at=n))
+            assert hit or n > 0.8 * count, n
             gc.collect(1)  # what was made meanwhile
             finish()
         assert staging_memory().arenas.nbytes == 0, n
@@ -56,5 +57,4 @@ def test_ctrl_c_at_any_line_of_the_call(place):
         assert says(place) == {latest}
         assert names_in(place) == files_of_checkpoint(place), n
     assert True in found
-    assert hits >= 0.8 * count / 15
     assert staging_memory().windows.nbytes == 0
