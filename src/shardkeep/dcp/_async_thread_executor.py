@@ -1,8 +1,5 @@
 """The names of `torch.distributed.checkpoint._async_thread_executor`."""
 
-from shardkeep.dcp._impl.async_ import _AsyncCheckpointExecutor as _AsyncCheckpointExecutor
-from shardkeep.dcp._impl.async_ import _ThreadBasedAsyncCheckpointExecutor as _ThreadBasedAsyncCheckpointExecutor
+from shardkeep.dcp._impl.async_ import _AsyncCheckpointExecutor, _ThreadBasedAsyncCheckpointExecutor
 from shardkeep.dcp._impl.async_ import save_wrapper as save_wrapper
-from shardkeep.layouts.torch_values import STATE_DICT_TYPE as STATE_DICT_TYPE
-from shardkeep.layouts.torch_values import SavePlanner as SavePlanner
-from shardkeep.layouts.torch_values import StorageWriter as StorageWriter
+from shardkeep.layouts.torch_values import *

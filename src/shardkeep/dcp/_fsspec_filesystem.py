@@ -7,6 +7,4 @@ from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
 from shardkeep.dcp._impl.file_writer import FsspecWriter as FsspecWriter
 from shardkeep.layouts.torch_values import SerializationFormat as SerializationFormat
 from shardkeep.storage.file_systems import FileSystemBase as FileSystemBase
-from shardkeep.storage.file_systems import FsspecFileSystem
-
-FileSystem = FsspecFileSystem
+from shardkeep.storage.file_systems import FsspecFileSystem as FileSystem

@@ -2,5 +2,4 @@
 
 from shardkeep.errors import WRAPPED_EXCEPTION as WRAPPED_EXCEPTION
 from shardkeep.errors import CheckpointException as CheckpointException
-from shardkeep.errors import _is_wrapped_exception as _is_wrapped_exception
-from shardkeep.errors import _wrap_exception as _wrap_exception
+from shardkeep.errors import _is_wrapped_exception, _wrap_exception

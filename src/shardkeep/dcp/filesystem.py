@@ -2,41 +2,22 @@
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry as ExtensionRegistry
 from shardkeep.codecs.stream_extensions import StreamTransformExtension as StreamTransformExtension
-from shardkeep.codecs.stream_extensions import _StorageReaderTransforms as _StorageReaderTransforms
-from shardkeep.codecs.stream_extensions import _StorageWriterTransforms as _StorageWriterTransforms
+from shardkeep.codecs.stream_extensions import _StorageReaderTransforms, _StorageWriterTransforms
 from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
-from shardkeep.dcp._impl.file_reader import _create_file_view as _create_file_view
+from shardkeep.dcp._impl.file_reader import _create_file_view
 from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
-from shardkeep.dcp._impl.file_writer import _FileSystemWriter as _FileSystemWriter
-from shardkeep.dcp._impl.file_writer import _generate_uuid as _generate_uuid
-from shardkeep.dcp._impl.file_writer import _item_size as _item_size
-from shardkeep.dcp._impl.file_writer import _split_by_size_and_type as _split_by_size_and_type
-from shardkeep.dcp._impl.file_writer import _write_item as _write_item
+from shardkeep.dcp._impl.file_writer import (
+    _FileSystemWriter,
+    _generate_uuid,
+    _item_size,
+    _split_by_size_and_type,
+    _write_item,
+)
 from shardkeep.dcp._impl.hf_files import DCP_VERSION_KEY as DCP_VERSION_KEY
 from shardkeep.dcp._impl.hf_files import HF_DCP_VERSION as HF_DCP_VERSION
 from shardkeep.engine.stagers import BlockingAsyncStager as BlockingAsyncStager
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY as CUSTOM_METADATA_KEY
-from shardkeep.layouts.safetensors import FORMAT_KEY as FORMAT_KEY
-from shardkeep.layouts.safetensors import FORMAT_VALUE as FORMAT_VALUE
-from shardkeep.layouts.torch_values import CURRENT_DCP_VERSION as CURRENT_DCP_VERSION
-from shardkeep.layouts.torch_values import DEFAULT_SUFFIX as DEFAULT_SUFFIX
-from shardkeep.layouts.torch_values import STATE_DICT_TYPE as STATE_DICT_TYPE
-from shardkeep.layouts.torch_values import LoadItemType as LoadItemType
-from shardkeep.layouts.torch_values import LoadPlan as LoadPlan
-from shardkeep.layouts.torch_values import LoadPlanner as LoadPlanner
-from shardkeep.layouts.torch_values import Metadata as Metadata
-from shardkeep.layouts.torch_values import ReadItem as ReadItem
-from shardkeep.layouts.torch_values import SavePlan as SavePlan
-from shardkeep.layouts.torch_values import SavePlanner as SavePlanner
-from shardkeep.layouts.torch_values import SerializationFormat as SerializationFormat
-from shardkeep.layouts.torch_values import StorageMeta as StorageMeta
-from shardkeep.layouts.torch_values import StorageReader as StorageReader
-from shardkeep.layouts.torch_values import StorageWriter as StorageWriter
-from shardkeep.layouts.torch_values import WriteItem as WriteItem
-from shardkeep.layouts.torch_values import WriteItemType as WriteItemType
-from shardkeep.layouts.torch_values import WriteResult as WriteResult
-from shardkeep.layouts.torch_values import _metadata_fn as _metadata_fn
-from shardkeep.layouts.torch_values import _StorageInfo as _StorageInfo
-from shardkeep.layouts.torch_values import _StoragePrefix as _StoragePrefix
+from shardkeep.layouts.safetensors import *
+from shardkeep.layouts.torch_values import *
+from shardkeep.layouts.torch_values import _metadata_fn, _StorageInfo, _StoragePrefix
 from shardkeep.storage.file_systems import FileSystem as FileSystem
 from shardkeep.storage.file_systems import FileSystemBase as FileSystemBase
