@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.plan import sharing
 from shardkeep.plan.save_plan import SLICE_NBYTES
-from shardkeep.plan.sharing import (
-    ShareOffer,
-    SharePlan,
-    decode_share_plan,
-    encode_offer,
-    message_nbytes_for,
-    plan_sharing,
-    share_out,
-)
+from shardkeep.plan.sharing import MESSAGE_NBYTES, ShareOffer, SharePlan, column, plan_sharing
 
 MESSAGE = 64 << 10
+"""The size of messages where the budget is small."""
 
 
-def offer_of(wants, things):
-    """The offer of a rank that wants these things, each (bytes, rows)."""
-    columns = [(things[each][0], things[each][1], each % 2, each * 100) for each in wants]
-    table = np.array(columns, np.int64).reshape(-1, 4).T
-    return ShareOffer(np.array([(each, -each) for each in wants], np.int64).reshape(-1, 2), *table)
+def offer_of(wants, things, alone=0, budget=0, files=2):
+    """The offer of a rank that wants these things, each (bytes, rows), as it is sent."""
+    offer = ShareOffer(
+        alone_nbytes=alone,
+        budget_nbytes=budget,
+        what=b"".join(each.to_bytes(16, "big") for each in wants),
+        nbytes=column([things[each][0] for each in wants]),
+        rows=column([things[each][1] for each in wants]),
+        file=column([each % files for each in wants]),
+        start=column([each * 100 for each in wants]),
+    )
+    return msgspec.msgpack.encode(offer)
+
+
+def plans_of(offers):
+    """What rank 0 sends, decoded; nothing where no two ranks want the same."""
+    return [msgspec.msgpack.decode(each, type=SharePlan) for each in plan_sharing(offers) or []]
+
+
+def rows_of(plan):
+    """The rows of a rank's plan, with the ranks of the team instead of its number."""
+    rows = zip(*(each.tolist() for each in plan.share.columns()), strict=True)
+    return [(owner, turn, plan.teams[team], *rest) for owner, turn, team, *rest in rows]
 
 
 @st.composite
@@ -50,20 +61,20 @@ def test_every_byte_is_read_or_received_once(job):
     cuts it by rows, and nothing is shared that only one rank wants.
     """
     things, wants, alone = job
-    offers = [offer_of(each, things) for each in wants]
-    shares, teams = share_out(offers, np.array(alone, np.int64), message_nbytes=MESSAGE)
     wanted_by = defaultdict(set)
     for rank, each in enumerate(wants):
         for thing in each:
             wanted_by[thing].add(rank)
     spread: dict[int, dict[int, list]] = defaultdict(dict)
-    for rank, share in enumerate(shares):
+    plans = plans_of([offer_of(each, things, nbytes) for each, nbytes in zip(wants, alone, strict=True)])
+    assert bool(plans) == any(len(ranks) > 1 for ranks in wanted_by.values())
+    for rank, plan in enumerate(plans):
         covered = defaultdict(list)
-        for owner, _, team, want, start, stop in zip(*(c.tolist() for c in share.columns()), strict=True):
+        for owner, _, team, want, start, stop in rows_of(plan):
             thing = wants[rank][want]
-            assert teams[team] == sorted(wanted_by[thing])
-            assert {owner, rank} <= set(teams[team])
-            assert len(teams[team]) >= 2
+            assert team == sorted(wanted_by[thing])
+            assert {owner, rank} <= set(team)
+            assert len(team) >= 2
             covered[want].append((start, stop, owner))
         shared_things = Counter(wants[rank][want] for want in covered)
         assert set(shared_things) == {thing for thing in wants[rank] if len(wanted_by[thing]) > 1}
@@ -87,18 +98,16 @@ def test_every_byte_is_read_or_received_once(job):
 def test_messages_are_the_same_on_all_ranks(job):
     """A message has the same parts, in the same order, at its owner and at all receivers, and is not too long."""
     things, wants, alone = job
-    shares, teams = share_out(
-        [offer_of(each, things) for each in wants], np.array(alone, np.int64), message_nbytes=MESSAGE
-    )
+    plans = plans_of([offer_of(each, things, nbytes) for each, nbytes in zip(wants, alone, strict=True)])
     messages: dict[tuple[int, int], dict[int, list]] = defaultdict(lambda: defaultdict(list))
-    for rank, share in enumerate(shares):
-        assert np.all(np.diff(share.turn) >= 0)
-        for owner, turn, team, want, start, stop in zip(*(c.tolist() for c in share.columns()), strict=True):
-            messages[owner, turn][rank].append((wants[rank][want], start, stop, team))
+    for rank, plan in enumerate(plans):
+        assert np.all(np.diff(plan.share.turn) >= 0)
+        for owner, turn, team, want, start, stop in rows_of(plan):
+            messages[owner, turn][rank].append((wants[rank][want], start, stop, tuple(team)))
     for by_rank in messages.values():
         assert len({tuple(parts) for parts in by_rank.values()}) == 1
         parts = next(iter(by_rank.values()))
-        assert sorted(by_rank) == teams[parts[0][3]]
+        assert sorted(by_rank) == list(parts[0][3])
         assert 0 < sum(stop - start for _, start, stop, _ in parts) <= MESSAGE
     for owner in range(len(wants)):
         turns = sorted(turn for who, turn in messages if who == owner)
@@ -115,9 +124,7 @@ def test_ranks_that_want_the_same_read_about_as_much(sizes, alone):
     had more than that before.
     """
     things = [(nbytes, 16) for nbytes in sizes]
-    wants = [list(range(len(things)))] * len(alone)
-    shares, _ = share_out([offer_of(each, things) for each in wants], np.array(alone, np.int64), message_nbytes=1 << 23)
-    share = shares[0]
+    share = plans_of([offer_of(range(len(things)), things, nbytes, 256 << 20) for nbytes in alone])[0].share
     read = [int((share.stop - share.start)[share.owner == rank].sum()) for rank in range(len(alone))]
     assert sum(read) == sum(sizes)
     total = [before + nbytes for before, nbytes in zip(alone, read, strict=True)]
@@ -127,46 +134,27 @@ def test_ranks_that_want_the_same_read_about_as_much(sizes, alone):
 def test_small_things_stay_together():
     """Of many small things side by side in a file, each rank reads runs of neighbours: few blocks are read twice."""
     things = [(64 << 10, 1)] * 512
-    wants = [list(range(512))] * 4
-    offers = [offer_of(each, things) for each in wants]
-    offers = [ShareOffer(each.what, each.nbytes, each.rows, each.file * 0, each.start) for each in offers]
-    shares, _ = share_out(offers, np.zeros(4, np.int64), message_nbytes=8 << 20)
+    share = plans_of([offer_of(range(512), things, budget=256 << 20, files=1)] * 4)[0].share
     owner = np.empty(512, np.int64)
-    owner[shares[0].want] = shares[0].owner
+    owner[share.want] = share.owner
     assert np.bincount(owner).tolist() == [128] * 4
     assert np.count_nonzero(np.diff(owner)) < 512 * (64 << 10) // SLICE_NBYTES
-
-
-def test_letters_say_the_same():
-    """
-    What was encoded for rank 0 and back is what was meant; where no two ranks want the same there is nothing to say.
-    """
-    things = [(100, 10), (10 << 20, 8)]
-    offers = [offer_of(each, things) for each in ([0, 1], [1, 0], [1])]
-    letters = [encode_offer(each, alone_nbytes=5, budget_nbytes=64 << 20) for each in offers]
-    orders = plan_sharing(letters, first_tag=77)
-    assert orders is not None
-    shares, teams = share_out(offers, np.full(3, 5), message_nbytes=message_nbytes_for(64 << 20))
-    for share, letter in zip(shares, orders, strict=True):
-        got: SharePlan = decode_share_plan(letter)
-        assert (got.message_nbytes, got.first_tag) == (2 << 20, 77)
-        for mine, theirs in zip(share.columns(), got.share.columns(), strict=True):
-            if mine is not share.team:
-                assert np.array_equal(mine, theirs)
-        assert [teams[t] for t in share.team.tolist()] == [got.teams[t] for t in got.share.team.tolist()]
-    lonely = [offer_of([0], things), offer_of([1], things)]
-    assert plan_sharing([encode_offer(each, alone_nbytes=0, budget_nbytes=1) for each in lonely], first_tag=0) is None
 
 
 def test_ranks_with_the_same_state_get_the_same_letter():
     """Replicas get one and the same answer, which rank 0 then stores once."""
     things = [(1000 * n, n) for n in range(1, 20)]
-    letters = [encode_offer(offer_of(range(19), things), alone_nbytes=0, budget_nbytes=1 << 28)] * 8
-    assert len(set(plan_sharing(letters, first_tag=0) or [])) == 1
+    offers = [offer_of(range(19), things)] * 8
+    assert len(set(plan_sharing(offers) or [])) == 1
 
 
 def test_messages_fit_the_memory_that_may_be_used():
-    """Messages are a small part of the budget, and hold whole elements whatever it is."""
-    assert message_nbytes_for(256 << 20) == sharing.MESSAGE_NBYTES
-    assert all(message_nbytes_for(budget) % 16 == 0 for budget in (0, 1, 1 << 20, (64 << 20) + 37))
-    assert message_nbytes_for(64 << 20) * 32 == 64 << 20
+    """Messages are a small part of the smallest budget, and hold whole elements whatever it is."""
+
+    def message_nbytes(budget):
+        plan, _ = plans_of([offer_of([0], [(100, 10)], budget=each) for each in (budget, 1 << 40)])
+        return plan.message_nbytes
+
+    assert message_nbytes(256 << 20) == MESSAGE_NBYTES
+    assert all(message_nbytes(budget) % 16 == 0 for budget in (0, 1, 1 << 20, (64 << 20) + 37))
+    assert message_nbytes(64 << 20) * 32 == 64 << 20

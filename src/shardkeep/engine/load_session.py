@@ -34,9 +34,10 @@ from shardkeep.engine.shared_reads import (
     Channel,
     Destinations,
     Exchange,
-    Sharing,
+    SharedRequest,
+    accept_plan,
     all_agree,
-    new_tag,
+    make_offer,
     open_channel,
     remaining_reads,
     shared_requests,
@@ -109,7 +110,7 @@ class SharedLoad(NamedTuple):
     """After `share`: the tensors to fill, and this rank's part in reading them, as rank 0 planned it."""
 
     targets: Targets
-    sharing: Sharing
+    requests: list[SharedRequest]
     plan: bytes
     """Empty where ranks have nothing in common."""
 
@@ -142,20 +143,18 @@ class LoadSession:
 
         def look() -> tuple[tuple[Objects, Channel | None], bytes]:
             objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
-            channel: Channel | str | None = None
+            channel, cannot_share = None, None
             if self.options.share_reads:
-                channel = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
-            usable = channel if isinstance(channel, Channel) else None
-            cannot_share = channel if isinstance(channel, str) else "" if usable else None
-            return (objects, usable), _encode((objects.names, objects.communicates, cannot_share))
+                found = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
+                channel, cannot_share = (None, found) if isinstance(found, str) else (found, "")
+            return (objects, channel), _encode((objects.names, objects.communicates, cannot_share))
 
         def decide(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
             check_same_objects([names for names, _, _ in said])
             on_rank_0.append(find(self.store))
             record = msgspec.json.encode(on_rank_0[0].record)  # as it is stored: msgpack cannot hold every `meta`
-            reasons = [cannot_share for _, _, cannot_share in said]
-            shares = any(reason is not None for reason in reasons) and all_agree(reasons)
+            shares = all_agree([cannot_share for _, _, cannot_share in said])
             return [_encode((record, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
         (objects, channel), answer = self._agree("open", look, decide)
@@ -233,21 +232,16 @@ class LoadSession:
 
     def share(self, matched: MatchedState) -> SharedLoad | None:
         """Divide what several ranks want between them; None if reads are not shared."""
-        channel = matched.channel
-        if channel is None:
+        if matched.channel is None:
             return None
 
-        def offer() -> tuple[tuple[Targets, Sharing], bytes]:
+        def offer() -> tuple[tuple[Targets, list[SharedRequest]], bytes]:
             targets = _find_targets(matched)
             requests = shared_requests(matched.source, targets.destinations)
-            sharing = Sharing(channel, requests, budget_nbytes=self.options.host_budget_bytes)
-            return (targets, sharing), sharing.offer()
+            return (targets, requests), make_offer(requests, budget_nbytes=self.options.host_budget_bytes)
 
-        def decide(payloads: list[bytes]) -> list[bytes]:
-            return plan_sharing(payloads, first_tag=new_tag()) or [b""] * len(payloads)
-
-        (targets, sharing), plan = self._agree("share", offer, decide)
-        return SharedLoad(targets, sharing, plan)
+        own, plan = self._agree("share", offer, lambda offers: plan_sharing(offers) or [b""] * len(offers))
+        return SharedLoad(*own, plan)
 
     def read(self, matched: MatchedState, shared: SharedLoad | None, *, place: bool) -> ReadTensors:
         """Fill every tensor, except for what other ranks read for this one."""
@@ -256,8 +250,8 @@ class LoadSession:
             began_s = self.phases.now()
             targets = shared.targets if shared else _find_targets(matched)
             to, exchange = targets.destinations, None
-            if shared and shared.plan:
-                part = shared.sharing.accept(shared.plan)
+            if shared and shared.plan and matched.channel:
+                part = accept_plan(matched.channel, shared.requests, shared.plan)
                 to, exchange = remaining_reads(to, part.rows, part.cuts), part.exchange
             synchronize_devices(to.into)
             nbytes = fill(

@@ -1,7 +1,7 @@
 """
 Shared reads: ranks that want the same bytes read a part each and send it to each other.
 
-Each rank offers what it wants (`Sharing.offer`), rank 0 plans who reads what (`plan.sharing`), every rank reads its part, and
+Each rank offers what it wants (`make_offer`), rank 0 plans who reads what (`plan.sharing`), every rank reads its part, and
 then the ranks exchange the parts (`Exchange`), from the memory they were read into, into the memory that wants them.
 Messages go over the process group's CPU backend, a few at a time and in the same order on all ranks, so that the first
 unfinished message is always in progress at both of its ends and no rank waits for ever. Nothing is sent through an
@@ -11,15 +11,16 @@ accelerator's communicator.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import blake2b
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
 
+import msgspec
 import numpy as np
 import torch
 
@@ -28,9 +29,9 @@ from shardkeep.engine.reader import Source
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import Scattered
 from shardkeep.errors import RanksSilent
-from shardkeep.format.boxes import Boxes, IntArray, Ints, flat_range_to_boxes, whole
+from shardkeep.format.boxes import Boxes, IntArray, flat_range_to_boxes, whole
 from shardkeep.format.dtypes import known_to_torch, to_torch
-from shardkeep.plan.sharing import ShareOffer, SharePlan, decode_share_plan, encode_offer
+from shardkeep.plan.sharing import TAGS, ShareOffer, SharePlan, column
 from shardkeep.state.leaves import overlaps_itself, synchronize_devices
 from shardkeep.storage.buffers import aligned_buffer, copy, view_memory
 
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 # -- the channel -------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger("shardkeep")
-
-TAGS = 1 << 31
-"""Number of tags, which distinguish messages from each other and from those of other users of the group."""
 
 
 class Channel(NamedTuple):
@@ -77,11 +75,6 @@ def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: fl
     return Channel(backend, c10d.get_rank(members), timeout_s / 2)
 
 
-def new_tag() -> int:
-    """Return the first tag of an exchange; rank 0 chooses it for all ranks."""
-    return secrets.randbelow(TAGS)
-
-
 def all_agree(reasons: Sequence[str | None]) -> bool:
     """
     Return whether all ranks share their reads. If only some of them would, log why reads are not shared.
@@ -100,25 +93,6 @@ def all_agree(reasons: Sequence[str | None]) -> bool:
 
 _IN_PROGRESS = 6
 """Messages that a rank sends and receives at the same time."""
-_KEPT = 2
-"""Additional buffers, for messages that were sent to some of their receivers and go to others next."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Message:
-    """What one rank has read for others."""
-
-    owner: int
-    turn: int
-    team: list[int]
-    place: dict[int, int]
-    """Position of each rank in the team."""
-    parts: list[tuple[int, int, int]]
-    """Requests, and the byte range of each."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stop - start for _, start, stop in self.parts)
 
 
 class _Step(NamedTuple):
@@ -128,9 +102,16 @@ class _Step(NamedTuple):
     shift: int
     """Distance of the receiver from the owner in the team, so that each rank sends to one and receives from one at a time."""
     owner: int
-    message: _Message
     peer: int
     """The rank at the other end."""
+    parts: list[tuple[int, int, int]]
+    """Requests, and the byte range of each."""
+    last: bool
+    """No other receiver gets it later."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
 
 
 class _Transfer(NamedTuple):
@@ -141,37 +122,25 @@ class _Transfer(NamedTuple):
     work: Any
 
 
-@dataclass
-class _Packed:
-    """A message of this rank, as it is sent."""
-
-    data: memoryview
-    buffer: memoryview | None
-    left: int
-    """Receivers that do not have it yet."""
-
-
 class Exchange:
-    """One rank's part in an exchange. It allocates all buffers when it is made, before any rank begins to exchange."""
+    """One rank's part in an exchange. It allocates its buffers when it is made, before any rank begins to exchange."""
 
-    def __init__(self, channel: Channel, orders: SharePlan, into: Sequence[torch.Tensor]) -> None:
+    def __init__(self, channel: Channel, plan: SharePlan, into: Sequence[torch.Tensor]) -> None:
         """`into` has the tensor of each row of the rank's offer: on any device, of any stride, in the stored dtype."""
         self._channel = channel
-        messages = list(_messages(orders))
-        self._steps = sorted(
-            (step for message in messages for step in _steps(message, channel.rank)), key=lambda step: step[:3]
-        )
-        wants = np.unique(orders.share.want).tolist()
-        self._tensors = {want: into[want] for want in wants}
-        self._address = {want: host_address(into[want]) for want in wants}
+        self._plan = plan
+        self._steps = _steps(plan, channel.rank)
+        self._tensors = {want: into[want] for want in np.unique(plan.share.want).tolist()}
+        self._address = {want: host_address(tensor) for want, tensor in self._tensors.items()}
         self._others: dict[int, Scattered] = {
-            want: scattered_memory(into[want], into[want].dtype) for want in wants if not self._address[want]
+            want: scattered_memory(tensor, tensor.dtype)
+            for want, tensor in self._tensors.items()
+            if not self._address[want]
         }
-        self._first_tag = orders.first_tag
-        self._message_nbytes = orders.message_nbytes
-        packed = sum(not self._in_place(message) for message in messages)
-        self._free = [aligned_buffer(orders.message_nbytes) for _ in range(min(packed, _IN_PROGRESS + _KEPT))]
-        self._packed: dict[int, _Packed] = {}
+        # One more than messages in progress: the message being sent is kept for its other receivers.
+        copied = sum(not self._in_place(step) for step in self._steps)
+        self._free = [aligned_buffer(plan.message_nbytes) for _ in range(min(copied, _IN_PROGRESS + 1))]
+        self._outgoing: tuple[int, memoryview, memoryview | None] | None = None
         self._lost: dict[int, str] = {}
         self._failure: Exception | None = None
         self._bytes_received = 0
@@ -180,12 +149,9 @@ class Exchange:
         """
         Send and receive everything; return the number of bytes received.
 
-        If a rank is lost, the exchange goes on with the others, because they also need what does not come from that rank.
-        If this rank fails, it goes on sending, whatever the bytes, and raises at the end, which fails the load on all ranks.
-
-        Raises:
-            RanksSilent: ranks are gone, or did not answer.
-
+        If a rank is lost, the exchange goes on with the others, because they also need what does not come from that rank;
+        then `RanksSilent` is raised. If this rank fails, it goes on sending, whatever the bytes, and raises at the end, which
+        fails the load on all ranks.
         """
         synchronize_devices(self._tensors.values())
         transfers: deque[_Transfer] = deque()
@@ -194,8 +160,6 @@ class Exchange:
                 self._end(transfers.popleft())
             if step.peer not in self._lost:
                 transfers.append(self._begin(step))
-            elif step.owner == self._channel.rank:
-                self._done(step.message)
         while transfers:
             self._end(transfers.popleft())
         synchronize_devices(self._tensors.values())
@@ -209,13 +173,19 @@ class Exchange:
 
     def _begin(self, step: _Step) -> _Transfer:
         if step.owner == self._channel.rank:
-            packed = self._pack(step.message)
-            data, buffer, post = packed.data, packed.buffer, self._channel.backend.send
+            if self._outgoing is None or self._outgoing[0] != step.turn:
+                data, buffer = self._memory_of(step)
+                self._outgoing = step.turn, data, buffer
+                if buffer is not None:
+                    self._copy_or_fail(step, data, out=True)
+            _, data, buffer = self._outgoing
+            post = self._channel.backend.send
         else:
-            data, buffer = self._room(step.message)
+            data, buffer = self._memory_of(step)
             post = self._channel.backend.recv
+        tag = (self._plan.first_tag + step.turn) % TAGS
         try:
-            work = post([torch.frombuffer(data, dtype=torch.uint8)], step.peer, (self._first_tag + step.turn) % TAGS)
+            work = post([torch.frombuffer(data, dtype=torch.uint8)], step.peer, tag)
         except RuntimeError as error:  # the connection is closed already
             work = error
         return _Transfer(step, data, buffer, work)
@@ -234,13 +204,14 @@ class Exchange:
             self._lost.setdefault(step.peer, f"{verb} ({waited_s:.1f} s): {error!s:.160}")
             if waited_s >= timeout_s:  # the backend then closes all connections, so the state of the others is unknown
                 raise self._loss() from error
-        else:
-            if not sends:
-                self._unpack(step.message, each.data)
-                if each.buffer is not None:
-                    self._free.append(each.buffer)
-        if sends:
-            self._done(step.message)
+            return
+        if not sends:
+            self._bytes_received += step.nbytes
+            if each.buffer is not None:
+                self._copy_or_fail(step, each.data, out=False)
+        # The backend may still use the buffers of failed messages.
+        if each.buffer is not None and not self._lost and (step.last or not sends):
+            self._free.append(each.buffer)
 
     def _loss(self) -> RanksSilent:
         reasons = "; ".join(f"rank {rank} {text}" for rank, text in self._lost.items())
@@ -252,54 +223,27 @@ class Exchange:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def _in_place(self, message: _Message) -> bool:
-        return len(message.parts) == 1 and self._address[message.parts[0][0]] != 0
+    def _in_place(self, step: _Step) -> bool:
+        return len(step.parts) == 1 and self._address[step.parts[0][0]] != 0
 
-    def _room(self, message: _Message) -> tuple[memoryview, memoryview | None]:
+    def _memory_of(self, step: _Step) -> tuple[memoryview, memoryview | None]:
         """Return the memory of a message, and the buffer that it is part of, if any."""
-        if self._in_place(message):
-            want, start, _ = message.parts[0]
-            return view_memory(self._address[want] + start, message.nbytes), None
-        # Buffers of failed messages are not reused, because the backend may still write to them.
-        buffer = self._free.pop() if self._free else aligned_buffer(self._message_nbytes)
-        return buffer[: message.nbytes], buffer
+        if self._in_place(step):
+            want, start, _ = step.parts[0]
+            return view_memory(self._address[want] + start, step.nbytes), None
+        buffer = self._free.pop() if self._free else aligned_buffer(self._plan.message_nbytes)
+        return buffer[: step.nbytes], buffer
 
-    def _pack(self, message: _Message) -> _Packed:
-        """Return the bytes of an outgoing message, which is put together for its first receiver."""
-        packed = self._packed.get(message.turn)
-        if packed is None:
-            data, buffer = self._room(message)
-            packed = self._packed[message.turn] = _Packed(data, buffer, len(message.team) - 1)
-            if buffer is not None:
-                self._try(self._copy, message, data, out=True)
-        return packed
-
-    def _done(self, message: _Message) -> None:
-        """Record that one receiver has a message, or never will."""
-        packed = self._packed.get(message.turn)
-        if packed is None:  # its first receiver is lost
-            packed = self._pack(message)
-        packed.left -= 1
-        if packed.left == 0:
-            del self._packed[message.turn]
-            if packed.buffer is not None and not self._lost:
-                self._free.append(packed.buffer)
-
-    def _unpack(self, message: _Message, data: memoryview) -> None:
-        self._bytes_received += message.nbytes
-        if not self._in_place(message):
-            self._try(self._copy, message, data, out=False)
-
-    def _try(self, work: Any, *args: Any, **kwargs: Any) -> None:
+    def _copy_or_fail(self, step: _Step, data: memoryview, *, out: bool) -> None:
         try:
-            work(*args, **kwargs)
+            self._copy(step, data, out=out)
         except Exception as error:  # noqa: BLE001 - raised when the others no longer wait for this rank
             self._failure = self._failure or error
 
-    def _copy(self, message: _Message, data: memoryview, *, out: bool) -> None:
+    def _copy(self, step: _Step, data: memoryview, *, out: bool) -> None:
         """Copy the parts of a message from tensors to a buffer (`out`), or back."""
         at = 0
-        for want, start, stop in message.parts:
+        for want, start, stop in step.parts:
             some = data[at : at + stop - start]
             at += stop - start
             if address := self._address[want]:
@@ -308,40 +252,24 @@ class Exchange:
             elif out:
                 self._others[want].read(start, stop, some)
             else:
-                self._spread(want, start, stop, some)
-
-    def _spread(self, want: int, start: int, stop: int, data: memoryview) -> None:
-        tensor = self._tensors[want]
-        size, at = tensor.element_size(), 0
-        for box in flat_range_to_boxes(tuple(tensor.shape), start // size, stop // size):
-            nbytes = box.volume * size
-            self._others[want].write(box, data[at : at + nbytes], box.sizes, whole(box.sizes))
-            at += nbytes
+                shape, size = tuple(self._tensors[want].shape), self._tensors[want].element_size()
+                for box in flat_range_to_boxes(shape, start // size, stop // size):
+                    nbytes = box.volume * size
+                    self._others[want].write(box, some[:nbytes], box.sizes, whole(box.sizes))
+                    some = some[nbytes:]
 
 
-def _messages(orders: SharePlan) -> Iterator[_Message]:
-    """Group rows of the same owner and turn."""
-    places = [{rank: place for place, rank in enumerate(team)} for team in orders.teams]
-    made: _Message | None = None
-    for owner, turn, team, *part in zip(*(column.tolist() for column in orders.share.columns()), strict=True):
-        if made is None or (made.owner, made.turn) != (owner, turn):
-            if made is not None:
-                yield made
-            made = _Message(owner, turn, orders.teams[team], places[team], [])
-        made.parts.append((part[0], part[1], part[2]))
-    if made is not None:
-        yield made
-
-
-def _steps(message: _Message, rank: int) -> Iterator[_Step]:
-    """Return the steps of a message in which a rank takes part."""
-    team, owner = message.team, message.owner
-    first = message.place[owner]
-    if owner == rank:
-        for shift in range(1, len(team)):
-            yield _Step(message.turn, shift, owner, message, team[(first + shift) % len(team)])
-    else:
-        yield _Step(message.turn, (message.place[rank] - first) % len(team), owner, message, owner)
+def _steps(plan: SharePlan, rank: int) -> list[_Step]:
+    """Return the steps in which a rank takes part, in order."""
+    steps: list[_Step] = []
+    rows = zip(*(column.tolist() for column in plan.share.columns()), strict=True)
+    for (owner, turn, number), of_message in groupby(rows, key=lambda row: row[:3]):
+        team, parts = plan.teams[number], [row[3:] for row in of_message]
+        first, size = team.index(owner), len(team)
+        for shift in range(1, size) if owner == rank else [(team.index(rank) - first) % size]:
+            peer = team[(first + shift) % size] if owner == rank else owner
+            steps.append(_Step(turn, shift, owner, peer, parts, last=shift == size - 1))
+    return sorted(steps, key=lambda step: step[:3])
 
 
 # -- offers ------------------------------------------------------------------------------------------------------------
@@ -382,48 +310,47 @@ class SharedPart(NamedTuple):
     """To be run once all ranks have read."""
 
 
-class Sharing:
-    """One rank's part in sharing the reads of a load."""
-
-    def __init__(self, channel: Channel, wants: Sequence[SharedRequest], *, budget_nbytes: int) -> None:
-        self._channel = channel
-        self._budget_nbytes = budget_nbytes
-        self._alone_nbytes = sum(want.target.nbytes for want in wants if not want.can_share)
-        # The positions of the offered requests among all requests.
-        self._offered = [row for row, want in enumerate(wants) if want.can_share]
-        self._wants = [wants[row] for row in self._offered]
-
-    def offer(self) -> bytes:
-        """Return this rank's offer, encoded for rank 0."""
-        digests = [blake2b(want.what, digest_size=16).digest() for want in self._wants]
-        files = {want.file: _number(want.file) for want in self._wants}
-        offer = ShareOffer(
-            what=np.frombuffer(b"".join(digests), "<i8").reshape(-1, 2),
-            nbytes=np.array([want.target.nbytes for want in self._wants], np.int64),
-            rows=np.array([_rows(tuple(want.target.shape))[1] for want in self._wants], np.int64),
-            file=np.array([files[want.file] for want in self._wants], np.int64),
-            start=np.array([want.start for want in self._wants], np.int64),
+def make_offer(requests: Sequence[SharedRequest], *, budget_nbytes: int) -> bytes:
+    """Return a rank's offer, encoded for rank 0."""
+    offered = [request for request in requests if request.can_share]
+    return msgspec.msgpack.encode(
+        ShareOffer(
+            alone_nbytes=sum(request.target.nbytes for request in requests if not request.can_share),
+            budget_nbytes=budget_nbytes,
+            what=b"".join(blake2b(request.what, digest_size=16).digest() for request in offered),
+            nbytes=column([request.target.nbytes for request in offered]),
+            rows=column([_rows(request.target)[1] for request in offered]),
+            file=column([crc32(request.file.encode()) for request in offered]),
+            start=column([request.start for request in offered]),
         )
-        return encode_offer(offer, alone_nbytes=self._alone_nbytes, budget_nbytes=self._budget_nbytes)
+    )
 
-    def accept(self, plan: bytes) -> SharedPart:
-        """Return what this rank does by rank 0's plan, and allocate all memory that the exchange needs."""
-        planned = decode_share_plan(plan)
-        share = planned.share
-        exchange = Exchange(self._channel, planned, [want.target for want in self._wants])
-        # A rank has at most one slice of a request, which may be sent in several messages.
-        slices: dict[int, tuple[int, int]] = {}
-        own = share.take(share.owner == self._channel.rank)
-        for row, start, stop in zip(own.want.tolist(), own.start.tolist(), own.stop.tolist(), strict=True):
-            low, high = slices.get(row, (start, stop))
-            slices[row] = min(low, start), max(high, stop)
-        cuts = []
-        for row, (start, stop) in slices.items():
-            target = self._wants[row].target
-            axis, count = _rows(tuple(target.shape))
-            row_nbytes = target.nbytes // count
-            cuts.append(Cut(self._offered[row], axis, start // row_nbytes, stop // row_nbytes))
-        return SharedPart({self._offered[row] for row in np.unique(share.want).tolist()}, cuts, exchange)
+
+def accept_plan(channel: Channel, requests: Sequence[SharedRequest], data: bytes) -> SharedPart:
+    """Return what this rank does by rank 0's plan, and allocate all memory that the exchange needs."""
+    plan = msgspec.msgpack.decode(data, type=SharePlan)
+    offered = [row for row, request in enumerate(requests) if request.can_share]
+    share = plan.share
+    # A rank has at most one slice of a request, which may be sent in several messages.
+    slices: dict[int, tuple[int, int]] = {}
+    own = share.take(share.owner == channel.rank)
+    for row, start, stop in zip(own.want.tolist(), own.start.tolist(), own.stop.tolist(), strict=True):
+        low, high = slices.get(row, (start, stop))
+        slices[row] = min(low, start), max(high, stop)
+    cuts = []
+    for row, (start, stop) in slices.items():
+        target = requests[offered[row]].target
+        axis, count = _rows(target)
+        row_nbytes = target.nbytes // count
+        cuts.append(Cut(offered[row], axis, start // row_nbytes, stop // row_nbytes))
+    exchange = Exchange(channel, plan, [requests[row].target for row in offered])
+    return SharedPart({offered[row] for row in np.unique(share.want).tolist()}, cuts, exchange)
+
+
+def _rows(target: torch.Tensor) -> tuple[int, int]:
+    """Return the axis along which a box is cut, the first with more than one index, and its extent."""
+    axis = next((axis for axis, n in enumerate(target.shape) if n > 1), 0)
+    return axis, target.shape[axis] if target.dim() else 1
 
 
 def is_plain(tensor: torch.Tensor, stored: torch.dtype) -> bool:
@@ -467,16 +394,6 @@ def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return alone
 
 
-def _rows(shape: Ints) -> tuple[int, int]:
-    """Return the axis along which a box is cut, the first with more than one index, and its extent."""
-    axis = next((axis for axis, n in enumerate(shape) if n > 1), 0)
-    return axis, shape[axis] if shape else 1
-
-
-def _number(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
-
-
 # -- requests of a load ------------------------------------------------------------------------------------------------
 
 
@@ -496,9 +413,10 @@ def shared_requests(source: Source, to: Destinations) -> list[SharedRequest]:
     wants = []
     for want, (row, target) in enumerate(zip(owner.tolist(), to.into, strict=True)):
         box = to.boxes.box(want, int(index.tensors.ndim[row]))
-        file, start = _place(source, row, box.offsets) if target.numel() else ("", 0)
+        chunks = index.chunk_rows(row)
+        file, start = source.position(chunks.start) if chunks.stop > chunks.start else (0, 0)
         can_share = alone[want] and is_plain(target, to_torch(index.dtype(row)))
-        wants.append(SharedRequest(repr((row, box.offsets, box.sizes)).encode(), target, file, start, can_share))
+        wants.append(SharedRequest(repr((row, box.offsets, box.sizes)).encode(), target, str(file), start, can_share))
     return wants
 
 
@@ -516,19 +434,3 @@ def remaining_reads(to: Destinations, shared: set[int], cuts: Sequence[Cut]) -> 
             target = target.narrow(cut.axis, cut.begin, cut.end - cut.begin)
         into.append(target)
     return Destinations(to.tensor[rows], Boxes(offsets, sizes), into)
-
-
-def _place(source: Source, row: int, offsets: tuple[int, ...]) -> tuple[str, int]:
-    """Return the file in which a box of a tensor begins, and about where."""
-    index = source.index
-    rows = index.chunk_rows(row)
-    at = rows.start
-    if rows.stop == rows.start:  # reading reports what is wrong
-        return "", 0
-    if rows.stop - rows.start > 1 and offsets:
-        chunks = index.chunks.take(rows)
-        low = np.asarray(chunks.offsets, np.int64)[:, : len(offsets)]
-        high = low + np.asarray(chunks.sizes, np.int64)[:, : len(offsets)]
-        at += int(np.argmax(np.all((low <= offsets) & (high > offsets), axis=1)))
-    file, start = source.position(at)
-    return str(file), start

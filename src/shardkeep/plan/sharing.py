@@ -3,11 +3,11 @@ Which rank reads what several ranks want: each reads a share, balanced by bytes,
 
 Requests with equal digests are equal. Large ones are divided by rows over the ranks that want them. Small ones that the same
 ranks want and that lie side by side in the files are kept together, because otherwise every share would touch every block.
-Pure functions: the same offers give the same shares.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,20 +22,26 @@ MESSAGE_NBYTES = 8 << 20
 _LEAST_MESSAGE_NBYTES = 64 << 10
 _WINDOW_PARTS = 32
 """A message takes at most this fraction of the memory budget, because several are in progress at a time."""
+TAGS = 1 << 31
+"""Number of tags, which distinguish messages from each other and from those of other users of the group."""
+
+_encode = msgspec.msgpack.encode
 
 
-@dataclass(frozen=True)
-class ShareOffer(Rows):
-    """What one rank wants and others may want, too; one row each."""
+class ShareOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank wants and others may want, too, as columns of 64-bit integers; sent to rank 0."""
 
-    what: IntArray
-    """A digest that identifies the wanted bytes, as two numbers."""
-    nbytes: IntArray
-    rows: IntArray
+    alone_nbytes: int
+    """Bytes that the rank reads in any case."""
+    budget_nbytes: int
+    what: bytes
+    """A digest of 16 bytes for each request, which identifies the wanted bytes."""
+    nbytes: bytes
+    rows: bytes
     """How many equal parts the bytes can be divided into."""
-    file: IntArray
+    file: bytes
     """A number for its file; used only to keep neighbours together."""
-    start: IntArray
+    start: bytes
 
 
 @dataclass(frozen=True)
@@ -59,225 +65,120 @@ class Share(Rows):
     stop: IntArray
 
 
-class _OfferLetter(msgspec.Struct, frozen=True, array_like=True):
-    alone_nbytes: int
-    budget_nbytes: int
-    columns: list[bytes]
-
-
-class _ShareLetter(msgspec.Struct, frozen=True, array_like=True):
-    first_tag: int
-    message_nbytes: int
-    teams: list[list[int]]
-    columns: list[bytes]
-
-
-@dataclass(frozen=True)
-class SharePlan:
+class SharePlan(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's part in a shared read, as rank 0 sends it."""
 
-    share: Share
-    teams: list[list[int]]
-    message_nbytes: int
     first_tag: int
     """The first tag of the messages, so that messages of an aborted exchange are not mistaken for them."""
+    message_nbytes: int
+    teams: list[list[int]]
+    columns: list[bytes]
+
+    @property
+    def share(self) -> Share:
+        """Its rows, in the order of turns and owners."""
+        return Share(*(np.frombuffer(column, "<i8") for column in self.columns))
 
 
-def encode_offer(offer: ShareOffer, *, alone_nbytes: int, budget_nbytes: int) -> bytes:
-    """Encode an offer for rank 0, with the bytes that the rank reads in any case, and its memory budget."""
-    columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in offer.columns()]
-    return msgspec.msgpack.encode(_OfferLetter(alone_nbytes, budget_nbytes, columns))
-
-
-def decode_share_plan(data: bytes) -> SharePlan:
-    """Decode what rank 0 sent."""
-    letter = msgspec.msgpack.decode(data, type=_ShareLetter)
-    share = Share(*(np.frombuffer(column, "<i8") for column in letter.columns))
-    return SharePlan(share, letter.teams, letter.message_nbytes, letter.first_tag)
-
-
-def plan_sharing(letters: Sequence[bytes], *, first_tag: int) -> list[bytes] | None:
-    """Divide what all ranks offer; return each rank's plan, or None if no two ranks want the same."""
-    decoded = [msgspec.msgpack.decode(letter, type=_OfferLetter) for letter in letters]
-    columns = [[np.frombuffer(column, "<i8") for column in letter.columns] for letter in decoded]
-    offers = [ShareOffer(what.reshape(-1, 2), *rest) for what, *rest in columns]
-    alone = np.array([letter.alone_nbytes for letter in decoded], np.int64)
-    message_nbytes = message_nbytes_for(min(letter.budget_nbytes for letter in decoded))
-    shares, teams = share_out(offers, alone, message_nbytes=message_nbytes)
-    if not teams:
-        return None
-    return [_encode_share(share, teams, message_nbytes, first_tag) for share in shares]
-
-
-def message_nbytes_for(budget_nbytes: int) -> int:
-    """Return the most bytes of a message, a multiple of every element size."""
-    return max(_LEAST_MESSAGE_NBYTES, min(MESSAGE_NBYTES, budget_nbytes // _WINDOW_PARTS)) & ~15
-
-
-def _encode_share(share: Share, teams: list[list[int]], message_nbytes: int, first_tag: int) -> bytes:
-    used, team = np.unique(share.team, return_inverse=True)
-    own = Share(share.owner, share.turn, np.asarray(team, np.int64), share.want, share.start, share.stop)
-    columns = [np.ascontiguousarray(column, "<i8").tobytes() for column in own.columns()]
-    letter = _ShareLetter(first_tag, message_nbytes, [teams[number] for number in used.tolist()], columns)
-    return msgspec.msgpack.encode(letter)
-
-
-def share_out(
-    offers: Sequence[ShareOffer], alone_nbytes: IntArray, *, message_nbytes: int
-) -> tuple[list[Share], list[list[int]]]:
-    """
-    Divide equal requests over the ranks that have them.
-
-    `alone_nbytes` is what each rank reads in any case, which counts in the balance. Returns the share of each rank, its rows in
-    the order of turns and owners, and the teams.
-
-    """
-    groups = _groups(_wanted(offers))
-    by_rank = np.split(
-        np.argsort(groups.rank, kind="stable"), np.cumsum(np.bincount(groups.rank, minlength=len(offers)))[:-1]
-    )
-    load = np.asarray(alone_nbytes, np.int64).copy()
-    for rank, (offer, members) in enumerate(zip(offers, by_rank, strict=True)):
-        load[rank] += int(offer.nbytes.sum() - offer.nbytes[groups.want[members]].sum())
-    if not len(groups.first):
-        nothing = np.empty(0, np.int64)
-        return [Share(*[nothing] * 6) for _ in offers], []
-    teams, team = _teams(groups)
-    parts = _parts(groups, teams, team, load, message_nbytes)
-    shares = []
-    for members in by_rank:
-        want = np.full(len(groups.first), -1, np.int64)
-        want[groups.group[members]] = groups.want[members]
-        of_part = want[parts.want]
-        rows = of_part >= 0
-        own = parts.take(rows)
-        shares.append(Share(own.owner, own.turn, own.team, of_part[rows], own.start, own.stop))
-    return shares, teams
+def column(numbers: Sequence[int] | IntArray) -> bytes:
+    """Encode a column."""
+    return np.ascontiguousarray(numbers, "<i8").tobytes()
 
 
 @dataclass(frozen=True)
-class _Wanted(Rows):
-    """All requests of all ranks, equal ones next to each other, at most one per rank among those."""
+class _Groups(Rows):
+    """Groups of equal requests that several ranks have."""
 
-    rank: IntArray
-    want: IntArray
-    what: IntArray
+    team: IntArray
     nbytes: IntArray
     rows: IntArray
     file: IntArray
     start: IntArray
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Groups of equal requests of several ranks: the columns of the groups, then those of their members."""
-
-    first: IntArray
-    count: IntArray
-    nbytes: IntArray
-    rows: IntArray
-    file: IntArray
-    start: IntArray
-    group: IntArray
-    rank: IntArray
-    want: IntArray
-
-
-def _wanted(offers: Sequence[ShareOffer]) -> _Wanted:
-    lengths = [len(offer) for offer in offers]
-    rank = np.repeat(np.arange(len(offers), dtype=np.int64), lengths)
-    want = concat_ranges(np.zeros(len(offers), np.int64), np.array(lengths, np.int64))
-    what, nbytes, rows, file, start = (
-        np.concatenate(each) for each in zip(*(o.columns() for o in offers), strict=True)
+def plan_sharing(offers: Sequence[bytes]) -> list[bytes] | None:
+    """Divide equal requests over the ranks that have them; return each rank's plan, or None if no two want the same."""
+    decoded = [msgspec.msgpack.decode(offer, type=ShareOffer) for offer in offers]
+    nbytes, rows, file, start = (
+        np.frombuffer(b"".join(getattr(offer, name) for offer in decoded), "<i8")
+        for name in ("nbytes", "rows", "file", "start")
     )
-    table = _Wanted(rank, want, what, nbytes, rows, file, start)
-    table = table.take(np.lexsort((want, rank, what[:, 1], what[:, 0])))
+    counts = np.array([len(offer.nbytes) // 8 for offer in decoded], np.int64)
+    rank, want = np.repeat(np.arange(len(decoded)), counts), concat_ranges(np.zeros_like(counts), counts)
+    what, group = np.unique(np.frombuffer(b"".join(offer.what for offer in decoded), "V16"), return_inverse=True)
     # If a rank has equal requests, one of them is shared, and the rank reads the others itself.
-    again = np.zeros(len(table), bool)
-    again[1:] = np.all(table.what[1:] == table.what[:-1], axis=1) & (table.rank[1:] == table.rank[:-1])
-    return table.take(~again)
+    _, members = np.unique(group * len(decoded) + rank, return_index=True)
+    members = members[np.bincount(group[members], minlength=len(what))[group[members]] > 1]
+    if not len(members):
+        return None
+    group = np.unique(group[members], return_inverse=True)[1]  # those of several ranks, numbered in order
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    teams: dict[tuple[int, ...], int] = {}
+    of_group = np.split(rank[members], first[1:])
+    team = np.array([teams.setdefault(tuple(ranks.tolist()), len(teams)) for ranks in of_group], np.int64)
+    lead = members[first]
+    load = np.array([offer.alone_nbytes for offer in decoded], np.int64)
+    np.add.at(load, rank, nbytes)
+    np.subtract.at(load, rank[members], nbytes[members])
+    message_nbytes = min(offer.budget_nbytes for offer in decoded) // _WINDOW_PARTS
+    # A multiple of every element size.
+    message_nbytes = max(_LEAST_MESSAGE_NBYTES, min(MESSAGE_NBYTES, message_nbytes)) & ~15
+    groups = _Groups(team, nbytes[lead], rows[lead], file[lead], start[lead])
+    by_number = [list(ranks) for ranks in teams]
+    parts = _parts(groups, by_number, load, message_nbytes)
+    tag = secrets.randbelow(TAGS)
+    plans = []
+    for each in range(len(decoded)):
+        own = rank[members] == each
+        want_of = np.full(len(groups), -1, np.int64)
+        want_of[group[own]] = want[members[own]]
+        share = parts.take(want_of[parts.want] >= 0)
+        used, number = np.unique(share.team, return_inverse=True)
+        columns = (share.owner, share.turn, number, want_of[share.want], share.start, share.stop)
+        its_teams = [by_number[at] for at in used.tolist()]
+        plan = SharePlan(
+            first_tag=tag, message_nbytes=message_nbytes, teams=its_teams, columns=[column(c) for c in columns]
+        )
+        plans.append(_encode(plan))
+    return plans
 
 
-def _groups(wanted: _Wanted) -> _Groups:
-    new = np.ones(len(wanted), bool)
-    new[1:] = np.any(wanted.what[1:] != wanted.what[:-1], axis=1)
-    first = np.flatnonzero(new)
-    count = np.diff(np.append(first, len(wanted)))
-    shared = count >= 2
-    first, count = first[shared], count[shared]
-    members = wanted.take(concat_ranges(first, count))
-    known = wanted.take(first)
-    return _Groups(
-        first=np.cumsum(count) - count,
-        count=count,
-        nbytes=known.nbytes,
-        rows=known.rows,
-        file=known.file,
-        start=known.start,
-        group=np.repeat(np.arange(len(first), dtype=np.int64), count),
-        rank=members.rank,
-        want=members.want,
-    )
-
-
-def _teams(groups: _Groups) -> tuple[list[list[int]], IntArray]:
-    """Return the distinct sets of ranks, and the number of each group's set."""
-    number: dict[bytes, int] = {}
-    teams: list[list[int]] = []
-    team = np.empty(len(groups.first), np.int64)
-    for group, (first, count) in enumerate(zip(groups.first.tolist(), groups.count.tolist(), strict=True)):
-        ranks = groups.rank[first : first + count]
-        found = number.setdefault(ranks.tobytes(), len(number))
-        if found == len(teams):
-            teams.append(ranks.tolist())
-        team[group] = found
-    return teams, team
-
-
-def _parts(groups: _Groups, teams: list[list[int]], team: IntArray, load: IntArray, message_nbytes: int) -> Share:
+def _parts(groups: _Groups, teams: list[list[int]], load: IntArray, message_nbytes: int) -> Share:
     """Return everything that is sent, with the group instead of a rank's request."""
-    unit, order = _units(groups, team, min(SLICE_NBYTES, message_nbytes))
-    first = np.flatnonzero(np.diff(unit, prepend=-1))
-    members = np.diff(np.append(first, len(unit)))
-    lead = order[first]
-    nbytes = np.add.reduceat(groups.nbytes[order], first)
-    rows = np.where(members == 1, groups.rows[lead], 1)
+    bundles = _bundles(groups, min(SLICE_NBYTES, message_nbytes))
+    nbytes = np.array([sum(groups.nbytes[bundle].tolist()) for bundle in bundles], np.int64)
+    rows = np.array([groups.rows[bundle[0]] if len(bundle) == 1 else 1 for bundle in bundles], np.int64)
     sizes = np.array([len(ranks) for ranks in teams], np.int64)
-    begins = np.cumsum(sizes) - sizes
+    team = groups.team[[bundle[0] for bundle in bundles]]
     holder = np.concatenate([np.array(ranks, np.int64) for ranks in teams])
-    which, at, begin, end = assign_replicas(load, nbytes, begins[team[lead]], sizes[team[lead]], holder, rows)
+    which, at, begin, end = assign_replicas(load, nbytes, (np.cumsum(sizes) - sizes)[team], sizes[team], holder, rows)
     turns = [0] * len(load)
     made: list[tuple[int, int, int, int, int, int]] = []
     for of, owner, low, high in zip(which.tolist(), holder[at].tolist(), begin.tolist(), end.tolist(), strict=True):
-        some = order[first[of] : first[of] + members[of]].tolist()
-        its_team = int(team[some[0]])
-        if len(some) > 1:
-            made += [(owner, turns[owner], its_team, group, 0, int(groups.nbytes[group])) for group in some]
+        bundle, its_team = bundles[of], int(team[of])
+        if len(bundle) > 1:
+            made += [(owner, turns[owner], its_team, group, 0, int(groups.nbytes[group])) for group in bundle]
             turns[owner] += 1
             continue
-        row_nbytes = int(groups.nbytes[some[0]]) // int(groups.rows[some[0]])
+        row_nbytes = int(nbytes[of] // rows[of])
         for start in range(low * row_nbytes, high * row_nbytes, message_nbytes):
             stop = min(start + message_nbytes, high * row_nbytes)
-            made.append((owner, turns[owner], its_team, some[0], start, stop))
+            made.append((owner, turns[owner], its_team, bundle[0], start, stop))
             turns[owner] += 1
     columns = np.array(made, np.int64).reshape(-1, 6)
     # The sort must be stable, because sender and receivers rely on the order of the parts of a message.
     return Share(*columns[np.lexsort((columns[:, 0], columns[:, 1]))].T)
 
 
-def _units(groups: _Groups, team: IntArray, bundle_nbytes: int) -> tuple[IntArray, IntArray]:
-    """
-    Bundle small groups of the same team in the order in which they lie in the files.
-
-    Returns the number of each group's bundle, ascending, and the groups in that order.
-    """
-    order = np.lexsort((groups.start, groups.file, team))
-    unit = np.empty(len(order), np.int64)
-    now, held, before = -1, bundle_nbytes, -1
-    sizes, of_team = groups.nbytes[order].tolist(), team[order].tolist()
-    for at, (nbytes, its_team) in enumerate(zip(sizes, of_team, strict=True)):
-        if its_team != before or held + nbytes > bundle_nbytes:
-            now, held = now + 1, 0
-        held, before = held + nbytes, its_team
-        unit[at] = now
-    return unit, order
+def _bundles(groups: _Groups, most_nbytes: int) -> list[list[int]]:
+    """Bundle small groups of the same team, in the order in which they lie in the files."""
+    bundles: list[list[int]] = []
+    held, before = 0, -1
+    for group in np.lexsort((groups.start, groups.file, groups.team)).tolist():
+        team, nbytes = int(groups.team[group]), int(groups.nbytes[group])
+        if team != before or held + nbytes > most_nbytes:
+            bundles.append([])
+            held = 0
+        bundles[-1].append(group)
+        held, before = held + nbytes, team
+    return bundles

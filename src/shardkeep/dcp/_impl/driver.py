@@ -47,7 +47,15 @@ from shardkeep.dcp._impl.shared_items import (
     remaining_plan,
     shared_requests_of_plan,
 )
-from shardkeep.engine.shared_reads import Channel, Exchange, Sharing, all_agree, new_tag, open_channel
+from shardkeep.engine.shared_reads import (
+    Channel,
+    Exchange,
+    SharedRequest,
+    accept_plan,
+    all_agree,
+    make_offer,
+    open_channel,
+)
 from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
@@ -727,7 +735,7 @@ class _Load:
         self._reader = storage_reader
         self._to_reader = translator(planner, storage_reader)
         self._to_planner = translator(storage_reader, planner)
-        self._sharing: Sharing | None = None
+        self._sharing: tuple[Channel, list[SharedRequest]] | None = None
         self._exchange: Exchange | None = None
 
     def plan(self, state_dict: dict[str, Any]) -> _RankReport:
@@ -758,9 +766,9 @@ class _Load:
             return f"the planner, a {type(planner).__qualname__}, may override how it is filled", b""
         if not common:
             return "the ranks have their own metadata", b""
-        wants = shared_requests_of_plan(plan, planner, metadata)
-        self._sharing = Sharing(channel, wants, budget_nbytes=options.host_budget_bytes)
-        return "", self._sharing.offer()
+        requests = shared_requests_of_plan(plan, planner, metadata)
+        self._sharing = channel, requests
+        return "", make_offer(requests, budget_nbytes=options.host_budget_bytes)
 
     def decide(self, reports: list[_RankReport]) -> list[tuple[LoadPlan, bytes | None]]:
         """Return the plan of each rank, and its part in sharing the reads; None if they are not shared."""
@@ -772,17 +780,15 @@ class _Load:
             )
         plans = self._planner.create_global_plan(self._to_planner([each.plan for each in reports]))
         final = self._reader.prepare_global_plan(self._to_reader(list(plans)))
-        shares: list[bytes] | None = None
-        reasons = [each.cannot_share for each in reports]
-        if any(each is not None for each in reasons) and all_agree(reasons):
-            shares = plan_sharing([each.offer for each in reports], first_tag=new_tag())
-        return [(plan, shares[rank] if shares is not None else None) for rank, plan in enumerate(final)]
+        agree = all_agree([each.cannot_share for each in reports])
+        shares = plan_sharing([each.offer for each in reports]) if agree else None
+        return [(plan, shares[rank] if shares else None) for rank, plan in enumerate(final)]
 
     def read(self, plan: LoadPlan, shares: bytes | None) -> None:
         """Read this rank's items, except for those that other ranks read for it."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
         if shares is not None and self._sharing is not None:
-            part = self._sharing.accept(shares)
+            part = accept_plan(*self._sharing, shares)
             final, self._exchange = remaining_plan(final, part.rows, part.cuts), part.exchange
         reads = self._reader.read_data(final, self._planner)
         reads.wait()
