@@ -16,16 +16,38 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardkeep.engine.pools import Buffer, BufferPool
-from shardkeep.engine.writer import Window, gather
+from shardkeep.engine.codecs import FileCodecs
+from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMemory
+from shardkeep.engine.queue import SaveHandle
+from shardkeep.engine.report import SaveEvents
+from shardkeep.engine.snapshot import DeviceSnapshot
+from shardkeep.engine.step_barrier import StepBarrier
+from shardkeep.engine.workers import budget_for_store
+from shardkeep.engine.writer import (
+    FileJob,
+    HashingSink,
+    Sink,
+    Window,
+    WritableStore,
+    gather,
+    windows_in_turn,
+    write_files,
+)
 from shardkeep.errors import SaveCancelled
-from shardkeep.options import cores
+from shardkeep.format.boxes import IntArray
+from shardkeep.options import Options, cores, local_ranks
+from shardkeep.storage.base import BlobWriter
 from shardkeep.storage.buffers import address_of, copy_memory
+from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.local import available_memory
 
 if TYPE_CHECKING:
     import torch
+
+    from shardkeep.engine.process.client import WriterSession
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -36,6 +58,16 @@ _EMPTIERS_PER_CORE = 0.75
 """With more, the thread that queues copies waits for a core, and the link for that thread."""
 _FEW_EMPTIERS = 4
 """If training does not wait for staging: training needs the cores."""
+
+_FIRST_RING_NBYTES = 512 << 20
+_FAIR_PART = 0.8
+"""Of the memory that a machine has free, for all its ranks together."""
+_FEWEST_WINDOWS = 2
+"""One is filled while another is written, however little memory there is."""
+_FOR_SMALL_TENSORS = 1 / 16
+"""Of the limit, even if windows take all of it: a call must not wait for the state of a random number generator."""
+_WORTH_NOTING_NBYTES = 16 << 20
+"""A copy of less takes no time that a report would show."""
 
 _PATIENCE_S = 0.2
 """How often a wait for writers checks whether the save still goes on."""
@@ -294,3 +326,222 @@ def _streams_after(events: Mapping[torch.device, torch.Event]) -> dict[torch.dev
     for device, event in events.items():
         streams[device].wait_event(event)
     return streams
+
+
+@dataclass(frozen=True)
+class _ProgressSink:
+    """A sink that reports how much has been written."""
+
+    sink: Sink
+    report: Callable[[int], None]
+
+    def begin(self, job: FileJob) -> BlobWriter:
+        return self.sink.begin(job)
+
+    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        digests = self.sink.put(window, file, own)
+        self.report(window.nbytes)
+        return digests
+
+
+class BackgroundWrite:
+    """
+    The writing of a snapshot, after the call that took it has returned.
+
+    Staging releases the state as early as it can, because the next optimizer step and the caller wait for that. What lies in
+    host memory is copied before the call returns, as far as there is room; writers read the rest from the caller's memory.
+    """
+
+    def __init__(
+        self,
+        store: WritableStore,
+        snapshot: DeviceSnapshot,
+        handle: SaveHandle[Any],
+        memory: StagingMemory,
+        options: Options,
+        events: SaveEvents,
+        writer: WriterSession | None = None,
+    ) -> None:
+        """Start nothing yet. Without `writer`, threads of this process hash and write."""
+        self._store = store
+        self._snapshot = snapshot
+        self._handle = handle
+        self._memory = memory
+        self._options = options
+        self._writer = writer
+        self._events = events
+        self._limit_nbytes = self._limit()
+        self.barrier = StepBarrier()
+        """Before the next step of the optimizers in the state."""
+        self.staged_s = 0.0
+        """From the call until the state might be changed; 0: at its return."""
+        self._staged_reported = False
+        self._copied_s = 0.0
+        self._bytes_written = 0
+        self._bytes_total = 0
+        self._lock = threading.Lock()
+
+    def _limit(self) -> int:
+        """Return how much host memory this save may copy to, beside what others have copied to."""
+        arenas, pool = self._memory.arenas, self._memory.windows
+        if self._options.staging_bytes:
+            return self._options.staging_bytes - arenas.nbytes_in_use
+        kept = arenas.nbytes - arenas.nbytes_in_use + pool.nbytes
+        return int(_FAIR_PART * available_memory() / local_ranks()) + kept
+
+    @contextlib.contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Release the state and the memory at the end, whatever happens inside."""
+        try:
+            yield
+        finally:
+            self.barrier.open({})
+            if self._snapshot.arena is not None:
+                self._memory.arenas.give(self._snapshot.arena)
+            self._snapshot = DeviceSnapshot([])
+
+    def copy_on_host(self) -> bool:
+        """Copy what lies in host memory and fits; return whether the call must wait until the rest has been read."""
+        snapshot, phases = self._snapshot, self._events.phases
+        windows = _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes if self._writer or snapshot.events else 0
+        began_s = phases.now()
+        limit = max(0, self._limit_nbytes)
+        taken = max(windows, self._memory.windows.nbytes_in_use)  # by this save, or by those before it
+        snapshot.copy_on_host(max(limit - taken, int(limit * _FOR_SMALL_TENSORS)))
+        copied = snapshot.copied_nbytes
+        # The arena may be larger than the copy, if it was kept from an earlier save.
+        arena_nbytes = snapshot.arena.view.nbytes if snapshot.arena else 0
+        self._limit_nbytes = 0 if snapshot.refused else limit - arena_nbytes
+        if self._options.staging_bytes:  # windows are kept from earlier saves, which may have had more room
+            self._memory.windows.shrink(max(windows, self._limit_nbytes))
+        if copied >= _WORTH_NOTING_NBYTES:
+            phases.add("stage", began_s, phases.now(), copied)
+        if snapshot.lent:
+            through = copied + (windows or self._options.host_budget_bytes)
+            self._warn_staging_waits(copied + sum(tensor.nbytes for tensor in snapshot.lent), through)
+        if not snapshot.live_nbytes:
+            self._staged_reported = True
+            self._handle.end_staging()
+        return snapshot.live_nbytes > 0 and not snapshot.guarded
+
+    def write(self, jobs: list[FileJob], codecs: FileCodecs | None = None) -> None:
+        """Write files, whose sources are those of the snapshot, and drop each source when it is copied."""
+        # No more threads than cores: training needs them, and the interpreter's lock. With a store that prefers many
+        # requests at a time, threads wait and keep no cores busy.
+        threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
+        writer, budget_nbytes, coded = self._writer, self._options.host_budget_bytes, bool(codecs and codecs.chains)
+        if writer:
+            budget = writer.budget(threads, budget_nbytes, coded=coded)
+        else:
+            budget = budget_for_store(self._store, threads, budget_nbytes, coded=coded)
+        threads, window_nbytes = budget.threads, budget.window_nbytes
+        if self._snapshot.events and not writer:
+            window_nbytes = WINDOW_NBYTES
+        borrowed = _BorrowedMemory(self._snapshot.arena) if self._snapshot.lent else None
+        if borrowed:  # first the files that staging waits for
+            jobs.sort(key=lambda job: not borrowed.among(job.address))
+        ahead = writer.filled_ahead if writer else None
+        if borrowed and not writer and not self._snapshot.events:
+            ahead = _never  # writers have memory of their own
+        staging = Staging(
+            windows_in_turn(jobs, window_nbytes, threads),
+            ring=self._memory.ring,
+            pool=self._memory.windows,
+            after=self._snapshot.events,
+            wanted=self._handle.wanted,
+            urgent=self._snapshot.live_nbytes > 0,
+            ahead=ahead,
+            live=borrowed,
+        )
+        self._set_limits(staging)
+        self._bytes_total = sum(job.data_nbytes for job in jobs)
+        staging.queued.add_done_callback(self._open_barrier)
+        staging.copied.add_done_callback(self._note_copied)
+        began_s = self._events.phases.now()
+
+        def report(nbytes: int) -> None:
+            with self._lock:
+                self._bytes_written += nbytes
+            copied = staging.copied.done()
+            phase, staged, total = "writing" if copied else "staging", staging.nbytes_copied, self._bytes_total
+            self._handle.set_progress(phase, staged=staged, written=self._bytes_written, total=total)
+            self._report_staged()
+            self._events.progressed(staged=total if copied else staged, written=self._bytes_written, total=total)
+
+        sink: Sink = HashingSink(codecs.over(self._store) if codecs else self._store, staging.take)
+        if writer:
+            sink = writer.sink(staging, codecs, budget.room_nbytes)
+        # The writer process has a memory budget of its own for what it copies on the way.
+        scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
+        with scope.active(), staging.running():
+            sink = _ProgressSink(sink, report)
+            write_files(self._store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
+        if staging.nbytes:
+            self._events.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
+        self._report_staged()
+
+    def _report_staged(self) -> None:
+        """
+        Emit the event that the state is copied, once it is.
+
+        Not in the callback that notes it: there a lock is held that saving needs, and listeners may take their time.
+        """
+        with self._lock:
+            reports = self.staged_s > 0 and not self._staged_reported
+            self._staged_reported = self._staged_reported or reports
+        if reports:
+            self._events.staged(self.staged_s)
+
+    def _set_limits(self, staging: Staging) -> None:
+        ring, pool = self._memory.ring, self._memory.windows
+        wanted = staging.count * pool.buffer_nbytes
+        # Never the size of the state; and the first save, which has to wait for memory to be pinned, uses less.
+        staging.ring_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, wanted // 2))
+        # No less than another save in flight may need.
+        now = max(ring.most_nbytes, min(staging.ring_nbytes, max(ring.nbytes, _FIRST_RING_NBYTES)))
+        ring.most_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, now))
+        least = _FEWEST_WINDOWS * pool.buffer_nbytes
+        pool.most_nbytes = max(least, min(self._limit_nbytes, max(wanted, pool.most_nbytes)))
+        if wanted > pool.most_nbytes and not self._handle.progress.staging_waits:
+            self._warn_staging_waits(wanted, pool.most_nbytes)
+
+    def _warn_staging_waits(self, nbytes: int, through_nbytes: int) -> None:
+        self._handle.set_staging_waits()
+        log.warning(
+            "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
+            self._handle.where,
+            nbytes / 1e9,
+            through_nbytes / 1e9,
+        )
+
+    def _open_barrier(self, queued: Future[Any]) -> None:
+        self.barrier.open({} if queued.exception() else queued.result())
+
+    def _note_copied(self, copied: Future[None]) -> None:
+        self._copied_s = self._events.phases.now()
+        if copied.exception() is not None:
+            return  # a writer may still be reading the caller's memory
+        self._snapshot.lent.clear()
+        if not self._handle.staged.done():
+            self.staged_s = self._copied_s
+            self._handle.end_staging()
+
+
+class _BorrowedMemory:
+    """Says which windows take bytes from the caller's memory: all that is not in the arena."""
+
+    def __init__(self, arena: Buffer | None) -> None:
+        self._begin = address_of(arena.view) if arena else 0
+        self._end = self._begin + (arena.view.nbytes if arena else 0)
+
+    def __call__(self, window: Window) -> bool:
+        return self.among(window.job.address[window.rows.start : window.rows.stop])
+
+    def among(self, addresses: IntArray) -> bool:
+        """Return whether one of these addresses is the caller's; what is not contiguous has none."""
+        return bool(((addresses < self._begin) | (addresses >= self._end)).any())
+
+
+def _never(window: Window) -> bool:
+    del window
+    return False

@@ -255,7 +255,12 @@ class ProcessSink:
     """A sink whose windows the writer process hashes and writes."""
 
     def __init__(
-        self, client: WriterSession, memory: SharedMemory, target: WriteTarget, staging: Staging, codecs: FileCodecs
+        self,
+        client: WriterSession,
+        memory: SharedMemory,
+        target: WriteTarget,
+        staging: Staging,
+        codecs: FileCodecs | None,
     ) -> None:
         self._codecs = codecs
         self._client = client
@@ -304,7 +309,7 @@ class ProcessSink:
 class _ProcessFile:
     """A file that the writer process writes."""
 
-    def __init__(self, client: WriterSession, target: WriteTarget, job: FileJob, codecs: FileCodecs) -> None:
+    def __init__(self, client: WriterSession, target: WriteTarget, job: FileJob, codecs: FileCodecs | None) -> None:
         self._client = client
         self._nbytes = job.nbytes
         self._name = job.name
@@ -312,7 +317,7 @@ class _ProcessFile:
         self._over = False
         if (scope := current_scope()) is not None:
             scope.on_cancel(self.give_up)
-        codec_spec = codecs.spec_of(job.name)
+        codec_spec = codecs.spec_of(job.name) if codecs else None
         try:
             coded = None if codec_spec is None else FileCodecSpec(*codec_spec)
             self.number = client.ask(CreateFile(target.spec, job.name, job.nbytes, coded, target.room_nbytes)).file
@@ -334,7 +339,7 @@ class _ProcessFile:
     def finish(self, nbytes: int | None = None) -> None:
         reply = self._client.ask(FinishFile(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
         self._over = True
-        if reply.seal is not None:
+        if reply.seal is not None and self._codecs is not None:
             self._codecs.seals[self._name] = reply.seal
 
     def abandon(self) -> None:
@@ -403,7 +408,7 @@ class WriterSession:
                 raise
             raise SaveCancelled("the save was cancelled before its files were written") from error
 
-    def sink(self, staging: Staging, codecs: FileCodecs, room_nbytes: int) -> Sink:
+    def sink(self, staging: Staging, codecs: FileCodecs | None, room_nbytes: int) -> Sink:
         """Return where windows go, with which codecs, and with how much memory for what is copied on the way."""
         return ProcessSink(self, self.shared, self.target._replace(room_nbytes=room_nbytes), staging, codecs)
 
