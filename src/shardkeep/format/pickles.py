@@ -22,14 +22,12 @@ import re
 import sys
 import types
 import uuid
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,13 +67,7 @@ def sealed(raw: bytes) -> bytes:
 
 
 def unsealed(data: bytes, where: str) -> bytes:
-    """
-    Return the bytes that were sealed, or all bytes if they have no seal.
-
-    Raises:
-        ChecksumMismatch: the digest is not that of the bytes.
-
-    """
+    """Return the bytes that were sealed, or all bytes if they have no seal; raise `ChecksumMismatch` for a wrong seal."""
     raw, seal = data[:-_SEAL_NBYTES], data[-_SEAL_NBYTES:]
     if not seal.startswith(_MARK):
         return data
@@ -103,8 +95,7 @@ _LETTERS_AN_ITEM = 32
 _FREE_ITEMS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A name that pickles call."""
 
     make: Callable[..., Any]
@@ -113,132 +104,94 @@ class Call:
     """The class, if a pickle may also pass it to another call."""
 
 
-@dataclass(frozen=True, slots=True)
-class New:
+class New(NamedTuple):
     """A class whose instances pickles create empty and then fill."""
 
     kind: type
 
 
-def names_of(safe: Iterable[Any]) -> Names:
-    """Return the entries of `torch.serialization.get_safe_globals()` by the module and name that a pickle has for them."""
-    found: dict[tuple[str, str], Any] = {}
-    for entry in safe:
-        if isinstance(entry, tuple):  # with the name that it is pickled by
-            kind, named = entry
-            module, _, name = named.rpartition(".")
-            found[module, name] = kind
-        elif hasattr(entry, "__qualname__"):
-            found[entry.__module__, entry.__qualname__] = entry
-    return found
-
-
 class NameTable:
-    """The objects that one pickle gets for its names."""
+    """The objects that one pickle of `nbytes` gets for its names, which are among `names` and `others`."""
 
     def __init__(self, names: Names, nbytes: int, others: Callable[[], Names] = dict) -> None:
-        """For a pickle of `nbytes`, which may contain `names` and `others`."""
         self._names = names
         self._others = others
-        self._purse = _Purse(nbytes + _FREE_ITEMS)
-        self._calls: dict[tuple[str, str], _Callable] = {}
-        self._classes: dict[tuple[str, str], type] = {}
+        self._made: dict[tuple[str, str], Any] = {}
         self._counts: dict[tuple[str, str], int] = {}
+        self.left = nbytes + _FREE_ITEMS
+        """How many items calls may still copy."""
 
     def find(self, module: str, name: str) -> Any:
         """Return what a name stands for; raise KeyError for an unknown one."""
         at = module, name
-        found = self._calls.get(at)
-        if found is not None:
-            return found
-        if at in self._classes:
-            return self._classes[at]
+        if at in self._made:
+            return self._made[at]
         known = self._names[at] if at in self._names else self._others()[at]
         if isinstance(known, FunctionType):
             known = Call(known)
-        if isinstance(known, Call):
-            self._calls[at] = made = _Callable(known, self._purse)
-            return made
-        if isinstance(known, New):
-            self._classes[at] = _guard(known.kind)
-            self._counts[at] = sys.getrefcount(self._classes[at])
-            return self._classes[at]
-        return known
+        if not isinstance(known, (Call, New)):
+            return known
+        self._made[at] = _Callable(known, self) if isinstance(known, Call) else _guard(known.kind)
+        self._counts[at] = sys.getrefcount(self._made[at])
+        return self._made[at]
 
     def left_behind(self) -> str | None:
-        """
-        Return a name whose object is itself part of the result; None if there is none.
-
-        To be called once, when only the result is left of the load.
-        """
-        calls = {at: weakref.ref(call) for at, call in self._calls.items()}
-        self._calls.clear()
-        held = [at for at, call in calls.items() if call() is not None]
+        """Return a name whose object is itself part of the result, once only the result is left of the load."""
+        held = self._held()
         if held:  # perhaps only by garbage
             gc.collect()
-            held = [at for at in held if calls[at]() is not None]
-        # A class is part of a reference cycle and does not vanish, so its references are counted.
-        held += [at for at, count in self._counts.items() if sys.getrefcount(self._classes[at]) > count]
+            held = self._held()
         return ".".join(held[0]) if held else None
 
+    def _held(self) -> list[tuple[str, str]]:
+        return [at for at, count in self._counts.items() if sys.getrefcount(self._made[at]) > count]
 
-class _Purse:
-    """How many items calls may still copy."""
 
-    __slots__ = ("left",)
-
-    def __init__(self, items: int) -> None:
-        self.left = items
+def _refuse_change(_self: Any, name: str, *_value: Any) -> None:
+    raise MalformedFile(f"the pickle would change {name!r} of what it may only use")
 
 
 class _Callable:
     """Can be called but not changed."""
 
-    __slots__ = ("__weakref__", "_make", "_purse", "kind")
+    __slots__ = ("_make", "_table", "kind")
 
     kind: type | None
     _make: Callable[..., Any]
-    _purse: _Purse
+    _table: NameTable
 
-    def __init__(self, does: Call, purse: _Purse) -> None:
-        for name, value in (("kind", does.kind), ("_make", does.make), ("_purse", purse)):
+    def __init__(self, does: Call, table: NameTable) -> None:
+        for name, value in (("kind", does.kind), ("_make", does.make), ("_table", table)):
             object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any) -> Any:
-        purse = self._purse
+        table = self._table
         for arg in args:
             if isinstance(arg, _ITEMS):
-                purse.left -= len(arg)
+                table.left -= len(arg)
             elif isinstance(arg, _TEXTS):
-                purse.left -= len(arg) // _LETTERS_AN_ITEM
-        if purse.left < 0:
+                table.left -= len(arg) // _LETTERS_AN_ITEM
+        if table.left < 0:
             raise MalformedFile("the pickle asks for copies that are longer than itself")
         return self._make(*args)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise MalformedFile(f"the pickle would change {name!r} of what it may only call")
-
-    def __delattr__(self, name: str) -> None:
-        raise MalformedFile(f"the pickle would change {name!r} of what it may only call")
+    __setattr__ = __delattr__ = _refuse_change
 
 
-def class_given(value: Any) -> type | None:
+def _class_given(value: Any) -> type | None:
     """Return the class that a pickle meant by an argument of a call; None if it is not a known class."""
     return value.kind if type(value) is _Callable else None
 
 
 class _Unchangeable(type):
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise MalformedFile(f"the pickle would change {name!r} of a class")
-
-    def __delattr__(cls, name: str) -> None:
-        raise MalformedFile(f"the pickle would change {name!r} of a class")
+    __setattr__ = __delattr__ = _refuse_change
 
     def __call__(cls, *_args: Any, **_named: Any) -> Any:
         raise MalformedFile(f"the pickle calls {cls.__name__}, which no program does")
 
 
 def _guard(kind: type) -> type:
+    """Make a class that cannot be changed, and whose instances are those of `kind`."""
     new = object.__new__
 
     def __new__(_cls: type) -> Any:  # noqa: N807 - it becomes one
@@ -249,10 +202,6 @@ def _guard(kind: type) -> type:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-_FIXED = {"u1": 1, "u2": 2, "u4": 4, "u8": 8, "i4": 4, "f8": 8}
-_COUNTED = {"BINSTRING": 4, "SHORT_BINSTRING": 1, "BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8,
-            "BINBYTES": 4, "SHORT_BINBYTES": 1, "BINBYTES8": 8, "BYTEARRAY8": 8, "LONG1": 1, "LONG4": 4}  # fmt: skip
-_LINES = {"INT": 1, "LONG": 1, "STRING": 1, "UNICODE": 1, "FLOAT": 1, "GET": 1, "PUT": 1, "GLOBAL": 2}
 # No program writes these. With the last, nested tuples take exponentially long to hash.
 _REFUSED = frozenset({"PERSID", "INST", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "DUP"})
 _MAX_INT_TEXT = 32
@@ -267,19 +216,10 @@ def load_pickle(
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """
-    Read a pickle.
+    Read a pickle, with nothing behind it, that may contain `names`, and `others`, which are asked for if it has more.
 
-    Args:
-        data: the pickle, without anything behind it.
-        names: what it may name, and what each name stands for.
-        where: the file, for errors.
-        others: returns more names; called for those that `names` lack.
-        persistent: returns the object for a persistent id; without it, such ids are refused.
-
-    Raises:
-        PickleRefused: it names anything else, or has a class as a value.
-        MalformedFile: it is not a pickle, or not one that any program writes.
-
+    `persistent` returns the object for a persistent id; without it, such ids are refused. Raises `PickleRefused` if the
+    pickle names anything else or has a class as a value, `MalformedFile` if it is none that any program writes.
     """
     end = end_of_pickle(data, where)
     if end != len(data):
@@ -300,13 +240,7 @@ def load_pickle(
 
 
 def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: str) -> Any:
-    """
-    Read a pickle that the user trusts: names that are not in `names` are imported.
-
-    Raises:
-        MalformedFile: it is not a pickle, or names what does not exist.
-
-    """
+    """Read a pickle that the user trusts: names that are not in `names` are imported."""
     try:
         with collector_paused():
             return _TrustingReader(data, names).load()
@@ -344,35 +278,31 @@ class _Reader(pickle.Unpickler):
 
     def persistent_load(self, pid: Any, /) -> Any:
         if self._persistent is None:
-            raise MalformedFile(f"{self._where}: the pickle refers to data outside itself", file=self._where)
+            raise MalformedFile("the pickle refers to data outside itself")
         return self._persistent(pid)
 
 
-def _table() -> list[tuple[str, int]]:
-    """Return, for each opcode, the kind of its argument, and a number of bytes or lines."""
-    table = [("unknown", 0)] * 256
-    for op in pickletools.opcodes:
-        way, number = "fixed", 0
-        if op.name in _REFUSED:
-            way = "refused"
-        elif op.name in _COUNTED:
-            way, number = "counted", _COUNTED[op.name]
-        elif op.name in _LINES:
-            way, number = "lines", _LINES[op.name]
-        elif op.name == "STOP":
-            way = "stop"
-        elif op.name == "LONG_BINPUT":
-            way, number = "memo", 4
-        elif op.arg is not None:
-            number = op.arg.n
-        table[ord(op.code)] = (way, number)
-    return table
+def _argument(op: pickletools.OpcodeInfo) -> tuple[str, int]:
+    """Return the kind of an opcode's argument, and a number of bytes or lines."""
+    if op.name in _REFUSED:
+        return "refused", 0
+    if op.name == "STOP":
+        return "stop", 0
+    if op.name == "LONG_BINPUT":
+        return "memo", 4
+    number = op.arg.n if op.arg is not None else 0
+    if number >= 0:
+        return "fixed", number
+    if number == pickletools.UP_TO_NEWLINE:
+        return "lines", 2 if op.name == "GLOBAL" else 1
+    widths = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT8U: 8}
+    return "counted", widths.get(number, 4)
 
 
 def _runs() -> re.Pattern[bytes]:
     """Return the pattern of consecutive operations with arguments of fixed size, which most operations have."""
     by_number: dict[int, bytes] = {}
-    for byte, (way, number) in enumerate(_TABLE):
+    for byte, (way, number) in _ARGUMENTS.items():
         if way == "fixed":
             by_number[number] = by_number.get(number, b"") + re.escape(bytes([byte]))
     ways = [b"[%b]+" % each if number == 0 else b"[%b].{%d}" % (each, number) for number, each in by_number.items()]
@@ -380,7 +310,7 @@ def _runs() -> re.Pattern[bytes]:
     return re.compile(b"(?:%b){1,500}" % b"|".join(ways), re.DOTALL)
 
 
-_TABLE = _table()
+_ARGUMENTS = {ord(op.code): _argument(op) for op in pickletools.opcodes}
 _RUN = _runs().match
 
 
@@ -392,7 +322,7 @@ def end_of_pickle(raw: bytes, where: str) -> int:
         if run is not None:
             at = run.end()
             continue
-        way, number = _TABLE[raw[at]]
+        way, number = _ARGUMENTS.get(raw[at], ("refused", 0))
         if way == "stop":
             return at + 1
         if way == "counted":
@@ -413,10 +343,10 @@ def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
         if end < 0:
             raise MalformedFile(f"{where}: the pickle is cut short", file=where, offset=at)
     # Parsing a number from text takes quadratic time, and an index of the memo allocates that much memory.
-    if raw[at : at + 1] in (b"I", b"L", b"p", b"g") and end - at > _MAX_INT_TEXT:
-        raise MalformedFile(f"{where}: a number of {end - at} digits in the pickle", file=where, offset=at)
-    memo = raw[at + 1 : end]
-    if raw[at : at + 1] == b"p" and not (memo.isdigit() and int(memo) < len(raw)):
+    code, text = raw[at : at + 1], raw[at + 1 : end]
+    if code in (b"I", b"L", b"p", b"g") and len(text) >= _MAX_INT_TEXT:
+        raise MalformedFile(f"{where}: a number of {len(text)} digits in the pickle", file=where, offset=at)
+    if code == b"p" and not (text.isdigit() and int(text) < len(raw)):
         raise MalformedFile(f"{where}: the pickle's memo is larger than itself", file=where, offset=at)
     return end + 1
 
@@ -432,21 +362,26 @@ _MAX_EXPONENT = 100_000
 _MAX_ITEMSIZE = 1 << 24
 _FRACTION = re.compile(r"-?[0-9]{1,20000}(/[0-9]{1,20000})?").fullmatch
 _DTYPE = re.compile(r"[|<>=]?[A-Za-z?][0-9]{0,8}").fullmatch
+_LIST = (list, tuple)
 
 
 @cache
 def plain_names() -> Names:
     """Return what pickles of plain values may name."""
+    made_of: dict[Any, tuple[tuple[type, ...], ...]] = {
+        collections.OrderedDict: (_LIST,),
+        collections.deque: (_LIST, (int, type(None))),
+        collections.Counter: ((dict,),),
+        set: (_LIST,),
+        frozenset: (_LIST,),
+        bytes: (),  # empty, which old protocols write as a call
+        types.SimpleNamespace: (),
+    }
     names: dict[tuple[str, str], Any] = {
         **{(each.__module__, each.__name__): each for each in (complex, slice)},
         **{("datetime", each.__name__): each for each in (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)},
-        ("collections", "OrderedDict"): Call(partial(_of_items, collections.OrderedDict), collections.OrderedDict),
-        ("collections", "deque"): Call(_deque, collections.deque),
-        ("collections", "Counter"): Call(_counter, collections.Counter),
+        **{(each.__module__, each.__name__): Call(_maker(each, *args), each) for each, args in made_of.items()},
         ("collections", "defaultdict"): Call(_defaultdict, collections.defaultdict),
-        ("builtins", "set"): Call(partial(_of_items, set), set),
-        ("builtins", "frozenset"): Call(partial(_of_items, frozenset), frozenset),
-        ("builtins", "bytes"): Call(_bytes, bytes),
         ("builtins", "bytearray"): Call(_bytearray, bytearray),
         ("builtins", "range"): Call(_range),
         **{("builtins", each.__name__): Call(_never, each) for each in (dict, list, tuple, int, float, str, bool)},
@@ -455,11 +390,14 @@ def plain_names() -> Names:
     names.update({("__builtin__", name): each for (module, name), each in names.items() if module == "builtins"})
     for old, new in (("long", "int"), ("unicode", "str"), ("xrange", "range")):
         names["__builtin__", old] = names["builtins", new]
-    names.update(_numpy_names())
+    names["numpy", "dtype"] = Call(_dtype)
+    names["numpy", "ndarray"] = Call(_never, np.ndarray)
+    for part in ("core", "_core"):  # numpy 1 and numpy 2
+        names[f"numpy.{part}.multiarray", "_reconstruct"] = Call(_empty_array)
+        names[f"numpy.{part}.multiarray", "scalar"] = Call(_scalar)
     names["_codecs", "encode"] = Call(_encode)
     names["fractions", "Fraction"] = Call(_fraction, fractions.Fraction)
     names["decimal", "Decimal"] = Call(_decimal, decimal.Decimal)
-    names["types", "SimpleNamespace"] = Call(_namespace)
     names["argparse", "Namespace"] = New(argparse.Namespace)
     names["uuid", "UUID"] = New(uuid.UUID)
     for module in ("pathlib", "pathlib._local"):
@@ -470,43 +408,24 @@ def plain_names() -> Names:
     return names
 
 
-def _numpy_names() -> dict[tuple[str, str], Any]:
-    names: dict[tuple[str, str], Any] = {
-        ("numpy", "dtype"): Call(_dtype),
-        ("numpy", "ndarray"): Call(_never, np.ndarray),
-    }
-    for part in ("core", "_core"):  # numpy 1 and numpy 2
-        names[f"numpy.{part}.multiarray", "_reconstruct"] = Call(_empty_array)
-        names[f"numpy.{part}.multiarray", "scalar"] = Call(_scalar)
-    return names
-
-
 def _never(*_: Any) -> Any:
     raise MalformedFile("the pickle calls what no program calls in one")
 
 
-def _of_items(kind: Any, *items: Any) -> Any:
-    """Make a collection of a list or tuple of items, or an empty one."""
-    if len(items) > 1 or not all(type(each) in (list, tuple) for each in items):
-        raise MalformedFile(f"a {kind.__name__} that is not made of a list")
-    return kind(*items)
+def _maker(kind: Any, *allowed: tuple[type, ...]) -> Callable[..., Any]:
+    """Return a function that makes a value of at most these arguments, each of one of the types given for it."""
 
+    def make(*args: Any) -> Any:
+        if len(args) > len(allowed) or not all(type(arg) in types for arg, types in zip(args, allowed, strict=False)):
+            raise MalformedFile(f"a {kind.__name__} that no program writes")
+        return kind(*args)
 
-def _deque(items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
-    if type(items) not in (list, tuple):
-        raise MalformedFile("a deque that is not made of a list")
-    return collections.deque(items, maxlen)
-
-
-def _counter(counts: Any = None) -> collections.Counter[Any]:
-    if counts is not None and type(counts) is not dict:
-        raise MalformedFile("a Counter that is not made of a dict")
-    return collections.Counter(counts)
+    return make
 
 
 def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
     """Make an empty one, as pickles do; its factory is a known class or None."""
-    made_by = class_given(factory)
+    made_by = _class_given(factory)
     if made_by is None and factory is not None:
         raise PickleRefused(f"the pickle has a defaultdict of {factory!r}")
     return collections.defaultdict(made_by)
@@ -524,11 +443,6 @@ def _range(*numbers: Any) -> range:
     if len(made) > _MOST_ITEMS:
         raise MalformedFile(f"a range of {len(made)} numbers")
     return made
-
-
-def _bytes() -> bytes:
-    """Make empty bytes, which old protocols write as a call."""
-    return b""
 
 
 def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
@@ -554,10 +468,6 @@ def _decimal(*parts: Any) -> decimal.Decimal:
     return made
 
 
-def _namespace() -> types.SimpleNamespace:
-    return types.SimpleNamespace()
-
-
 def _path(kind: Any, *parts: Any) -> Any:
     if not all(type(part) is str for part in parts):
         raise MalformedFile("a path that is not made of text")
@@ -577,7 +487,7 @@ def _dtype(name: Any, *_: Any) -> np.dtype[Any]:
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
     """Make an empty array; the pickle sets its contents next."""
-    if class_given(kind) is not np.ndarray or shape != (0,) or code not in (b"b", "b"):
+    if _class_given(kind) is not np.ndarray or shape != (0,) or code not in (b"b", "b"):
         raise MalformedFile("an array that no program writes")
     return np.empty((0,), np.int8)
 
@@ -585,9 +495,4 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
 def _scalar(dtype: Any, data: Any) -> Any:
     if not isinstance(dtype, np.dtype) or dtype.hasobject or type(data) is not bytes or len(data) != dtype.itemsize:
         raise MalformedFile("a number of numpy's that no program writes")
-    return _multiarray().scalar(dtype, data)
-
-
-def _multiarray() -> Any:
-    core: Any = getattr(np, "_core", None) or np.core
-    return core.multiarray
+    return np.ndarray((), dtype, data).copy()[()]

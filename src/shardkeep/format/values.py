@@ -38,9 +38,10 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import EnumMeta, Flag
 from fractions import Fraction
+from functools import partial
 from itertools import repeat
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -58,7 +59,9 @@ from shardkeep.errors import (
 MAX_DEPTH: Final = 64
 """Containers inside containers, in what is written and in what is read."""
 
-_BIG_INT, _SURROGATES, _BYTEARRAY, _PICKLE = 1, 2, 3, 127
+_BIG_INT, _SURROGATES, _BYTEARRAY, _ZONE, _ENUM, _PICKLE = 1, 2, 3, 18, 23, 127
+_TORCH: Final = {"dtype": 24, "device": 25, "Size": 26, "layout": 27, "memory_format": 28}
+_SCALAR, _TEXT, _DTYPE, _ARRAY = 29, 30, 31, 32
 
 _encode: Final = Encoder().encode
 _decode: Final = Decoder().decode
@@ -70,25 +73,9 @@ _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 _SCALAR_BYTES: Final = frozenset(
     [*range(0x80), *range(0xA0, 0xC1), *range(0xC2, 0xC7), *range(0xCA, 0xD4), *range(0xD9, 0xDC), *range(0xE0, 0x100)]
 )
-# What the constructors of the standard library, numpy and torch raise when their arguments are nonsense.
-_NONSENSE: Final = (
-    msgspec.MsgspecError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RecursionError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    Warning,
-)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """What the caller said, for every level of one encode or decode."""
 
     key: str
@@ -96,20 +83,16 @@ class _Call:
     like: Any = None
 
 
+class _NotHereError(Exception):
+    """A well-formed value that this machine cannot build: its text says what is missing."""
+
+
 def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
     """
     Encode one plain value; `decode_value` gives it back with the same type and bits.
 
-    Raises:
-        UnsupportedLeaf: The value, or one inside it, has no safe stored form and `allow_pickle` is False; or it
-            contains itself or is nested too deep.
-
+    Raises `UnsupportedLeaf` for what has no safe stored form without `allow_pickle`, contains itself or is nested too deep.
     """
-    if type(value) in _SCALARS:
-        try:
-            return _encode(value)
-        except (OverflowError, UnicodeEncodeError):
-            pass
     call = _Call(key, allow_pickle)
     try:
         return _pack(value, call, 0)
@@ -121,24 +104,16 @@ def decode_value(data: bytes, *, key: str, allow_pickle: bool = False, like: Any
     """
     Decode what `encode_value` wrote.
 
-    Args:
-        data: The whole encoded value.
-        key: Name for errors.
-        allow_pickle: Run the pickles inside; only for checkpoints you trust.
-        like: The present value; its class decodes an enum member whose class sits in no module.
-
-    Raises:
-        MalformedFile: The bytes break the format's rules.
-        PickleRefused: A pickled value was met and `allow_pickle` is False.
-
+    `like` is the present value: its class decodes an enum member whose class sits in no module. Raises `MalformedFile` for
+    bytes that break the rules, and `PickleRefused` for pickles unless they are allowed.
     """
     try:
         return _decode(data) if data[0] in _SCALAR_BYTES else _unpack(data, _Call(key, allow_pickle, like), 0)
     except CheckpointError:
         raise
-    except NotHereError as exc:
+    except _NotHereError as exc:
         raise UnsupportedLeaf(f"{key!r} cannot be rebuilt here: {exc}") from exc
-    except _NONSENSE as exc:
+    except Exception as exc:  # constructors of the standard library, numpy and torch raise anything, given nonsense
         raise MalformedFile(f"{key!r}: stored value is malformed: {exc!s:.200}") from exc
 
 
@@ -159,19 +134,22 @@ def _pack(value: Any, call: _Call, depth: int) -> bytes:
     if kind in _SCALARS:
         try:
             return _encode(value)
-        except (OverflowError, UnicodeEncodeError):
-            return _pack_odd(value, call)
+        except (OverflowError, UnicodeEncodeError) as exc:
+            if kind is int:
+                return _ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True), call)
+            if kind is str:
+                return _ext(_SURROGATES, value.encode("utf-8", "surrogatepass"), call)
+            raise _too_large(call) from exc
     if depth >= MAX_DEPTH:
         raise _too_deep(call)
     if kind is list:
         return _pack_array(value, call, depth)
     if kind is bytearray:
         return _ext(_BYTEARRAY, bytes(value), call)
-    taken = to_parts(value)
-    if taken is None:
-        return _pack_pickle(value, call)
-    code, parts = taken
-    if code == ENUM and parts[2] is not None and not is_plain(parts[3]):
+    code, parts = _to_parts(value)
+    if parts is None:
+        return _ext(_PICKLE, _pickled(value, call), call)
+    if code == _ENUM and parts[2] is not None and not is_plain(parts[3]):
         # Members that stand for classes or functions: the name alone finds them again.
         parts[3] = None
     return _ext(code, _pack_array(parts, call, depth, ordered=kind not in (set, frozenset)), call)
@@ -180,34 +158,22 @@ def _pack(value: Any, call: _Call, depth: int) -> bytes:
 def _pack_array(items: list[Any], call: _Call, depth: int, *, ordered: bool = True) -> bytes:
     # The whole array in one call where msgpack has every item; a mixed one item by item.
     if ordered and _SCALARS.issuperset(map(type, items)):
-        try:
+        with suppress(OverflowError, UnicodeEncodeError):
             return _encode(items)
-        except (OverflowError, UnicodeEncodeError):
-            pass
     chunks = [_pack(item, call, depth + 1) for item in items]
     if not ordered:
         chunks.sort()
     count = len(chunks)
+    if count >= 1 << 32:
+        raise _too_large(call)
     if count < 16:
         head = bytes([0x90 | count])
-    elif count < 1 << 16:
-        head = b"\xdc" + count.to_bytes(2, "big")
-    elif count < 1 << 32:
-        head = b"\xdd" + count.to_bytes(4, "big")
     else:
-        raise _too_large(call)
+        head = b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
     return head + b"".join(chunks)
 
 
-def _pack_odd(value: Any, call: _Call) -> bytes:
-    if type(value) is int:
-        return _ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True), call)
-    if type(value) is str:
-        return _ext(_SURROGATES, value.encode("utf-8", "surrogatepass"), call)
-    raise _too_large(call)
-
-
-def _pack_pickle(value: Any, call: _Call) -> bytes:
+def _pickled(value: Any, call: _Call) -> bytes:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if not call.allow_pickle:
         raise UnsupportedLeaf(
@@ -215,10 +181,9 @@ def _pack_pickle(value: Any, call: _Call) -> bytes:
             hint="turn it into plain data (numbers, strings, lists, dicts, tensors), or pass allow_pickle=True",
         )
     try:
-        data = pickle.dumps(value, protocol=5)
+        return pickle.dumps(value, protocol=5)
     except Exception as exc:  # an object's own __reduce__ may raise anything
         raise UnsupportedLeaf(f"{call.key!r} holds a {name}, which cannot be pickled: {exc}") from exc
-    return _ext(_PICKLE, data, call)
 
 
 def _ext(code: int, payload: bytes, call: _Call) -> bytes:
@@ -258,7 +223,14 @@ def _unpack(data: Any, call: _Call, depth: int) -> Any:
         return bytearray(payload)
     if code == _PICKLE:
         return _unpickle(payload, call)
-    return from_parts(code, _unpack_array(payload, call, depth), call.like)
+    parts = _unpack_array(payload, call, depth)
+    if code == _ENUM:
+        _check_types(parts, (str, str, object, object))
+        return _make_enum(*parts, like=call.like)
+    kind = _BY_CODE[code]
+    if kind.types is not None:
+        _check_types(parts, kind.types)
+    return kind.make(parts)
 
 
 def _unpack_array(data: Any, call: _Call, depth: int) -> list[Any]:
@@ -268,14 +240,13 @@ def _unpack_array(data: Any, call: _Call, depth: int) -> list[Any]:
     count = int.from_bytes(data[1 : 1 + width], "big") if width else first & 0x0F
     if count > len(data):
         raise ValueError(f"array of {count} items in {len(data)} bytes")
-    if not count:
-        return _decode_flat(data)
     # One call for an array of scalars; where the first item is none, do not even try.
-    if data[1 + width] in _SCALAR_BYTES:
+    if not count or data[1 + width] in _SCALAR_BYTES:
         try:
             return _decode_flat(data)
         except msgspec.ValidationError:
-            pass
+            if not count:
+                raise
     return [_unpack(memoryview(item), call, depth + 1) for item in _decode_items(data)]
 
 
@@ -295,19 +266,14 @@ def _unpickle(payload: memoryview, call: _Call) -> Any:
 
 # -- kinds of values that msgpack lacks --------------------------------------------------------------------------------
 
+# A value is split into its code and simpler values, its parts, by its exact type, and built of them again. Parts that are
+# invalid raise the natural builtin error.
 
-# `to_parts` splits a value into its code and simpler values, by exact type. `from_parts` builds it again, and raises the
-# natural builtin error if the parts are invalid.
-
-MAX_FRACTION_BITS: Final = 1 << 16
+_MAX_FRACTION_BITS: Final = 1 << 16
 """Bits of numerator and denominator: building a Fraction takes a gcd, which is quadratic."""
-MAX_SAME_HASH: Final = 256
+_MAX_SAME_HASH: Final = 256
 """Keys of one hash: a set of many is quadratic to build, and only a forged file has them."""
-
-ENUM: Final = 23
-_ZONE: Final = 18
 _ZONE_KEY: Final = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}").fullmatch
-_TORCH: Final = {"dtype": 24, "device": 25, "Size": 26, "layout": 27, "memory_format": 28}
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,78 +288,74 @@ class EnumRef:
     """None where a named member's value is no plain data."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """How one type becomes an array of parts and comes back."""
 
     code: int
-    take: Callable[[Any], list[Any]]
+    take: Callable[[Any], list[Any] | None]
+    """Returns the parts; None for a value that has no plain form."""
     make: Callable[[list[Any]], Any]
     types: tuple[type, ...] | None = None
     """Exact types of the parts, `object` for any; None where number and types are free."""
 
 
-def to_parts(value: Any) -> tuple[int, list[Any]] | None:
-    """Split a value into code and parts; None where it has no plain form."""
+def _to_parts(value: Any) -> tuple[int, list[Any] | None]:
+    """Split a value into code and parts; None for parts where it has no plain form."""
     kind = type(value)
     known = _KINDS.get(kind)
     if known is not None:
         return known.code, known.take(value)
     if isinstance(kind, EnumMeta):
-        return ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
+        return _ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
     if kind is EnumRef:
-        return ENUM, [value.module, value.qualname, value.name, value.value]
-    if kind is Fraction:
-        return _take_fraction(value)
-    if isinstance(value, PurePath):
-        return _take_path(value)
-    if issubclass(kind, (np.generic, np.ndarray, np.dtype)):
-        return _numpy_parts(value)
-    return _take_zone(value) or _take_torch(value)
+        return _ENUM, [value.module, value.qualname, value.name, value.value]
+    if isinstance(value, np.dtype):
+        described = _described(value)
+        return _DTYPE, None if described is None else [described]
+    if isinstance(value, np.generic):
+        described = _described(value.dtype) if kind is value.dtype.type else None
+        return _SCALAR, None if described is None else [described, _raw(np.asarray(value), "C")]
+    zoneinfo, torch, name = sys.modules.get("zoneinfo"), sys.modules.get("torch"), kind.__name__
+    if zoneinfo is not None and kind is zoneinfo.ZoneInfo and _ZONE_KEY(value.key or ""):
+        return _ZONE, [value.key]
+    if torch is not None and name in _TORCH and getattr(torch, name, None) is kind:
+        return _TORCH[name], list(value) if name == "Size" else [str(value).removeprefix("torch.")]
+    return _PICKLE, None
 
 
-def from_parts(code: int, parts: list[Any], like: Any = None) -> Any:
-    """Build the value that `take` split. Raises `NotHereError` where only this machine is at fault."""
-    if code == ENUM:
-        check_types(parts, (str, str, object, object))
-        return _make_enum(*parts, like=like)
-    kind = _MAKERS[code]
-    if kind.types is not None:
-        check_types(parts, kind.types)
-    return kind.make(parts)
+def _check_types(parts: list[Any], expected: tuple[type, ...]) -> None:
+    if len(parts) != len(expected) or any(
+        want is not object and type(part) is not want for part, want in zip(parts, expected, strict=True)
+    ):
+        raise TypeError(f"expected parts {[t.__name__ for t in expected]}, found {[type(p).__name__ for p in parts]}")
 
 
-def distinct(keys: list[Any]) -> list[Any]:
+def _distinct(keys: list[Any]) -> list[Any]:
     """Return the keys if a dict or set can hold them all; raise where two are equal or the hashes are forged."""
-    if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
-        raise ValueError(f"more than {MAX_SAME_HASH} keys share one hash")
+    if len(keys) > _MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
+        raise ValueError(f"more than {_MAX_SAME_HASH} keys share one hash")
     if len(set(keys)) != len(keys):
         raise ValueError("equal keys")
     return keys
 
 
+def _take_items(value: dict[Any, Any]) -> list[Any]:
+    return [part for pair in value.items() for part in pair]
+
+
 def _pairs(parts: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(distinct(parts[::2]), parts[1::2], strict=True))
+    return list(zip(_distinct(parts[::2]), parts[1::2], strict=True))
 
 
-# -- fractions, paths, time zones, torch -------------------------------------------------------------------------------
-
-
-def _take_fraction(value: Fraction) -> tuple[int, list[Any]] | None:
-    small = max(value.numerator.bit_length(), value.denominator.bit_length()) <= MAX_FRACTION_BITS
-    return (20, [value.numerator, value.denominator]) if small else None
+def _take_fraction(value: Fraction) -> list[Any] | None:
+    parts = [value.numerator, value.denominator]
+    return parts if max(map(int.bit_length, parts)) <= _MAX_FRACTION_BITS else None
 
 
 def _make_fraction(parts: list[Any]) -> Fraction:
-    if max(parts[0].bit_length(), parts[1].bit_length()) > MAX_FRACTION_BITS:
+    if max(map(int.bit_length, parts)) > _MAX_FRACTION_BITS:
         raise ValueError("fraction too large")
     return Fraction(*parts)
-
-
-def _take_path(value: PurePath) -> tuple[int, list[Any]] | None:
-    if type(value) not in (type(Path()), PurePosixPath, PureWindowsPath):
-        return None
-    return 22, [isinstance(value, PureWindowsPath), isinstance(value, Path), str(value)]
 
 
 def _make_path(parts: list[Any]) -> PurePath:
@@ -401,23 +363,6 @@ def _make_path(parts: list[Any]) -> PurePath:
     pure = PureWindowsPath(text) if windows else PurePosixPath(text)
     # A concrete path of the other system cannot be built here; its pure form can.
     return Path(text) if concrete and isinstance(Path(), type(pure)) else pure
-
-
-def _make_datetime(parts: list[Any]) -> datetime:
-    year, month, day, hour, minute, second, microsecond, fold, zone = parts
-    return datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _make_time(parts: list[Any]) -> time:
-    hour, minute, second, microsecond, fold, zone = parts
-    return time(hour, minute, second, microsecond, zone, fold=fold)
-
-
-def _take_zone(value: Any) -> tuple[int, list[Any]] | None:
-    zoneinfo = sys.modules.get("zoneinfo")
-    if zoneinfo is None or type(value) is not zoneinfo.ZoneInfo or not _ZONE_KEY(value.key or ""):
-        return None
-    return _ZONE, [value.key]
 
 
 def _make_zone(parts: list[Any]) -> Any:
@@ -428,43 +373,23 @@ def _make_zone(parts: list[Any]) -> Any:
     try:
         return zoneinfo.ZoneInfo(parts[0])
     except (zoneinfo.ZoneInfoNotFoundError, OSError) as exc:
-        raise NotHereError(f"time zone {parts[0]!r} is not known on this machine (pip install tzdata)") from exc
+        raise _NotHereError(f"time zone {parts[0]!r} is not known on this machine (pip install tzdata)") from exc
 
 
-def _take_torch(value: Any) -> tuple[int, list[Any]] | None:
-    torch = sys.modules.get("torch")
-    name = type(value).__name__
-    if torch is None or name not in _TORCH or getattr(torch, name, None) is not type(value):
-        return None
-    return _TORCH[name], list(value) if name == "Size" else [str(value).removeprefix("torch.")]
-
-
-def _torch() -> Any:
+def _make_torch(kind: str, parts: list[Any]) -> Any:
     try:
         import torch  # noqa: PLC0415 (tools that read other values start without it)
     except ImportError as exc:
-        raise NotHereError("it needs torch, which is not installed here") from exc
-    return torch
-
-
-def _make_torch_name(kind: str) -> Callable[[list[Any]], Any]:
-    def make_name(parts: list[Any]) -> Any:
-        torch = _torch()
-        found = vars(torch).get(parts[0])
-        if type(found) is not getattr(torch, kind):
-            raise ValueError(f"not a torch.{kind}: {parts[0][:80]!r}")
-        return found
-
-    return make_name
-
-
-def _make_size(parts: list[Any]) -> Any:
-    if any(type(part) is not int for part in parts):
-        raise TypeError("torch.Size holds only int")
-    return _torch().Size(parts)
-
-
-# -- enum members ------------------------------------------------------------------------------------------------------
+        raise _NotHereError("it needs torch, which is not installed here") from exc
+    if kind == "device":
+        return torch.device(parts[0])
+    if kind == "Size":
+        _check_types(parts, (int,) * len(parts))
+        return torch.Size(parts)
+    found = vars(torch).get(parts[0])
+    if type(found) is not getattr(torch, kind):
+        raise ValueError(f"not a torch.{kind}: {parts[0][:80]!r}")
+    return found
 
 
 def _make_enum(module: str, qualname: str, name: Any, value: Any, *, like: Any) -> Any:
@@ -496,73 +421,41 @@ def _loaded_class(module: str, qualname: str) -> Any:
 
 # -- numpy -------------------------------------------------------------------------------------------------------------
 
-
 # A dtype comes back equal, with the same C type and byte order. Its description is checked before numpy sees it. Objects,
 # numpy's variable-width strings, and dtypes of other packages have no plain form.
 
-SCALAR, TEXT, DTYPE, ARRAY = 29, 30, 31, 32
-
-MAX_ITEMSIZE: Final = 1 << 20
+_MAX_ITEMSIZE: Final = 1 << 20
 """Bytes of one item of a dtype: numpy allocates one item even for an empty array."""
-MAX_EMPTY_ITEMS: Final = 1 << 16
+_MAX_EMPTY_ITEMS: Final = 1 << 16
 """Items of an array whose items have no bytes, so that no file can declare a size it does not pay for."""
 _X87_MANTISSA_BITS: Final = 63
 
 
-class NotHereError(Exception):
-    """A well-formed value that this machine cannot build: its text says what is missing."""
-
-
-def check_types(parts: list[Any], expected: tuple[type, ...]) -> None:
-    if len(parts) != len(expected) or any(
-        want is not object and type(part) is not want for part, want in zip(parts, expected, strict=True)
-    ):
-        raise TypeError(f"expected parts {[t.__name__ for t in expected]}, found {[type(p).__name__ for p in parts]}")
-
-
-def _numpy_parts(value: Any) -> tuple[int, list[Any]] | None:
-    """Split a scalar, dtype or array into code and parts; None where it has no plain form."""
-    kind = type(value)
-    if kind is np.str_:
-        # numpy's own str() would drop trailing zeros.
-        return TEXT, [str.__str__(value)]
-    if kind is np.bytes_:
-        return TEXT, [bytes(value)]
-    dtype = value if isinstance(value, np.dtype) else value.dtype
-    described = _describe_dtype(dtype)
-    if described is None:
+def _take_array(value: np.ndarray[Any, Any]) -> list[Any] | None:
+    described = _described(value.dtype)
+    if described is None or (value.dtype.itemsize == 0 and value.size > _MAX_EMPTY_ITEMS):
         return None
-    if value is dtype:
-        return DTYPE, [described]
-    if kind is np.ndarray:
-        if dtype.itemsize == 0 and value.size > MAX_EMPTY_ITEMS:
-            return None
-        fortran = value.flags.f_contiguous and not value.flags.c_contiguous
-        order: Any = "F" if fortran else "C"
-        return ARRAY, [described, list(value.shape), fortran, _raw(value, order)]
-    if kind is not dtype.type:
-        return None
-    return SCALAR, [described, _raw(np.asarray(value))]
+    fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+    return [described, list(value.shape), fortran, _raw(value, "F" if fortran else "C")]
 
 
-def _raw(array: np.ndarray[Any, Any], order: Any = "C") -> bytes:
+def _raw(array: np.ndarray[Any, Any], order: Any) -> bytes:
     data = array.tobytes(order=order)
     if array.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != _X87_MANTISSA_BITS:
         return data
     # Ten bytes carry the 80-bit long double; the rest is noise, and equal values must have equal bytes.
     items = np.frombuffer(bytearray(data), np.uint8).reshape(-1, np.dtype("g").itemsize)
-    noise = slice(-10) if array.dtype.byteorder == ">" else slice(10, None)
-    items[:, noise] = 0
+    items[:, slice(-10) if array.dtype.byteorder == ">" else slice(10, None)] = 0
     return items.tobytes()
 
 
-def _describe_dtype(dtype: np.dtype[Any]) -> Any:
-    """Describe a dtype as plain data; None where `make_dtype` would not give it back."""
-    if dtype.hasobject or dtype.itemsize > MAX_ITEMSIZE:
+def _described(dtype: np.dtype[Any]) -> Any:
+    """Describe a dtype as plain data; None where `_make_dtype` would not give it back."""
+    if dtype.hasobject or dtype.itemsize > _MAX_ITEMSIZE:
         return None
     described = _dtype_parts(dtype)
     try:
-        again = make_dtype(described)
+        again = _make_dtype(described)
     except (TypeError, ValueError):
         return None
     return described if again == dtype and again.type is dtype.type and again.char == dtype.char else None
@@ -584,47 +477,45 @@ def _dtype_parts(dtype: np.dtype[Any]) -> Any:
     return dtype.str if same else dtype.str[0] + dtype.char
 
 
-def make_dtype(described: Any) -> np.dtype[Any]:
+def _make_dtype(described: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any]
     if type(described) is str:
         if not re.fullmatch(r"[<>|=]?[biufcSUVMmhIlLqQ][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?", described):
             raise ValueError(f"not a dtype: {described[:80]!r}")
-        dtype: np.dtype[Any] = np.dtype(described)
+        dtype = np.dtype(described)
     elif described[0] == "array":
-        check_types(described, (str, object, list))
-        dtype = np.dtype((make_dtype(described[1]), tuple(map(_size, described[2]))))
+        _check_types(described, (str, object, list))
+        dtype = np.dtype((_make_dtype(described[1]), tuple(map(_size, described[2]))))
     elif described[0] == "struct":
-        check_types(described, (str, int, bool, list))
+        _check_types(described, (str, int, bool, list))
         dtype = _make_struct(*described[1:])
     elif described[0] == "long double":
-        check_types(described, (str, int, str))
-        dtype = _make_long_double(*described[1:])
+        _check_types(described, (str, int, str))
+        _, mantissa_bits, text = described
+        if not re.fullmatch(r"[<>|=]?[fc][0-9]{1,2}", text):
+            raise ValueError(f"not a dtype: {text[:80]!r}")
+        if mantissa_bits != np.finfo(np.longdouble).nmant:
+            raise _NotHereError(f"its long double has {mantissa_bits} bits of mantissa, which this machine has not")
+        dtype = np.dtype(text[0] + ("G" if "c" in text else "g"))
     else:
         raise ValueError("not a dtype")
-    if dtype.hasobject or dtype.itemsize > MAX_ITEMSIZE:
+    if dtype.hasobject or dtype.itemsize > _MAX_ITEMSIZE:
         raise ValueError(f"dtype refused: {described!r:.80}")
     return dtype
 
 
 def _make_struct(itemsize: int, aligned: bool, fields: list[Any]) -> np.dtype[Any]:
     for each in fields:
-        check_types(each, (str, object, int, object))
+        _check_types(each, (str, object, int, object))
         if each[3] is not None and type(each[3]) is not str:
             raise TypeError("a field's title is not a str")
     names, formats, offsets, titles = map(list, zip(*fields, strict=True)) if fields else ([], [], [], [])
-    layout: Any = {"names": names, "formats": [make_dtype(part) for part in formats], "offsets": offsets}
+    layout: Any = {"names": names, "formats": [_make_dtype(part) for part in formats], "offsets": offsets}
     if any(title is not None for title in titles):
         layout["titles"] = titles
     layout |= {"itemsize": itemsize, "aligned": aligned}
     dtype: np.dtype[Any] = np.dtype(layout)
     return dtype
-
-
-def _make_long_double(mantissa_bits: int, text: str) -> np.dtype[Any]:
-    if not re.fullmatch(r"[<>|=]?[fc][0-9]{1,2}", text):
-        raise ValueError(f"not a dtype: {text[:80]!r}")
-    if mantissa_bits != np.finfo(np.longdouble).nmant:
-        raise NotHereError(f"its long double has {mantissa_bits} bits of mantissa, which this machine has not")
-    return np.dtype(text[0] + ("G" if "c" in text else "g"))
 
 
 def _size(part: Any) -> int:
@@ -633,33 +524,34 @@ def _size(part: Any) -> int:
     return part
 
 
-def make_array(parts: list[Any]) -> np.ndarray[Any, Any]:
-    dtype, shape = make_dtype(parts[0]), tuple(map(_size, parts[1]))
+def _make_array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    dtype, shape = _make_dtype(parts[0]), tuple(map(_size, parts[1]))
     count = math.prod(shape)
-    if count * dtype.itemsize != len(parts[3]) or (dtype.itemsize == 0 and count > MAX_EMPTY_ITEMS):
+    if count * dtype.itemsize != len(parts[3]) or (dtype.itemsize == 0 and count > _MAX_EMPTY_ITEMS):
         raise ValueError(f"array of {len(parts[3])} bytes does not fit its shape and dtype")
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, parts[3], order="F" if parts[2] else "C").copy(order="K")
     return array
 
 
-def make_scalar(parts: list[Any]) -> Any:
-    return make_array([parts[0], [], False, parts[1]])[()]
-
-
-def make_text(parts: list[Any]) -> Any:
-    if type(parts[0]) not in (str, bytes):
-        raise TypeError("neither str nor bytes")
-    return np.str_(parts[0]) if type(parts[0]) is str else np.bytes_(parts[0])
+def _make_text(parts: list[Any]) -> Any:
+    kinds: dict[type, Any] = {str: np.str_, bytes: np.bytes_}
+    return kinds[type(parts[0])](parts[0])
 
 
 # -- the table of kinds ------------------------------------------------------------------------------------------------
 
+_PATH: Final = _Kind(
+    22,
+    lambda p: [isinstance(p, PureWindowsPath), isinstance(p, Path), str(p)],
+    _make_path,
+    (bool, bool, str),
+)
 _KINDS: Final[dict[type, _Kind]] = {
     tuple: _Kind(4, list, tuple),
-    set: _Kind(5, list, lambda p: set(distinct(p))),
-    frozenset: _Kind(6, list, lambda p: frozenset(distinct(p))),
-    dict: _Kind(7, lambda d: [part for pair in d.items() for part in pair], lambda p: dict(_pairs(p))),
-    OrderedDict: _Kind(8, lambda d: [part for pair in d.items() for part in pair], lambda p: OrderedDict(_pairs(p))),
+    set: _Kind(5, list, lambda p: set(_distinct(p))),
+    frozenset: _Kind(6, list, lambda p: frozenset(_distinct(p))),
+    dict: _Kind(7, _take_items, lambda p: dict(_pairs(p))),
+    OrderedDict: _Kind(8, _take_items, lambda p: OrderedDict(_pairs(p))),
     complex: _Kind(9, lambda c: [c.real, c.imag], lambda p: complex(*p), (float, float)),
     range: _Kind(10, lambda r: [r.start, r.stop, r.step], lambda p: range(*p), (int, int, int)),
     slice: _Kind(11, lambda s: [s.start, s.stop, s.step], lambda p: slice(*p), (object, object, object)),
@@ -667,37 +559,39 @@ _KINDS: Final[dict[type, _Kind]] = {
     datetime: _Kind(
         13,
         lambda d: [d.year, d.month, d.day, d.hour, d.minute, d.second, d.microsecond, d.fold, d.tzinfo],
-        _make_datetime,
+        lambda p: datetime(*p[:7]).replace(fold=p[7], tzinfo=p[8]),  # noqa: DTZ001 - it is set next
         (*[int] * 8, object),
     ),
     date: _Kind(14, lambda d: [d.year, d.month, d.day], lambda p: date(*p), (int, int, int)),
     time: _Kind(
         15,
         lambda t: [t.hour, t.minute, t.second, t.microsecond, t.fold, t.tzinfo],
-        _make_time,
+        lambda p: time(*p[:4]).replace(fold=p[4], tzinfo=p[5]),
         (*[int] * 5, object),
     ),
     timedelta: _Kind(16, lambda d: [d.days, d.seconds, d.microseconds], lambda p: timedelta(*p), (int, int, int)),
     timezone: _Kind(17, lambda z: list(z.__getinitargs__()), lambda p: timezone(*p)),
     Decimal: _Kind(19, lambda d: [str(d)], lambda p: Decimal(p[0]), (str,)),
+    Fraction: _Kind(20, _take_fraction, _make_fraction, (int, int)),
     uuid.UUID: _Kind(21, lambda u: [u.bytes], lambda p: uuid.UUID(bytes=p[0]), (bytes,)),
+    type(Path()): _PATH,
+    PurePosixPath: _PATH,
+    PureWindowsPath: _PATH,
+    # numpy's own str() would drop trailing zeros.
+    np.str_: _Kind(_TEXT, lambda t: [str.__str__(t)], _make_text, (object,)),
+    np.bytes_: _Kind(_TEXT, lambda t: [bytes(t)], _make_text, (object,)),
+    np.ndarray: _Kind(_ARRAY, _take_array, _make_array, (object, list, bool, bytes)),
 }
-_MAKERS: Final[dict[int, _Kind]] = {kind.code: kind for kind in _KINDS.values()} | {
-    code: _Kind(code, list, maker, part_types)
-    for code, maker, part_types in (
-        (_ZONE, _make_zone, (str,)),
-        (20, _make_fraction, (int, int)),
-        (22, _make_path, (bool, bool, str)),
-        (24, _make_torch_name("dtype"), (str,)),
-        (25, lambda p: _torch().device(p[0]), (str,)),
-        (26, _make_size, None),
-        (27, _make_torch_name("layout"), (str,)),
-        (28, _make_torch_name("memory_format"), (str,)),
-        (SCALAR, make_scalar, (object, bytes)),
-        (TEXT, make_text, (object,)),
-        (DTYPE, lambda p: make_dtype(p[0]), (object,)),
-        (ARRAY, make_array, (object, list, bool, bytes)),
-    )
+_BY_CODE: Final[dict[int, _Kind]] = {
+    **{kind.code: kind for kind in _KINDS.values()},
+    # Those that `_to_parts` splits.
+    _ZONE: _Kind(_ZONE, list, _make_zone, (str,)),
+    _SCALAR: _Kind(_SCALAR, list, lambda p: _make_array([p[0], [], False, p[1]])[()], (object, bytes)),
+    _DTYPE: _Kind(_DTYPE, list, lambda p: _make_dtype(p[0]), (object,)),
+    **{
+        code: _Kind(code, list, partial(_make_torch, name), None if name == "Size" else (str,))
+        for name, code in _TORCH.items()
+    },
 }
 
 
@@ -794,25 +688,18 @@ def _mark(node: Node) -> int:
 
 
 def decode_tree(data: bytes) -> Node:
-    """
-    Decode and check a skeleton.
-
-    Raises:
-        MalformedFile: The bytes are not a skeleton.
-
-    """
+    """Decode and check a skeleton; raise `MalformedFile` for bytes that are none."""
     columns = decode_value(data, key="tree")
     try:
-        return _build(*_checked(columns))
-    except CheckpointError:
-        raise
+        return _build(columns)
     except (TypeError, ValueError) as exc:
         raise MalformedFile(f"tree: malformed skeleton: {exc}") from exc
 
 
-def _checked(columns: Any) -> tuple[bytes, list[int], list[Part]]:
-    if type(columns) is not list or [type(column) for column in columns] != [bytes, list, list]:
-        raise ValueError("expected three columns")
+def _build(columns: Any) -> Node:
+    if type(columns) is not list:
+        raise TypeError("not a list of columns")
+    _check_types(columns, (bytes, list, list))
     marks, counts, parts = columns
     if not marks or max(marks) > len(KINDS):
         raise ValueError("no root, or an unknown kind of container")
@@ -822,10 +709,6 @@ def _checked(columns: Any) -> tuple[bytes, list[int], list[Part]]:
         raise ValueError("counts do not add up to the children")
     if not all(is_part(part) for part in parts if type(part) is not str):
         raise ValueError("a key of a type that is no key")
-    return marks, counts, parts
-
-
-def _build(marks: bytes, counts: list[int], parts: list[Part]) -> Node:
     kinds = [KINDS[mark - 1] for mark in marks if mark]
     # Where each container's children, containers among them, and keys begin.
     spans: list[tuple[int, int, int]] = []
@@ -846,7 +729,9 @@ def _build(marks: bytes, counts: list[int], parts: list[Part]) -> Node:
     for index in reversed(range(len(kinds))):
         kind, count = kinds[index], counts[index]
         child, first, key = spans[index]
-        keys = range(count) if kind in _INDEXED else _checked_keys(kind, parts[key : key + count])
+        keys = range(count) if kind in _INDEXED else _distinct(parts[key : key + count])
+        if kind == "ranks" and any(type(rank) is not int or rank < 0 for rank in keys):
+            raise ValueError("a rank that is no number")
         nodes: Iterable[Node] = repeat(None, count)
         if inside := count - marks.count(0, child, child + count):
             ready = iter(made[first : first + inside])
@@ -855,21 +740,12 @@ def _build(marks: bytes, counts: list[int], parts: list[Part]) -> Node:
     return made[0] if made else None
 
 
-def _checked_keys(kind: str, keys: list[Part]) -> list[Part]:
-    if kind == "ranks" and any(type(key) is not int or key < 0 for key in keys):
-        raise ValueError("a rank that is no number")
-    return distinct(keys)
-
-
 def merge_trees(nodes: Sequence[Node]) -> Node:
     """
     Merge the skeletons of all ranks: the children of the first rank in its order, then those that only others have.
 
-    Raises:
-        InvalidShards: A path is one kind of container on one rank and another kind, or a leaf, on another; or two ranks
-            have keys that are equal but of different types, so that no dict can hold both.
-        KeyCollision: Two paths of different ranks have the same flat name.
-
+    Raises `InvalidShards` where ranks disagree about a container or the type of a key, `KeyCollision` where paths of
+    different ranks have the same flat name.
     """
     different = list(dict.fromkeys(nodes))
     if len(different) < 2:
@@ -884,9 +760,9 @@ def _merge(nodes: list[Node], name: str | None) -> Node:
     nodes = list(dict.fromkeys(nodes))
     if len(nodes) == 1:
         return nodes[0]
+    where = "the state" if name is None else repr(name)
     kinds = sorted({"leaf" if node is None else node.kind for node in nodes})
     if len(kinds) > 1:
-        where = "the state" if name is None else repr(name)
         raise InvalidShards(
             f"{where} is not the same kind of thing on all ranks: {' and '.join(kinds)}",
             hint="give every rank the same structure, or wrap what differs in PerRank",
@@ -895,21 +771,15 @@ def _merge(nodes: list[Node], name: str | None) -> Node:
     for node in nodes:
         for part, child in () if node is None else node.children:
             by_part.setdefault((part, _type_of(part)), []).append(child)
-    kind = kinds[0]
-    _refuse_equal([part for part, _ in by_part], name)
-    return Container(kind, tuple((part, _merge(same, join(name, kind, part))) for (part, _), same in by_part.items()))
-
-
-def _refuse_equal(parts: list[Part], name: str | None) -> None:
     seen: dict[Part, Part] = {}
-    for part in parts:
-        if part in seen:
-            where = "the state" if name is None else repr(name)
+    for part, _ in by_part:
+        if seen.setdefault(part, part) is not part:
             raise InvalidShards(
                 f"{where} has the key {seen[part]!r} on one rank and {part!r} on another, which are equal",
                 hint="give every rank keys of the same type",
             )
-        seen[part] = part
+    kind = kinds[0]
+    return Container(kind, tuple((part, _merge(same, join(name, kind, part))) for (part, _), same in by_part.items()))
 
 
 def join(name: str | None, kind: str, part: Part) -> str:
@@ -944,17 +814,13 @@ def leaf_keys(node: Node) -> Iterator[str]:
 
 def refuse_collisions(node: Node) -> None:
     """Raise `KeyCollision`, naming both paths, if two leaves have the same flat name."""
-    names = list(leaf_keys(node))
-    if len(set(names)) == len(names):
-        return
     seen: dict[str, KeyPath] = {}
     for name, path in _leaves(node, None, ()):
-        if name in seen:
+        if seen.setdefault(name, path) is not path:
             raise KeyCollision(
                 f"two leaves have the flat name {name!r}: {list(seen[name])!r} and {list(path)!r}",
                 hint="rename one of these keys",
             )
-        seen[name] = path
 
 
 def _leaves(node: Node, name: str | None, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:

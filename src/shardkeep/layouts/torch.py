@@ -30,7 +30,7 @@ from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
 from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, count_blocks, digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
-from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, names_of, plain_names, unsealed
+from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, plain_names, unsealed
 from shardkeep.options import Options
 from shardkeep.storage.base import Gets
 
@@ -187,7 +187,15 @@ def class_names(kinds: Mapping[str, T]) -> dict[tuple[str, str], T]:
 def safe_globals() -> Names:
     """Return what the user declared safe (`torch.serialization.add_safe_globals`), if torch is loaded."""
     torch = sys.modules.get("torch")
-    return names_of(torch.serialization.get_safe_globals() if torch is not None else [])
+    found: dict[tuple[str, str], Any] = {}
+    for entry in torch.serialization.get_safe_globals() if torch is not None else ():
+        if isinstance(entry, tuple):  # with the name that it is pickled by
+            kind, named = entry
+            module, _, name = named.rpartition(".")
+            found[module, name] = kind
+        elif hasattr(entry, "__qualname__"):
+            found[entry.__module__, entry.__qualname__] = entry
+    return found
 
 
 # -- as plain data -----------------------------------------------------------------------------------------------------
