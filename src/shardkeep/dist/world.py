@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from shardkeep.errors import RanksDisagree
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
@@ -55,16 +57,9 @@ class World:
 
 def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float) -> World:
     """
-    Find the ranks this process belongs to.
+    Return the ranks of `group`, to which this process must belong; a `World` is returned as it is.
 
-    Args:
-        group: The ranks that take part; None for all ranks, or for this process alone where torch.distributed has
-            not been initialised. A `World` that the caller made is taken as it is.
-        timeout_s: How long rank 0 waits for the others once its own part is done.
-
-    Raises:
-        RanksDisagree: this process is not a member of `group`.
-
+    None means all ranks, or this process alone if torch.distributed is not initialised.
     """
     if isinstance(group, World):
         return group
@@ -74,25 +69,23 @@ def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float
         if group is not None:
             raise RanksDisagree("a process group was given, but torch.distributed is not initialised in this process")
         return World(0, 1, timeout_s=timeout_s)
-    return _world_of(group, timeout_s)
-
-
-def _world_of(group: ProcessGroup | None, timeout_s: float) -> World:
-    import torch.distributed as dist  # noqa: PLC0415 - already imported, or we would not be here
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
-
-    rank = dist.get_rank(group)
-    if rank < 0:
+    if dist.get_rank(group) < 0:
         raise RanksDisagree(
             f"rank {dist.get_rank()} of the default group is not a member of the process group it was given",
             hint="call this only on the ranks of the group",
         )
-    size = dist.get_world_size(group)
-    if size == 1:
+    members = group if group is not None else dist.group.WORLD
+    name = dist.distributed_c10d._get_process_group_name(members)
+    return world_of_ranks(name, dist.get_process_group_ranks(members), timeout_s)
+
+
+def world_of_ranks(name: str, ranks: Sequence[int], timeout_s: float) -> World:
+    """Return the world of these ranks of the default group, this process among them."""
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded: there is a process group
+
+    if len(ranks) == 1:
         return World(0, 1, timeout_s=timeout_s)
-    members = group if group is not None else c10d._get_default_group()
-    ranks = dist.get_process_group_ranks(members)
     # torch may give one name to several disjoint groups (split_group), so the members are part of the prefix.
-    digest = blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-    prefix = f"shardkeep/{c10d._get_process_group_name(members)}/{digest}"
-    return World(rank, size, c10d.PrefixStore(prefix, c10d._get_default_store()), timeout_s)
+    digest = blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    store = c10d.PrefixStore(f"shardkeep/{name}/{digest}", c10d._get_default_store())
+    return World(ranks.index(c10d.get_rank()), len(ranks), store, timeout_s)

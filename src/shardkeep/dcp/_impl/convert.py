@@ -84,7 +84,6 @@ from shardkeep.layouts.torch_values import (
     is_tensor_entry,
 )
 from shardkeep.options import Options
-from shardkeep.state import collectives
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
 from shardkeep.storage.base import BlobReader
@@ -517,7 +516,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             return b""
 
         with rendezvous(world, "load a file of torch.save") as meeting:
-            sent, batch_bytes = json.loads(meeting.agree("describe", describe, _decide))
+            sent = json.loads(meeting.agree("describe", describe, _decide))
             specs = [TensorSpec(key, tuple(shape), to_torch(by_name(dtype))) for key, shape, dtype in sent]
             meeting.agree("prepare", prepare, lambda said: [b""] * len(said))
         with torch.no_grad():
@@ -527,7 +526,6 @@ class BroadcastingTorchSaveReader(StorageReader):
                 destinations,
                 torch.device("cpu") if world.solo else current_device(device_of_group().type),
                 None,
-                batch_bytes=batch_bytes,
                 sender=self.coordinator_rank,
             )
         for each in destinations:
@@ -577,7 +575,7 @@ class BroadcastingTorchSaveReader(StorageReader):
                 held[key] = f"{key!r} is a {type(value).__qualname__} in {self._file()}, and a tensor in the state"
                 continue
             try:
-                sources[key] = plain_source(value, (key,))
+                sources[key] = plain_source(key, value)
                 held[key] = [list(value.shape), of_torch(value.dtype).name]
             except UnsupportedLeaf as error:
                 held[key] = error.message
@@ -663,7 +661,7 @@ def _decide(said: list[bytes]) -> list[bytes]:
                     mismatched=[key],
                 )
     sent = [[key, *held[key]] for key in held if key in wanted]
-    return [json.dumps([sent, collectives.BATCH_BYTES]).encode()] * len(said)
+    return [json.dumps(sent).encode()] * len(said)
 
 
 def _destinations(specs: list[TensorSpec], items: list[ReadItem], planner: LoadPlanner) -> list[Destination]:
