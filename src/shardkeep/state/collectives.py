@@ -30,7 +30,7 @@ from shardkeep.dist.world import World, current_world, world_of_ranks
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, StateMismatch, UnsupportedLeaf
 from shardkeep.format.boxes import Box, Ints, flat_range_to_boxes, intersect, relative, slices, whole
 from shardkeep.options import Options
-from shardkeep.state.flatten import leaves_of, map_leaves, value_at
+from shardkeep.state.flatten import get_element, leaves_of, map_leaves
 from shardkeep.state.leaves import (
     TreePath,
     as_bytes,
@@ -329,7 +329,7 @@ def broadcast_state_dict(
     def prepare() -> bytes:
         for number, (key, path, spec) in enumerate(sent):
             if key in local_state_dict and (path or local_state_dict[key] is not None):
-                present = value_at(local_state_dict[key], path)
+                present = get_element(local_state_dict[key], path)
                 # 0-dim tensors are counters, which optimizers keep on the CPU.
                 on_cpu = cpu_offload or not (spec.shape or is_dtensor(present))
                 source = sources.get((key, path))
@@ -455,7 +455,7 @@ def _local_part(key: str, full: Any, present: Any, device: torch.device) -> Any:
     def change(path: TreePath, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        held = value_at(present, path)
+        held = get_element(present, path)
         if is_dtensor(value) and is_dtensor(held) and same_layout(value, held):
             return value.detach()
         source = plain_source(name := path_name((key, *path)), value)

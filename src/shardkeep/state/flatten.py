@@ -1,7 +1,7 @@
 """
 Walks over nested states: one visitor, flat names and back, torch's rules for flattening.
 
-`leaves_of`, `map_leaves` and `value_at` are the visitor; its rule is which values it opens. `flatten` splits a state into
+`leaves_of`, `map_leaves` and `get_element` are the visitor; its rule is which values it opens. `flatten` splits a state into
 leaves by flat name and a skeleton, without copying; `refill` puts new leaves into the containers the user holds. Both
 open mappings and `PerRank` always, and lists and tuples only if they contain a tensor, a mapping or a `PerRank`: a list
 of numbers is one value. The functions with torch's names follow torch's rules, on which its checkpoints depend.
@@ -10,10 +10,9 @@ of numbers is one value. The functions with torch's names follow torch's rules, 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -30,8 +29,9 @@ from shardkeep.format.values import (
 )
 from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_sharded_tensor, path_name
 
-T = TypeVar("T")
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+_KINDS: dict[type, str] = dict.fromkeys((*_SCALARS, torch.Size), "")
+"""The kind of container that each type met so far is; "" for leaves."""
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
@@ -81,16 +81,17 @@ def map_leaves(
     return values if isinstance(tree, list) else getattr(tree, "_make", tuple)(values)
 
 
-def value_at(tree: Any, path: TreePath) -> Any:
-    """Return the value at a path; None if there is no such place."""
+def get_element(root_dict: Any, path: TreePath, default_value: Any = None) -> Any:
+    """Return the value at a path, or `default_value` if there is none; an index past a list's end is none."""
+    value = root_dict
     for key in path:
-        if isinstance(tree, Mapping):
-            tree = tree.get(key)
-        elif isinstance(tree, (list, tuple)) and isinstance(key, int) and key < len(tree):
-            tree = tree[key]
-        else:
-            return None
-    return tree
+        if isinstance(value, Mapping):
+            if key not in value:
+                return default_value
+        elif not (isinstance(value, (list, tuple)) and isinstance(key, int) and -len(value) <= key < len(value)):
+            return default_value
+        value = value[key]
+    return value
 
 
 def is_per_rank_name(name: str, rank: int) -> bool:
@@ -109,12 +110,8 @@ def flatten(
     Return the leaves of a state by flat name, in order, and its skeleton.
 
     This rank's `PerRank` values are named with `rank`. `is_tensor` is true of leaves that make a list worth opening.
-    `in_place_of` holds, by flat name, the containers to walk in place of the objects whose state they are.
-
-    Raises:
-        UnsupportedLeaf: A key cannot be stored, a container contains itself, or `state` is no mapping.
-        KeyCollision: Two paths have one flat name.
-
+    `in_place_of` holds, by flat name, the containers to walk in place of the objects whose state they are. Raises
+    `UnsupportedLeaf` if a key cannot be stored or a container contains itself, `KeyCollision` if two paths have one name.
     """
     _check_mapping(state)
     walk = _StateWalk(rank, is_tensor, in_place_of)
@@ -139,11 +136,7 @@ def refill(
 
     Dict and list items and `PerRank.value` are assigned, unless they are there already; tuples are rebuilt inside
     their parent. The containers in `in_place_of` are changed, never the objects they represent. A `dry` run changes
-    nothing, and raises where a real one would.
-
-    Raises:
-        StateError: A changed leaf is in a mapping that cannot be changed.
-
+    nothing, and raises where a real one would: `StateError` if a changed leaf is in a mapping that cannot be changed.
     """
     _check_mapping(state)
     _StateWalk(rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
@@ -160,13 +153,12 @@ def _check_mapping(state: Any) -> None:
 class _StateWalk:
     """One walk over one state: which values are containers, and the flat names of their children."""
 
-    __slots__ = ("_in_place_of", "_is_tensor", "_kinds", "_open", "_rank", "leaf_count")
+    __slots__ = ("_in_place_of", "_is_tensor", "_open", "_rank", "leaf_count")
 
     def __init__(self, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any]) -> None:
         self._rank = rank
         self._is_tensor = is_tensor
         self._in_place_of = in_place_of
-        self._kinds: dict[type, str] = dict.fromkeys(_SCALARS, "")
         # The containers the walk is inside of, by id, with kind and name: meeting one again means a cycle.
         self._open: dict[int, tuple[str, str | None]] = {}
         self.leaf_count = 0
@@ -176,7 +168,7 @@ class _StateWalk:
         # Written out and not shared with `put` by a generator, which would double the time of a large state.
         self._enter(value, kind, name)
         prefix = "" if name is None else f"{name}."
-        kinds, in_place_of = self._kinds, self._in_place_of
+        kinds, in_place_of = _KINDS, self._in_place_of
         children: list[tuple[Part, Node]] = []
         inner = 0
         for part, child in _state_items(value, kind, self._rank):
@@ -218,19 +210,13 @@ class _StateWalk:
         self._open[id(value)] = (kind, name)
 
     def _kind(self, value: Any) -> str:
-        kind = self._kind_of_type(type(value))
+        kind = _kind_of_type(type(value))
         if type(value) is dict:  # the usual case, decided early
             return kind
         # A framework's sharded tensor may be a mapping or a tuple.
         if not kind or self._is_tensor(value):
             return ""
         return "" if kind in ("list", "tuple") and not self._has_structure(value, 0) else kind
-
-    def _kind_of_type(self, cls: type) -> str:
-        kind = self._kinds.get(cls)
-        if kind is None:
-            kind = self._kinds[cls] = _kind_of_type(cls)
-        return kind
 
     def _has_structure(self, items: Iterable[Any], depth: int) -> bool:
         """Return True if a list or tuple holds more than plain values, or is too deep, which the walk refuses."""
@@ -239,7 +225,7 @@ class _StateWalk:
         for item in items:
             if type(item) in _SCALARS:
                 continue
-            kind = self._kind_of_type(type(item))
+            kind = _kind_of_type(type(item))
             if self._is_tensor(item) or kind in ("dict", "odict", "ranks"):
                 return True
             if kind and self._has_structure(item, depth + 1):
@@ -248,15 +234,11 @@ class _StateWalk:
 
 
 def _kind_of_type(cls: type) -> str:
-    if cls is torch.Size:
-        return ""
-    if issubclass(cls, PerRank):
-        return "ranks"
-    if issubclass(cls, OrderedDict):
-        return "odict"
-    if issubclass(cls, Mapping):
-        return "dict"
-    return "list" if issubclass(cls, list) else "tuple" if issubclass(cls, tuple) else ""
+    kind = _KINDS.get(cls)
+    if kind is None:
+        kinds = ((PerRank, "ranks"), (OrderedDict, "odict"), (Mapping, "dict"), (list, "list"), (tuple, "tuple"))
+        kind = _KINDS[cls] = next((kind for base, kind in kinds if issubclass(cls, base)), "")
+    return kind
 
 
 def _state_items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
@@ -288,15 +270,22 @@ def _checked_name(name: str | None, kind: str, part: Part) -> str:
 
 def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, Any]], *, dry: bool) -> Any:
     if kind == "tuple":
-        return _new_tuple(value, name, dict(changes))
+        new_items = dict(changes)
+        # A namedtuple takes its fields one by one; every other tuple of the standard library and torch takes a sequence.
+        build: Any = getattr(type(value), "_make", type(value))
+        try:
+            return build([new_items.get(index, item) for index, item in enumerate(value)])
+        except (TypeError, ValueError) as exc:
+            raise StateError(
+                f"{_spell(name)} is a {type(value).__qualname__}, a tuple that cannot be built from its items: {exc}",
+                hint="use a plain tuple or a list there",
+            ) from exc
     if kind == "dict" and not isinstance(value, MutableMapping):
         raise StateError(
             f"{_spell(name)} is a {type(value).__qualname__}, which cannot be changed, and {changes[0][0]!r} in it must be",
             hint="use a dict there",
         )
-    if dry:
-        return value
-    for part, new in changes:
+    for part, new in () if dry else changes:
         if isinstance(value, EveryRank):
             value.values[part] = new
         elif kind == "ranks":
@@ -304,19 +293,6 @@ def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, 
         else:
             value[part] = new
     return value
-
-
-def _new_tuple(value: tuple[Any, ...], name: str | None, changes: dict[int, Any]) -> Any:
-    items = [changes.get(index, item) for index, item in enumerate(value)]
-    # A namedtuple takes its fields one by one; every other tuple of the standard library and torch takes a sequence.
-    build: Any = getattr(type(value), "_make", type(value))
-    try:
-        return build(items)
-    except (TypeError, ValueError) as exc:
-        raise StateError(
-            f"{_spell(name)} is a {type(value).__qualname__}, a tuple that cannot be built from its items: {exc}",
-            hint="use a plain tuple or a list there",
-        ) from exc
 
 
 # Flattening by torch's rules. There are three sets of rules for what is opened:
@@ -402,9 +378,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], F
     """
     Return the values by flat name, and the path of each name, as `traverse_state_dict` finds them.
 
-    Raises:
-        KeyCollision: Two paths have one flat name, such as "a.b" and "b" in "a".
-
+    Two paths with one flat name, such as "a.b" and "b" in "a", are a `KeyCollision`.
     """
     return _flatten(state_dict, traverse_state_dict)
 
@@ -441,14 +415,7 @@ def _flatten(
 
 
 def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
-    """
-    Return the nested state dict, given the values by flat name and the path of each name.
-
-    Raises:
-        KeyError: A name has no path.
-        StateError: Two paths contradict each other.
-
-    """
+    """Return the nested state dict, given the values by flat name and the path of each name."""
     nested: dict[str, Any] = {}
     for key, value in state_dict.items():
         set_element(nested, mapping[key], value)
@@ -456,49 +423,25 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING
 
 
 def set_element(root_dict: dict[str, Any], path: OBJ_PATH, value: Any) -> None:
-    """
-    Set the value at a path, creating the dicts and lists on the way; lists are padded with None.
-
-    Raises:
-        StateError: The path leads through a value that is not the container it needs.
-
-    """
+    """Set the value at a path, creating the dicts and lists on the way; lists are padded with None."""
     if not path:
         raise StateError("cannot set an element at an empty path: expected at least one key")
     container: Any = root_dict
-    for depth, (key, following) in enumerate(itertools.pairwise(path)):
-        _make_room(container, path, depth)
+    for depth, key in enumerate(path):
+        if isinstance(key, int) and isinstance(container, list):
+            container.extend([None] * (key + 1 - len(container)))
+        elif not isinstance(container, Mapping):
+            raise StateError(
+                f"{path[:depth]} holds a {type(container).__qualname__}, so nothing can be put at {path}",
+                hint="the paths of a flat state dict must not lead through its values",
+            )
+        if depth == len(path) - 1:
+            container[key] = value
+            return
         child = container.get(key) if isinstance(container, Mapping) else container[key]
         if child is None and not (isinstance(container, Mapping) and key in container):
-            child = container[key] = [] if isinstance(following, int) else {}
+            child = container[key] = [] if isinstance(path[depth + 1], int) else {}
         container = child
-    _make_room(container, path, len(path) - 1)
-    container[path[-1]] = value
-
-
-def get_element(root_dict: Mapping[str, Any], path: OBJ_PATH, default_value: T | None = None) -> T | None:
-    """Return the value at a path, or `default_value` if there is none; an index past a list's end is none."""
-    value: Any = root_dict
-    for part in path:
-        if isinstance(part, int):
-            if not isinstance(value, list) or not -len(value) <= part < len(value):
-                return default_value
-        elif not isinstance(value, Mapping) or part not in value:
-            return default_value
-        value = value[part]
-    return value  # type: ignore[no-any-return]  # the caller says what it expects there
-
-
-def _make_room(container: Any, path: OBJ_PATH, depth: int) -> None:
-    """Make sure that `path[depth]` can be assigned in `container`."""
-    key = path[depth]
-    if isinstance(key, int) and isinstance(container, list):
-        container.extend([None] * (key + 1 - len(container)))
-    elif not isinstance(container, Mapping):
-        raise StateError(
-            f"{path[:depth]} holds a {type(container).__qualname__}, so nothing can be put at {path}",
-            hint="the paths of a flat state dict must not lead through its values",
-        )
 
 
 def print_tensor(path: OBJ_PATH, value: Any, print_fun: Callable[[str], None] = print) -> None:
@@ -547,7 +490,20 @@ def _flat_sharded_tensor(outer: Any, name: str) -> Any:
     from torch.distributed._shard.metadata import ShardMetadata  # noqa: PLC0415
     from torch.distributed._shard.sharded_tensor.shard import Shard  # noqa: PLC0415
 
-    outer_shard, inner_shard = _only_shards(outer, name)
+    def only_shard(tensor: Any, room: Any) -> Any:
+        shards = tensor.local_shards() if is_sharded_tensor(tensor) and list(tensor.size()) == list(room) else []
+        if len(shards) != 1:
+            raise InvalidShards(
+                f"{name!r} is a ShardedTensor inside a ShardedTensor, and cannot be made one: a rank must have one shard of"
+                " each, and the inner tensor must be the whole of the outer shard",
+                key=name,
+            )
+        return shards[0]
+
+    outer_shard = only_shard(outer, outer.size())
+    inner_shard = only_shard(outer_shard.tensor, outer_shard.metadata.shard_sizes)
+    if is_sharded_tensor(inner_shard.tensor):
+        raise InvalidShards(f"{name!r} is sharded in more than two ways, one inside the other", key=name)
     outer_at = outer_shard.metadata.shard_offsets
     rank, device = dist.get_rank(), inner_shard.tensor.device
 
@@ -573,31 +529,3 @@ def _flat_sharded_tensor(outer: Any, name: str) -> Any:
     return type(outer)._init_from_local_shards_and_global_metadata(
         local_shards=[Shard(tensor=inner_shard.tensor, metadata=mine)], sharded_tensor_metadata=metadata
     )
-
-
-def _only_shards(outer: Any, name: str) -> tuple[Any, Any]:
-    """Return this rank's one outer and one inner shard; raise if there are more, or they do not match."""
-
-    def only_shard(tensor: Any, which: str) -> Any:
-        shards = tensor.local_shards()
-        if len(shards) != 1:
-            raise InvalidShards(
-                f"{name!r}: the {which} ShardedTensor has {len(shards)} local shards, expected one",
-                hint=f"give each rank one shard of the {which} tensor",
-                key=name,
-            )
-        return shards[0]
-
-    outer_shard = only_shard(outer, "outer")
-    inner = outer_shard.tensor
-    inner_shard = only_shard(inner, "inner")
-    if is_sharded_tensor(inner_shard.tensor):
-        raise InvalidShards(f"{name!r} is sharded in more than two ways, one inside the other", key=name)
-    inner_size, room = tuple(inner.size()), tuple(outer_shard.metadata.shard_sizes)
-    if inner_size != room:
-        raise InvalidShards(
-            f"{name!r}: the inner ShardedTensor has size {inner_size}, the outer shard has {room}",
-            hint="the inner tensor must be the whole of the outer shard",
-            key=name,
-        )
-    return outer_shard, inner_shard

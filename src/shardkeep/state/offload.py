@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from shardkeep.errors import CompanionMismatch, PinningRefused, UnexpectedValue
-from shardkeep.state.flatten import items_of, leaves_of, map_leaves, value_at
+from shardkeep.state.flatten import get_element, items_of, leaves_of, map_leaves
 from shardkeep.state.leaves import (
     TreePath,
     copy_bits,
@@ -56,22 +57,12 @@ def iterate_state_dict(
     """
     Return a tree in which each tensor is replaced by the result of the function for its kind.
 
-    Tensors that an asynchronous collective still writes are waited for first.
-
-    Args:
-        iter_object: the tree, or one value of it.
-        sharded_tensor_func: called for each ShardedTensor.
-        dtensor_func: called for each DTensor.
-        tensor_func: called for each other tensor.
-        pg: passed to the functions; also the group in which `ranks_only` counts.
-        device: passed to the functions.
-        cpu_offload: move results to the CPU, unless they have a companion.
-        companion_obj: a tree of the same nesting, into whose tensors the results are copied.
-        ranks_only: ranks that get the result; the others also call the functions, and get an empty dict (None if the
-            root is no dict). Empty for all ranks.
-        type_check: refuse values other than tensors, int, float, str, bytes, BytesIO and None; else copy them deeply.
-        non_blocking: queue copies into companions on the accelerator's current stream and return. The values are
-            valid once that stream has been synchronised.
+    Tensors that an asynchronous collective still writes are waited for first. The functions get `pg` and `device`.
+    Results are copied into the tensors of `companion_obj`, a tree of the same nesting, or, with `cpu_offload`, moved to
+    the CPU. With `non_blocking`, copies into companions are only queued on the accelerator's current stream. Only
+    `ranks_only` (of `pg`; empty for all ranks) get the result; the others also call the functions, and get an empty dict
+    (None if the root is no dict). Values other than tensors, int, float, str, bytes, BytesIO and None are refused if
+    `type_check` is on, else copied deeply.
 
     Raises:
         CompanionMismatch: the companion does not fit; names the path. Keys and lengths are checked before any copy.
@@ -80,14 +71,15 @@ def iterate_state_dict(
     """
     if companion_obj is not None:
         _check_companion(iter_object, companion_obj, (), leaves=False)
-    wanted = not ranks_only or _rank_in(pg) in ranks_only
+    rank = dist.get_rank(pg) if dist.is_available() and dist.is_initialized() else 0
+    wanted = not ranks_only or rank in ranks_only
 
     def change(path: TreePath, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             if type_check:
                 check_plain_types(value, path)
             return value if isinstance(value, _PLAIN_VALUES) or not wanted else copy.deepcopy(value)
-        companion = None if companion_obj is None else value_at(companion_obj, path)
+        companion = None if companion_obj is None else get_element(companion_obj, path)
         if companion_obj is not None and companion is None:  # the functions could not tell it from no companion
             check_leaf(value, None, path)
         func = sharded_tensor_func if is_sharded_tensor(value) else dtensor_func if is_dtensor(value) else tensor_func
@@ -98,7 +90,9 @@ def iterate_state_dict(
             return made
         if companion is not None:
             check_leaf(made, companion, path)
-            copy_leaf(made, companion, non_blocking=non_blocking)
+            with torch.no_grad():
+                for source, target in zip(_local_tensors(made), _local_tensors(companion), strict=True):
+                    copy_bits(target, source, non_blocking=non_blocking)
             return companion
         return made.to(torch.device("cpu")) if cpu_offload else made
 
@@ -127,14 +121,6 @@ def _identity_func(obj: Any, pg: ProcessGroup | None, device: torch.device | Non
     """Return the tensor as it is."""
     del pg, device, companion_obj
     return obj
-
-
-def _rank_in(pg: ProcessGroup | None) -> int:
-    import torch.distributed as dist  # noqa: PLC0415 - takes a second, and most calls never ask
-
-    if pg is None and not (dist.is_available() and dist.is_initialized()):
-        return 0
-    return dist.get_rank(pg)
 
 
 def offload_state_dict_to_cpu(
@@ -189,22 +175,20 @@ def copy_state_dict(
         non_blocking=True,
     )
     if not non_blocking:
-        for device in {device for tree in (state_dict, copy_state_dict) for device in _devices_of(tree)}:
+        leaves = [leaf for tree in (state_dict, copy_state_dict) for _, leaf in leaves_of(tree, _opens)]
+        memory = [each for leaf in leaves if isinstance(leaf, torch.Tensor) for each in _local_tensors(leaf)]
+        for device in {each.device for each in memory}:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.current_stream(device).synchronize()
     return copied
 
 
-def _devices_of(tree: Any) -> set[torch.device]:
-    found = set()
-    for _, value in leaves_of(tree, _opens):
-        if is_sharded_tensor(value):
-            found |= {shard.tensor.device for shard in value.local_shards()}
-        elif is_dtensor(value):
-            found.add(value._local_tensor.device)
-        elif isinstance(value, torch.Tensor):
-            found.add(value.device)
-    return found
+def _local_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the memory of a tensor of any kind on this rank."""
+    if is_sharded_tensor(value):
+        return [wait_tensor(shard.tensor) for shard in value.local_shards()]
+    finished = wait_tensor(value)
+    return [finished._local_tensor if is_dtensor(value) else finished]
 
 
 def create_cpu_state_dict(
@@ -214,13 +198,9 @@ def create_cpu_state_dict(
     Return a companion: the same nesting, with a new CPU tensor of undefined values for each tensor.
 
     Every tensor gets memory of its own; torch returns 0-dim DTensors themselves, and leaves 0-dim tensors out of
-    shared and pinned memory. Other values are copied deeply.
-
-    Args:
-        state_dict: the tree to be copied from later.
-        pin_memory: use page-locked memory. Together with `share_memory`, each tensor's memory is registered with the
-            driver, which is slow, and unregistered when the memory is freed.
-        share_memory: use memory that other processes can map.
+    shared and pinned memory. Other values are copied deeply. Memory may be page-locked (`pin_memory`), or such that other
+    processes can map it (`share_memory`). If both, each tensor's memory is registered with the driver, which is slow, and
+    unregistered when it is freed.
 
     Raises:
         RuntimeError: `pin_memory` without an accelerator (AssertionError together with `share_memory`); these are
@@ -230,7 +210,16 @@ def create_cpu_state_dict(
     """
 
     def plain(obj: torch.Tensor) -> torch.Tensor:
-        return _new_memory(obj, pin_memory=pin_memory, share_memory=share_memory)
+        # A counter reads as zero until it is copied to; other values stay undefined.
+        blank = torch.zeros if obj.dim() == 0 else torch.empty
+        made = blank(obj.size(), dtype=obj.dtype, device="cpu")
+        pin = pin_memory and obj.numel() > 0
+        if share_memory:
+            made.share_memory_()  # type: ignore[no-untyped-call]  # torch's is
+            if pin:
+                register_pinned(made)
+            return made
+        return made.pin_memory() if pin else made
 
     with torch.no_grad():
         made: dict[str, Any] = iterate_state_dict(
@@ -255,19 +244,6 @@ def check_state_dict_similarity(state_dict: dict[str, Any], compared_state_dict:
     except CompanionMismatch:
         return False
     return True
-
-
-def _new_memory(obj: torch.Tensor, *, pin_memory: bool, share_memory: bool) -> torch.Tensor:
-    # A counter reads as zero until it is copied to; other values stay undefined.
-    blank = torch.zeros if obj.dim() == 0 else torch.empty
-    made = blank(obj.size(), dtype=obj.dtype, device="cpu")
-    has_bytes = obj.numel() > 0  # else there is nothing to pin
-    if share_memory:
-        made.share_memory_()  # type: ignore[no-untyped-call]  # torch's is
-        if pin_memory and has_bytes:
-            register_pinned(made)
-        return made
-    return made.pin_memory() if pin_memory and has_bytes else made
 
 
 def register_pinned(tensor: torch.Tensor) -> None:
@@ -314,62 +290,47 @@ def _check_companion(value: Any, companion: Any, path: TreePath, *, leaves: bool
         if leaves:
             check_leaf(value, companion, path)
         return
-    if isinstance(value, dict):
-        if not isinstance(companion, Mapping):
-            _refuse_companion(path, f"is a dict, its companion a {_name(companion)}")
-        if value.keys() != companion.keys():
-            missing = [path_name((*path, key)) for key in value if key not in companion]
-            extra = [path_name((*path, key)) for key in companion if key not in value]
-            _refuse_companion(path, f"has other keys than its companion; missing there: {missing}, only there: {extra}")
-    else:
-        if not isinstance(companion, (list, tuple)):
-            _refuse_companion(path, f"is a {_name(value)}, its companion a {_name(companion)}")
-        if len(value) != len(companion):
-            _refuse_companion(path, f"has {len(value)} items, its companion {len(companion)}")
-    for key, item in items_of(value):
-        _check_companion(item, companion[key], (*path, key), leaves=leaves)
+    if not isinstance(companion, Mapping if isinstance(value, dict) else (list, tuple)):
+        _refuse_companion(path, f"is a {_name(value)}, its companion a {_name(companion)}")
+    ours, theirs = dict(items_of(value)), dict(items_of(companion))
+    if ours.keys() != theirs.keys():
+        missing, extra = (
+            [path_name((*path, key)) for key in a if key not in b] for a, b in ((ours, theirs), (theirs, ours))
+        )
+        _refuse_companion(path, f"has other keys than its companion; missing there: {missing}, only there: {extra}")
+    for key, item in ours.items():
+        _check_companion(item, theirs[key], (*path, key), leaves=leaves)
 
 
 def check_leaf(value: Any, companion: Any, path: TreePath) -> None:
     """Raise `CompanionMismatch` unless `value` can be copied into `companion` bit for bit."""
     if not isinstance(value, torch.Tensor):
         if isinstance(companion, (torch.Tensor, Mapping)):
-            _refuse_companion(path, f"is a {_name(value)}, its companion a {_name(companion)}")
+            _refuse_companion(path, f"is a {_name(value)}, its companion {_form(companion)}")
         return
-    if not isinstance(companion, torch.Tensor) or _family(value) != _family(companion):
-        _refuse_companion(path, f"is a {_name(value)}, its companion a {_name(companion)}")
-    if value.dtype != companion.dtype:
-        _refuse_companion(path, f"is {value.dtype}, its companion {companion.dtype}")
-    if value.size() != companion.size():
-        _refuse_companion(path, f"has size {tuple(value.size())}, its companion {tuple(companion.size())}")
-    held: Any = companion
-    memory = [held]
-    if is_dtensor(value):
-        if not same_layout(value, companion):
-            _refuse_companion(path, f"is sharded as {_layout(value)}, its companion as {_layout(companion)}")
-        memory = [held._local_tensor]
-    elif is_sharded_tensor(value):
-        ours, theirs = _shards(value), _shards(companion)
-        if ours != theirs:
-            _refuse_companion(path, f"has local shards (offsets, size) {ours}, its companion {theirs}")
-        memory = [shard.tensor for shard in held.local_shards()]
-    for tensor in memory:
+    ours, theirs = _form(value), _form(companion)
+    if ours != theirs or (is_dtensor(value) and not same_layout(value, companion)):
+        mesh = " over another mesh" if ours == theirs else ""
+        _refuse_companion(path, f"is {ours}, its companion {theirs}{mesh}")
+    for tensor in _local_tensors(companion):
         if tensor.is_meta:
             _refuse_companion(path, "has a companion on the meta device, which holds no values")
         if tensor.layout is torch.strided and overlaps_itself(tensor):
             _refuse_companion(path, "has a companion that is expanded: several of its elements share memory")
 
 
-def copy_leaf(value: Any, companion: Any, *, non_blocking: bool) -> None:
-    """Copy a tensor into a companion that passed `check_leaf`."""
-    with torch.no_grad():
-        if is_dtensor(value):
-            copy_bits(wait_tensor(companion)._local_tensor, wait_tensor(value)._local_tensor, non_blocking=non_blocking)
-        elif is_sharded_tensor(value):
-            for source, target in zip(value.local_shards(), companion.local_shards(), strict=True):
-                copy_bits(target.tensor, wait_tensor(source.tensor), non_blocking=non_blocking)
-        else:
-            copy_bits(companion, wait_tensor(value), non_blocking=non_blocking)
+def _form(obj: Any) -> str:
+    """Describe what a tensor and its companion must have in common."""
+    if is_dtensor(obj):
+        kind = f"a DTensor sharded as {obj.placements}, local part {tuple(obj._local_tensor.shape)},"
+    elif is_sharded_tensor(obj):
+        shards = [(tuple(shard.metadata.shard_offsets), tuple(shard.tensor.shape)) for shard in obj.local_shards()]
+        kind = f"a ShardedTensor with local shards (offsets, size) {shards},"
+    elif isinstance(obj, torch.Tensor):
+        kind = "a Tensor"
+    else:
+        return f"a {_name(obj)}"
+    return f"{kind} of {obj.dtype} and size {tuple(obj.size())}"
 
 
 def same_layout(a: Any, b: Any) -> bool:
@@ -377,18 +338,6 @@ def same_layout(a: Any, b: Any) -> bool:
     same_mesh = a.device_mesh is b.device_mesh or torch.equal(a.device_mesh.mesh, b.device_mesh.mesh)
     same_parts = a._local_tensor.shape == b._local_tensor.shape
     return a.size() == b.size() and a.placements == b.placements and same_mesh and same_parts
-
-
-def _layout(dtensor: Any) -> str:
-    return f"{dtensor.placements} over {dtensor.device_mesh}, local part {tuple(dtensor._local_tensor.shape)}"
-
-
-def _shards(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(tuple(s.metadata.shard_offsets), tuple(s.tensor.shape)) for s in tensor.local_shards()]
-
-
-def _family(tensor: torch.Tensor) -> str:
-    return "DTensor" if is_dtensor(tensor) else "ShardedTensor" if is_sharded_tensor(tensor) else "Tensor"
 
 
 def _refuse_companion(path: TreePath, what: str) -> NoReturn:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from shardkeep.errors import BadOptions, BadState, MissingKey, UnsupportedValue
 from shardkeep.format.pickles import collector_paused
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
-from shardkeep.state.flatten import leaves_of, map_leaves, value_at
+from shardkeep.state.flatten import get_element, leaves_of, map_leaves
 from shardkeep.state.leaves import TreePath, is_dtensor
 from shardkeep.state.modules import (
     PARAM_GROUPS,
@@ -687,12 +687,12 @@ def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mappin
     """
 
     def own(path: TreePath, value: Any) -> Any:
-        given = value_at(tree, path)
+        given = get_element(tree, path)
         if isinstance(given, (str, bytes)):
             return given
         if not isinstance(given, torch.Tensor) or not isinstance(value, torch.Tensor) or path[-1] == STEP:
             return value
-        like = value_at(template, path)
+        like = get_element(template, path)
         if not isinstance(like, torch.Tensor):
             keep = given.is_floating_point() or given.is_complex() or given.dtype == value.dtype
             return value if keep else given.to(value.device)
@@ -750,11 +750,11 @@ def _local_trees(
 def _local_place(parameter: torch.Tensor, path: TreePath, shape: tuple[int, ...], layout: StateLayout) -> Any:
     if not is_dtensor(parameter):
         return _WHOLE
-    like = value_at(layout.at_hand(parameter), path)
+    like = get_element(layout.at_hand(parameter), path)
     if like is None and shape == tuple(parameter.shape):
         like = parameter
     if like is None:
-        like = value_at(layout.of(parameter), path)
+        like = get_element(layout.of(parameter), path)
     # On meta: memory for this rank's part is made when it arrives, so that no memory in use is overwritten.
     return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else _WHOLE
 
