@@ -101,10 +101,8 @@ def _under(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
-    """
-    Return `(start, count)` of a box's elements in the row-major order of `shape` if they are contiguous, else None.
-    """
-    start = count = 0
+    """Return `(start, count)` of a box's elements in the row-major order of `shape` if they are contiguous, else None."""
+    start = 0
     open_axes = True  # until an axis with more than one index was seen
     for o, n, full in zip(box.offsets, box.sizes, shape, strict=True):
         start = start * full + o
@@ -112,8 +110,7 @@ def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
             return None
         if n != 1:
             open_axes = False
-    count = box.volume
-    return start, count
+    return start, box.volume
 
 
 class Stripes(NamedTuple):
@@ -264,11 +261,14 @@ def clashes(boxes: Sequence[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
         group = pending.pop()
         if len(group) < 2:
             continue
-        parts = next((parts for axis in range(len(group[0].sizes)) if len(parts := _divided(group, axis)) > 1), None)
-        if parts is None:
-            found += _compared(group)
-        else:
+        axes = range(len(group[0].sizes))
+        parts = next((parts for axis in axes if len(parts := _divided(group, axis)) > 1), None)
+        if parts is not None:
             pending += parts
+        elif axes:
+            found += [(group[one], group[other]) for one, other in overlaps(group, group) if one < other]
+        else:
+            found += itertools.pairwise(group)
     return found
 
 
@@ -282,22 +282,6 @@ def _divided(group: list[BoxLike], axis: int) -> list[list[BoxLike]]:
         parts[-1].append(box)
         reach = max(reach, box.offsets[axis] + box.sizes[axis])
     return parts
-
-
-def _compared(group: list[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
-    """Compare boxes in pairs, each only with those that begin before it ends, along the axis that divides them most."""
-    axes = range(len(group[0].sizes))
-    if not axes:
-        return list(itertools.pairwise(group))
-    axis = max(axes, key=lambda each: len({box.offsets[each] for box in group}))
-    inorder = sorted(group, key=lambda each: each.offsets[axis])
-    found: list[tuple[BoxLike, BoxLike]] = []
-    starts = [box.offsets[axis] for box in inorder]
-    for number, box in enumerate(inorder):
-        last = bisect_left(starts, box.offsets[axis] + box.sizes[axis])
-        rivals = inorder[number + 1 : last]
-        found += [(box, other) for other in rivals if boxes_overlap(box, other)]
-    return found
 
 
 def within(outer_box_size: Sequence[int], inner_box: BoxLike) -> bool:

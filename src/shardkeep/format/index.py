@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,30 +32,6 @@ _ALIGN = 64
 _Table = list[tuple[str, str, tuple[int, ...], int, bytes]]
 
 
-class Shapes(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of the sections that a file may have."""
-
-    texts: Collection[str]
-    """Sections of bytes."""
-    matrices: Collection[str]
-    columns: Collection[str]
-
-
-def pack_sections(magic: bytes, sections: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Write sections."""
-    table: _Table = []
-    body = bytearray()
-    for name, column in sections.items():
-        narrow = _narrow(column)
-        raw = narrow.tobytes()
-        table.append((name, narrow.dtype.str, narrow.shape, len(body), digest(raw)))
-        body += raw
-        body += bytes(-len(body) % _ALIGN)
-    header = msgspec.msgpack.encode(table)
-    start = len(magic) + 4 + len(header)
-    return b"".join((magic, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), body))
-
-
 @contextmanager
 def decoding(where: str) -> Iterator[None]:
     """Turn errors that malformed bytes cause inside into `MalformedFile`, which names the file."""
@@ -67,68 +43,14 @@ def decoding(where: str) -> Iterator[None]:
         raise MalformedFile(f"{where}: not a readable index: {exc}", file=where) from exc
 
 
-def unpack_sections(magic: bytes, data: memoryview, shapes: Shapes, *, where: str) -> dict[str, npt.NDArray[Any]]:
-    """
-    Read the known sections as views of the data. To be called inside `decoding`.
-
-    Raises:
-        ChecksumMismatch: a section is damaged.
-        MalformedFile, ValueError, msgspec.MsgspecError: it is not such a file.
-
-    """
-    if data[: len(magic)] != magic:
-        raise MalformedFile(f"{where}: not an index: it does not begin with {magic!r}", file=where)
-    at = len(magic) + 4
-    header_nbytes = int.from_bytes(data[len(magic) : at], "little")
-    table = msgspec.msgpack.decode(data[at : at + header_nbytes], type=_Table)
-    at += header_nbytes
-    at += -at % _ALIGN
-    sections: dict[str, npt.NDArray[Any]] = {}
-    for name, code, shape, offset, expected in table:
-        if not any(name in names for names in (shapes.texts, shapes.matrices, shapes.columns)):
-            continue  # of a later version; not hashed, because a forged header can name the same bytes a million times
-        if (
-            name in sections
-            or code not in (("|u1",) if name in shapes.texts else ("|u1", "<u2", "<u4", "<u8", "<i8"))
-            or len(shape) != (2 if name in shapes.matrices else 1)
-            or min(offset, *shape) < 0
-        ):
-            raise MalformedFile(
-                f"{where}: section {name!r} of the index is declared in a way no writer does", file=where
-            )
-        raw = data[at + offset : at + offset + math.prod(shape) * np.dtype(code).itemsize]
-        if digest(raw) != expected:
-            raise ChecksumMismatch(f"{where}: section {name!r} of the index is damaged", file=where, offset=at + offset)
-        sections[name] = _whole_numbers(np.frombuffer(raw, code).reshape(shape))
-    return sections
-
-
-def _narrow(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if column.dtype.itemsize == 1 or column.size == 0:
-        return np.ascontiguousarray(column)
-    return np.ascontiguousarray(column, dtype=np.min_scalar_type(int(column.max())).newbyteorder("<"))
-
-
-def _whole_numbers(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the numbers, none of which is negative or beyond 63 bits."""
-    if column.dtype.itemsize < 8:
-        return column
-    signed = column.view("<i8")
-    if signed.size and signed.min() < 0:
-        raise ValueError("a number that is negative or beyond 63 bits")
-    return signed
-
-
 MAGIC = b"SKINDEX1"
 _MAX_AXES = 64
 _MAX_ELEMENTS = 2.0**58
 """Most elements of a tensor, counting an axis of size 0 as 1: sizes in bytes stay below 2**63."""
-_SHAPES = Shapes(
-    texts=frozenset({"keys", "value_keys", "values", "tree"}),
-    matrices=frozenset({"shape", "offsets", "sizes"}),
-    columns=frozenset(
-        {"key_ends", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start", "value_key_ends", "value_ends"}
-    ),
+_TEXTS = frozenset({"keys", "value_keys", "values", "tree"})
+_MATRICES = frozenset({"shape", "offsets", "sizes"})
+_COLUMNS = frozenset(
+    {"key_ends", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start", "value_key_ends", "value_ends"}
 )
 
 
@@ -257,8 +179,7 @@ def encode_index(
     key_ends, key_bytes = pack_strings(key.encode() for key in keys)
     value_key_ends, value_key_bytes = pack_strings(key.encode() for key, _ in values)
     value_ends, value_bytes = pack_strings(data for _, data in values)
-    return pack_sections(
-        MAGIC,
+    return _packed(
         {
             "keys": np.frombuffer(key_bytes, np.uint8),
             "key_ends": key_ends,
@@ -279,6 +200,22 @@ def encode_index(
             "tree": np.frombuffer(tree, np.uint8),
         },
     )
+
+
+def _packed(sections: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    table: _Table = []
+    body = bytearray()
+    for name, column in sections.items():
+        is_narrow = column.dtype.itemsize == 1 or column.size == 0
+        number_type = None if is_narrow else np.min_scalar_type(int(column.max())).newbyteorder("<")
+        narrow = np.ascontiguousarray(column, dtype=number_type)
+        raw = narrow.tobytes()
+        table.append((name, narrow.dtype.str, narrow.shape, len(body), digest(raw)))
+        body += raw
+        body += bytes(-len(body) % _ALIGN)
+    header = msgspec.msgpack.encode(table)
+    start = len(MAGIC) + 4 + len(header)
+    return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), body))
 
 
 PlacedChunk = tuple[Box, int, int]
@@ -328,7 +265,7 @@ def build_index(
 def decode_index(data: bytes | memoryview, *, where: str) -> Index:
     """Open an index and check that its columns fit each other; `where` is named in errors."""
     with decoding(where):
-        section = unpack_sections(MAGIC, memoryview(data), _SHAPES, where=where)
+        section = _unpacked(memoryview(data), where)
         index = Index(
             keys=Strings(section["key_ends"], section["keys"].data),
             tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
@@ -339,6 +276,40 @@ def decode_index(data: bytes | memoryview, *, where: str) -> Index:
             make_tree=section["tree"].tobytes,
         )
     return checked_index(index, where=where)
+
+
+def _unpacked(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the known sections as views of the data. To be called inside `decoding`."""
+    at = len(MAGIC) + 4
+    if data[: len(MAGIC)] != MAGIC:
+        raise MalformedFile(f"{where}: not an index: it does not begin with {MAGIC!r}", file=where)
+    header_nbytes = int.from_bytes(data[len(MAGIC) : at], "little")
+    table = msgspec.msgpack.decode(data[at : at + header_nbytes], type=_Table)
+    at += header_nbytes
+    at += -at % _ALIGN
+    sections: dict[str, npt.NDArray[Any]] = {}
+    for name, code, shape, offset, expected in table:
+        if name not in _TEXTS | _MATRICES | _COLUMNS:
+            continue  # of a later version; not hashed, because a forged header can name the same bytes a million times
+        if (
+            name in sections
+            or code not in (("|u1",) if name in _TEXTS else ("|u1", "<u2", "<u4", "<u8", "<i8"))
+            or len(shape) != (2 if name in _MATRICES else 1)
+            or min(offset, *shape) < 0
+        ):
+            raise MalformedFile(
+                f"{where}: section {name!r} of the index is declared in a way no writer does", file=where
+            )
+        raw = data[at + offset : at + offset + math.prod(shape) * np.dtype(code).itemsize]
+        if digest(raw) != expected:
+            raise ChecksumMismatch(f"{where}: section {name!r} of the index is damaged", file=where, offset=at + offset)
+        column = np.frombuffer(raw, code).reshape(shape)
+        if column.dtype.itemsize == 8:
+            column = column.view("<i8")
+            if column.size and column.min() < 0:
+                raise ValueError("a number that is negative or beyond 63 bits")
+        sections[name] = column
+    return sections
 
 
 def checked_index(index: Index, *, where: str) -> Index:

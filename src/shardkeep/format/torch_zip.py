@@ -65,14 +65,14 @@ def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: in
     The CRC-32 of the bytes is 0, as with torch's `set_crc32_options(False)`: torch does not verify it, and computing it takes
     longer than writing the bytes.
     """
-    before, directory = _before(dtype, shape)
+    before, directory = _before_tensor(dtype, shape)
     nbytes = math.prod(shape) * dtype.itemsize
     header, size = len(before), min(nbytes, _MAX32)
     wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
     extra = wide + _padding(-(at + header + _LOCAL.size + len(_DATA) + len(wide)) % alignment, alignment)
     local = _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, 0, size, size, len(_DATA), len(extra)) + _DATA + extra
     listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
-    return ArchiveFrame(before + local, listed + _ends(4, header + len(local) + nbytes, len(listed)))
+    return ArchiveFrame(before + local, listed + _ends(1, header + len(local) + nbytes, len(listed)))
 
 
 def _wide(*sizes: int) -> bytes:
@@ -86,15 +86,19 @@ def _padding(nbytes: int, alignment: int) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _before(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the entries before the storage, and their directory entries."""
-    entries = directory = b""
-    order = sys.byteorder.encode()
-    for name, data in (("data.pkl", _pickled(dtype, shape)), ("byteorder", order), ("version", b"3\n")):
+def _before_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    return _before_storages(_pickled(dtype, shape))
+
+
+def _before_storages(pickled: bytes) -> tuple[bytes, bytes]:
+    """Return the entries before the storages, and their directory entries."""
+    entries, directory = bytearray(), b""
+    for name, data in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         raw, crc = f"archive/{name}".encode(), zlib.crc32(data)
         directory += _central(raw, _UTF8, crc, len(data), len(entries))
-        entries += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, len(data), len(data), len(raw), 0) + raw + data
-    return entries, directory
+        extra, size = (_wide(len(data), len(data)), _MAX32) if len(data) >= _MAX32 else (b"", len(data))
+        entries += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, size, size, len(raw), len(extra)) + raw + extra + data
+    return bytes(entries), directory
 
 
 def _central(name: bytes, flags: int, crc: int, nbytes: int, at: int) -> bytes:
@@ -104,14 +108,13 @@ def _central(name: bytes, flags: int, crc: int, nbytes: int, at: int) -> bytes:
     return _CENTRAL.pack(*fields) + name + extra
 
 
-def _ends(entries: int, start: int, nbytes: int) -> bytes:
+def _ends(storages: int, start: int, nbytes: int) -> bytes:
+    entries = 3 + storages
     few = min(entries, _MAX16)
-    return b"".join(
-        (
-            _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, nbytes, start),
-            _LOCATOR64.pack(b"PK\6\7", 0, start + nbytes, 1),
-            _END.pack(b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(start, _MAX32), 0),
-        )
+    return (
+        _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, nbytes, start)
+        + _LOCATOR64.pack(b"PK\6\7", 0, start + nbytes, 1)
+        + _END.pack(b"PK\5\6", 0, 0, few, few, min(nbytes, _MAX32), min(start, _MAX32), 0)
     )
 
 
@@ -123,13 +126,11 @@ def _pickled(dtype: DType, shape: tuple[int, ...]) -> bytes:
         rebuild, last = b"_rebuild_tensor_v3", b"ctorch\n" + dtype.name.encode() + b"\n"
     kind = f"ctorch\n{storage}\n" if storage else "ctorch.storage\nUntypedStorage\n"
     strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
-    return b"".join(
-        (
-            b"\x80\x02ctorch._utils\n" + rebuild + b"\n((X\x07\0\0\0storage" + kind.encode(),
-            b"X\x01\0\0\x000X\x03\0\0\0cpu" + _int(elements if storage else elements * dtype.itemsize) + b"tQK\0",
-            _tuple(shape) + _tuple(strides) + b"\x89ccollections\nOrderedDict\n)R" + last + b"tR.",
-        )
-    )
+    return (
+        b"\x80\x02ctorch._utils\n" + rebuild + b"\n((X\x07\0\0\0storage" + kind.encode()
+        + b"X\x01\0\0\x000X\x03\0\0\0cpu" + _int(elements if storage else elements * dtype.itemsize) + b"tQK\0"
+        + _tuple(shape) + _tuple(strides) + b"\x89ccollections\nOrderedDict\n)R" + last + b"tR."
+    )  # fmt: skip
 
 
 def _tuple(numbers: tuple[int, ...]) -> bytes:
@@ -167,77 +168,6 @@ class _Form(NamedTuple):
     strides: tuple[int, ...]
 
 
-def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
-    """
-    Find the tensor in an archive of `nbytes`.
-
-    Returns None for what is not a dense tensor in the byte order of this machine: only torch can read that.
-
-    Raises:
-        MalformedFile: it is not an archive of `torch.save`.
-
-    """
-    entries = _entries(get, nbytes, where)
-    root = next(iter(entries), "/").partition("/")[0]
-    described = entries.get(f"{root}/data.pkl")
-    if described is None:
-        raise MalformedFile(f"{where}: no archive of torch.save", file=where)
-    order = entries.get(f"{root}/byteorder")
-    little = order is None or get(_data_of(get, order, where), order.nbytes) == b"little"
-    if described.nbytes > _MAX_PICKLE_NBYTES or little != (sys.byteorder == "little"):
-        return None
-    try:
-        form = load_pickle(
-            get(_data_of(get, described, where), described.nbytes), _NAMES, where=where, persistent=lambda pid: pid
-        )
-    except (PickleRefused, MalformedFile):
-        return None  # a tensor subclass, or a tensor with attributes
-    axes = _dense_order(form) if isinstance(form, _Form) else None
-    stored = entries.get(f"{root}/data/{form.key}") if axes is not None else None
-    if axes is None or stored is None or stored.nbytes < (form.offset + math.prod(form.shape)) * form.dtype.itemsize:
-        return None
-    start = _data_of(get, stored, where)
-    whole = form.offset == 0 and stored.nbytes == math.prod(form.shape) * form.dtype.itemsize
-    if start + stored.nbytes > nbytes or (form.offset and not whole):
-        return None
-    return ArchivedTensor(form.dtype, form.shape, axes, start)
-
-
-def read_object(data: bytes, *, where: str) -> Any:
-    """
-    Rebuild an object of plain values.
-
-    Raises:
-        PickleRefused: it names anything else than plain values.
-        MalformedFile: it is not an archive of `torch.save`, or holds tensors.
-
-    """
-
-    def get(at: int, nbytes: int) -> bytes:
-        return data[at : at + nbytes]
-
-    entries = _entries(get, len(data), where)
-    root = next(iter(entries), "/").partition("/")[0]
-    described = entries.get(f"{root}/data.pkl")
-    if described is None:
-        raise MalformedFile(f"{where}: no archive of torch.save", file=where)
-    return load_pickle(get(_data_of(get, described, where), described.nbytes), plain_names(), where=where)
-
-
-def is_archive(data: bytes) -> bool:
-    """Return whether these bytes are an archive of `torch.save`, and not a compiled program."""
-
-    def get(at: int, nbytes: int) -> bytes:
-        return data[at : at + nbytes]
-
-    try:
-        names = _entries(get, len(data), "an object")
-    except MalformedFile:
-        return False
-    root = next(iter(names), "/").partition("/")[0]
-    return f"{root}/data.pkl" in names and f"{root}/constants.pkl" not in names
-
-
 class ArchiveEntry(NamedTuple):
     """An entry of an archive: its bytes, and the CRC-32 that they should have."""
 
@@ -247,20 +177,91 @@ class ArchiveEntry(NamedTuple):
     crc: int
 
 
+class _Archive:
+    """The directory of an archive of `torch.save` with `nbytes`; raises `MalformedFile` if it is none."""
+
+    def __init__(self, get: Get, nbytes: int, where: str) -> None:
+        self._get = get
+        self._where = where
+        self.entries = _entries(get, nbytes, where)
+        self.root = next(iter(self.entries), "/").partition("/")[0]
+
+    def find(self, name: str) -> ArchiveEntry | None:
+        """Return an entry, given its name below the root."""
+        key = f"{self.root}/{name}"
+        return self.entry(key) if key in self.entries else None
+
+    def entry(self, key: str) -> ArchiveEntry:
+        at, nbytes, crc = self.entries[key]
+        header = self._get(at, _LOCAL.size)
+        if header[:4] != b"PK\3\4":
+            raise MalformedFile(
+                f"{self._where}: the archive's directory points at no entry", file=self._where, offset=at
+            )
+        *_, name, extra = _LOCAL.unpack(header)
+        return ArchiveEntry(key, at + _LOCAL.size + int(name) + int(extra), nbytes, crc)
+
+    def described(self) -> ArchiveEntry:
+        """Return the entry of the pickle."""
+        found = self.find("data.pkl")
+        if found is None:
+            raise MalformedFile(f"{self._where}: no archive of torch.save", file=self._where)
+        return found
+
+
+def _archive_in(data: bytes, where: str) -> _Archive:
+    return _Archive(lambda at, nbytes: data[at : at + nbytes], len(data), where)
+
+
+def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
+    """
+    Find the tensor in an archive of `nbytes`; raise `MalformedFile` if it is no archive of `torch.save`.
+
+    Returns None for what is not a dense tensor in the byte order of this machine: only torch can read that.
+    """
+    archive = _Archive(get, nbytes, where)
+    described, order = archive.described(), archive.find("byteorder")
+    little = order is None or get(order.start, order.nbytes) == b"little"
+    if described.nbytes > _MAX_PICKLE_NBYTES or little != (sys.byteorder == "little"):
+        return None
+    try:
+        raw = get(described.start, described.nbytes)
+        form = load_pickle(raw, _NAMES, where=where, persistent=lambda pid: pid)
+    except (PickleRefused, MalformedFile):
+        return None  # a tensor subclass, or a tensor with attributes
+    axes = _dense_order(form) if isinstance(form, _Form) else None
+    stored = archive.find(f"data/{form.key}") if axes is not None else None
+    # A part of a larger storage is left to torch.
+    if axes is None or stored is None or form.offset or stored.start + stored.nbytes > nbytes:
+        return None
+    if stored.nbytes < math.prod(form.shape) * form.dtype.itemsize:
+        return None
+    return ArchivedTensor(form.dtype, form.shape, axes, stored.start)
+
+
+def read_object(data: bytes, *, where: str) -> Any:
+    """Rebuild an object of plain values; raise `PickleRefused` or `MalformedFile` for anything else."""
+    described = _archive_in(data, where).described()
+    return load_pickle(data[described.start :][: described.nbytes], plain_names(), where=where)
+
+
+def is_archive(data: bytes) -> bool:
+    """Return whether these bytes are an archive of `torch.save`, and not a compiled program."""
+    try:
+        archive = _archive_in(data, "an object")
+    except MalformedFile:
+        return False
+    return f"{archive.root}/data.pkl" in archive.entries and f"{archive.root}/constants.pkl" not in archive.entries
+
+
 def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
     """Return every entry of an archive, to verify it."""
-    entries = _entries(get, nbytes, where)
-    return [ArchiveEntry(name, _data_of(get, entry, where), entry.nbytes, entry.crc) for name, entry in entries.items()]
+    archive = _Archive(get, nbytes, where)
+    return [archive.entry(key) for key in archive.entries]
 
 
-class _Entry(NamedTuple):
-    at: int
-    nbytes: int
-    crc: int
-
-
-def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
-    """Read the directory of an uncompressed archive."""
+def _entries(get: Get, nbytes: int, where: str) -> dict[str, tuple[int, int, int]]:
+    """Read the directory of an uncompressed archive: offset, size and CRC-32 of each entry."""
     problem = MalformedFile(f"{where}: no archive of torch.save, or one that was cut short", file=where)
     if nbytes < _END.size:
         raise problem
@@ -273,7 +274,7 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
     if start + size > nbytes or size > _MAX_DIRECTORY_NBYTES or count * _CENTRAL.size > size:
         raise problem
     directory, at = get(start, size), 0
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, tuple[int, int, int]] = {}
     for _ in range(count):
         if at + _CENTRAL.size > size:
             raise problem
@@ -289,7 +290,7 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, _Entry]:
             plain, wide = wide[0], wide[2:]
         if offset == _MAX32 and wide:
             offset = wide[0]
-        entries[key] = _Entry(offset, plain, crc)
+        entries[key] = (offset, plain, crc)
         at += name + extra + note
     if len(entries) < count:  # two entries of one name
         raise problem
@@ -307,29 +308,20 @@ def _wide_sizes(extra: bytes) -> tuple[int, ...]:
     return ()
 
 
-def _data_of(get: Get, entry: _Entry, where: str) -> int:
-    header = get(entry.at, _LOCAL.size)
-    if header[:4] != b"PK\3\4":
-        raise MalformedFile(f"{where}: the archive's directory points at no entry", file=where, offset=entry.at)
-    *_, name, extra = _LOCAL.unpack(header)
-    return entry.at + _LOCAL.size + int(name) + int(extra)
-
-
 def _dense_order(form: _Form) -> tuple[int, ...] | None:
     """Return the axes from the slowest to the fastest if the elements are contiguous in some order of axes."""
+    in_order = tuple(range(len(form.shape)))
     if math.prod(form.shape) == 0:
-        return tuple(range(len(form.shape)))
+        return in_order
     # Axes of one element may have any stride.
-    axes = sorted(range(len(form.shape)), key=lambda axis: (-form.strides[axis] if form.shape[axis] > 1 else 0, axis))
+    axes = sorted(in_order, key=lambda axis: (-form.strides[axis] if form.shape[axis] > 1 else 0, axis))
+    long = [axis for axis in axes if form.shape[axis] > 1]
     step = 1
-    for axis in reversed([axis for axis in axes if form.shape[axis] > 1]):
+    for axis in reversed(long):
         if form.strides[axis] != step:
             return None
         step *= form.shape[axis]
-    long = [axis for axis in axes if form.shape[axis] > 1]
-    if long == sorted(long):
-        return tuple(range(len(form.shape)))
-    return tuple(axes)
+    return in_order if long == sorted(long) else tuple(axes)
 
 
 def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Form | None:
@@ -347,14 +339,10 @@ def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) ->
     return _Form(by_name(dtype), str(key), offset, tuple(shape), tuple(strides))
 
 
-def _rebuild_parameter(form: Any, *_: Any) -> Any:
-    return form
-
-
 _NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda form, *_: form,
     ("collections", "OrderedDict"): OrderedDict,
     ("torch.storage", "UntypedStorage"): "UntypedStorage",
     **{("torch", storage): storage for storage in _STORAGES},
@@ -384,18 +372,11 @@ class ArchiveLayout:
     """Where everything goes in an archive of a pickle and storages of known sizes."""
 
     def __init__(self, pickled: bytes, sizes: Sequence[int]) -> None:
-        """
-        Lay an archive out.
-
-        Args:
-            pickled: the contents of `data.pkl`.
-            sizes: bytes of each storage; number i of them is the one that the pickle calls by the text of i.
-
-        """
+        """Lay out an archive of `data.pkl` and of storages of these sizes, which the pickle calls by number."""
         self.sizes = list(sizes)
         self.starts: list[int] = []
         """Where the bytes of each storage begin."""
-        self._entries, self._listed = _first_entries(pickled)
+        self._entries, self._listed = _before_storages(pickled)
         self._headers: list[int] = []
         at = len(self._entries)
         for number, nbytes in enumerate(self.sizes):
@@ -422,23 +403,10 @@ class ArchiveLayout:
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
         rows = zip(self.sizes, self._headers, crcs, strict=True)
-        entries = [
+        listed = self._listed + b"".join(
             _central(_name(n), _UTF8 | _SIZES_FOLLOW, crc, nbytes, at) for n, (nbytes, at, crc) in enumerate(rows)
-        ]
-        listed = b"".join([*self._listed, *entries])
-        return listed + _ends(len(self._listed) + len(entries), self._directory_at, len(listed))
-
-
-def _first_entries(pickled: bytes) -> tuple[bytes, list[bytes]]:
-    """Return the entries before the storages, and what the directory says of each."""
-    entries, listed = bytearray(), []
-    for name, data in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
-        raw, crc = f"archive/{name}".encode(), zlib.crc32(data)
-        listed.append(_central(raw, _UTF8, crc, len(data), len(entries)))
-        extra, size = (_wide(len(data), len(data)), _MAX32) if len(data) >= _MAX32 else (b"", len(data))
-        entries += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, size, size, len(raw), len(extra))
-        entries += raw + extra + data
-    return bytes(entries), listed
+        )
+        return listed + _ends(len(self.sizes), self._directory_at, len(listed))
 
 
 def _name(number: int) -> bytes:
