@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shardkeep.cli import bench
-from shardkeep.cli.bench import RawDisk, StateContender, measure
+from shardkeep.cli.bench import measure, raw_disk, saved_state
 
 
 def test_all_contenders_are_measured(shardkeep, tmp_path):
@@ -45,14 +45,15 @@ def test_the_table_says_how_much_of_the_disk_was_used(monkeypatch, capsys, tmp_p
 def test_a_contender_that_reads_something_else_is_not_measured(tmp_path):
     """What was read is compared with what was written, so that no speed is printed for wrong bytes."""
 
-    class Wrong(StateContender):
-        def read(self, path):
-            super().read(path)
-            self.state["model"]["layer0.weight"][3] += 1
+    good = saved_state("shardkeep", 1 << 20)
 
-    assert len(measure(RawDisk(1 << 24, 2), str(tmp_path), 2)[0]) == 2
+    def read_wrong(path):
+        good.read(path)
+        good.tensors[0][3] += 1
+
+    assert len(measure(raw_disk(1 << 24), str(tmp_path), 2)[0]) == 2
     with pytest.raises(SystemExit, match="not the one that was written"):
-        measure(Wrong(1 << 20, "shardkeep"), str(tmp_path), 1)
+        measure(good._replace(read=read_wrong), str(tmp_path), 1)
 
 
 def test_too_large_a_checkpoint_is_refused(shardkeep, tmp_path):

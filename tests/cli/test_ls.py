@@ -197,17 +197,6 @@ def test_cat_prints_what_is_stored(shardkeep, checkpoint):
     assert "checksum" in answer.err
 
 
-def test_long_values_do_not_crop_keys(checkpoint, tmp_path, monkeypatch, shardkeep):
-    """In 80 columns it is the values, in the last column, that give way."""
-    key = "training.schedule.of.the.learning.rate.in.words"
-    sk.save({"w": torch.ones(3), key: "warm up, then decay " * 9}, tmp_path / "ck")
-    monkeypatch.setattr("shardkeep.cli.output.terminal_width", lambda: 80)
-    answer = shardkeep("ls", tmp_path / "ck")
-    assert key in answer.out
-    assert "warm" in answer.out
-    assert max(map(len, answer.out.splitlines()[2:])) <= 80
-
-
 def test_a_run_is_no_checkpoint(shardkeep, run_dir):
     """
     cat, and sk.open, of a run say what it is, and name a checkpoint of it; of a checkpoint's own file, its directory.

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardkeep.cli.verify import open_counting
+from shardkeep.cli.verify import CountingStore
+from shardkeep.storage.local import LocalStore
 from tests.cli.conftest import data_file, flip
 
 
@@ -30,7 +31,7 @@ def test_deep_reads_every_byte(shardkeep, checkpoint):
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     from shardkeep import open as open_checkpoint
 
-    open_checkpoint(open_counting(str(checkpoint), counted.append)).verify()
+    open_checkpoint(CountingStore(LocalStore(checkpoint), counted.append)).verify()
     assert sum(counted) >= stored
     assert shardkeep("verify", checkpoint, "--deep", "--json").json["checkpoints"][0]["nbytes"] >= stored
 

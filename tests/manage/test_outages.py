@@ -14,10 +14,8 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.cli.prune import lease_holder
-from shardkeep.cli.runs import open_existing_run
 from shardkeep.errors import StorageError
-from shardkeep.manage.lease import LEASE_NAME, Holder, Lease
+from shardkeep.manage.lease import LEASE_NAME, Holder, Lease, running_holder
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import QUICK, Broken, Overriding, checkpointer, empty_state, far_root, state_at, until
@@ -40,8 +38,8 @@ def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path:
     with checkpointer(tmp_path, asynchronous=False, takeover=True) as second:
         second.restore_latest(empty_state())
         second.save(30, state_at(1030))
-        assert lease_holder(open_existing_run(str(tmp_path), None))
-    assert not lease_holder(open_existing_run(str(tmp_path), None))
+        assert running_holder(LocalStore(tmp_path))
+    assert not running_holder(LocalStore(tmp_path))
     for _ in range(2):
         with pytest.raises(sk.LeaseLost, match="another job has saved here since"):
             away.save(30, state_at(30))

@@ -4,7 +4,7 @@
 Each contender runs in a process of its own, one after the other, in a new directory below the given path that is deleted
 at the end, also after a failure. The process runs this module:
 
-    python -m shardkeep.cli.bench CONTENDER PATH BYTES ROUNDS THREADS
+    python -m shardkeep.cli.bench CONTENDER PATH BYTES ROUNDS
 
 CONTENDER is `raw` (large writes and reads of several files that bypass the page cache), `plain` (puts and gets of a store,
 as many at once as a save makes), `shardkeep`, or a module with torch's `save` and `load`. It writes and reads the same
@@ -15,7 +15,6 @@ After it, the state is compared with what was written.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import mmap
 import os
@@ -25,23 +24,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
 
 from shardkeep.cli import Command
-from shardkeep.cli.output import Table, UsageError, echo, echo_err, format_size, print_json, printable, styled
+from shardkeep.cli.output import Table, UsageError, echo_err, format_size, print_json, printable, styled
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, Store, local_path, preferred_requests
 from shardkeep.storage.local import available_memory
 from shardkeep.storage.resolve import open_root, open_store
 
+if TYPE_CHECKING:
+    import torch
+
 _TORCH = "torch.distributed.checkpoint"
+_TITLES = {"raw": "raw disk", "plain": "plain put and get", "shardkeep": "shardkeep", _TORCH: "torch DCP"}
 _SPARE_NBYTES = 256 << 20
 """Space to leave free on the disk."""
 _ARRIVES_S = 1.0
@@ -52,24 +58,20 @@ class ContenderFailed(CheckpointError, RuntimeError):
     """A contender ended without a result."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """The measurements of one contender."""
+    """The measurements of one contender. Speeds are those of the median round."""
 
     name: str
     nbytes: int
     write_s: list[float]
     read_s: list[float]
+    write_gb_per_s: float = field(init=False)
+    read_gb_per_s: float = field(init=False)
 
-    @property
-    def write_gb_per_s(self) -> float:
-        """Median of all rounds."""
-        return self.nbytes / median(self.write_s) / 1e9
-
-    @property
-    def read_gb_per_s(self) -> float:
-        """Median of all rounds."""
-        return self.nbytes / median(self.read_s) / 1e9
+    def __post_init__(self) -> None:
+        self.write_gb_per_s = self.nbytes / median(self.write_s) / 1e9
+        self.read_gb_per_s = self.nbytes / median(self.read_s) / 1e9
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +89,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
     root = open_root(args.path, direct=False)
     on_disk = local_path(root) is not None
-    _check_memory(nbytes)
-    _check_place(args.path, root, nbytes)
+    _check_room(args.path, root, nbytes)
     if args.torch and not on_disk and not args.json:
         echo_err("torch DCP is left out: it is only measured on disks", "dim")
     names = ["raw" if on_disk else "plain", "shardkeep", *([_TORCH] if args.torch and on_disk else [])]
@@ -96,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     with _scratch_place(root, root.url if on_disk else args.path) as where:
         for name in names:
             if not args.json:
-                echo_err(f"measuring {_title(name)} …", "dim")
+                echo_err(f"measuring {_TITLES[name]} …", "dim")
             try:
                 results.append(_measure(name, where, nbytes, args.rounds))
             except ContenderFailed as exc:
@@ -105,13 +106,31 @@ def _run(args: argparse.Namespace) -> int:
                 echo_err(str(exc), "yellow")
     url = os.path.abspath(root.url) if on_disk else root.url
     if args.json:
-        print_json(_results_json(url, args, results))
-    else:
-        _print(url, args, nbytes, results)
+        print_json({"path": url, "gb": args.gb, "rounds": args.rounds, "results": list(map(asdict, results))})
+        return 0
+    print(f"{printable(url)}: a checkpoint of {format_size(nbytes)}, median of {args.rounds}\n")
+    raw = results[0]
+    share = "of-disk" if on_disk else "of-plain"
+    table = Table(["GB/s", "write", share, "read", share], right=f"write {share} read")
+    for each in results:
+        speeds = ((each.write_gb_per_s, raw.write_gb_per_s), (each.read_gb_per_s, raw.read_gb_per_s))
+        table.add(_TITLES[each.name], *(cell for own, of in speeds for cell in (f"{own:.2f}", f"{own / of:.0%}")))
+    table.print()
+    if results[-1].name == _TORCH:
+        ours, theirs = results[-2:]
+        write, read = ours.write_gb_per_s / theirs.write_gb_per_s, ours.read_gb_per_s / theirs.read_gb_per_s
+        print(f"\n{styled(f'shardkeep saves {write:.1f}x and loads {read:.1f}x as fast as torch DCP here', 'bold')}")
     return 0
 
 
-def _check_place(where: str, root: Root, nbytes: int) -> None:
+def _check_room(where: str, root: Root, nbytes: int) -> None:
+    """Raise `UsageError` if memory or the disk is too small, or the place is not one to measure."""
+    memory = available_memory()
+    if memory < nbytes * 1.2 + 1e9:
+        raise UsageError(
+            f"a state of {format_size(nbytes)} does not fit into the {format_size(memory)} of free memory",
+            hint="choose a smaller --gb",
+        )
     if where.lower().startswith("memory://"):
         raise UsageError(
             f"{where}: memory:// belongs to one process, and each contender is a process of its own",
@@ -126,15 +145,6 @@ def _check_place(where: str, root: Root, nbytes: int) -> None:
     if free < nbytes + _SPARE_NBYTES:
         raise UsageError(
             f"{where}: {format_size(free)} are free, but {format_size(nbytes + _SPARE_NBYTES)} are needed",
-            hint="choose a smaller --gb",
-        )
-
-
-def _check_memory(nbytes: int) -> None:
-    memory = available_memory()
-    if memory < nbytes * 1.2 + 1e9:
-        raise UsageError(
-            f"a state of {format_size(nbytes)} does not fit into the {format_size(memory)} of free memory",
             hint="choose a smaller --gb",
         )
 
@@ -163,57 +173,17 @@ def _scratch_place(root: Root, url: str) -> Iterator[str]:
 
 
 def _measure(name: str, where: str, nbytes: int, rounds: int) -> Result:
-    threads = Options().io_threads
-    words = [sys.executable, "-m", "shardkeep.cli.bench", name, where, str(nbytes), str(rounds), str(threads)]
-    job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603 - ours
-    try:
-        out, err = job.communicate()
-    except BaseException:
-        job.kill()
-        job.wait()
-        raise
+    words = [sys.executable, "-m", "shardkeep.cli.bench", name, where, str(nbytes), str(rounds)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:  # noqa: S603 - ours
+        try:
+            out, err = job.communicate()
+        except BaseException:
+            job.kill()
+            raise
     if job.returncode:
         last = err.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
-        raise ContenderFailed(f"{_title(name)} could not be measured: {last[0]}")
-    found = json.loads(out.strip().splitlines()[-1])
-    return Result(name, found["nbytes"], found["write_s"], found["read_s"])
-
-
-def _title(name: str) -> str:
-    return {"raw": "raw disk", "plain": "plain put and get", _TORCH: "torch DCP"}.get(name, name)
-
-
-def _results_json(where: str, args: argparse.Namespace, results: list[Result]) -> dict[str, Any]:
-    return {
-        "path": where,
-        "gb": args.gb,
-        "rounds": args.rounds,
-        "results": [
-            {**asdict(each), "write_gb_per_s": each.write_gb_per_s, "read_gb_per_s": each.read_gb_per_s}
-            for each in results
-        ],
-    }
-
-
-def _print(where: str, args: argparse.Namespace, nbytes: int, results: list[Result]) -> None:
-    raw = results[0]
-    share = "of-disk" if raw.name == "raw" else "of-plain"
-    echo(f"{printable(where)}: a checkpoint of {format_size(nbytes)}, median of {args.rounds}\n")
-    table = Table(["GB/s", "write", share, "read", share], right=f"write {share} read")
-    for each in results:
-        table.add(
-            _title(each.name),
-            f"{each.write_gb_per_s:.2f}",
-            f"{each.write_gb_per_s / raw.write_gb_per_s:.0%}",
-            f"{each.read_gb_per_s:.2f}",
-            f"{each.read_gb_per_s / raw.read_gb_per_s:.0%}",
-        )
-    table.print()
-    by_name = {each.name: each for each in results}
-    if _TORCH in by_name:
-        ours, theirs = by_name["shardkeep"], by_name[_TORCH]
-        write, read = ours.write_gb_per_s / theirs.write_gb_per_s, ours.read_gb_per_s / theirs.read_gb_per_s
-        echo(f"\n{styled(f'shardkeep saves {write:.1f}x and loads {read:.1f}x as fast as torch DCP here', 'bold')}")
+        raise ContenderFailed(f"{_TITLES[name]} could not be measured: {last[0]}")
+    return Result(name, **json.loads(out.strip().splitlines()[-1]))
 
 
 # -- one contender, in its own process
@@ -223,134 +193,97 @@ _REQUEST_NBYTES = 8 << 20
 _MAX_FILES = 4
 
 
-class Contender:
-    """Something to measure. One without a state in memory overrides only `write` and `read`."""
+class Contender(NamedTuple):
+    """Something to measure."""
 
     nbytes: int
     """Bytes that are written: the requested size, rounded down."""
+    write: Callable[[str], object]
+    """Writes everything below a path or URL, durable on return."""
+    read: Callable[[str], object]
+    tensors: Sequence[torch.Tensor] = ()
+    """The state in memory that `read` restores; none for a disk or store."""
 
-    def write(self, path: str) -> None:
-        """Write everything, durable on return."""
-        raise NotImplementedError
-
-    def read(self, path: str) -> None:
-        """Read everything."""
-        raise NotImplementedError
-
-    def digest(self) -> int:
+    def digest(self) -> str:
         """Return a hash of the state in memory."""
-        return 0
+        found = xxhash.xxh3_128()
+        for tensor in self.tensors:
+            found.update(tensor.numpy().data)
+        return found.hexdigest()
 
-    def forget(self) -> None:
-        """Clear the state in memory, so that only a read restores it."""
 
+def raw_disk(nbytes: int) -> Contender:
+    """Measure the disk without a checkpoint library: large transfers of several files that bypass the page cache."""
+    files = max(1, min(_MAX_FILES, Options().io_threads, nbytes // _REQUEST_NBYTES))
+    file_nbytes = max(_REQUEST_NBYTES, nbytes // files // _REQUEST_NBYTES * _REQUEST_NBYTES)
+    buffers = [mmap.mmap(-1, _REQUEST_NBYTES) for _ in range(files)]
+    for buffer in buffers:
+        buffer[:] = os.urandom(_REQUEST_NBYTES)
 
-class RawDisk(Contender):
-    """The disk without a checkpoint library."""
-
-    def __init__(self, nbytes: int, threads: int) -> None:
-        files = max(1, min(_MAX_FILES, threads, nbytes // _REQUEST_NBYTES))
-        self._file_nbytes = max(_REQUEST_NBYTES, nbytes // files // _REQUEST_NBYTES * _REQUEST_NBYTES)
-        self._buffers = [mmap.mmap(-1, _REQUEST_NBYTES) for _ in range(files)]
-        for buffer in self._buffers:
-            buffer[:] = os.urandom(_REQUEST_NBYTES)
-        self.nbytes = self._file_nbytes * files
-
-    def write(self, path: str) -> None:
-        os.makedirs(path)
-        self._transfer(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
-
-    def read(self, path: str) -> None:
-        self._transfer(path, os.O_RDONLY, lambda fd, into, at: os.preadv(fd, [into], at))
-
-    def _transfer(self, path: str, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
-        def transfer(number: int, buffer: mmap.mmap) -> None:
-            fd = _open_direct(os.path.join(path, f"raw-{number}"), flags)
+    def transfer(path: str, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
+        def one(number: int, buffer: mmap.mmap) -> None:
+            file = os.path.join(path, f"raw-{number}")
+            try:
+                fd = os.open(file, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            except OSError:  # the file system has no direct I/O
+                fd = os.open(file, flags, 0o644)
             try:
                 at = 0
-                while at < self._file_nbytes:
+                while at < file_nbytes:
                     moved = move(fd, memoryview(buffer)[at % _REQUEST_NBYTES :], at)
                     if not moved:
-                        raise OSError(f"{path}/raw-{number} ends at {at}")
+                        raise OSError(f"{file} ends at {at}")
                     at += moved
                 if flags & os.O_WRONLY:
                     os.fsync(fd)
             finally:
                 os.close(fd)
 
-        with ThreadPoolExecutor(len(self._buffers)) as pool:
-            list(pool.map(transfer, itertools.count(), self._buffers))
+        os.makedirs(path, exist_ok=True)
+        with ThreadPoolExecutor(files) as pool:
+            list(pool.map(one, range(files), buffers))
+
+    return Contender(
+        files * file_nbytes,
+        lambda path: transfer(path, os.O_WRONLY | os.O_CREAT, os.pwrite),
+        lambda path: transfer(path, os.O_RDONLY, lambda fd, into, at: os.preadv(fd, [into], at)),
+    )
 
 
-def _open_direct(path: str, flags: int) -> int:
-    """Open a file, bypassing the page cache if the file system supports it."""
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-    except OSError:
-        return os.open(path, flags, 0o644)
+def plain_store(nbytes: int) -> Contender:
+    """Measure a store without a checkpoint library: puts and gets, as many at once as a save makes."""
+    data = os.urandom(_REQUEST_NBYTES)
+    names = [f"plain-{i}" for i in range(max(1, nbytes // _REQUEST_NBYTES))]
 
-
-class PlainStore(Contender):
-    """The store without a checkpoint library."""
-
-    def __init__(self, nbytes: int, threads: int) -> None:
-        self._threads = threads
-        self._data = os.urandom(_REQUEST_NBYTES)
-        self._names = [f"plain-{i}" for i in range(max(1, nbytes // _REQUEST_NBYTES))]
-        self.nbytes = len(self._names) * _REQUEST_NBYTES
-
-    def write(self, path: str) -> None:
-        self._each(path, lambda store, name: store.put(name, self._data, replace=True))
-
-    def read(self, path: str) -> None:
-        self._each(path, lambda store, name: store.get(name, limit=_REQUEST_NBYTES))
-
-    def _each(self, path: str, work: Callable[[Store, str], object]) -> None:
+    def each(path: str, work: Callable[[Store, str], object]) -> None:
         store = open_store(path, direct=False)
-        with ThreadPoolExecutor(preferred_requests(store, self._threads)) as pool:
-            list(pool.map(lambda name: work(store, name), self._names))
+        with ThreadPoolExecutor(preferred_requests(store, Options().io_threads)) as pool:
+            list(pool.map(partial(work, store), names))
+
+    return Contender(
+        len(names) * _REQUEST_NBYTES,
+        lambda path: each(path, lambda store, name: store.put(name, data, replace=True)),
+        lambda path: each(path, lambda store, name: store.get(name, limit=_REQUEST_NBYTES)),
+    )
 
 
-class StateContender(Contender):
-    """A state that a module saves and loads: shardkeep's, or one with the `save` and `load` of torch's DCP."""
+def saved_state(module: str, nbytes: int) -> Contender:
+    """Measure a state that a module saves and loads: shardkeep, or one with the `save` and `load` of torch's DCP."""
+    import torch  # noqa: PLC0415 - the raw contenders do not need it
 
-    def __init__(self, nbytes: int, module: str) -> None:
-        import numpy as np  # noqa: PLC0415 - the raw contenders do not need torch and numpy
-        import torch  # noqa: PLC0415
+    found: Any = import_module(module)
+    count = max(1, nbytes // _TENSOR_NBYTES)
+    size = nbytes // count // 4096 * 1024
+    tensors = [torch.frombuffer(bytearray(os.urandom(4 * size)), dtype=torch.float32) for _ in range(count)]
+    state = {"model": {f"layer{i}.weight": tensor for i, tensor in enumerate(tensors)}}
 
-        self._module: Any = import_module(module)
-        self._native = module == "shardkeep"
-        random = np.random.default_rng(0)
-        count = max(1, nbytes // _TENSOR_NBYTES)
-        size = nbytes // count // 4096 * 1024
-        self.state = {
-            "model": {
-                f"layer{i}.weight": torch.from_numpy(np.frombuffer(bytearray(random.bytes(4 * size)), np.float32))
-                for i in range(count)
-            }
-        }
-        self.nbytes = 4 * size * count
+    def call(function: Callable[..., object], path: str) -> None:
+        function(state, path) if module == "shardkeep" else function(state, checkpoint_id=path, no_dist=True)
 
-    def write(self, path: str) -> None:
-        self._call(self._module.save, path)
+    return Contender(4 * size * count, partial(call, found.save), partial(call, found.load), tensors)
 
-    def read(self, path: str) -> None:
-        self._call(self._module.load, path)
 
-    def _call(self, function: Callable[..., object], path: str) -> None:
-        function(self.state, path) if self._native else function(self.state, checkpoint_id=path, no_dist=True)
-
-    def digest(self) -> int:
-        import xxhash  # noqa: PLC0415
-
-        found = xxhash.xxh3_64()
-        for tensor in self.state["model"].values():
-            found.update(tensor.numpy().data)
-        return found.intdigest()
-
-    def forget(self) -> None:
-        for tensor in self.state["model"].values():
-            tensor.zero_()
+_CONTENDERS = {"raw": raw_disk, "plain": plain_store}
 
 
 def drop_cached(path: str) -> None:
@@ -378,7 +311,8 @@ def measure(contender: Contender, where: str, rounds: int) -> tuple[list[float],
         contender.write(path)
         written.append(time.perf_counter() - began)
         drop_cached(path)  # does nothing for a URL
-        contender.forget()
+        for tensor in contender.tensors:
+            tensor.zero_()
         began = time.perf_counter()
         contender.read(path)
         read.append(time.perf_counter() - began)
@@ -388,19 +322,13 @@ def measure(contender: Contender, where: str, rounds: int) -> tuple[list[float],
     return written, read
 
 
-def _contender(name: str, nbytes: int, threads: int) -> Contender:
-    raw = {"raw": RawDisk, "plain": PlainStore}.get(name)
-    return raw(nbytes, threads) if raw else StateContender(nbytes, name)
-
-
-def main(argv: list[str]) -> int:
+def main(name: str, where: str, nbytes: str, rounds: str) -> int:
     """Measure one contender."""
-    name, where, nbytes, rounds, threads = argv[0], argv[1], int(argv[2]), int(argv[3]), int(argv[4])
-    # A small round first, so that imports and other costs per process are not measured.
+    make = _CONTENDERS.get(name) or partial(saved_state, name)
     try:
-        measure(_contender(name, 1 << 20, threads), where, 1)
-        contender = _contender(name, nbytes, threads)
-        written, read = measure(contender, where, rounds)
+        measure(make(1 << 20), where, 1)  # so that imports and other costs per process are not measured
+        contender = make(int(nbytes))
+        written, read = measure(contender, where, int(rounds))
     except CheckpointError as exc:
         print(" ".join(exc.message.split()), file=sys.stderr)  # the parent shows the last line
         return 2
@@ -422,4 +350,4 @@ COMMANDS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -10,7 +10,7 @@ import argparse
 
 from shardkeep.cli import Command
 from shardkeep.cli.main import SUMMARIES, Parser, load_command, parser_of
-from shardkeep.cli.output import UsageError, echo, print_json
+from shardkeep.cli.output import UsageError, print_json
 
 SHELLS = ("bash", "zsh", "fish")
 _NOT_A_PATH = {"KEY", "PATTERN"}
@@ -36,7 +36,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"shell": args.shell, "script": script})
     else:
-        echo(script)
+        print(script)
     return 0
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from shardkeep.cli.output import (
     UsageError,
     did_you_mean,
-    echo,
     format_count,
     format_duration,
     format_shape,
@@ -72,49 +71,31 @@ class Item:
         """Dtype and shape: bfloat16 [4096, 1024]."""
         return f"{self.dtype} {format_shape(self.shape)}" if self.is_tensor else VALUE
 
+    @property
+    def description(self) -> str:
+        """Dtype, shape, size, and the tensor it is tied to."""
+        tied = f", shared with {printable(self.tied_to)}" if self.tied_to else ""
+        return f"{self.what}, {format_size(self.nbytes)}{tied}"
+
 
 def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
     """Yield the items of a checkpoint, sorted by key."""
-    tensors, values = checkpoint.index.keys.all(), checkpoint.index.value_keys.all()
-    make = _tensor_maker(checkpoint, tensors)
-    both = [(raw, row, True) for row, raw in enumerate(tensors)] + [(raw, row, False) for row, raw in enumerate(values)]
-    both.sort()
-    for raw, row, is_tensor in both:
-        key = raw.decode()
-        if wanted is None or wanted(key):
-            yield make(key, row) if is_tensor else Item(key, row, VALUE, nbytes=_value_nbytes(checkpoint, row))
-
-
-def _value_nbytes(checkpoint: Checkpoint, row: int) -> int:
-    """Return the size of a value in the index; 0 for torch's layout, which stores values elsewhere."""
-    ends = checkpoint.index.value_data.ends
-    return int(ends[row]) - (int(ends[row - 1]) if row else 0)
-
-
-def _tensor_maker(checkpoint: Checkpoint, keys: list[bytes]) -> Callable[[str, int], Item]:
     index = checkpoint.index
-    columns = index.tensors
-    codes, ndims, shapes, owners = (
-        column.tolist() for column in (columns.dtype, columns.ndim, columns.shape, columns.alias)
-    )
-    ends = [*index.chunk_ends.tolist(), 0]
-
-    def make(key: str, row: int) -> Item:
-        dtype = dtypes.by_code(codes[row])
-        shape = tuple(shapes[row][: ndims[row]])
-        owner = owners[row]
-        first = ends[owner - 1] if owner else 0
-        return Item(
-            key=key,
-            row=row,
-            dtype=dtype.name,
-            shape=shape,
-            nbytes=math.prod(shape) * dtype.itemsize,
-            chunks=ends[owner] - first,
-            tied_to="" if owner == row else keys[owner].decode(),
-        )
-
-    return make
+    tensors, values = index.keys.all(), index.value_keys.all()
+    columns = (index.tensors.dtype, index.tensors.ndim, index.tensors.shape, index.tensors.alias)
+    codes, ndims, shapes, owners = (column.tolist() for column in columns)
+    ends, value_ends = [*index.chunk_ends.tolist(), 0], [*index.value_data.ends.tolist(), 0]
+    both = [(raw, row, True) for row, raw in enumerate(tensors)] + [(raw, row, False) for row, raw in enumerate(values)]
+    for raw, row, is_tensor in sorted(both):
+        key = raw.decode()
+        if wanted is not None and not wanted(key):
+            continue
+        if not is_tensor:  # torch's layout stores values elsewhere: their size is 0 here
+            yield Item(key, row, VALUE, nbytes=value_ends[row] - value_ends[row - 1])
+            continue
+        dtype, shape, owner = dtypes.by_code(codes[row]), tuple(shapes[row][: ndims[row]]), owners[row]
+        nbytes, tied_to = math.prod(shape) * dtype.itemsize, "" if owner == row else tensors[owner].decode()
+        yield Item(key, row, dtype.name, shape, nbytes, chunks=ends[owner] - ends[owner - 1], tied_to=tied_to)
 
 
 def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
@@ -134,20 +115,9 @@ def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
 
 
 def find_item(checkpoint: Checkpoint, key: str) -> Item:
-    """
-    Return the item of a key.
-
-    Raises:
-        UsageError: there is none; the hint names keys that are spelt alike or lie below it.
-
-    """
-    if key in checkpoint:
-        raw = key.encode()
-        row = checkpoint.index.keys.find(raw)
-        if row is not None:
-            return _tensor_maker(checkpoint, checkpoint.index.keys.all())(key, row)
-        row = checkpoint.index.value_keys.find(raw) or 0
-        return Item(key, row, VALUE, nbytes=_value_nbytes(checkpoint, row))
+    """Return the item of a key; a `UsageError` names keys that are spelt alike or lie below it."""
+    if item := next(iter_items(checkpoint, key.__eq__), None):
+        return item
     below = [name for name in checkpoint if name.startswith(f"{key}.")]
     if below:
         some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
@@ -173,46 +143,30 @@ def key_filter(patterns: list[str], prefix: str | None) -> Callable[[str], bool]
     return lambda key: fits(key) and (key == start or key.startswith(start if start[-1:] in {"", "."} else start + "."))
 
 
-def age_s(saved_at: str) -> float | None:
-    """Return the seconds since a time in ISO format; None if it has no valid time or no time zone."""
-    try:
-        when = datetime.fromisoformat(saved_at)
-    except ValueError:
-        return None
-    if when.tzinfo is None:
-        return None
-    return (datetime.now(timezone.utc) - when).total_seconds()
-
-
 def summarize(checkpoint: Checkpoint) -> str:
     """Describe a checkpoint in two lines."""
     record, totals = checkpoint.record, checkpoint.record.totals
-    age = age_s(record.saved_at)
-    written = f"saved {format_duration(age)} ago by" if age is not None else "saved by"
     step = f"step {record.step}, " if record.step is not None else ""
+    try:
+        age_s = (datetime.now(timezone.utc) - datetime.fromisoformat(record.saved_at)).total_seconds()
+        age = f"{format_duration(age_s)} ago "
+    except (ValueError, TypeError):  # no valid time, or no time zone
+        age = ""
     holds = [format_count(totals.tensors, "tensor")] + ([format_count(totals.values, "value")] if totals.values else [])
-    stored = record.stored_nbytes
     return (
-        f"{record.format}, {step}{written} {format_count(record.world_size, 'rank')}\n"
+        f"{record.format}, {step}saved {age}by {format_count(record.world_size, 'rank')}\n"
         f"{', '.join(holds)}, {format_size(totals.tensor_bytes)};"
-        f" {format_count(len(record.files), 'file')} of {format_size(stored)}"
+        f" {format_count(len(record.files), 'file')} of {format_size(record.stored_nbytes)}"
     )
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe a checkpoint as JSON."""
     record, totals = checkpoint.record, checkpoint.record.totals
+    named = ("format", "step", "saved_at", "writer", "world_size", "meta")
     return {
-        "format": record.format,
-        "step": record.step,
-        "saved_at": record.saved_at,
-        "writer": record.writer,
-        "world_size": record.world_size,
-        "meta": record.meta,
-        "tensors": totals.tensors,
-        "values": totals.values,
-        "chunks": totals.chunks,
-        "tensor_bytes": totals.tensor_bytes,
+        **{name: getattr(record, name) for name in named},
+        **{name: getattr(totals, name) for name in ("tensors", "values", "chunks", "tensor_bytes")},
         "stored_bytes": record.stored_nbytes,
         "files": len(record.files),
     }
@@ -232,14 +186,8 @@ def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, 
     }
     if chunks:
         found["chunks"] = [
-            {
-                "offsets": list(chunk.box.offsets),
-                "sizes": list(chunk.box.sizes),
-                "file": chunk.file,
-                "offset": chunk.offset,
-                "nbytes": chunk.nbytes,
-            }
-            for chunk in stored_chunks(checkpoint, item)
+            {"offsets": box.offsets, "sizes": box.sizes, "file": file, "offset": offset, "nbytes": nbytes}
+            for box, file, offset, nbytes in stored_chunks(checkpoint, item)
         ]
     return found
 
@@ -251,4 +199,4 @@ def print_chunks(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         line, place = f"  {str(chunk.box).ljust(widest)}  {format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
         name = printable(chunk.file)
-        echo(line + (name if room is None else shorten_middle(name, max(12, room - len(line) - len(place)))) + place)
+        print(line + (name if room is None else shorten_middle(name, max(12, room - len(line) - len(place)))) + place)

@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from shardkeep.cli.output import (
     ReadProgress,
     Table,
     UsageError,
-    echo,
     format_count,
     format_number,
     format_shape,
@@ -29,16 +29,13 @@ from shardkeep.cli.output import (
     printable,
     shorten,
     styled,
-    to_json,
 )
 from shardkeep.cli.runs import open_with_hints
 from shardkeep.engine.reader import open_checked
 from shardkeep.errors import StorageError
 from shardkeep.format.boxes import ITEMSIZES, segment_starts
 from shardkeep.format.data_file import DIGEST_NBYTES
-from shardkeep.format.index import Index
 from shardkeep.format.record import FORMAT as NATIVE
-from shardkeep.format.record import FileEntry
 from shardkeep.opening import Checkpoint
 
 if TYPE_CHECKING:
@@ -54,14 +51,6 @@ _MAX_VALUE_WIDTH = 30
 Pair = tuple[Item, Item]
 
 
-@dataclass(frozen=True)
-class ValueChange:
-    """A plain value before and after; the reason in parentheses stands for one that cannot be read."""
-
-    before: Any
-    after: Any
-
-
 @dataclass
 class Difference:
     """All differences between two checkpoints, A and B."""
@@ -71,7 +60,8 @@ class Difference:
     kinds: list[Pair] = field(default_factory=list)
     """Keys in both whose shape or dtype differs, or that are a tensor in one and a value in the other."""
     tensors: list[tuple[Item, TensorChange]] = field(default_factory=list)
-    values: list[tuple[Item, ValueChange]] = field(default_factory=list)
+    values: list[tuple[Item, Any, Any]] = field(default_factory=list)
+    """Plain values before and after; the reason in parentheses stands for one that cannot be read."""
     equal: int = 0
     """Keys that are equal, or, with `--keys-only`, have the same shape and dtype."""
     by_digests: int = 0
@@ -130,7 +120,8 @@ def _compare(
         only_b=[item for key, item in in_b.items() if key not in in_a],
     )
     to_read: list[Pair] = []
-    digests = None if args.keys_only or args.read else DigestComparison(a, b)
+    native = a.record.format == b.record.format == NATIVE
+    digests = (BlockDigests(a), BlockDigests(b)) if native and not (args.keys_only or args.read) else None
     for key, one in in_a.items():
         other = in_b.get(key)
         if other is None:
@@ -145,9 +136,9 @@ def _compare(
             found.equal += 1
         elif not one.is_tensor:
             change = _compare_values(a, one, b, other, args)
-            found.values += [(one, change)] if change else []
+            found.values += [(one, *change)] if change else []
             found.equal += not change
-        elif digests and one.dtype == other.dtype and digests.prove_equal(one, other):
+        elif digests and one.dtype == other.dtype and _proved_equal(*digests, one, other):
             found.equal += 1
             found.by_digests += 1
         else:
@@ -159,19 +150,19 @@ def _compare(
 
 def _compare_values(
     a: Checkpoint, one: Item, b: Checkpoint, other: Item, args: argparse.Namespace
-) -> ValueChange | None:
-    """Return how two values differ. Stored forms are compared first, so values that cannot be rebuilt work too."""
+) -> tuple[Any, Any] | None:
+    """Return two values if they differ. Stored forms are compared first, so values that cannot be rebuilt work too."""
     if a.index.value_data.raw(one.row) == b.index.value_data.raw(other.row):
         return None
     (before, hidden), (after, hidden_too) = plain_value(a, one.key), plain_value(b, other.key)
     if hidden or hidden_too:
-        return ValueChange(f"({hidden})" if hidden else before, f"({hidden_too})" if hidden_too else after)
+        return f"({hidden})" if hidden else before, f"({hidden_too})" if hidden_too else after
     if type(before) is type(after) and isinstance(before, (int, float, str, bytes)) and before == after:
         return None
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (before, after))
     if numbers and math.isclose(before, after, rel_tol=0.0, abs_tol=args.atol + args.rtol * abs(after)):
         return None
-    return ValueChange(before, after)
+    return before, after
 
 
 def _compare_tensors(
@@ -224,143 +215,94 @@ def _batches(pairs: list[Pair]) -> Iterator[list[Pair]]:
 # -- equality by digests
 
 
-class FileDigests:
-    """The block digests of a checkpoint's files, read once per file with size and header checked."""
+class BlockDigests:
+    """The block digests of a native checkpoint's tensors; those of a file are read once, with size and header checked."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        self._checkpoint = checkpoint
         self._digests: dict[int, bytes] = {}
         index = checkpoint.index
         ends = np.asarray(index.chunk_ends, np.int64)
         itemsizes = np.repeat(ITEMSIZES[index.tensors.dtype], ends - segment_starts(ends))
         columns = (index.chunks.boxes.volumes() * itemsizes, index.chunks.file, index.chunks.start)
-        self._chunks = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+        self._ranges = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+        self._boxes = [np.asarray(column, np.int64) for column in (index.chunks.offsets, index.chunks.sizes)]
 
-    def chunks(self, item: Item) -> list[list[int]]:
-        """Return size, file and start of each chunk of a tensor."""
-        found: list[list[int]] = self._chunks[self.checkpoint.index.chunk_rows(item.row)].tolist()
+    def of(self, item: Item) -> list[Any] | None:
+        """
+        Return what proves that a tensor is equal to another one, if that one has the same; None if there are no digests.
+
+        Blocks belong to files, not to tensors, so a block may also hold bytes of neighbours. Two tensors are equal if they
+        have the same boxes at the same distance from the beginning of a block, and all blocks that they touch have equal
+        digests. Otherwise nothing is known, and they must be read.
+        """
+        rows, files = self._checkpoint.index.chunk_rows(item.row), self._checkpoint.record.files
+        found: list[Any] = [column[rows, : len(item.shape)].tobytes() for column in self._boxes]
+        for nbytes, file, start in self._ranges[rows].tolist():
+            if file not in self._digests:
+                reader, self._digests[file] = open_checked(self._checkpoint.source.store, files[file])
+                reader.close()
+            block = files[file].block_nbytes
+            if not block:
+                return None
+            first, end = start // block, -(-(start + nbytes) // block)
+            digests = self._digests[file][first * DIGEST_NBYTES : end * DIGEST_NBYTES] if nbytes else b""
+            found.append((block, start % block, digests) if nbytes else None)
         return found
 
-    def of_range(self, file: int, start: int, nbytes: int) -> bytes:
-        """Return the digests of the blocks that a range of a file touches; empty if the file has no digests."""
-        if file not in self._digests:
-            reader, self._digests[file] = open_checked(self.checkpoint.source.store, self.entry(file))
-            reader.close()
-        block = self.entry(file).block_nbytes
-        first, last = start // block, (start + nbytes - 1) // block
-        return self._digests[file][first * DIGEST_NBYTES : (last + 1) * DIGEST_NBYTES]
 
-    def entry(self, file: int) -> FileEntry:
-        """Return the file's entry in the commit record."""
-        return self.checkpoint.record.files[file]
-
-
-class DigestComparison:
-    """
-    Proves that tensors of two native checkpoints are equal without reading them.
-
-    Blocks belong to files, not to tensors, so a block may also hold bytes of neighbours. Two tensors are equal if they
-    have the same boxes at the same distance from the beginning of a block, and all blocks that they touch have equal
-    digests. Otherwise nothing is known, and they must be read.
-    """
-
-    def __init__(self, one: Checkpoint, other: Checkpoint) -> None:
-        self._sides: tuple[FileDigests, FileDigests] | None = None
-        if one.record.format == other.record.format == NATIVE:
-            self._sides = FileDigests(one), FileDigests(other)
-            self._same_boxes = _same_boxes(one.index, other.index)
-
-    def prove_equal(self, item: Item, other_item: Item) -> bool:
-        """Return True if two tensors of the same shape and dtype are equal, False if that is unknown."""
-        if self._sides is None:
-            return False
-        one, other = self._sides
-        a, b = one.checkpoint.index, other.checkpoint.index
-        if not (self._same_boxes and item.row == other_item.row):
-            rows, other_rows = a.chunk_rows(item.row), b.chunk_rows(other_item.row)
-            axes = len(item.shape)
-            if not (
-                np.array_equal(a.chunks.offsets[rows, :axes], b.chunks.offsets[other_rows, :axes])
-                and np.array_equal(a.chunks.sizes[rows, :axes], b.chunks.sizes[other_rows, :axes])
-            ):
-                return False
-        try:
-            chunks = zip(one.chunks(item), other.chunks(other_item), strict=True)
-            return all(_equal(one, other, *chunk, *other_chunk[1:]) for chunk, other_chunk in chunks)
-        except StorageError:
-            return False  # reading the values will report the problem
-
-
-def _same_boxes(a: Index, b: Index) -> bool:
-    """Return whether all tensors of two checkpoints are sharded in the same way, as in two saves of one run."""
-    columns = ((a.chunk_ends, b.chunk_ends), (a.tensors.alias, b.tensors.alias))
-    boxes = ((a.chunks.offsets, b.chunks.offsets), (a.chunks.sizes, b.chunks.sizes))
-    return all(np.array_equal(mine, theirs) for mine, theirs in (*columns, *boxes))
-
-
-def _equal(
-    one: FileDigests, other: FileDigests, nbytes: int, file: int, start: int, other_file: int, other_start: int
-) -> bool:
-    if not nbytes:
-        return True
-    block = one.entry(file).block_nbytes
-    if not block or block != other.entry(other_file).block_nbytes or (start - other_start) % block:
-        return False
-    digests = one.of_range(file, start, nbytes)
-    return bool(digests) and digests == other.of_range(other_file, other_start, nbytes)
+def _proved_equal(one: BlockDigests, other: BlockDigests, item: Item, other_item: Item) -> bool:
+    try:
+        found = one.of(item)
+        return found is not None and found == other.of(other_item)
+    except StorageError:
+        return False  # reading the values will report the problem
 
 
 # -- output
 
 
 def _print_difference(found: Difference, args: argparse.Namespace) -> None:
-    echo(f"A  {args.a}\nB  {args.b}\n")
+    print(f"A  {args.a}\nB  {args.b}\n")
     both = ("key", "A", "B")
     for title, items in (("only in A", found.only_a), ("only in B", found.only_b)):
-        rows = [(printable(item.key), item.what) for item in items]
-        _print_section(f"{title}: {format_count(len(rows), 'key')}", ("key", "what"), rows, args.limit, headings=False)
+        table = Table(("key", "what"), flexible="key", indent="  ", show_headings=False)
+        _print_section(title, table, [(printable(item.key), item.what) for item in items], args.limit)
     kinds = [(printable(one.key), one.what, other.what) for one, other in found.kinds]
-    _print_section(f"different shape or dtype: {format_count(len(kinds), 'key')}", both, kinds, args.limit)
-    values = [(printable(item.key), _brief(change.before), _brief(change.after)) for item, change in found.values]
-    _print_section(f"different values: {format_count(len(values), 'key')}", both, values, args.limit)
-    _print_tensors(found, args.limit)
+    _print_section("different shape or dtype", Table(both, flexible="key", indent="  "), kinds, args.limit)
+    values = [(printable(item.key), _brief(before), _brief(after)) for item, before, after in found.values]
+    _print_section("different values", Table(both, flexible="key", indent="  "), values, args.limit)
+    columns = ("changed", "share", "max", "relative")
+    table = Table(("key", *columns), right=" ".join(columns), flexible="key", indent="  ")
+    _print_section("different elements", table, list(starmap(_tensor_row, found.tensors)), args.limit, noun="tensor")
+    if found.tensors:
+        print(styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))
     unread = f", {found.by_digests:,} of them by their digests, without reading" if found.by_digests else ""
     same = "with the same shapes and dtypes" if args.keys_only else f"equal{unread}"
     if not found.count:
-        echo(styled(f"no difference: {format_count(found.equal, 'key')} {same}", "green"))
+        print(styled(f"no difference: {format_count(found.equal, 'key')} {same}", "green"))
     else:
-        echo(f"{styled(f'{found.count:,} differ', 'red')}; {format_count(found.equal, 'key')} {same}")
+        print(f"{styled(f'{found.count:,} differ', 'red')}; {format_count(found.equal, 'key')} {same}")
 
 
-def _print_section(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], limit: int, *, headings: bool = True
-) -> None:
+def _print_section(title: str, table: Table, rows: Sequence[Sequence[str]], limit: int, *, noun: str = "key") -> None:
+    """Print up to `limit` rows below a title, if there are any; a row may end with a note."""
     if not rows:
         return
-    echo(styled(title, "bold"))
-    table = Table(columns, flexible="key", indent="  ", show_headings=headings)
+    print(styled(f"{title}: {format_count(len(rows), noun)}", "bold"))
     for row in rows[:limit] if limit > 0 else rows:
-        table.add(*row)
+        table.add(*row[: len(table.headings)], note="".join(row[len(table.headings) :]))
     table.print()
-    _print_rest(len(rows), limit)
+    if 0 < limit < len(rows):
+        print(f"  and {len(rows) - limit:,} more (--limit 0 lists them)")
+    print()
 
 
-def _print_tensors(found: Difference, limit: int) -> None:
-    if not found.tensors:
-        return
-    echo(styled(f"different elements: {format_count(len(found.tensors), 'tensor')}", "bold"))
-    table = Table(
-        ("key", "changed", "share", "max", "relative"), right="changed share max relative", flexible="key", indent="  "
-    )
-    for item, change in found.tensors[:limit] if limit > 0 else found.tensors:
-        share = f"{change.changed / change.elements:.1%}" if change.changed * 1000 > change.elements else "<0.1%"
-        numbers = (
-            format_number(float(f"{x:.4g}")) if change.has_numbers else "" for x in (change.max_abs, change.relative)
-        )
-        table.add(printable(item.key), f"{change.changed:,}", share, *numbers, note=_note(change))
-    table.print()
-    _print_rest(len(found.tensors), limit)
-    echo(styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))
+def _tensor_row(item: Item, change: TensorChange) -> tuple[str, ...]:
+    share = f"{change.changed / change.elements:.1%}" if change.changed * 1000 > change.elements else "<0.1%"
+    sizes = (change.max_abs, change.relative)
+    numbers = (format_number(float(f"{size:.4g}")) if change.has_numbers else "" for size in sizes)
+    return printable(item.key), f"{change.changed:,}", share, *numbers, _note(change)
 
 
 def _note(change: TensorChange) -> str:
@@ -387,12 +329,6 @@ def _brief(value: Any) -> str:
     return shorten(printable(repr(value)), _MAX_VALUE_WIDTH)
 
 
-def _print_rest(count: int, limit: int) -> None:
-    if 0 < limit < count:
-        echo(f"  and {count - limit:,} more (--limit 0 lists them)")
-    echo()
-
-
 def _difference_json(found: Difference, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "a": args.a,
@@ -404,9 +340,7 @@ def _difference_json(found: Difference, args: argparse.Namespace) -> dict[str, A
         "only_in_a": [{"key": item.key, **_kind_json(item)} for item in found.only_a],
         "only_in_b": [{"key": item.key, **_kind_json(item)} for item in found.only_b],
         "other_kind": [{"key": one.key, "a": _kind_json(one), "b": _kind_json(other)} for one, other in found.kinds],
-        "other_values": [
-            {"key": item.key, "a": to_json(change.before), "b": to_json(change.after)} for item, change in found.values
-        ],
+        "other_values": [{"key": item.key, "a": before, "b": after} for item, before, after in found.values],
         "other_elements": [
             {"key": item.key, **_kind_json(item), **_change_json(change)} for item, change in found.tensors
         ],
@@ -426,7 +360,7 @@ def _change_json(change: TensorChange) -> dict[str, Any]:
         "max_abs": change.max_abs if change.has_numbers else None,
         "norm": change.norm if change.has_numbers else None,
         "relative_norm": change.relative if change.has_numbers else None,
-        "first": {"index": list(change.first or ()), "a": to_json(change.before), "b": to_json(change.after)},
+        "first": {"index": list(change.first or ()), "a": change.before, "b": change.after},
     }
 
 

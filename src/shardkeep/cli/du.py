@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardkeep.cli import Command
@@ -12,7 +11,6 @@ from shardkeep.cli.contents import Item, iter_items, key_filter
 from shardkeep.cli.output import (
     Table,
     UsageError,
-    echo,
     format_bar,
     format_count,
     format_size,
@@ -21,23 +19,13 @@ from shardkeep.cli.output import (
     styled,
 )
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
-from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint
 
 _BAR_WIDTH = 20
 
 
-@dataclass
-class Share:
-    """The space that one prefix takes."""
-
-    name: str
-    keys: int = 0
-    nbytes: int = 0
-
-    def json(self, total: int) -> dict[str, Any]:
-        """Describe it as JSON."""
-        return {"name": self.name, "keys": self.keys, "nbytes": self.nbytes, "share": self.nbytes / (total or 1)}
+Shares = dict[str, tuple[int, int]]
+"""The number of keys, and their bytes, by name."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -59,71 +47,72 @@ def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     items = list(iter_items(checkpoint, key_filter(args.pattern, None)))
     if not items and args.pattern:
         raise UsageError(f"no key matches {' '.join(args.pattern)!r}")
-    shares = by_prefix(items, args.depth)
-    parts = by_part(items)
-    total = sum(share.nbytes for share in shares)
+    shares = _add_up(items, lambda item: _prefix(item.key, args.depth))
+    parts = _add_up(items, _part)
+    total = sum(nbytes for _, nbytes in shares.values())
     stored = checkpoint.record.stored_nbytes
     if args.json:
-        print_json(
-            {
-                "kind": "checkpoint",
-                "path": args.path,
-                "nbytes": total,
-                "stored_bytes": stored,
-                "parts": {part.name: part.json(total) for part in parts},
-                "prefixes": [share.json(total) for share in shares],
-            }
-        )
+
+        def as_json(found: Shares) -> list[dict[str, Any]]:
+            return [
+                {"name": name, "keys": keys, "nbytes": nbytes, "share": nbytes / (total or 1)}
+                for name, (keys, nbytes) in found.items()
+            ]
+
+        sizes = {"nbytes": total, "stored_bytes": stored, "prefixes": as_json(shares)}
+        by_name = {part["name"]: part for part in as_json(parts)}
+        print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
         return 0
     _print_shares(shares, total, args.limit)
-    split = ", ".join(f"{part.name} {format_size(part.nbytes)} ({_percent(part.nbytes, total)})" for part in parts)
-    echo(f"\n{styled(format_size(total), 'bold')} in {format_count(len(items), 'key')}\n{split}")
+    named = [(name, parts[name][1]) for name in ("model", "optimizer", "values") if name in parts]
+    split = ", ".join(f"{name} {format_size(nbytes)} ({_percent(nbytes, total)})" for name, nbytes in named)
+    print(f"\n{styled(format_size(total), 'bold')} in {format_count(len(items), 'key')}\n{split}")
     if not args.pattern:
-        echo(f"{format_count(len(checkpoint.record.files), 'file')} and the index take {format_size(stored)}")
+        print(f"{format_count(len(checkpoint.record.files), 'file')} and the index take {format_size(stored)}")
     return 0
 
 
-def by_prefix(items: Iterable[Item], depth: int) -> list[Share]:
-    """Add up the sizes of keys by prefix, the largest first."""
-    found: dict[str, Share] = {}
+def _add_up(items: Iterable[Item], name_of: Callable[[Item], str]) -> Shares:
+    """Add up keys and their sizes by name, the largest first."""
+    found: Shares = {}
     for item in items:
-        parts = item.key.split(".")
-        cut = depth if 0 < depth < len(parts) else len(parts)
-        name = ".".join(parts[:cut]) + (".*" if cut < len(parts) else "")
-        share = found.setdefault(name, Share(name))
-        share.keys += 1
-        share.nbytes += item.own_nbytes
-    return sorted(found.values(), key=lambda share: (-share.nbytes, share.name))
+        keys, nbytes = found.get(name_of(item), (0, 0))
+        found[name_of(item)] = keys + 1, nbytes + item.own_nbytes
+    return dict(sorted(found.items(), key=lambda share: (-share[1][1], share[0])))
 
 
-def by_part(items: Iterable[Item]) -> list[Share]:
-    """Add up sizes of optimizer state (recognised by its name), of other tensors, and of plain values."""
-    found = {name: Share(name) for name in ("model", "optimizer", "values")}
-    for item in items:
-        upper = item.key.lower().split(".")[:2]
-        name = "values" if not item.is_tensor else "optimizer" if any("optim" in part for part in upper) else "model"
-        found[name].keys += 1
-        found[name].nbytes += item.own_nbytes
-    return [share for share in found.values() if share.keys]
+def _prefix(key: str, depth: int) -> str:
+    parts = key.split(".")
+    return ".".join(parts[:depth]) + ".*" if 0 < depth < len(parts) else key
 
 
-def _print_shares(shares: list[Share], total: int, limit: int) -> None:
-    listed = shares[:limit] if limit > 0 else shares
+def _part(item: Item) -> str:
+    """Return what an item belongs to: an optimizer, which is recognised by its name, the model, or plain values."""
+    if not item.is_tensor:
+        return "values"
+    return "optimizer" if any("optim" in part for part in item.key.lower().split(".")[:2]) else "model"
+
+
+def _print_shares(shares: Shares, total: int, limit: int) -> None:
+    rows = [(name, keys, nbytes) for name, (keys, nbytes) in shares.items()]
+    listed = rows[:limit] if limit > 0 else rows
     table = Table(("prefix", "keys", "size", "share", ""), right="keys size share", flexible="prefix")
-    most = max((share.nbytes for share in shares), default=0) or 1
-    for share in listed:
-        size, bar = format_size(share.nbytes), format_bar(share.nbytes / most, _BAR_WIDTH)
-        table.add(printable(share.name), f"{share.keys:,}", size, _percent(share.nbytes, total), bar)
+    most = max((nbytes for _, _, nbytes in rows), default=0) or 1
+    for name, keys, nbytes in listed:
+        bar = format_bar(nbytes / most, _BAR_WIDTH)
+        table.add(printable(name), f"{keys:,}", format_size(nbytes), _percent(nbytes, total), bar)
     table.print()
-    if len(shares) > len(listed):
-        rest = sum(share.nbytes for share in shares[len(listed) :])
-        echo(f"and {len(shares) - len(listed):,} more of {format_size(rest)} (--limit 0 lists them)")
+    if len(rows) > len(listed):
+        rest = sum(nbytes for _, _, nbytes in rows[len(listed) :])
+        print(f"and {len(rows) - len(listed):,} more of {format_size(rest)} (--limit 0 lists them)")
 
 
 def _du_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern:
         raise UsageError(f"{args.path} is a run: patterns are for the keys of one checkpoint")
-    sizes = {entry.name: _stored_nbytes(run, entry) for entry in run.entries}
+    # Of all files, including those that a record does not name.
+    places = {entry.name: run.catalog.root.place(entry.name) for entry in run.entries}
+    sizes = {name: sum(info.nbytes for info in place.list()) for name, place in places.items()}
     total = sum(sizes.values())
     if args.json:
         listed = [
@@ -140,13 +129,8 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
         bar = format_bar(nbytes / most, _BAR_WIDTH)
         table.add(printable(entry.name), format_size(nbytes), _percent(nbytes, total), bar, status)
     table.print()
-    echo(f"\n{styled(format_size(total), 'bold')} in {format_count(len(run.entries), 'checkpoint')}")
+    print(f"\n{styled(format_size(total), 'bold')} in {format_count(len(run.entries), 'checkpoint')}")
     return 0
-
-
-def _stored_nbytes(run: Run, entry: Entry) -> int:
-    """Return the size of all files of a checkpoint, including those that its record does not name."""
-    return sum(info.nbytes for info in run.catalog.root.place(entry.name).list())
 
 
 def _percent(nbytes: int, total: int) -> str:

@@ -13,7 +13,6 @@ from shardkeep.cli import Command
 from shardkeep.cli.output import (
     ReadProgress,
     UsageError,
-    echo,
     echo_err,
     format_count,
     format_size,
@@ -74,7 +73,9 @@ def _run_export(args: argparse.Namespace) -> int:
     what = f"{format_count(report.tensors, 'tensor')}, {format_size(report.bytes_written)}"
     _print_written(report.to, f"{what} in {format_count(len(report.files), 'file')}", report.seconds, report.gb_per_s)
     for name, owner in list(report.ties.items())[:_MAX_NAMED]:
-        echo(f"  {printable(name)} is tied to {printable(owner)}" + (" and stored once" if args.format == "hf" else ""))
+        print(
+            f"  {printable(name)} is tied to {printable(owner)}" + (" and stored once" if args.format == "hf" else "")
+        )
     if report.decrypted:
         _warn_decrypted(can_encrypt=args.format == "native")
     if report.left_out:
@@ -151,8 +152,8 @@ def _transfer(what: str, source: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _print_written(to: str, what: str, seconds: float, gb_per_s: float) -> None:
-    echo(f"{styled('wrote', 'green')} {printable(to)}: {what}")
-    echo(f"  written, read back and compared: equal{format_speed(seconds, gb_per_s, _MIN_TIMED_S)}")
+    print(f"{styled('wrote', 'green')} {printable(to)}: {what}")
+    print(f"  written, read back and compared: equal{format_speed(seconds, gb_per_s, _MIN_TIMED_S)}")
 
 
 def _warn_decrypted(*, can_encrypt: bool) -> None:

@@ -27,7 +27,6 @@ from shardkeep.cli.output import (
     Table,
     UsageError,
     did_you_mean,
-    echo,
     echo_err,
     format_count,
     format_duration,
@@ -51,7 +50,7 @@ from shardkeep.options import Options
 from shardkeep.storage.resolve import open_store
 
 _STYLES: dict[str, Style] = {"damaged": "red", "unfinished": "yellow"}
-_MAX_VALUE_WIDTH = 40
+_MAX_VALUE_WIDTH = 24
 
 
 def _configure_ls(parser: argparse.ArgumentParser) -> None:
@@ -85,12 +84,15 @@ def _list_run(run: Run, args: argparse.Namespace) -> int:
         document = {"kind": "run", "path": args.path, "template": run.catalog.naming.template}
         print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
     elif args.names:
-        for entry in run.entries:
-            if entry.committed:
-                echo(printable(entry.name))
+        _print_names(entry.name for entry in run.entries if entry.committed)
     else:
         _print_run(run.entries, latest)
     return 0
+
+
+def _print_names(names: Iterable[str]) -> None:
+    for name in names:
+        print(printable(name))
 
 
 def _print_run(entries: list[Entry], latest: Entry | None) -> None:
@@ -119,24 +121,19 @@ def _print_run(entries: list[Entry], latest: Entry | None) -> None:
     table.print()
     counts = [format_count(sum(entry.committed for entry in entries), "checkpoint")]
     counts += [f"{count:,} {status}" for status in _STYLES if (count := sum(e.status == status for e in entries))]
-    echo(f"\n{styled(format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
+    print(f"\n{styled(format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
 
 
 def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
     """Describe a checkpoint of a run as JSON."""
+    named = ("name", "step", "status", "layout", "nbytes", "metrics", "pinned")
     return {
-        "name": entry.name,
+        **{name: getattr(entry, name) for name in named},
         "path": run.path_of(entry),
-        "step": entry.step,
-        "status": entry.status,
         "reason": entry.reason or None,
-        "layout": entry.layout,
         "saved_at": entry.saved_at.isoformat() if entry.saved_at else None,
-        "nbytes": entry.nbytes,
         "world_size": entry.record.world_size if entry.record else None,
-        "metrics": dict(entry.metrics),
         "meta": entry.record.meta if entry.record else None,
-        "pinned": entry.pinned,
     }
 
 
@@ -154,10 +151,9 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         print_json({"kind": "checkpoint", "path": args.path, **checkpoint_json(checkpoint), "items": found})
         return 0
     if args.names:
-        for item in items:
-            echo(printable(item.key))
+        _print_names(item.key for item in items)
         return 0
-    echo(f"{styled(args.path, 'bold')}  {summarize(checkpoint)}\n")
+    print(f"{styled(args.path, 'bold')}  {summarize(checkpoint)}\n")
     if args.tree:
         _print_tree(_build_tree(items), args.depth)
     elif args.long:
@@ -173,28 +169,22 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
         if item.is_tensor:
             size = "tied" if item.tied_to else format_size(item.nbytes)
             table.add(printable(item.key), item.dtype, format_shape(item.shape), size, f"{item.chunks:,}")
-        else:
-            table.add(printable(item.key), "value", tail=_value_text(checkpoint, item))
+        else:  # other layouts keep values in files, which a listing does not read
+            text = _value_text(checkpoint, item) if checkpoint.record.format == NATIVE else ""
+            table.add(printable(item.key), item.dtype, shorten(text, _MAX_VALUE_WIDTH), "", "")
     table.print()
 
 
 def _value_text(checkpoint: Checkpoint, item: Item) -> str:
-    """Return a value in a few characters; other layouts keep values in files, which a listing does not read."""
-    if checkpoint.record.format != NATIVE:
-        return ""
     value, why_not = plain_value(checkpoint, item.key)
-    return shorten(f"({why_not})" if why_not else printable(repr(value)), _MAX_VALUE_WIDTH)
+    return f"({why_not})" if why_not else printable(repr(value))
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
     for item in items:
-        if not item.is_tensor:
-            value, why_not = plain_value(checkpoint, item.key)
-            echo(f"{styled(printable(item.key), 'cyan')}  {why_not or printable(repr(value))}")
-            continue
-        tied = f", shared with {printable(item.tied_to)}" if item.tied_to else ""
-        echo(f"{styled(printable(item.key), 'cyan')}  {item.what}, {format_size(item.nbytes)}{tied}")
-        print_chunks(stored_chunks(checkpoint, item) if not tied else ())
+        text = item.description if item.is_tensor else _value_text(checkpoint, item)
+        print(f"{styled(printable(item.key), 'cyan')}  {text}")
+        print_chunks(stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
 @dataclass
@@ -210,11 +200,9 @@ def _build_tree(items: Iterable[Item]) -> _Branch:
     for item in items:
         branch = root
         for part in item.key.split("."):
+            branch = branch.below.setdefault(part, _Branch())
             branch.keys += 1
             branch.nbytes += item.own_nbytes
-            branch = branch.below.setdefault(part, _Branch())
-        branch.keys += 1
-        branch.nbytes += item.own_nbytes
         branch.leaf = item
     return root
 
@@ -222,10 +210,14 @@ def _build_tree(items: Iterable[Item]) -> _Branch:
 def _print_tree(root: _Branch, depth: int | None) -> None:
     stack: list[tuple[str, str, _Branch, int, bool]] = []
 
+    def natural_order(name: str) -> tuple[bool, int, str]:
+        """Sort numbers as numbers, so that layer 10 comes after layer 9."""
+        is_number = name.isascii() and name.isdigit() and len(name) < 19
+        return not is_number, int(name) if is_number else 0, name
+
     def push(branch: _Branch, indent: str, level: int) -> None:
-        children = sorted(branch.below.items(), key=_natural_order)
-        for at, (name, child) in reversed(list(enumerate(children))):
-            stack.append((indent, name, child, level, at == len(children) - 1))
+        for at, name in enumerate(sorted(branch.below, key=natural_order, reverse=True)):
+            stack.append((indent, name, branch.below[name], level, at == 0))
 
     push(root, "", 1)
     while stack:  # not recursive, because a key may have thousands of dots
@@ -235,15 +227,9 @@ def _print_tree(root: _Branch, depth: int | None) -> None:
             name = f"{name}.{more}"
         leaf = branch.leaf
         text = leaf.what if leaf else f"{format_count(branch.keys, 'key')}, {format_size(branch.nbytes)}"
-        echo(f"{indent}{'└─ ' if last else '├─ '}{printable(name)}  {styled(text, 'dim')}")
+        print(f"{indent}{'└─ ' if last else '├─ '}{printable(name)}  {styled(text, 'dim')}")
         if depth is None or level < depth:
             push(branch, indent + ("   " if last else "│  "), level + 1)
-
-
-def _natural_order(child: tuple[str, Any]) -> tuple[int, int, str]:
-    """Sort numbers as numbers, so that layer 10 comes after layer 9."""
-    name = child[0]
-    return (0, int(name), name) if name.isascii() and name.isdigit() and len(name) < 19 else (1, 0, name)
 
 
 # -- latest
@@ -272,7 +258,7 @@ def _run_latest(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"latest": entry_json(run, latest) if latest else None, "skipped": skipped})
     elif latest:
-        echo(run.path_of(latest))
+        print(run.path_of(latest))
     if latest is None:
         echo_err(f"{args.root}: no checkpoint" + (" that can be loaded" if skipped else " below it yet"))
         if not skipped and (hint := suggest_path(args.root)):
@@ -300,7 +286,7 @@ def _run_cat(args: argparse.Namespace) -> int:
         print_json(msgspec.json.decode(text))
     else:
         decoded = text.decode().rstrip()
-        echo(printable_lines(decoded) if is_terminal() else decoded)
+        print(printable_lines(decoded) if is_terminal() else decoded)
     return 0
 
 

@@ -11,6 +11,7 @@ Exit codes: 0 success, 1 the command ran and found something wrong or different,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -23,7 +24,6 @@ from shardkeep.cli import Command
 from shardkeep.cli.output import (
     UsageError,
     did_you_mean,
-    echo,
     echo_err,
     print_json,
     printable_lines,
@@ -70,16 +70,12 @@ class Parser(argparse.ArgumentParser):
         hint = f"`{self.prog} --help` lists the arguments"
         missing = message.partition("arguments are required: ")[2].split(", ")
         if missing != [""]:
-            message = f"needs {', '.join(self._without_optional(missing))}"
+            free = {action.metavar for action in self._actions if action.nargs == "*"}  # argparse lists these, too
+            message = f"needs {', '.join(word for word in missing if word not in free)}"
         wrong = message.partition("unrecognized arguments: ")[2].split()
         if wrong and wrong[0].startswith("-"):
             hint = did_you_mean(wrong[0].partition("=")[0], self._option_string_actions, otherwise=hint)
         raise UsageError(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
-
-    def _without_optional(self, missing: list[str]) -> list[str]:
-        """Leave out arguments that may be given zero times, which argparse lists as missing too."""
-        free = {action.metavar for action in self._actions if action.nargs == "*"}
-        return [word for word in missing if word not in free]
 
 
 def load_command(name: str) -> Command:
@@ -113,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _main(words)
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        # The reader of stdout is gone, and Python would report an error when it flushes at exit.
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -147,7 +145,7 @@ def _run(words: list[str]) -> int:
         words = [words[1], "--help"]
         asked = words[0]
     if asked in {"-V", "--version"}:
-        echo(f"shardkeep {__version__}")
+        print(f"shardkeep {__version__}")
         return 0
     if asked not in SUMMARIES:
         every = f"`shardkeep` alone lists the commands; they are {', '.join(SUMMARIES)}"
@@ -163,24 +161,14 @@ def _run(words: list[str]) -> int:
 
 
 def _overview() -> None:
-    echo(f"{styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
+    print(f"{styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
     for title, commands in GROUPS.items():
         for name, (_, summary) in commands.items():
-            echo(f"  {styled(title.ljust(5), 'dim')}  {styled(name.ljust(10), 'cyan')}  {summary}")
+            print(f"  {styled(title.ljust(5), 'dim')}  {styled(name.ljust(10), 'cyan')}  {summary}")
             title = ""  # noqa: PLW2901 - print it once
-    echo("\nshardkeep COMMAND --help   prints its arguments and examples")
-    echo("shardkeep COMMAND --json   prints one JSON document, for programs")
-    echo("\nexit codes: 0 success, 1 something is wrong or different, 2 could not run")
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to nowhere: its reader is gone, and Python would report an error when it flushes at exit."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-    except (OSError, ValueError):  # stdout is not a file, so nothing will be flushed
-        return
+    print("\nshardkeep COMMAND --help   prints its arguments and examples")
+    print("shardkeep COMMAND --json   prints one JSON document, for programs")
+    print("\nexit codes: 0 success, 1 something is wrong or different, 2 could not run")
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ def is_terminal(stream: TextIO | None = None) -> bool:
     return (stream or sys.stdout).isatty()
 
 
-def terminal_width() -> int | None:
-    """Return the columns of the terminal; None if stdout is not one, because programs such as grep need whole lines."""
-    return shutil.get_terminal_size().columns if is_terminal() else None
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Return the columns of a terminal; None if it is not one, because programs such as grep need whole lines."""
+    return shutil.get_terminal_size().columns if is_terminal(stream) else None
 
 
 def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
@@ -76,11 +76,6 @@ def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
     if not text or not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
-
-
-def echo(text: str = "") -> None:
-    """Print to stdout."""
-    print(text)
 
 
 def echo_err(text: str, style: Style | None = None) -> None:
@@ -92,22 +87,14 @@ def echo_err(text: str, style: Style | None = None) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print the one document of `--json`, indented on a terminal. NaN and infinities become strings."""
-    print(json.dumps(_finite(document), indent=2 if is_terminal() else None, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    """Print the one document of `--json`, indented on a terminal."""
+    print(json.dumps(to_json(document), indent=2 if is_terminal() else None))
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as JSON types, or its repr if JSON has no such type."""
+    """Return a value as JSON types: NaN and infinities as strings, and what JSON has no type for as its repr."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -194,7 +181,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 def wrap_lines(text: str, indent: str = "", stream: TextIO | None = None) -> str:
     """Indent all lines and, on a terminal, wrap those that are too long for it."""
-    room = shutil.get_terminal_size().columns if is_terminal(stream) else sys.maxsize
+    room = terminal_width(stream) or sys.maxsize
     lines = []
     for line in text.split("\n"):
         inner = line.lstrip(" ")
@@ -221,60 +208,38 @@ class Table:
     flexible: str = ""
     indent: str = ""
     show_headings: bool = True
-    _rows: list[_Row] = field(default_factory=list)
+    _rows: list[tuple[tuple[str, ...], Style | None, str]] = field(default_factory=list)
 
-    def add(self, *cells: str, style: Style | None = None, note: str = "", tail: str = "") -> None:
-        """
-        Add a row.
-
-        Args:
-            *cells: One text per column; missing cells are empty.
-            style: The colour of the row.
-            note: Printed on a line of its own below the row.
-            tail: Printed after the last cell, across the remaining columns, without making them wider.
-
-        """
-        padded = (*cells, *("" for _ in self.headings[len(cells) :]))
-        self._rows.append(_Row(padded, style, note, tail, len(cells)))
+    def add(self, *cells: str, style: Style | None = None, note: str = "") -> None:
+        """Add a row: one text per column, its colour, and a note for a line of its own below the row."""
+        self._rows.append((cells, style, note))
 
     def print(self) -> None:
         """Print all rows."""
         if not self._rows:
             return
-        used = [at for at in range(len(self.headings)) if any(row.cells[at] for row in self._rows)]
-        widths = {at: max(len(self.headings[at]), *(len(row.cells[at]) for row in self._rows)) for at in used}
+        columns = list(zip(*(cells for cells, _, _ in self._rows), strict=True))
+        widths = {at: max(map(len, (self.headings[at], *cells))) for at, cells in enumerate(columns) if any(cells)}
         room = terminal_width()
-        if room is not None and self.flexible:
-            at = list(self.headings).index(self.flexible)
-            others = len(self.indent) + sum(widths.values()) + 2 * (len(used) - 1) - widths.get(at, 0)
-            widths[at] = min(widths.get(at, 0), max(_MIN_COLUMN_WIDTH, room - others))
+        at = list(self.headings).index(self.flexible) if self.flexible else -1
+        if room is not None and at in widths:
+            others = len(self.indent) + sum(widths.values()) + 2 * (len(widths) - 1) - widths[at]
+            widths[at] = min(widths[at], max(_MIN_COLUMN_WIDTH, room - others))
         if self.show_headings:
-            print(styled(self._line(self.headings, used, widths).rstrip(), "dim"))
-        for row in self._rows:
-            line = self._line(row.cells, used if not row.tail else [at for at in used if at < row.given], widths)
-            if row.tail:
-                line += "  "
-                line += row.tail if room is None else shorten(row.tail, max(_MIN_COLUMN_WIDTH, room - len(line)))
-            print(styled(line.rstrip(), row.style) if row.style else line.rstrip())
-            if row.note:
-                print(wrap_lines(row.note, self.indent + "  "))
+            print(styled(self._line(self.headings, widths), "dim"))
+        for cells, style, note in self._rows:
+            line = self._line(cells, widths)
+            print(styled(line, style) if style else line)
+            if note:
+                print(wrap_lines(note, self.indent + "  "))
 
-    def _line(self, cells: Sequence[str], columns: Sequence[int], widths: dict[int, int]) -> str:
+    def _line(self, cells: Sequence[str], widths: dict[int, int]) -> str:
         right = self.right.split()
-        texts = ((at, shorten_middle(cells[at], widths[at])) for at in columns)
-        return self.indent + "  ".join(
-            text.rjust(widths[at]) if self.headings[at] in right else text.ljust(widths[at]) for at, text in texts
+        texts = (
+            f"{shorten_middle(cells[at], width):{'>' if self.headings[at] in right else '<'}{width}}"
+            for at, width in widths.items()
         )
-
-
-@dataclass(frozen=True)
-class _Row:
-    cells: tuple[str, ...]
-    style: Style | None
-    note: str
-    tail: str
-    given: int
-    """Cells before the tail."""
+        return self.indent + "  ".join(texts).rstrip()
 
 
 class ReadProgress:

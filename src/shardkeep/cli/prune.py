@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from shardkeep.cli import Command
 from shardkeep.cli.output import (
     Table,
     UsageError,
     did_you_mean,
-    echo,
     echo_err,
     format_count,
     format_size,
@@ -35,30 +34,22 @@ from shardkeep.cli.output import (
 )
 from shardkeep.cli.runs import Run, open_existing_run
 from shardkeep.cli.verify import check_checkpoint
-from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, UnsupportedVersion
+from shardkeep.errors import CheckpointError, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import save_id_of
 from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
 from shardkeep.manage.catalog import Entry
-from shardkeep.manage.lease import LEASE_NAME, LEASE_S, Holder
-from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Mode, Policy, plan
+from shardkeep.manage.lease import running_holder
+from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
 from shardkeep.storage.base import REMOVING_NAME, local_path
-from shardkeep.storage.local import host_identity, process_start, storage_errors
+from shardkeep.storage.local import storage_errors
 
 _THREADS = 8
 """Threads that check checkpoints; most of the time they wait for the disk or the network."""
-_MAX_LEASE_NBYTES = 4096
+
 _MAX_NAMED = 3
 """Foreign files that a message names; the others are counted."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A retention policy and the words that the user chose it with."""
-
-    words: str
-    policy: Policy
 
 
 @dataclass(frozen=True)
@@ -105,24 +96,24 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     rules = parse_rules(args)
     run = open_existing_run(args.root, args.template)
-    _check_metrics(rules, run.entries)
+    _check_metrics(rules.values(), run.entries)
     planned = make_plan(run, rules, force=args.force)
-    if job := lease_holder(run):
+    if job := running_holder(run.catalog.root):
         echo_err(f"a job is saving to this run: {printable(job)}", "yellow")
     if not args.json:
         _print_plan(run, planned)
     failed: dict[str, str] = {}
     if not args.dry_run and (planned.deleted or planned.orphans):
         if not args.yes and not _confirmed(args, planned):
-            echo("nothing was deleted")
+            print("nothing was deleted")
             return 0
         failed = _execute(run, planned, force=args.force)
         if not args.json and not failed:
-            echo(styled(f"deleted, {format_size(planned.nbytes)} freed", "green"))
+            print(styled(f"deleted, {format_size(planned.nbytes)} freed", "green"))
     if args.json:
         print_json(_plan_json(planned, failed, dry_run=args.dry_run))
     elif args.dry_run:
-        echo("nothing was deleted: --dry-run")
+        print("nothing was deleted: --dry-run")
     for name, why in failed.items():
         echo_err(f"could not delete {printable(name)}: {printable(why)}", "red")
     return 2 if failed else 0
@@ -131,25 +122,15 @@ def _run(args: argparse.Namespace) -> int:
 # -- rules
 
 
-def parse_rules(args: argparse.Namespace) -> list[Rule]:
-    """
-    Return the policies that the arguments choose.
-
-    Raises:
-        UsageError: there is none, or one is invalid.
-
-    """
-    rules = []
+def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
+    """Return the policies that the arguments choose, by the words that the user chose them with."""
+    rules: dict[str, Policy] = {f"best {words}": _parse_best(words) for words in args.keep_best}
     if args.keep_last is not None:
-        _require(args.keep_last >= 1, f"--keep-last {args.keep_last}", "the newest is always kept: give 1 or more")
-        rules.append(Rule(f"last {args.keep_last}", KeepLast(args.keep_last)))
+        rules[f"last {args.keep_last}"] = KeepLast(args.keep_last)
     if args.keep_every is not None:
-        _require(args.keep_every >= 1, f"--keep-every {args.keep_every}", "give a number of steps, 1 or more")
-        rules.append(Rule(f"every {args.keep_every}", KeepEvery(args.keep_every)))
-    rules += [Rule(f"best {words}", _parse_best(words)) for words in args.keep_best]
+        rules[f"every {args.keep_every}"] = KeepEvery(args.keep_every)
     if args.keep_hours is not None:
-        _require(args.keep_hours > 0, f"--keep-hours {args.keep_hours:g}", "give a time in hours, more than 0")
-        rules.append(Rule(f"last {args.keep_hours:g} hours", KeepYounger(args.keep_hours * 3600)))
+        rules[f"last {args.keep_hours:g} hours"] = KeepYounger(args.keep_hours * 3600)
     if not rules:
         raise UsageError(
             "prune needs a rule that says what to keep", hint="for example --keep-last 3, and --dry-run to try it"
@@ -157,46 +138,35 @@ def parse_rules(args: argparse.Namespace) -> list[Rule]:
     return rules
 
 
-def _require(condition: bool, words: str, hint: str) -> None:
-    if not condition:
-        raise UsageError(words, hint=hint)
-
-
 def _parse_best(words: str) -> KeepBest:
-    metric, *rest = words.split(":")
-    mode: Mode = "min"
-    if rest and rest[-1] in {"min", "max"}:
-        mode = "max" if rest.pop() == "max" else "min"
-    if not metric or len(rest) > 1 or not all(part.isdigit() for part in rest):
+    found = re.fullmatch(r"([^:]+)(?::(\d+))?(?::(min|max))?", words)
+    if found is None:
         raise UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
-    count = int(rest[0]) if rest else 1
-    _require(count >= 1, f"--keep-best {words!r}", "give 1 or more after the metric, such as loss:2")
-    return KeepBest(metric, count, mode)
+    return KeepBest(found[1], int(found[2] or 1), "max" if found[3] == "max" else "min")
 
 
-def _check_metrics(rules: list[Rule], entries: list[Entry]) -> None:
+def _check_metrics(policies: Iterable[Policy], entries: list[Entry]) -> None:
     """Reject a metric that no checkpoint has, because a misspelt one would keep nothing."""
     known = {name for entry in entries for name in entry.metrics}
-    for rule in rules:
-        if isinstance(rule.policy, KeepBest) and rule.policy.metric not in known and entries:
-            metrics = f"they have {', '.join(sorted(known))}" if known else "they have none"
-            hint = did_you_mean(rule.policy.metric, known, otherwise=metrics)
-            raise UsageError(f"no checkpoint has the metric {rule.policy.metric!r}", hint=hint)
+    for policy in policies:
+        if isinstance(policy, KeepBest) and policy.metric not in known and entries:
+            hint = did_you_mean(policy.metric, known, otherwise=f"they have {', '.join(sorted(known)) or 'none'}")
+            raise UsageError(f"no checkpoint has the metric {policy.metric!r}", hint=hint)
 
 
 # -- what to delete
 
 
-def make_plan(run: Run, rules: list[Rule], *, force: bool = False) -> PrunePlan:
+def make_plan(run: Run, rules: dict[str, Policy], *, force: bool = False) -> PrunePlan:
     """Decide what to do with every checkpoint."""
     with ThreadPoolExecutor(_THREADS) as threads:
         entries = list(threads.map(lambda entry: _checked(run, entry), run.entries))
         now = datetime.now(timezone.utc)
-        _, unwanted = plan(entries, AnyOf(tuple(rule.policy for rule in rules)), now)
+        _, unwanted = plan(entries, AnyOf(tuple(rules.values())), now)
         reasons = threads.map(lambda entry: _reason_to_spare(run, entry, force=force), unwanted)
         spared = {entry.name: reason for entry, reason in zip(unwanted, reasons, strict=True) if reason}
     committed = [entry for entry in entries if entry.committed]
-    wanted = {rule.words: rule.policy.wants(committed, now) for rule in rules}
+    wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
 
     def why(entry: Entry) -> str:
         if not entry.committed:
@@ -223,69 +193,37 @@ def _checked(run: Run, entry: Entry) -> Entry:
 
 def _reason_to_spare(run: Run, entry: Entry, *, force: bool) -> str:
     """Return why a checkpoint that no rule keeps must not be deleted; empty if it may be."""
-    if writer := describe_writer(run, entry):
-        return writer
-    others = [] if force else foreign_files(run, entry)
-    return f"{describe_foreign(others)}: --force deletes that, too" if others else ""
-
-
-def describe_writer(run: Run, entry: Entry) -> str:
-    """Return which process is, or may be, saving a checkpoint; empty if certainly none is."""
     found = orphans.survey(run.catalog.root.place(entry.name))
     if found.living is not None:
         return f"being written by process {found.living.pid}"
-    return "perhaps being written on another machine" if found.elsewhere else ""
+    if found.elsewhere:
+        return "perhaps being written on another machine"
+    others = "" if force else foreign_files(run, entry)
+    return f"{others}: --force deletes that, too" if others else ""
 
 
-def foreign_files(run: Run, entry: Entry) -> list[str]:
-    """Return files and folders in the directory of a checkpoint that belong to no checkpoint."""
+def foreign_files(run: Run, entry: Entry) -> str:
+    """Name files and folders in the directory of a checkpoint that belong to no checkpoint; empty if there are none."""
     place = run.catalog.root.place(entry.name)
+    ours = {RECORD_NAME, REMOVING_NAME, *([] if entry.record is None else entry.record.names)}
+
+    def is_ours(name: str) -> bool:
+        known = name in ours or name.startswith(".tmp-") or save_id_of(name) or is_metadata(name) or is_data(name)
+        return bool(known) or (entry.layout == "torch" and name.endswith(DATA_SUFFIX))
+
     if local_path(place) is None:
-        return sorted(info.name for info in place.list() if not _is_ours(info.name, entry))
-    if os.path.islink(place.url):
-        return []  # only the link is deleted
-    # The store does not list folders and files whose names no blob can have, but they would be deleted as well.
-    with storage_errors("cannot list", place.url), os.scandir(place.url) as there:
-        return sorted(
-            f"{each.name}/" if each.is_dir(follow_symlinks=False) else each.name
-            for each in there
-            if each.is_dir(follow_symlinks=False) or not _is_ours(each.name, entry)
-        )
-
-
-def describe_foreign(names: list[str]) -> str:
-    """Return a few words about foreign files."""
-    others = len(names) - _MAX_NAMED
-    return f"it also holds {', '.join(names[:_MAX_NAMED])}" + (f" and {others:,} more" if others > 0 else "")
-
-
-def _is_ours(name: str, entry: Entry) -> bool:
-    named = [] if entry.record is None else entry.record.names
-    return (
-        name in (RECORD_NAME, REMOVING_NAME, *named)
-        or name.startswith(".tmp-")
-        or save_id_of(name) is not None
-        or is_metadata(name)
-        or is_data(name)
-        or (entry.layout == "torch" and name.endswith(DATA_SUFFIX))
-    )
-
-
-def lease_holder(run: Run) -> str:
-    """Return which running job holds the lease of a run; empty if none does."""
-    root = run.catalog.root
-    try:
-        holder = msgspec.json.decode(root.get(LEASE_NAME, limit=_MAX_LEASE_NBYTES), type=Holder)
-        if holder.released:
-            return ""
-        if holder.host == host_identity():
-            return str(holder) if process_start(holder.pid) == holder.started else ""
-        written_s = max((info.modified_s for info in root.list() if info.name == LEASE_NAME), default=0.0)
-    except BlobNotFound:
+        names = [info.name for info in place.list()]
+    elif os.path.islink(place.url):
+        names = []  # only the link is deleted
+    else:
+        # The store does not list folders and files whose names no blob can have, but they would be deleted as well.
+        with storage_errors("cannot list", place.url), os.scandir(place.url) as there:
+            names = [f"{each.name}/" if each.is_dir(follow_symlinks=False) else each.name for each in there]
+    foreign = sorted(name for name in names if name.endswith("/") or not is_ours(name))
+    if not foreign:
         return ""
-    except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return "a lease that cannot be read"
-    return str(holder) if time.time() - written_s < LEASE_S else ""
+    rest = f" and {len(foreign) - _MAX_NAMED:,} more" if len(foreign) > _MAX_NAMED else ""
+    return f"it also holds {', '.join(foreign[:_MAX_NAMED])}{rest}"
 
 
 def find_orphans(run: Run, entry: Entry) -> OrphanFiles | None:
@@ -318,10 +256,10 @@ def _print_plan(run: Run, planned: PrunePlan) -> None:
             table.add("sweep", printable(entry.name), format_size(found.nbytes), what, style="yellow")
     for entry in reversed(planned.deleted):
         others = foreign_files(run, entry)
-        why = "no rule keeps it" + (f"; {describe_foreign(others)}" if others else "")
+        why = "no rule keeps it" + (f"; {others}" if others else "")
         table.add("delete", printable(entry.name), format_size(entry.nbytes), printable(why), style="red")
     table.print()
-    echo(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
+    print(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
 
 
 def _summary(planned: PrunePlan) -> str:
@@ -368,40 +306,38 @@ def _confirmed(args: argparse.Namespace, planned: PrunePlan) -> bool:
 def _execute(run: Run, planned: PrunePlan, *, force: bool) -> dict[str, str]:
     """Delete, oldest first; return what could not be deleted, with the reason."""
     failed: dict[str, str] = {}
-    for entry in planned.deleted:
+    work = [(each, partial(_delete_checkpoint, run, each, force=force)) for each in planned.deleted]
+    for entry, delete in work + [(each.entry, partial(_delete_orphans, run, each)) for each in planned.orphans]:
         try:
-            # Checked again, because the plan may be minutes old.
-            now = run.catalog.find(entry.step)
-            if now is None or now.pinned or _identity(now) != _identity(entry):
-                failed[entry.name] = "another process has changed, pinned or deleted it since"
-            elif reason := _reason_to_spare(run, entry, force=force):
+            if reason := delete():
                 failed[entry.name] = reason
-            else:
-                run.catalog.root.remove(entry.name)
         except CheckpointError as exc:
             failed[entry.name] = exc.message
-    for each in planned.orphans:
-        try:
-            _delete_orphans(run, each)
-        except CheckpointError as exc:
-            failed[each.entry.name] = exc.message
     return failed
 
 
-def _identity(entry: Entry) -> tuple[Any, ...]:
-    return entry.status, entry.saved_at, entry.nbytes, entry.record.save_id if entry.record else None
+def _delete_checkpoint(run: Run, entry: Entry, *, force: bool) -> str:
+    """Delete a checkpoint, or return why not. It is checked again, because the plan may be minutes old."""
+    now = run.catalog.find(entry.step)
+    same = ("status", "saved_at", "nbytes", "save_id")
+    if now is None or now.pinned or any(getattr(now, name) != getattr(entry, name) for name in same):
+        return "another process has changed, pinned or deleted it since"
+    if reason := _reason_to_spare(run, entry, force=force):
+        return reason
+    run.catalog.root.remove(entry.name)
+    return ""
 
 
-def _delete_orphans(run: Run, planned: OrphanFiles) -> None:
+def _delete_orphans(run: Run, planned: OrphanFiles) -> str:
     """Delete files that are still orphans, one by one; a save that has started since keeps its own."""
     now = find_orphans(run, planned.entry)
-    if now is None:
-        return
-    store = run.catalog.root.place(planned.entry.name)
-    names = orphans.claims_last(set(now.names) & set(planned.names))
-    for name in sorted(names, key=REMOVING_NAME.__eq__):  # the deletion marker goes last
-        store.delete(name)
-    run.catalog.root.drop_empty(planned.entry.name)
+    if now is not None:
+        store = run.catalog.root.place(planned.entry.name)
+        names = orphans.claims_last(set(now.names) & set(planned.names))
+        for name in sorted(names, key=REMOVING_NAME.__eq__):  # the deletion marker goes last
+            store.delete(name)
+        run.catalog.root.drop_empty(planned.entry.name)
+    return ""
 
 
 COMMANDS = {

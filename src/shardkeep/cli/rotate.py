@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from shardkeep.cli import Command
-from shardkeep.cli.output import echo, echo_err, format_count, print_json, printable, styled
+from shardkeep.cli.output import echo_err, format_count, print_json, printable, styled
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.conversion.rotate import rotate_keys
 from shardkeep.errors import CheckpointError, StateError
@@ -32,10 +32,10 @@ def _run(args: argparse.Namespace) -> int:
     for each in documents:
         if each["status"] != "failed":
             style = styled(each["status"], "green" if each["status"] == "rotated" else "dim")
-            echo(f"{style}  {printable(each['path'])}")
+            print(f"{style}  {printable(each['path'])}")
     for each in failed:
         echo_err(f"failed   {printable(each['path'])}: {printable(each['reason'])}", "red")
-    echo(f"\n{format_count(sum(each['status'] == 'rotated' for each in documents), 'checkpoint')} rotated")
+    print(f"\n{format_count(sum(each['status'] == 'rotated' for each in documents), 'checkpoint')} rotated")
     return 2 if failed else 0
 
 

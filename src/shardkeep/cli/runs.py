@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from shardkeep.cli.output import UsageError, did_you_mean
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.manage.catalog import Catalog, Entry, Naming
+from shardkeep.manage.catalog import Catalog, Entry, Naming, template_of
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
@@ -22,7 +21,6 @@ from shardkeep.storage.base import local_path
 from shardkeep.storage.resolve import open_root, open_store
 
 DEFAULT_TEMPLATE = "step-{step}"
-_NUMBERED = re.compile(r"(.*?)([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,13 @@ def open_run(path: str, template: str | None = None) -> Run:
 
 
 def guess_template(names: Iterable[str]) -> str:
-    """
-    Find the template that most names match: `step-{step}`, `checkpoint-{step}`, `iter_{step:07d}` or similar.
-
-    The default template wins if any name matches it, or if no name ends in a number.
-    """
-    found = list(names)
-    default = Naming(DEFAULT_TEMPLATE)
-    numbered = [match for match in map(_NUMBERED.fullmatch, found) if match]
-    if not numbered or any(default.step(name) is not None for name in found):
+    """Find the template that most names match; the default one if any name matches that, or if none has a number."""
+    known = list(names)
+    templates = Counter(template for name in known if (template := template_of(name)))
+    if DEFAULT_TEMPLATE in templates or not templates:
         return DEFAULT_TEMPLATE
-    prefix = Counter(match[1] for match in numbered).most_common(1)[0][0]
-    digits = [match[2] for match in numbered if match[1] == prefix]
-    padded = any(number.startswith("0") and number != "0" for number in digits)
-    return prefix + (f"{{step:0{min(map(len, digits))}d}}" if padded else "{step}")
+    likely = [template for template, _ in templates.most_common(5)]
+    return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
 
 
 @contextmanager
@@ -77,25 +68,13 @@ def path_hints(where: str) -> Iterator[None]:
 
 
 def open_with_hints(where: str) -> Checkpoint:
-    """
-    Open a checkpoint.
-
-    Raises:
-        CheckpointNotFound: there is none; the hint says what is there instead, or what is spelt alike.
-
-    """
+    """Open a checkpoint; if there is none, the hint says what is there instead, or what is spelt alike."""
     with path_hints(where):
         return open_checkpoint(where)
 
 
 def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoint | Run:
-    """
-    Open a checkpoint, or the run whose checkpoints are below this path.
-
-    Raises:
-        CheckpointNotFound: it is neither.
-
-    """
+    """Open a checkpoint, or the run whose checkpoints are below this path; raise `CheckpointNotFound` if it is neither."""
     with path_hints(where):
         try:
             return open_checkpoint(where)
@@ -108,7 +87,14 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
 
 def open_existing_run(where: str, template: str | None = None) -> Run:
     """Open a run, which may have no checkpoint yet; a path that does not exist, or is a checkpoint, is an error."""
-    require_exists(where)
+    path = _local_path(where)
+    if path is None:
+        root = open_root(where, direct=False)
+        if next(root.places(), None) is None and next(root.list(), None) is None:
+            raise UsageError(f"{where}: there is nothing at this URL", hint=suggest_path(where))
+    elif not os.path.isdir(path):
+        what = "is not a directory" if os.path.exists(path) else "does not exist"
+        raise UsageError(f"{where}: {what}", hint=suggest_path(where))
     reject_checkpoint(where)
     return open_run(where, template)
 
@@ -126,18 +112,6 @@ def reject_checkpoint(where: str) -> None:
         raise UsageError(f"{where} is a checkpoint, not a run", hint=hint)
 
 
-def require_exists(where: str) -> None:
-    """Raise a `UsageError` if nothing is at this path, with a suggestion."""
-    path = _local_path(where)
-    if path is None:
-        root = open_root(where, direct=False)
-        if next(root.places(), None) is None and next(root.list(), None) is None:
-            raise UsageError(f"{where}: there is nothing at this URL", hint=suggest_path(where))
-    elif not os.path.isdir(path):
-        what = "is not a directory" if os.path.exists(path) else "does not exist"
-        raise UsageError(f"{where}: {what}", hint=suggest_path(where))
-
-
 def is_empty_directory(where: str) -> bool:
     """Return whether this is an empty directory: a run that has not started. Object stores have none."""
     path = _local_path(where)
@@ -153,7 +127,9 @@ def suggest_path(where: str) -> str:
         path = _local_path(where)
         if path is not None and os.path.isdir(path):
             return ""
-        return did_you_mean(base_name(where), _siblings(where, path))
+        parent, name = _split(where)
+        beside = open_root(parent, direct=False).places() if path is None else os.listdir(parent)
+        return did_you_mean(name, beside) if parent else ""
     except (CheckpointError, OSError):
         return ""
 
@@ -161,13 +137,6 @@ def suggest_path(where: str) -> str:
 def base_name(where: str) -> str:
     """Return the last part of a path or URL."""
     return _split(where)[1]
-
-
-def _siblings(where: str, path: str | None) -> list[str]:
-    if path is not None:
-        return os.listdir(os.path.dirname(path) or ".")
-    parent, _ = _split(where)
-    return list(open_root(parent, direct=False).places()) if parent else []
 
 
 def _split(where: str) -> tuple[str, str]:
@@ -181,5 +150,4 @@ def _split(where: str) -> tuple[str, str]:
 
 def _local_path(where: str) -> str | None:
     """Return the path on a local disk; None for other stores."""
-    store = open_store(where, direct=False)
-    return local_path(store)
+    return local_path(open_store(where, direct=False))

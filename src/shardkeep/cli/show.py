@@ -12,12 +12,10 @@ from shardkeep.cli.contents import Item, find_item, item_json, print_chunks, sto
 from shardkeep.cli.output import (
     ReadProgress,
     UsageError,
-    echo,
     format_bar,
     format_count,
     format_number,
     format_shape,
-    format_size,
     print_json,
     printable,
     printable_lines,
@@ -33,7 +31,7 @@ from shardkeep.opening import Checkpoint, StoredTensor
 if TYPE_CHECKING:
     import torch
 
-    from shardkeep.cli.tensors import Histogram, Statistics
+    from shardkeep.cli.tensors import Statistics
 
 _MAX_VALUES = 1_000_000
 _MAX_CHUNKS = 8
@@ -72,7 +70,7 @@ def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) ->
         document = item_json(checkpoint, item, chunks=False)
         print_json(document | {"type": type(value).__name__, "value": to_json(value)})
     else:
-        echo(printable_lines(value if isinstance(value, str) else repr(value)))
+        print(printable_lines(value if isinstance(value, str) else repr(value)))
     return 0
 
 
@@ -80,13 +78,7 @@ def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) ->
 
 
 def parse_slice(text: str) -> tuple[Any, ...]:
-    """
-    Parse an index expression: integers, slices and one `...`, separated by commas, with or without brackets.
-
-    Raises:
-        UsageError: it is something else.
-
-    """
+    """Parse an index expression: integers, slices and one `...`, separated by commas, with or without brackets."""
     inner = text.strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1].strip()
@@ -124,8 +116,8 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
         document = item_json(checkpoint, item, chunks=False)
         print_json(document | {"slice": args.slice, "values": _values_json(values)})
         return 0
-    echo(f"{printable(item.key)}[{args.slice}]  {item.dtype} {format_shape(values.shape)}")
-    echo(np.array2string(values.numpy(), max_line_width=terminal_width() or 100, precision=6, separator=" "))
+    print(f"{printable(item.key)}[{args.slice}]  {item.dtype} {format_shape(values.shape)}")
+    print(np.array2string(values.numpy(), max_line_width=terminal_width() or 100, precision=6, separator=" "))
     return 0
 
 
@@ -159,27 +151,34 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
             why_not = exc.message
         first = list(map(format_number, first_values(stored, _FIRST_VALUES).tolist()))
     if args.json:
-        document = item_json(checkpoint, item, chunks=True)
-        document["statistics"] = None if statistics is None else _statistics_json(statistics)
-        document["histogram"] = None if histogram is None else vars(histogram)
+        document = item_json(checkpoint, item, chunks=True) | {"statistics": None, "histogram": None}
+        if statistics is not None:
+            public = {name: value for name, value in vars(statistics).items() if not name.startswith("_")}
+            document["statistics"] = {**public, "std": statistics.std, "norm": statistics.norm}
+        if histogram is not None:
+            document["histogram"] = vars(histogram)
         print_json(document)
         return 0
-    echo(styled(printable(item.key), "bold"))
-    tied = f", shared with {printable(item.tied_to)}" if item.tied_to else ""
-    echo(f"  {item.what}, {format_size(item.nbytes)}{tied}")
+    print(styled(printable(item.key), "bold"))
+    print(f"  {item.description}")
     chunks = stored_chunks(checkpoint, item)
     listed = chunks if args.chunks else chunks[:_MAX_CHUNKS]
     print_chunks(listed)
     if len(chunks) > len(listed):
-        echo(f"  and {format_count(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
+        print(f"  and {format_count(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
     if first:
-        echo(f"  values   {_fit_line(first, more=math.prod(item.shape) > len(first))}")
+        print(f"  values   {_fit_line(first, more=math.prod(item.shape) > len(first))}")
     if why_not:
-        echo(f"  no statistics: {why_not}")
+        print(f"  no statistics: {why_not}")
     if statistics is not None:
         _print_statistics(statistics)
     if histogram is not None:
-        _print_histogram(histogram)
+        most = max(histogram.counts)
+        print()
+        for at, count in enumerate(histogram.counts):
+            bar = styled(format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
+            print(f"  {histogram.lower_bound(at):>11.4g} ┤{bar} {count:,}")
+        print(f"  {histogram.high:>11.4g} ┘")
     return 0
 
 
@@ -195,37 +194,11 @@ def _print_statistics(found: Statistics) -> None:
     infinite = found.positive_inf + found.negative_inf
     nan = styled(f"NaN {found.nan:,}", "red") if found.nan else "NaN 0"
     inf = styled(f"Inf {infinite:,}", "red") if infinite else "Inf 0"
-    echo()
-    echo(f"  {format_count(found.count, 'element')}" + (", by absolute value" if found.of_magnitudes else ""))
-    echo(f"  min {format_number(found.least):>13}   mean {format_number(found.mean):>13}   zeros {found.zeros:>12,}")
-    echo(f"  max {format_number(found.greatest):>13}   std  {format_number(found.std):>13}   {nan}  {inf}")
-    echo(f"                      norm {format_number(found.norm):>13}")
-
-
-def _print_histogram(histogram: Histogram) -> None:
-    most = max(histogram.counts)
-    echo()
-    for at, count in enumerate(histogram.counts):
-        echo(
-            f"  {histogram.lower_bound(at):>11.4g} ┤{styled(format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), 'cyan')} {count:,}"
-        )
-    echo(f"  {histogram.high:>11.4g} ┘")
-
-
-def _statistics_json(found: Statistics) -> dict[str, Any]:
-    return {
-        "count": found.count,
-        "min": found.least,
-        "max": found.greatest,
-        "mean": found.mean,
-        "std": found.std,
-        "norm": found.norm,
-        "zeros": found.zeros,
-        "nan": found.nan,
-        "positive_inf": found.positive_inf,
-        "negative_inf": found.negative_inf,
-        "of_magnitudes": found.of_magnitudes,
-    }
+    print()
+    print(f"  {format_count(found.count, 'element')}" + (", by absolute value" if found.of_magnitudes else ""))
+    print(f"  min {format_number(found.min):>13}   mean {format_number(found.mean):>13}   zeros {found.zeros:>12,}")
+    print(f"  max {format_number(found.max):>13}   std  {format_number(found.std):>13}   {nan}  {inf}")
+    print(f"                      norm {format_number(found.norm):>13}")
 
 
 COMMANDS = {

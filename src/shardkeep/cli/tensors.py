@@ -61,11 +61,6 @@ def iter_blocks(stored: StoredTensor, block_elements: int = BLOCK_ELEMENTS) -> I
                 yield Box(tuple(map(sum, zip(box.offsets, part.offsets, strict=True))), part.sizes)
 
 
-def read_block(stored: StoredTensor, box: Box) -> torch.Tensor:
-    """Read one box."""
-    return stored[slices(box)]
-
-
 def iter_pieces(block: torch.Tensor) -> Iterator[torch.Tensor]:
     """Split a flat block into pieces to compute with."""
     for start in range(0, len(block), PIECE_ELEMENTS):
@@ -76,42 +71,38 @@ def as_numbers(block: torch.Tensor) -> torch.Tensor:
     """
     Convert elements without rounding to a dtype that torch computes with: float64, complex128 or int64.
 
-    Raises:
-        UnsupportedLeaf: they are raw bits, or several numbers are packed in one element.
-
+    Raises `UnsupportedLeaf` if they are raw bits, or several numbers are packed in one element.
     """
     dtype = block.dtype
     name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
         return block.to(torch.complex128)
-    if dtype.is_floating_point and name != "float4_e2m1fn_x2":
-        return block.to(torch.float32).to(torch.float64) if dtype.itemsize == 1 else block.to(torch.float64)
+    if name in _SUB_BYTE or name.startswith(("bits", "float4")):
+        raise UnsupportedLeaf(f"no arithmetic with {name}: a byte may hold several numbers")
     if dtype == torch.uint64:
         # Torch has few operations for uint64, and int64 would wrap. float64 is exact up to 2**53.
         array = block.numpy()
         return torch.from_numpy(array.astype(np.int64 if not array.size or array.max() < 1 << 63 else np.float64))
-    if name in _SUB_BYTE or name.startswith(("bits", "float4")):
-        raise UnsupportedLeaf(f"no arithmetic with {name}: a byte may hold several numbers")
+    if dtype.is_floating_point:
+        return block.to(torch.float32).to(torch.float64) if dtype.itemsize == 1 else block.to(torch.float64)
     return block.to(torch.int64 if dtype.itemsize == 8 else torch.float64)
 
 
 def plain_values(block: torch.Tensor) -> torch.Tensor:
     """Convert elements to a dtype that can be printed; raw bits become bytes."""
+    if block.dtype in {torch.bool, torch.uint64, torch.float32, torch.complex64}:
+        return block  # float64 would print digits that float32 does not have
     try:
         numbers = as_numbers(block)
     except UnsupportedLeaf:
         return block.view(torch.uint8)
-    if block.dtype == torch.bool:
-        return block
-    if block.dtype in {torch.float32, torch.complex64}:
-        return block  # float64 would print digits that it does not have
     return numbers.to(torch.float32) if block.dtype.is_floating_point and block.dtype.itemsize < 4 else numbers
 
 
 def first_values(stored: StoredTensor, many: int) -> torch.Tensor:
     """Read the first elements of a tensor in row-major order, as a flat tensor."""
     count = min(many, math.prod(stored.shape))
-    parts = [read_block(stored, box).reshape(-1) for box in flat_range_to_boxes(stored.shape, 0, count)]
+    parts = [stored[slices(box)].reshape(-1) for box in flat_range_to_boxes(stored.shape, 0, count)]
     return torch.cat([plain_values(part) for part in parts]) if parts else torch.empty(0)
 
 
@@ -129,28 +120,28 @@ class Statistics:
     """
 
     count: int = 0
-    finite: int = 0
+    min: Number | None = None
+    max: Number | None = None
+    mean: float = math.nan
     zeros: int = 0
     nan: int = 0
     positive_inf: int = 0
     negative_inf: int = 0
-    least: Number | None = None
-    greatest: Number | None = None
-    mean: float = math.nan
-    _spread: float = 0.0
-    """Sum of squared distances from the mean."""
     of_magnitudes: bool = False
     """Whether the elements are complex, and these are statistics of their absolute values."""
+    _finite: int = 0
+    _spread: float = 0.0
+    """Sum of squared distances from the mean."""
 
     @property
     def std(self) -> float:
         """Standard deviation of the finite elements as a population, not as a sample."""
-        return math.sqrt(self._spread / self.finite) if self.finite else math.nan
+        return math.sqrt(self._spread / self._finite) if self._finite else math.nan
 
     @property
     def norm(self) -> float:
         """Euclidean norm of the finite elements."""
-        return math.sqrt(self._spread + self.finite * self.mean * self.mean) if self.finite else 0.0
+        return math.sqrt(self._spread + self._finite * self.mean * self.mean) if self._finite else 0.0
 
     def add(self, block: torch.Tensor) -> None:
         """Include the elements of a piece of a block."""
@@ -166,38 +157,32 @@ class Statistics:
                 self.negative_inf += int(numbers.isneginf().sum())
                 numbers = numbers[good]
         if numbers.numel():
-            least, greatest = _bounds(block, numbers)
+            is_whole = not block.dtype.is_floating_point and not block.dtype.is_complex
+            low, high = (int(bound) if is_whole else bound.item() for bound in torch.aminmax(numbers))
+            if block.dtype == torch.uint64:  # `numbers` may be rounded
+                low, high = int(block.numpy().min()), int(block.numpy().max())
             floats = numbers.to(torch.float64)
             mean = float(floats.mean())
             spread = float((floats - mean).square_().sum())
-            self.merge(Statistics(finite=floats.numel(), least=least, greatest=greatest, mean=mean, _spread=spread))
+            self.merge(Statistics(min=low, max=high, mean=mean, _finite=floats.numel(), _spread=spread))
 
     def merge(self, other: Statistics) -> None:
         """Include the elements of other statistics."""
         for name in ("count", "zeros", "nan", "positive_inf", "negative_inf"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.of_magnitudes |= other.of_magnitudes
-        if not other.finite:
+        if not other._finite:
             return
-        if not self.finite:
-            self.least, self.greatest, self.mean, self._spread = other.least, other.greatest, other.mean, other._spread
+        if not self._finite:
+            self.min, self.max, self.mean, self._spread = other.min, other.max, other.mean, other._spread
         else:
-            self.least = min(x for x in (self.least, other.least) if x is not None)
-            self.greatest = max(x for x in (self.greatest, other.greatest) if x is not None)
-            both = self.finite + other.finite
+            self.min = min(x for x in (self.min, other.min) if x is not None)
+            self.max = max(x for x in (self.max, other.max) if x is not None)
+            share = other._finite / (self._finite + other._finite)
             apart = other.mean - self.mean
-            self.mean += apart * (other.finite / both)
-            self._spread += other._spread + apart * apart * self.finite * (other.finite / both)
-        self.finite += other.finite
-
-
-def _bounds(block: torch.Tensor, numbers: torch.Tensor) -> tuple[Number, Number]:
-    if block.dtype == torch.uint64:  # `numbers` may be rounded
-        array = block.numpy()
-        return int(array.min()), int(array.max())
-    least, greatest = (bound.item() for bound in torch.aminmax(numbers))
-    is_whole = not block.dtype.is_floating_point and not block.dtype.is_complex
-    return (int(least), int(greatest)) if is_whole else (least, greatest)
+            self.mean += apart * share
+            self._spread += other._spread + apart * apart * self._finite * share
+        self._finite += other._finite
 
 
 def _real(numbers: torch.Tensor) -> torch.Tensor:
@@ -221,7 +206,7 @@ def map_blocks(stored: StoredTensor, work: Callable[[torch.Tensor], T], on_block
     """Read a tensor block by block on several threads, and yield the result of `work` on each flat block."""
 
     def read(box: Box) -> T:
-        block = read_block(stored, box).reshape(-1)
+        block = stored[slices(box)].reshape(-1)
         result = work(block)
         on_block(block.nbytes)
         return result
@@ -251,11 +236,11 @@ def compute_histogram(stored: StoredTensor, found: Statistics, bins: int, on_blo
 
     If all are integers within a small range, each integer gets its own interval.
     """
-    if found.least is None or found.greatest is None or found.least == found.greatest:
+    if found.min is None or found.max is None or found.min == found.max:
         return None
-    low, high = float(found.least), float(found.greatest)
-    if isinstance(found.least, int) and found.greatest - found.least < bins:
-        bins = int(found.greatest - found.least) + 1
+    low, high = float(found.min), float(found.max)
+    if isinstance(found.min, int) and found.max - found.min < bins:
+        bins = int(found.max - found.min) + 1
         high = low + bins
     if not math.isfinite(high - low):
         return None  # they span the whole range of float64, so the width of an interval would be infinite
@@ -328,7 +313,7 @@ def compare_tensors(one: StoredTensor, other: StoredTensor, tolerance: Tolerance
     """Compare two tensors of the same shape. `on_block` is called with the size of each block of the first."""
     found = TensorChange()
     for box in iter_blocks(one):
-        a, b = read_block(one, box), read_block(other, box)
+        a, b = one[slices(box)], other[slices(box)]
         _add_block(found, a, b, box, tolerance)
         on_block(a.nbytes)
     return found
@@ -338,10 +323,9 @@ def compare_tensor_batch(
     one: Checkpoint, other: Checkpoint, pairs: Sequence[tuple[Item, Item]], tolerance: Tolerance
 ) -> list[TensorChange]:
     """Compare pairs of small tensors, reading those of each checkpoint in one go."""
-    ours = _read(one, [item for item, _ in pairs])
-    theirs = _read(other, [item for _, item in pairs])
     changes = []
-    for a, b in zip(ours, theirs, strict=True):
+    both = (_read(one, [item for item, _ in pairs]), _read(other, [item for _, item in pairs]))
+    for a, b in zip(*both, strict=True):
         found = TensorChange()
         if a.dtype == b.dtype and torch.equal(_raw(a.reshape(-1)), _raw(b.reshape(-1))):
             found.elements = a.numel()
@@ -360,48 +344,40 @@ def _read(checkpoint: Checkpoint, items: Sequence[Item]) -> list[torch.Tensor]:
 
 
 def _add_block(found: TensorChange, a: torch.Tensor, b: torch.Tensor, box: Box, tolerance: Tolerance) -> None:
-    a, b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, len(a), PIECE_ELEMENTS):
-        many = min(PIECE_ELEMENTS, len(a) - start)
-        _add(found, _Piece(a.narrow(0, start, many), b.narrow(0, start, many), box, start), tolerance)
+    """Include the same box of both tensors."""
+    pieces = zip(iter_pieces(a.reshape(-1)), iter_pieces(b.reshape(-1)), strict=True)
+    for number, piece in enumerate(pieces):
+        differs = _compare(found, *piece, tolerance)
+        many = int(differs.sum())
+        found.changed += many
+        if many and found.first is None:
+            at = int(differs.nonzero()[0])
+            inside = np.unravel_index(number * PIECE_ELEMENTS + at, box.sizes)
+            found.first = tuple(offset + int(i) for offset, i in zip(box.offsets, inside, strict=True))
+            values = [plain_values(side.narrow(0, at, 1)).tolist() for side in piece]
+            found.before, found.after = (value[0] if len(value) == 1 else value for value in values)
 
 
-class _Piece(NamedTuple):
-    """Consecutive elements of the same block of both tensors."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    box: Box
-    start: int
-    """Elements of the block before this piece."""
-
-    def index_of(self, at: int) -> tuple[int, ...]:
-        """Return the index of an element of this piece in the whole tensor."""
-        inside = np.unravel_index(self.start + at, self.box.sizes)
-        return tuple(offset + int(i) for offset, i in zip(self.box.offsets, inside, strict=True))
-
-
-def _add(found: TensorChange, piece: _Piece, tolerance: Tolerance) -> None:
-    a, b = piece.a, piece.b
+def _compare(found: TensorChange, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    """Compare consecutive elements, and return which of them differ."""
     found.elements += a.numel()
-    same_type = a.dtype == b.dtype
-    bits = _bits_differ(a, b) if same_type else None
+    bits = (_raw(a) != _raw(b)).any(dim=1) if a.dtype == b.dtype else None
     try:
-        x, y = _both(as_numbers(a), as_numbers(b))
+        x, y = as_numbers(a), as_numbers(b)
     except UnsupportedLeaf:
         found.has_numbers = False
-        differs = bits if bits is not None else torch.ones(a.shape, dtype=torch.bool)
-        _note(found, differs, _raw(a), _raw(b), piece)
-        return
+        return bits if bits is not None else torch.ones(a.shape, dtype=torch.bool)
+    common = torch.promote_types(x.dtype, y.dtype)
+    x, y = x.to(common), y.to(common)
     finite = x.isfinite()
     all_finite = bool(finite.all())
     found.base_squares += float((x if all_finite else x[finite]).abs().to(torch.float64).square_().sum())
     if bits is not None and not bits.any():
-        return
+        return bits
     is_whole = not a.dtype.is_floating_point and not a.dtype.is_complex
     # Integers are compared by their bits, because their conversion may round.
     same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
-    distance = _distance_unsigned(a, b) if same_type and a.dtype == torch.uint64 else _distance(x, y)
+    distance = _distance_unsigned(a, b) if a.dtype == b.dtype == torch.uint64 else _distance(x, y)
     if any(tolerance):
         # An infinite distance is never within a tolerance, not even an infinite one.
         differs = ~same_number & ~(
@@ -412,19 +388,13 @@ def _add(found: TensorChange, piece: _Piece, tolerance: Tolerance) -> None:
         found.bits_alone += int((bits & same_number).sum())
     else:
         differs = ~same_number
-    _note(found, differs, x, y, piece)
     both = finite & y.isfinite()
     found.not_finite += int((differs & ~both & ~same_number).sum())
     apart = distance[both & ~same_number]
     if apart.numel():
         found.max_abs = max(found.max_abs, float(apart.max()))
         found.squares += float(apart.square_().sum())
-
-
-def _both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert both to their common dtype."""
-    common = torch.promote_types(x.dtype, y.dtype)
-    return x.to(common), y.to(common)
+    return differs
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -445,24 +415,3 @@ def _distance_unsigned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _raw(elements: torch.Tensor) -> torch.Tensor:
     """Return the bytes of elements, one row per element."""
     return elements.contiguous().view(torch.uint8).reshape(len(elements), elements.element_size())
-
-
-def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return for each element whether any of its bits differ."""
-    one, other = _raw(a), _raw(b)
-    if torch.equal(one, other):
-        return torch.zeros(len(a), dtype=torch.bool)
-    return (one != other).any(dim=1)
-
-
-def _note(found: TensorChange, differs: torch.Tensor, x: torch.Tensor, y: torch.Tensor, piece: _Piece) -> None:
-    many = int(differs.sum())
-    found.changed += many
-    if many and found.first is None:
-        at = int(differs.nonzero()[0])
-        found.first = piece.index_of(at)
-        found.before, found.after = (
-            # A converted uint64 may be rounded.
-            int(own.numpy()[at]) if own.dtype == torch.uint64 else number[at].tolist()
-            for own, number in ((piece.a, x), (piece.b, y))
-        )

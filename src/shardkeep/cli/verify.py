@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from shardkeep.cli import Command
 from shardkeep.cli.output import (
     ReadProgress,
-    echo,
     format_count,
     format_size,
     format_speed,
@@ -33,7 +32,6 @@ from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, KeyMissing, WrongKey
 from shardkeep.format.record import FileEntry
-from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint, verify_stored
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
@@ -88,12 +86,16 @@ def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None
 
 
 def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
+    store = CountingStore(open_store(where, direct=Options().direct_io), on_read)
     try:
-        checkpoint = open_checkpoint(open_counting(where, on_read) if deep else where)
+        checkpoint = open_checkpoint(store if deep else where)
     except (KeyMissing, WrongKey) as exc:
-        problems = _wrong_keys(exc)
+        problems = []
+        if keys_for(Options()) is not None:  # a user who is about to discard an old key relies on this being a problem
+            wrong = "none of the given keys decrypts it: " if isinstance(exc, WrongKey) else ""
+            problems = [f"{wrong}{exc.message}"]
         try:
-            report = verify_stored(open_counting(where, on_read), deep=deep)
+            report = verify_stored(store, deep=deep)
         except DamagedCheckpoint as damaged:
             return CheckResult(problems=[*problems, *(damaged.details.get("problems") or [damaged.message])])
         return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
@@ -107,14 +109,6 @@ def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
         nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
         without_digests=sum(not file.block_nbytes for file in files),
     )
-
-
-def _wrong_keys(exc: KeyMissing | WrongKey) -> list[str]:
-    """Return the problem with the given keys; none if no key was given, because a check does not need one."""
-    if keys_for(Options()) is None:
-        return []
-    # A user who is about to discard an old key relies on this being a problem.
-    return [f"none of the given keys decrypts it: {exc.message}" if isinstance(exc, WrongKey) else exc.message]
 
 
 def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
@@ -142,12 +136,9 @@ def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
 # -- reads that are counted, for progress
 
 
-def open_counting(where: str, on_read: OnRead) -> Store:
-    """Open the store of a path or URL, with `on_read` called for every read."""
-    return _CountingStore(open_store(where, direct=Options().direct_io), on_read)
+class CountingStore(StoreWrapper):
+    """A store that calls `on_read` for every read."""
 
-
-class _CountingStore(StoreWrapper):
     def __init__(self, inner: Store, on_read: OnRead) -> None:
         super().__init__(inner)
         self._on_read = on_read
@@ -157,9 +148,9 @@ class _CountingStore(StoreWrapper):
         """The inner store's: reads that bypass the store are only not counted."""
         return local_path(self.inner)
 
-    def any_names(self) -> _CountingStore:
+    def any_names(self) -> CountingStore:
         """Return the inner store's view, with its reads counted."""
-        return _CountingStore(with_any_names(self.inner), self._on_read)
+        return CountingStore(with_any_names(self.inner), self._on_read)
 
     def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:  # noqa: ARG002 - all reads count
         return _CountingReader(reader, self._on_read)
@@ -178,15 +169,6 @@ class _CountingReader(ReaderWrapper):
 # -- the command
 
 
-class Target(NamedTuple):
-    """A path that may be a checkpoint."""
-
-    path: str
-    entry: Entry | None
-    """Its entry in the catalog, if it was found in a run."""
-    nbytes: int
-
-
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them")
     parser.add_argument("--deep", action="store_true", help="read every byte and compare it with its digest")
@@ -197,54 +179,50 @@ def _run(args: argparse.Namespace) -> int:
     """Check all of them; 1 if one is damaged, 2 if one could not be checked and none is known to be damaged."""
     targets = [target for path in args.path for target in _targets(path, args.template)]
     documents: list[dict[str, Any]] = []
-    worst = 0
-    for target in targets:
-        if target.entry is not None and target.entry.status == "unfinished":
-            reason = target.entry.reason
-            document = {"path": target.path, "status": "unfinished", "reason": reason}
-            text = f"{styled('skip', 'yellow')}  {printable(target.path)}  unfinished: {printable(reason)}"
+    for path, nbytes, unfinished in targets:
+        if unfinished:
+            document = {"path": path, "status": "unfinished", "reason": unfinished}
+            text = f"{styled('skip', 'yellow')}  {printable(path)}  unfinished: {printable(unfinished)}"
         else:
-            with ReadProgress(base_name(target.path), target.nbytes) as progress:
-                result = check_checkpoint(target.path, deep=args.deep, on_read=progress.add)
-            document, text = _result_json(target, result, deep=args.deep), _result_text(target, result, deep=args.deep)
-            worst = _worse(worst, 1 if result.problems else 2 if result.unknown else 0)
+            with ReadProgress(base_name(path), nbytes) as progress:
+                result = check_checkpoint(path, deep=args.deep, on_read=progress.add)
+            document, text = _result_json(path, result, deep=args.deep), _result_text(path, result, deep=args.deep)
         documents.append(document)
         if not args.json:
-            echo(text)
+            print(text)
+    found = {document["status"] for document in documents}
+    worst = 1 if "damaged" in found else 2 if "unknown" in found else 0
     if args.json:
         print_json({"sound": worst == 0, "deep": args.deep, "checkpoints": documents})
     elif len(targets) > 1:
         sound = sum(document["status"] == "sound" for document in documents)
-        echo(f"\n{sound:,} of {format_count(len(targets), 'checkpoint')} sound")
+        print(f"\n{sound:,} of {format_count(len(targets), 'checkpoint')} sound")
     elif not targets:
-        echo("no checkpoint yet")
+        print("no checkpoint yet")
     if not args.json and not args.deep and targets and worst == 0:
-        echo(styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
+        print(styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
     return worst
 
 
-def _worse(worst: int, code: int) -> int:
-    return 1 if 1 in {worst, code} else max(worst, code)
-
-
-def _targets(path: str, template: str | None) -> Iterator[Target]:
-    """Yield the checkpoint at a path, damaged or not, or all checkpoints of a run."""
+def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
+    """Yield path and size of the checkpoint at a path, or of all of a run; and why it is unfinished, if it is."""
     try:
         record = find(open_store(path, direct=Options().direct_io)).record
     except CheckpointNotFound:
         run = open_existing_run(path, template)
         if not run.entries and not is_empty_directory(path):
             raise
-        yield from (Target(run.path_of(entry), entry, entry.nbytes) for entry in run.entries)
+        for entry in run.entries:
+            yield run.path_of(entry), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
         return
     except CheckpointError:  # the check will report it
-        yield Target(path, None, 0)
+        yield path, 0, ""
         return
-    yield Target(path, None, record.stored_nbytes)
+    yield path, record.stored_nbytes, ""
 
 
-def _result_text(target: Target, result: CheckResult, *, deep: bool) -> str:
-    path = printable(target.path)
+def _result_text(path: str, result: CheckResult, *, deep: bool) -> str:
+    path = printable(path)
     if result.problems:
         lines = [f"{styled('BAD', 'red')}   {path}  {format_count(len(result.problems), 'problem')}"]
         return "\n".join(lines + [wrap_lines(printable(problem), "      ") for problem in result.problems])
@@ -268,10 +246,10 @@ def _result_text(target: Target, result: CheckResult, *, deep: bool) -> str:
     return f"{styled('ok', 'green')}    {path}  {text}"
 
 
-def _result_json(target: Target, result: CheckResult, *, deep: bool) -> dict[str, Any]:
+def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any]:
     status = "damaged" if result.problems else "unknown" if result.unknown else "sound"
     return {
-        "path": target.path,
+        "path": path,
         "status": status,
         "problems": result.problems,
         "reason": result.unknown or None,

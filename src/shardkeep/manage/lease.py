@@ -32,7 +32,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
-from shardkeep.storage.base import Store, Version
+from shardkeep.storage.base import Root, Store, Version
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
@@ -311,6 +311,22 @@ class Lease:
     def _is_mine(self, seen: bytes | None) -> bool:
         holder = _decoded(seen or b"")
         return holder is not None and holder.id == self._mine.id
+
+
+def running_holder(root: Root) -> str:
+    """Return which running job holds the lease of a root, as far as can be told at once; empty if none does."""
+    try:
+        holder = _decoded(root.get(LEASE_NAME, limit=_MAX_NBYTES))
+        written_s = max((info.modified_s for info in root.list() if info.name == LEASE_NAME), default=0.0)
+    except BlobNotFound:
+        return ""
+    except CheckpointError:
+        holder = None
+    if holder is None:
+        return "a lease that cannot be read"
+    here = holder.host == host_identity()
+    holds = process_start(holder.pid) == holder.started if here else time.time() - written_s < LEASE_S
+    return str(holder) if holds and not holder.released else ""
 
 
 def _decoded(data: bytes) -> Holder | None:
