@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.storage.base import Store, Version
-from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.fsspec import FsspecStore, _shared
 from shardkeep.storage.local import LocalStore
-from shardkeep.storage.object_store import ObjectStore, SmallObjects
+from shardkeep.storage.object_store import ObjectStore
 from tests.support.s3_server import S3Server
 
 Opened = Callable[..., ObjectStore]
@@ -93,7 +91,7 @@ def test_two_processes(s3_place: Opened, s3_server: S3Server, tmp_path: Any, kin
     assert sorted(added) == sorted(f"{me} {i}" for me in "ab" for i in range(rounds))
 
 
-class _Careless(SmallObjects):
+class _Careless(ObjectStore):
     """A service that says that all is well, and looks at no condition."""
 
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
@@ -104,21 +102,20 @@ def test_a_service_that_ignores_conditions_is_found_out(s3_place: Opened) -> Non
     """It is probed once, leaves nothing behind, and warns once; a name that is taken is still refused."""
     store = s3_place(settle_s=0.01, requests=9)
     small = _Careless(store.bucket, store.prefix, store.url)
-    swaps = ConditionalPuts(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
     with pytest.warns(UserWarning, match="does not check the conditions of puts"):
-        swaps.put("a", b"old")
+        small.put("a", b"old")
     assert [info.name for info in store.list()] == ["a"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(StorageError) as caught:
-            swaps.put("a", b"new")
+            small.put("a", b"new")
     assert caught.value.errno == errno.EEXIST
     assert store.get("a", limit=9) == b"old"
-    swaps.put("a", b"new", over=small.version("a"))
+    small.put("a", b"new", over=small.version("a"))
     assert store.get("a", limit=9) == b"new"
 
 
-class _HalfCareful(SmallObjects):
+class _HalfCareful(ObjectStore):
     """A service that checks whether there is one, and not which one."""
 
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
@@ -129,15 +126,14 @@ def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
     """A service may check one and ignore the other: of two who swap the same version one is refused all the same."""
     store = s3_place(settle_s=0.01, requests=10)
     small = _HalfCareful(store.bucket, store.prefix, store.url)
-    swaps = ConditionalPuts(small, store.url, settle_s=0.01, lock=store.bucket.lock, warned=store.bucket.warned)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        swaps.put("a", b"old")
+        small.put("a", b"old")
     seen = small.version("a")
     with pytest.warns(UserWarning, match="does not check the conditions of puts"):
-        swaps.put("a", b"first", over=seen)
+        small.put("a", b"first", over=seen)
     with pytest.raises(StorageError) as caught:
-        swaps.put("a", b"second", over=seen)
+        small.put("a", b"second", over=seen)
     assert caught.value.errno == errno.EEXIST
     assert store.get("a", limit=9) == b"first"
     assert [info.name for info in store.list()] == ["a"]
@@ -152,7 +148,7 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened)
     store = s3_place(requests=12)
     store.put("shardkeep.probe", b"1", replace=True)
 
-    class Beside(SmallObjects):
+    class Beside(ObjectStore):
         """Another process probes, too, and deletes its object at the worst moment."""
 
         def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
@@ -169,7 +165,8 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened)
 
 def test_who_is_overtaken_without_conditions_is_told(s3_place: Opened) -> None:
     """Another's bytes a moment later mean that the other has won."""
-    store = s3_place(conditional_puts=False)
+    store = s3_place(conditional_puts=False, settle_s=0.0)
+    store.bucket.warned.add("conditions")
 
     class _Overtaken(_Careless):
         def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
@@ -177,13 +174,12 @@ def test_who_is_overtaken_without_conditions_is_told(s3_place: Opened) -> None:
             super().send(name, b"theirs")
 
     small = _Overtaken(store.bucket, store.prefix, store.url)
-    swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned={"conditions"})
     with pytest.raises(StorageError) as caught:
-        swaps.put("a", b"mine")
+        small.put("a", b"mine")
     assert caught.value.errno == errno.EEXIST
 
 
-class _LosesAnswers(SmallObjects):
+class _LosesAnswers(ObjectStore):
     """Does what it is asked, and fails to say so, once."""
 
     lost = 0
@@ -200,16 +196,15 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
     """A put that is refused because of our own first attempt succeeded; one refused because of another writer did not."""
     store = s3_place(conditional_puts=True)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
-    swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
     seen = None
     if swap:
         store.put("a", b"old")
         seen = store.version("a")
-    swaps.put("a", b"mine", over=seen)
+    small.put("a", b"mine", over=seen)
     assert (small.lost, store.get("a", limit=9)) == (1, b"mine")
     # The same bytes by another writer, and no answer lost: refused.
     with pytest.raises(StorageError) as caught:
-        swaps.put("a", b"mine", over=seen)
+        small.put("a", b"mine", over=seen)
     assert caught.value.errno == errno.EEXIST
 
 
@@ -217,24 +212,20 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
     ("retry_s", "retried", "times"), [(60.0, False, 4), (60.0, True, 1), (1e-9, False, 1)], ids=["4", "retried", "late"]
 )
 def test_a_put_is_not_tried_for_longer_than_was_said(
-    monkeypatch: pytest.MonkeyPatch, retry_s: float, retried: bool, times: int
+    s3_place: Opened, monkeypatch: pytest.MonkeyPatch, retry_s: float, retried: bool, times: int
 ) -> None:
     """What the library tried again for all its time, or what came after that time, is given up."""
+    store = s3_place(conditional_puts=True, retry_s=retry_s)
     sent: list[str] = []
 
-    class _Busy:
+    class _Busy(ObjectStore):
         def send(self, name: str, *_: object, **__: object) -> None:
             sent.append(name)
             raise StorageError("503", errno=errno.EBUSY, retried=retried)
 
-        def checks_conditions(self, _: object) -> bool:
-            return True
-
-    busy: Any = _Busy()
-    swaps = ConditionalPuts(busy, "s3://b", settle_s=0.0, lock=threading.Lock(), warned=set(), retry_s=retry_s)
     monkeypatch.setattr("shardkeep.storage.conditional_put._FIRST_DELAY_S", 0.001)
     with pytest.raises(StorageError, match="503"):
-        swaps.put("a", b"x")
+        _Busy(store.bucket, store.prefix, store.url).put("a", b"x")
     assert sent == ["a"] * times
 
 
@@ -251,14 +242,13 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
     """Services that answer a swap of a deleted object with "not found" mean that it was deleted meanwhile."""
     store = s3_place(conditional_puts=True)
 
-    class _Amazon(SmallObjects):
+    class _Amazon(ObjectStore):
         def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
             raise BlobNotFound("404 NoSuchKey", errno=errno.ENOENT)
 
     small = _Amazon(store.bucket, store.prefix, store.url)
-    swaps = ConditionalPuts(small, store.url, settle_s=0.0, lock=threading.Lock(), warned=set())
     with pytest.raises(StorageError, match="deleted by another writer") as caught:
-        swaps.put("a", b"mine", over=Version("tag"))
+        small.put("a", b"mine", over=Version("tag"))
     assert caught.value.errno == errno.EEXIST
 
 

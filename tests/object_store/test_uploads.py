@@ -135,7 +135,7 @@ def test_an_interrupted_write_spoils_its_blob(small_parts: ObjectStore, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer._upload, "_pause", interrupted)
+        patch.setattr(writer, "_pause", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.write_at(0, memoryview(bytes(PART)))
     with pytest.raises(StorageError, match="a write was interrupted") as caught:

@@ -14,10 +14,11 @@ import logging
 import threading
 import time
 import warnings
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
-from shardkeep.storage.base import Version, name_taken, version_conflict
+from shardkeep.storage.base import Version, check_name, name_taken, version_conflict
 from shardkeep.storage.retry import TRANSIENT, backoff_s
 
 log = logging.getLogger("shardkeep")
@@ -26,48 +27,35 @@ _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.4
 
 
-class PutRequests(Protocol):
-    """The requests that `ConditionalPuts` makes."""
+class ConditionalPuts(ABC):
+    """The verb `put` of a store, made of its other requests."""
 
+    url: str
+    _settle_s: float
+    _retry_s: float = float("inf")
+    _lock: threading.Lock
+    _warned: set[str]
+    """These two are shared by all places of one service in this process."""
+
+    @abstractmethod
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
         """Put a blob, once. Raises a `StorageError` with EEXIST if the condition does not hold."""
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Read a whole blob."""
+    @abstractmethod
+    def get(self, name: str, *, limit: int) -> bytes: ...
 
-    def version(self, name: str) -> Version | None:
-        """Return the current version."""
+    @abstractmethod
+    def version(self, name: str) -> Version | None: ...
 
+    @abstractmethod
     def checks_conditions(self, over: Version | None) -> bool:
-        """Return whether the service checks this kind of condition."""
-
-
-class ConditionalPuts:
-    """Makes conditional puts to one place."""
-
-    def __init__(
-        self,
-        requests: PutRequests,
-        url: str,
-        *,
-        settle_s: float,
-        lock: threading.Lock,
-        warned: set[str],
-        retry_s: float = float("inf"),
-    ) -> None:
-        """`lock` and `warned` are shared by all places of one service in this process."""
-        self._requests = requests
-        self._url = url
-        self._settle_s = settle_s
-        self._retry_s = retry_s
-        self._lock = lock
-        self._warned = warned
+        """Return whether the service checks a condition: that there is no blob, or its version."""
 
     def put(self, name: str, data: Any, *, replace: bool = False, over: Version | None = None) -> None:
-        """Put a blob: if there is none, or over a version, or unconditionally."""
+        check_name(name)
         if replace and over is None:
             self._send(name, data)
-        elif self._requests.checks_conditions(over):
+        elif self.checks_conditions(over):
             self._send(name, data, create=over is None, over=over)
         else:
             self._look_and_send(name, data, over)
@@ -78,7 +66,7 @@ class ConditionalPuts:
         until = time.monotonic() + self._retry_s
         for failed in range(1, _ATTEMPTS + 1):
             try:
-                return self._requests.send(name, data, create=create, over=over)
+                return self.send(name, data, create=create, over=over)
             except StorageError as error:
                 # Some services answer "not found" where a blob to replace is gone: the condition does not hold.
                 if error.errno == errno.EEXIST or (over is not None and isinstance(error, BlobNotFound)):
@@ -91,36 +79,32 @@ class ConditionalPuts:
                 if error.errno not in TRANSIENT or failed == _ATTEMPTS or exhausted:
                     raise
                 unsure = True
-                log.info("retrying to put %s/%s: %s", self._url, name, error)
+                log.info("retrying to put %s/%s: %s", self.url, name, error)
                 time.sleep(backoff_s(failed, first_s=_FIRST_DELAY_S, longest_s=5.0))
         return None
 
     def _look_and_send(self, name: str, data: Any, over: Version | None) -> None:
-        self._warn()
+        if "conditions" not in self._warned:
+            self._warned.add("conditions")
+            warnings.warn(
+                f"{self.url.partition('://')[0]}: this service does not check the conditions of puts, so shardkeep can only"
+                " detect concurrent commits by reading back a moment later; let one job at a time save to a place",
+                stacklevel=4,
+            )
         with self._lock:
-            if self._requests.version(name) != over:
+            if self.version(name) != over:
                 raise self._refused(name, over)
             self._send(name, data)
         time.sleep(self._settle_s)
         if not self._holds(name, data):
             raise self._refused(name, over)
 
-    def _warn(self) -> None:
-        if "conditions" in self._warned:
-            return
-        self._warned.add("conditions")
-        warnings.warn(
-            f"{self._url.partition('://')[0]}: this service does not check the conditions of puts, so shardkeep can only"
-            " detect concurrent commits by reading back a moment later; let one job at a time save to a place",
-            stacklevel=5,
-        )
-
     def _holds(self, name: str, data: Any) -> bool:
         try:
-            return self._requests.read(name, len(data)) == bytes(data)
+            return self.get(name, limit=len(data)) == bytes(data)
         except (BlobNotFound, MalformedFile):
             return False
 
     def _refused(self, name: str, over: Version | None) -> StorageError:
-        where = f"{self._url}/{name}"
+        where = f"{self.url}/{name}"
         return name_taken(where, name) if over is None else version_conflict(where, name)

@@ -213,11 +213,7 @@ class FsspecReader:
     def __init__(self, fs: Any, path: str, url: str, name: str) -> None:
         self._fs, self._path, self._url, self._name = fs, path, url, name
         with fs_errors("cannot open", url, name, looks=True):
-            self._nbytes = int(fs.info(path)["size"])
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+            self.nbytes = int(fs.info(path)["size"])
 
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - fsspec does not say
         return False
@@ -239,7 +235,7 @@ class FsspecReader:
         """Nothing to release: each read opens and closes what it needs."""
 
 
-class FsspecStore:
+class FsspecStore(ConditionalPuts):
     """A directory, or its equivalent, of a file system of fsspec. It is also a root of the directories below it."""
 
     sequential = True
@@ -251,8 +247,7 @@ class FsspecStore:
         self._fs = fs
         self._path = path.rstrip("/")
         self._settle_s = settle_s
-        self._lock, warned, self._budget = _shared(type(fs).__name__)
-        self._puts = ConditionalPuts(self, url, settle_s=settle_s, lock=self._lock, warned=warned)
+        self._lock, self._warned, self._budget = _shared(type(fs).__name__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -286,11 +281,11 @@ class FsspecStore:
     def open(self, name: str) -> FsspecReader:
         return FsspecReader(self._fs, self._at(name), self.url, name)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        self._puts.put(check_name(name), data, replace=replace, over=over)
-
     def get(self, name: str, *, limit: int) -> bytes:
-        return self.read(check_name(name), limit)
+        path = self._at(name)
+        with fs_errors("cannot get", self.url, name, looks=True):
+            check_limit(f"{self.url}/{name}", name, int(self._fs.info(path)["size"]), limit)
+            return bytes(self._fs.cat_file(path))
 
     def version(self, name: str) -> Version | None:
         try:
@@ -311,20 +306,11 @@ class FsspecStore:
         with suppress(BlobNotFound), fs_errors("cannot delete", self.url, name):
             self._fs.rm_file(self._at(name))
 
-    # -- the requests of `ConditionalPuts` -----------------------------------------------------------------------------
-
     def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:  # noqa: ARG002
-        """Put a whole blob, once."""
         with fs_errors("cannot put", self.url, name):
             with suppress(Exception):
                 self._fs.makedirs(self._path, exist_ok=True)
             self._fs.pipe_file(self._at(name), bytes(data), **({"mode": "create"} if create else {}))
-
-    def read(self, name: str, limit: int) -> bytes:
-        """Read a whole blob of at most so many bytes."""
-        with fs_errors("cannot get", self.url, name, looks=True):
-            check_limit(f"{self.url}/{name}", name, int(self._fs.info(self._at(name))["size"]), limit)
-            return bytes(self._fs.cat_file(self._at(name)))
 
     def checks_conditions(self, over: Version | None) -> bool:
         """Return whether the file system has puts that only create; none can replace only a certain version."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -56,15 +57,12 @@ class ObjectReader:
 
     def __init__(self, bucket: Bucket, path: str, *, url: str, name: str) -> None:
         """Open an object, or raise `BlobNotFound`."""
-        self._bucket = bucket
-        self._path = path
-        self._url = url
-        self._name = name
+        self._bucket, self._path, self._url, self._name = bucket, path, url, name
         self._closed = False
         self._head = b""
         self._tag: str | None
         with object_errors("cannot open", url, name):
-            self._nbytes, self._tag = bucket.retry(f"open {url}/{name}", self._look_up)
+            self.nbytes, self._tag = bucket.retry(f"open {url}/{name}", self._look_up)
 
     def _look_up(self) -> tuple[int, str | None]:
         try:
@@ -79,24 +77,20 @@ class ObjectReader:
             meta = obstore().head(self._bucket.client, self._path)
         return meta["size"], meta["e_tag"]
 
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
     def cached(self, offset: int, nbytes: int) -> bool:
         return 0 <= offset <= len(self._head) - nbytes
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - known here
         view = flat(into)
-        there = max(0, min(len(view), self._nbytes - max(offset, 0)))
+        there = max(0, min(len(view), self.nbytes - max(offset, 0)))
         if self._closed or offset < 0:
             raise self._error(offset, "is closed" if self._closed else "is negative", errno.EINVAL)
         if there < len(view):
             raise short_read(f"{self._url}/{self._name}", self._name, offset, len(view), there)
         if self.cached(offset, len(view)):
             view[:] = self._head[offset : offset + len(view)]
-            return
-        self._read(offset, view)
+        else:
+            self._read(offset, view)
 
     def _read(self, offset: int, view: memoryview) -> None:
         """Read everything; every answer that brings some bytes resets the count of failures."""
@@ -121,14 +115,12 @@ class ObjectReader:
             wanted["if_match"] = self._tag
         done = 0
         with self._bucket.slots:
-            try:
-                with object_errors("cannot read", self._url, self._name, offset):
+            with object_errors("cannot read", self._url, self._name, offset):
+                try:
                     found = obstore().get(self._bucket.client, self._path, options=wanted)
-            except StorageError as error:
-                if error.errno == errno.EEXIST:  # the condition does not hold
+                except obstore().exceptions.PreconditionError:
                     raise self._replaced(offset) from None
-                raise
-            if found.meta["e_tag"] != self._tag or found.meta["size"] != self._nbytes:  # some ignore the condition
+            if found.meta["e_tag"] != self._tag or found.meta["size"] != self.nbytes:  # some ignore the condition
                 raise self._replaced(offset)
             stream = iter(found.stream(min_chunk_size=_CHUNK_BYTES))
             while True:
@@ -150,101 +142,20 @@ class ObjectReader:
         return StorageError(message, name=self._name, offset=offset, errno=number)
 
     def _replaced(self, offset: int) -> BlobNotFound:
-        return BlobNotFound(
-            f"{self._url}/{self._name}: cannot read at offset {offset}: the object was replaced since it was opened",
-            name=self._name,
-            offset=offset,
-            errno=errno.ENOENT,
-        )
+        error = self._error(offset, "the object was replaced since it was opened", errno.ENOENT)
+        return BlobNotFound(error.message, **error.details)
 
     def close(self) -> None:
         self._closed = True
 
 
-class SmallObjects:
+class ObjectStore(ConditionalPuts):
     """
-    The small objects of one place, put and read whole, with the conditions of the service.
+    The objects of a bucket directly below a prefix. It is also a root: its places are the prefixes below.
 
-    Some services accept conditions and ignore them. Whether one does is found out by a probe, once, unless it is known.
+    Some services accept conditions of puts and ignore them. Whether one does is found out by a probe, once, unless it is
+    known.
     """
-
-    def __init__(self, bucket: Bucket, prefix: str, url: str) -> None:
-        """Take the objects whose paths begin with `prefix`."""
-        self._bucket = bucket
-        self._prefix = prefix
-        self._url = url
-
-    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
-        """Put an object, with a condition; see `PutRequests`."""
-        mode: Any = "create" if create else "overwrite"
-        if over is not None:
-            mode = {"e_tag": over.tag, **({"version": over.generation} if over.generation else {})}
-        with self._bucket.slots, object_errors("cannot put", self._url, name):
-            obstore().put(self._bucket.client, self._prefix + name, data, mode=mode, use_multipart=False)
-
-    def read(self, name: str, limit: int) -> bytes:
-        """Read an object of at most so many bytes."""
-
-        def read(client: Any) -> bytes:
-            found = obstore().get(client, self._prefix + name)
-            check_limit(f"{self._url}/{name}", name, found.meta["size"], limit)  # before any of it is read
-            return bytes(found.bytes())
-
-        return self._bucket.request("get", self._url, name, read)
-
-    def version(self, name: str) -> Version | None:
-        """Return the current version, or None if the object does not exist."""
-        try:
-            with self._bucket.slots, object_errors("cannot look up", self._url, name):
-                found = obstore().head(self._bucket.client, self._prefix + name)
-        except BlobNotFound:
-            return None
-        # A service without tags has no conditions either: this is only compared by us.
-        return Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
-
-    def checks_conditions(self, over: Version | None) -> bool:
-        """Return whether the service checks a condition: that there is no object, or its version. Some check only one."""
-        self._bucket.check_process()  # before the caller waits for a lock
-        wanted = self._bucket.policy.conditional_puts
-        if wanted is not None or self._bucket.official:
-            return wanted is not False
-        probed = self._bucket.probed
-        condition = _CREATE if over is None else _OVER
-        if condition not in probed:
-            probed[condition] = self._bucket.retry(f"probe conditions at {self._url}", lambda: self._probe(condition))
-        return probed[condition]
-
-    def _probe(self, condition: str) -> bool:
-        """Make a put whose condition does not hold: a service that accepts it ignores the condition."""
-        # First under a fixed name, so that what a killed process left is deleted by the next one. Another process that
-        # probes at the same time may delete it and so make the put succeed: then probe again under a name of our own.
-        return any(self._refuses(condition, name) for name in (_PROBE, f"{_PROBE}-{secrets.token_hex(8)}"))
-
-    def _refuses(self, condition: str, name: str) -> bool:
-        try:
-            self.send(name, b"1")
-            seen = None
-            if condition == _OVER:
-                seen = self.version(name)
-                self.send(name, b"22")
-            self.send(name, b"333", create=condition == _CREATE, over=seen)
-        except BlobNotFound:
-            return False
-        except StorageError as error:
-            if error.errno == errno.EEXIST:
-                return True
-            raise
-        else:
-            return False
-        finally:
-            with contextlib.suppress(StorageError):
-                self._bucket.request(
-                    "delete", self._url, name, lambda client: obstore().delete(client, self._prefix + name)
-                )
-
-
-class ObjectStore:
-    """The objects of a bucket directly below a prefix. It is also a root: its places are the prefixes below."""
 
     sequential = True
     """The parts of an upload are sent in order."""
@@ -254,11 +165,8 @@ class ObjectStore:
         self.url = url
         self.bucket = bucket
         self.prefix = prefix
-        self._small = SmallObjects(bucket, prefix, url)
-        self._puts = ConditionalPuts(
-            self._small, url, settle_s=bucket.policy.settle_s, retry_s=bucket.policy.retry_s,
-            lock=bucket.lock, warned=bucket.warned,
-        )  # fmt: skip
+        self._settle_s, self._retry_s = bucket.policy.settle_s, bucket.policy.retry_s
+        self._lock, self._warned = bucket.lock, bucket.warned
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -280,11 +188,8 @@ class ObjectStore:
     def same_place(self, other: object) -> bool:
         if not isinstance(other, ObjectStore):
             return False
-        return (self.bucket.server, self.bucket.name, self.prefix) == (
-            other.bucket.server,
-            other.bucket.name,
-            other.prefix,
-        )
+        mine, its = self.bucket, other.bucket
+        return (mine.server, mine.name, self.prefix) == (its.server, its.name, other.prefix)
 
     def parent(self) -> tuple[Store, str] | None:
         """Return the place above, opened with the same options."""
@@ -300,41 +205,90 @@ class ObjectStore:
             given["client_options"] = client = dict(given["client_options"])
             if "default_headers" in client:
                 client["default_headers"] = dict(client["default_headers"])
-        return BucketStoreSpec(
-            bucket.service,
-            bucket.name,
-            self.prefix,
-            self.url,
-            sendable_options(self.url, given),
-            dict(bucket.environment),
-        )
+        options = sendable_options(self.url, given)
+        return BucketStoreSpec(bucket.service, bucket.name, self.prefix, self.url, options, dict(bucket.environment))
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:
         where = f"{self.url}/{check_name(name)}"
-        if run_cancellable(lambda: self._small.version(name), where, current_scope()) is not None:
+        if run_cancellable(lambda: self.version(name), where, current_scope()) is not None:
             raise name_taken(where, name)
-        return ObjectWriter(
-            self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes,
-            put=lambda data: self._puts.put(name, data),
-        )  # fmt: skip
+        return self._writer(name, nbytes, put=lambda data: self.put(name, data))
 
     def create_over(self, name: str, nbytes: int) -> ObjectWriter:
-        return ObjectWriter(
-            self.bucket, self.prefix + check_name(name), url=self.url, name=name, nbytes=nbytes,
-            put=lambda data: self._puts.put(name, data, replace=True), replaced=lambda: self._small.version(name),
-        )  # fmt: skip
+        check_name(name)
+        put = functools.partial(self.put, name, replace=True)
+        return self._writer(name, nbytes, put=put, replaced=lambda: self.version(name))
+
+    def _writer(self, name: str, nbytes: int, **how: Any) -> ObjectWriter:
+        return ObjectWriter(self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes, **how)
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self.bucket, self.prefix + check_name(name), url=self.url, name=name)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        self._puts.put(check_name(name), data, replace=replace, over=over)
-
     def get(self, name: str, *, limit: int) -> bytes:
-        return self._small.read(check_name(name), limit)
+        path = self.prefix + check_name(name)
+
+        def read(client: Any) -> bytes:
+            found = obstore().get(client, path)
+            check_limit(f"{self.url}/{name}", name, found.meta["size"], limit)  # before any of it is read
+            return bytes(found.bytes())
+
+        return self.bucket.request("get", self.url, name, read)
 
     def version(self, name: str) -> Version | None:
-        return self._small.version(check_name(name))
+        path = self.prefix + check_name(name)
+        try:
+            with self.bucket.slots, object_errors("cannot look up", self.url, name):
+                found = obstore().head(self.bucket.client, path)
+        except BlobNotFound:
+            return None
+        # A service without tags has no conditions either: this is only compared by us.
+        return Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
+
+    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+        mode: Any = "create" if create else "overwrite"
+        if over is not None:
+            mode = {"e_tag": over.tag, **({"version": over.generation} if over.generation else {})}
+        with self.bucket.slots, object_errors("cannot put", self.url, name):
+            obstore().put(self.bucket.client, self.prefix + name, data, mode=mode, use_multipart=False)
+
+    def checks_conditions(self, over: Version | None) -> bool:
+        """Return whether the service checks a condition; some check only one of the two."""
+        self.bucket.check_process()  # before the caller waits for a lock
+        wanted = self.bucket.policy.conditional_puts
+        if wanted is not None or self.bucket.official:
+            return wanted is not False
+        probed = self.bucket.probed
+        condition = _CREATE if over is None else _OVER
+        if condition not in probed:
+            # First under a fixed name, so that what a killed process left is deleted by the next one. Another process that
+            # probes at the same time may delete it and so make the put succeed: then probe again under a name of our own.
+            names = (_PROBE, f"{_PROBE}-{secrets.token_hex(8)}")
+            probed[condition] = self.bucket.retry(
+                f"probe conditions at {self.url}", lambda: any(self._refuses(condition, name) for name in names)
+            )
+        return probed[condition]
+
+    def _refuses(self, condition: str, name: str) -> bool:
+        """Make a put whose condition does not hold: a service that accepts it ignores the condition."""
+        try:
+            self.send(name, b"1")
+            seen = None
+            if condition == _OVER:
+                seen = self.version(name)
+                self.send(name, b"22")
+            self.send(name, b"333", create=condition == _CREATE, over=seen)
+        except BlobNotFound:
+            return False
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                return True
+            raise
+        else:
+            return False
+        finally:
+            with contextlib.suppress(StorageError):
+                self.delete(name)
 
     def list(self) -> Iterator[BlobInfo]:
         found = []
@@ -361,23 +315,17 @@ class ObjectStore:
         except BlobNotFound:
             # Some services answer this for a missing object, and do not say what became of the others.
             if len(paths) > 1:
-                left = self._remaining(paths)
+                # What exists, or is deeper than a listing shows.
+                there = {each["path"] for each in self._level()["objects"]}
+                left = [path for path in paths if path in there or "/" in path.removeprefix(self.prefix)]
                 for each in [left] if len(left) < len(paths) else [[path] for path in left]:
                     self._delete(each)
 
-    def _remaining(self, paths: Sequence[str]) -> Sequence[str]:
-        """Return the paths that exist, or are deeper than a listing shows."""
-        there = {each["path"] for each in self._level()["objects"]}
-        return [path for path in paths if path in there or "/" in path.removeprefix(self.prefix)]
-
     def _level(self) -> dict[str, Any]:
         """List objects and prefixes directly below the prefix."""
-
-        def listed(client: Any) -> dict[str, Any]:
-            found: dict[str, Any] = obstore().list_with_delimiter(client, self.prefix or None)
-            return found
-
-        return self.bucket.request("list", self.url, "", listed)
+        return self.bucket.request(
+            "list", self.url, "", lambda client: obstore().list_with_delimiter(client, self.prefix or None)
+        )
 
     # -- places below --------------------------------------------------------------------------------------------------
 
