@@ -23,9 +23,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import blake2b
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -67,11 +66,12 @@ _IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 """Magic numbers of tmpfs and ramfs."""
 _CACHESTAT = 451
 """System call number, from Linux 6.5 on; the same on every architecture that has torch."""
-_VERSION_CHUNK_BYTES = 1 << 20
 _LOCK_TIMEOUT_S = 30.0
 """The lock is held for about two system calls, unless its holder was stopped in between."""
 _LOCK_POLL_S = 0.002
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK})
+_MEMORY_ALIGNMENT = 64
+"""How torch aligns tensors. NVMe accepts such memory; other disks refuse it, and are then given whole pages."""
 _seek_lock = threading.Lock()
 _process_lock = threading.Lock()
 
@@ -105,8 +105,11 @@ class Descriptors:
     def __init__(self, buffered: int, direct: int | None, nbytes: int) -> None:
         self.buffered = buffered
         self.direct = direct
+        """For direct I/O, while that seems possible."""
+        self.memory_alignment = _MEMORY_ALIGNMENT
         self.nbytes = nbytes
         """Size of the file when it was opened."""
+        self._fds = [buffered] if direct is None else [direct, buffered]
         self._lock = threading.Lock()
         self._users = 0
         self._closing = False
@@ -117,9 +120,7 @@ class Descriptors:
                 raise OSError(errno.EBADF, "the blob is already closed")
             self._users += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             last = self._closing and not self._users
@@ -136,52 +137,51 @@ class Descriptors:
         return first
 
     def _close(self) -> None:
-        try:
-            if self.direct is not None:
-                os.close(self.direct)
-        finally:
-            os.close(self.buffered)
+        with ExitStack() as stack:  # each one, whatever becomes of the others
+            for fd in self._fds:
+                stack.callback(os.close, fd)
+
+    def direct_failed(self, error: OSError, alignment: int) -> None:
+        """After direct I/O with memory of this alignment failed: require whole pages, or give it up; raise other errors."""
+        if error.errno not in NO_DIRECT:
+            raise error
+        # Compare with what the call used: another thread may have found out the same in the meantime.
+        if alignment < ALIGNMENT:
+            self.memory_alignment = ALIGNMENT
+        else:
+            self.direct = None
 
 
 def open_files(path: str, flags: int, *, direct: bool, follow_links: bool = False) -> Descriptors:
     """Open a regular file, and a second time for direct I/O if that is wanted and possible."""
     flags |= _O_PLAIN | (0 if follow_links else _O_NOFOLLOW)
+    name = os.path.basename(path)
     try:
         buffered = os.open(path, flags, 0o666)
     except OSError as exc:
         if exc.errno != errno.ELOOP:
             raise
-        raise MalformedFile(f"{path}: a symbolic link, not a regular file", name=os.path.basename(path)) from exc
+        raise MalformedFile(f"{path}: a symbolic link, not a regular file", name=name) from exc
+    second = None
     try:
-        status = _status_of_regular(buffered, path)
-        second = _open_direct(path, flags & ~(os.O_CREAT | os.O_EXCL), status) if direct and _O_DIRECT else None
+        status = os.fstat(buffered)
+        if not stat.S_ISREG(status.st_mode):
+            raise MalformedFile(f"{path}: {stat.filemode(status.st_mode)}, not a regular file", name=name)
+        if direct and _O_DIRECT:
+            with suppress(OSError):
+                second = os.open(path, flags & ~(os.O_CREAT | os.O_EXCL) | _O_DIRECT)
+        # The name may refer to another file since the first open.
+        if second is not None and not os.path.samestat(os.fstat(second), status):
+            os.close(second)
+            second = None
     except BaseException:
-        os.close(buffered)
+        for fd in filter(None, (buffered, second)):
+            os.close(fd)
         if flags & os.O_EXCL:  # this call created it
             with suppress(OSError):
                 os.unlink(path)
         raise
     return Descriptors(buffered, second, status.st_size)
-
-
-def _status_of_regular(fd: int, path: str) -> os.stat_result:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise MalformedFile(f"{path}: {stat.filemode(status.st_mode)}, not a regular file", name=os.path.basename(path))
-    return status
-
-
-def _open_direct(path: str, flags: int, wanted: os.stat_result) -> int | None:
-    try:
-        fd = os.open(path, flags | _O_DIRECT)
-    except OSError:
-        return None
-    # The name may refer to another file since the first open.
-    with suppress(OSError):
-        if os.path.samestat(os.fstat(fd), wanted):
-            return fd
-    os.close(fd)
-    return None
 
 
 def read_at(fd: int, view: memoryview, offset: int) -> int:
@@ -245,7 +245,8 @@ def reserve(fd: int, nbytes: int) -> None:
     """
     if not nbytes or not sys.platform.startswith("linux"):
         return
-    if _lies_in_memory(fd):  # fallocate would zero every page now, for nothing
+    kind = (ctypes.c_long * 32)()  # longer than the kernel's struct, whose first field is the type of file system
+    if not _libc().fstatfs(fd, kind) and kind[0] in _IN_MEMORY:  # fallocate would zero every page now, for nothing
         room = os.fstatvfs(fd)
         if room.f_blocks and room.f_bavail * room.f_frsize < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -256,12 +257,6 @@ def reserve(fd: int, nbytes: int) -> None:
             raise OSError(code, os.strerror(code))
         if code != errno.EINTR:
             return
-
-
-def _lies_in_memory(fd: int) -> bool:
-    """Return whether a file is on a file system in memory."""
-    found = (ctypes.c_long * 32)()  # longer than the kernel's struct, whose first field is the type of file system
-    return not _libc().fstatfs(fd, found) and found[0] in _IN_MEMORY
 
 
 def cached_bytes(fd: int, offset: int, nbytes: int) -> int | None:
@@ -277,22 +272,6 @@ def cached_bytes(fd: int, offset: int, nbytes: int) -> int | None:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def file_version(files: Descriptors) -> Version:
-    """
-    Return the version of a small file: a digest of its bytes, and when it was written.
-
-    Not its inode: the next file may get the inode of a file that was just deleted.
-    """
-    found = blake2b(digest_size=16)
-    with files:
-        at = 0
-        buffer = memoryview(bytearray(min(_VERSION_CHUNK_BYTES, files.nbytes) or 1))
-        while got := read_at(files.buffered, buffer, at):
-            found.update(buffer[:got])
-            at += got
-        return Version(found.hexdigest(), str(os.fstat(files.buffered).st_mtime_ns))
 
 
 @contextmanager
@@ -312,29 +291,28 @@ def directory_lock(directory: str) -> Iterator[None]:
     # A new descriptor each time: a lock belongs to an open file description, so this also excludes other threads.
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock(fd)
+        until = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _try_lock(fd):
+            if time.monotonic() > until:
+                raise OSError(
+                    errno.EBUSY, f"another process has held the lock on the directory for {_LOCK_TIMEOUT_S:.0f} s"
+                )
+            time.sleep(_LOCK_POLL_S)
         yield
     finally:
         os.close(fd)
 
 
-def _lock(fd: int) -> None:
-    until = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise OSError(
-                    errno.EBUSY, f"another process has held the lock on the directory for {_LOCK_TIMEOUT_S:.0f} s"
-                ) from None
-            time.sleep(_LOCK_POLL_S)
-        except OSError as exc:
-            if exc.errno not in _NO_LOCKS:  # Lustre without its mount option, some FUSE
-                raise
-            return
-        else:
-            return
+def _try_lock(fd: int) -> bool:
+    """Return False while another has the lock; True where there are no locks (Lustre without its option, some FUSE)."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as exc:
+        if exc.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def host_identity() -> str:
@@ -355,7 +333,13 @@ def process_start(pid: int) -> str:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return _exists(pid)
+        if os.path.exists("/proc/self/stat"):
+            return ""
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return ""
+        return "running"
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
@@ -369,24 +353,12 @@ def available_memory() -> int:
         return 4 << 30
 
 
-def _exists(pid: int) -> str:
-    if os.path.exists("/proc/self/stat"):
-        return ""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return ""
-    return "running"
-
-
 _REQUEST_BYTES = 4 << 20
 """Size of one read: small enough that the bytes are still in the CPU's cache when they leave a scratch buffer."""
 _DIRECT_READ_BYTES = 1 << 20
 """Shorter reads are buffered: headers and indexes are read more than once, and the page cache reads ahead for them."""
 _SCRATCH_BYTES = _REQUEST_BYTES + _DIRECT_READ_BYTES
 """Room for the last few bytes of a range, so that they need no request of their own."""
-_MEMORY_ALIGNMENT = 64
-"""How torch aligns tensors. NVMe accepts such memory; other disks refuse it, and are then given whole pages."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 _NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
@@ -396,21 +368,11 @@ def _host_mark() -> str:
     return blake2b(host_identity().encode(), digest_size=6).hexdigest()
 
 
-def _temporary_name() -> str:
-    """Name a temporary file after the process that writes it, so that it can be recognised as abandoned."""
-    return f".tmp-{_host_mark()}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(8)}"
-
-
 class _LocalWriter:
     def __init__(self, url: str, name: str, path: str, nbytes: int, files: Descriptors, *, durable: bool) -> None:
-        self._durable = durable
-        self._url = url
-        self._name = name
-        self._path = path
-        self._nbytes = nbytes
+        self._url, self._name, self._path, self._nbytes = url, name, path, nbytes
         self._files = files
-        self._direct = files.direct
-        self._memory_alignment = _MEMORY_ALIGNMENT
+        self._durable = durable
         self._finished = False
 
     def write_at(self, offset: int, data: memoryview) -> None:
@@ -425,7 +387,7 @@ class _LocalWriter:
         # Direct and buffered writes must never share a page, so a partial page is buffered, whichever thread writes it.
         head = -offset % ALIGNMENT
         body = (len(view) - head) // ALIGNMENT * ALIGNMENT
-        direct, alignment = self._direct, self._memory_alignment
+        direct, alignment = self._files.direct, self._files.memory_alignment
         if direct is None or body <= 0 or (address_of(view) + head) % alignment:
             return write_at(self._files.buffered, view, offset)
         if head:
@@ -433,13 +395,7 @@ class _LocalWriter:
         try:
             return write_at(direct, view[:body], offset)
         except OSError as exc:
-            if exc.errno not in NO_DIRECT:
-                raise
-            # Compare with what this call used: another thread may have found out the same in the meantime.
-            if alignment < ALIGNMENT:
-                self._memory_alignment = ALIGNMENT
-            else:
-                self._direct = None
+            self._files.direct_failed(exc, alignment)
             return self._write_some(offset, view)
 
     def finish(self, nbytes: int | None = None) -> None:
@@ -467,19 +423,12 @@ class _LocalWriter:
 
 class _LocalReader:
     def __init__(self, url: str, name: str, files: Descriptors, scratch: ScratchPool) -> None:
-        self._url = url
-        self._name = name
+        self._url, self._name = url, name
         self._files = files
-        self._direct = files.direct
-        self._memory_alignment = _MEMORY_ALIGNMENT
         self._scratch = scratch
         self._asks_cache = True
-        self._nbytes = files.nbytes
+        self.nbytes = files.nbytes
         scratch.retain()
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def cached(self, offset: int, nbytes: int) -> bool:
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
@@ -502,18 +451,13 @@ class _LocalReader:
             return read_at(self._files.buffered, view, offset)
         if len(view) + offset % ALIGNMENT > _SCRATCH_BYTES:
             view = view[: _REQUEST_BYTES - offset % ALIGNMENT]
-        direct, alignment = self._direct, self._memory_alignment
+        direct, alignment = self._files.direct, self._files.memory_alignment
         if direct is None or len(view) < _DIRECT_READ_BYTES or self._mostly_cached(offset, len(view)):
             return read_at(self._files.buffered, view, offset)
         try:
             return self._read_direct(direct, offset, view, alignment)
         except OSError as exc:
-            if exc.errno not in NO_DIRECT:
-                raise
-            if alignment < ALIGNMENT:
-                self._memory_alignment = ALIGNMENT
-            else:
-                self._direct = None
+            self._files.direct_failed(exc, alignment)
             return self._read_some(offset, view)
 
     def _read_direct(self, fd: int, offset: int, view: memoryview, alignment: int) -> int:
@@ -657,7 +601,9 @@ class LocalStore:
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         path = self._path_of(name)
-        temporary = os.path.join(self._path, _temporary_name())
+        # Named after this process, so that it can be recognised as abandoned.
+        process = f"{os.getpid()}-{process_start(os.getpid())}"
+        temporary = os.path.join(self._path, f".tmp-{_host_mark()}-{process}-{secrets.token_hex(8)}")
         with storage_errors("cannot put", self.url, name):
             self._write_whole(name, temporary, data)
             try:
@@ -667,7 +613,13 @@ class LocalStore:
                             raise version_conflict(os.path.join(self.url, name), name)
                         os.replace(temporary, path)
                 else:
-                    self._link(name, temporary, path, data)
+                    try:
+                        os.link(temporary, path)
+                    except OSError as exc:
+                        if exc.errno not in _NO_LINKS:
+                            raise
+                        # Without hard links, a crash can leave a part of a new blob, but never damages an existing one.
+                        self._write_whole(name, path, data)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
@@ -685,15 +637,6 @@ class LocalStore:
                 if left and left["host"] == _host_mark() and process_start(int(left["pid"])) != left["started"]:
                     with suppress(OSError):
                         os.unlink(entry.path)
-
-    def _link(self, name: str, temporary: str, path: str, data: bytes) -> None:
-        try:
-            os.link(temporary, path)
-        except OSError as exc:
-            if exc.errno not in _NO_LINKS:
-                raise
-            # Without hard links, a crash can leave a part of a new blob, but never damages an existing one.
-            self._write_whole(name, path, data)
 
     def _write_whole(self, name: str, path: str, data: bytes) -> None:
         files = self._new_file(path, direct=False)
@@ -716,16 +659,25 @@ class LocalStore:
                 files = open_files(self._path_of(name), os.O_RDONLY, direct=False)
             except FileNotFoundError:
                 return None
-            with closing(files):
-                return file_version(files)
+            # Not the inode: the next file may get that of a file that was just deleted.
+            with closing(files), os.fdopen(files.buffered, "rb", closefd=False) as file:
+                digest = blake2b(digest_size=16)
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+                return Version(digest.hexdigest(), str(os.fstat(file.fileno()).st_mtime_ns))
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        """Return what is in the directory under a blob's name; nothing if it was never made."""
+        with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            return [entry for entry in entries if is_name(entry.name)]
+        return []
 
     def list(self) -> Iterator[BlobInfo]:
         found = []
-        # The inner suppress: a blob deleted since. The outer: a directory that was never made.
-        with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            for entry in entries:
-                if is_name(entry.name) and entry.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):
+        with storage_errors("cannot list", self.url):
+            for entry in self._entries():
+                with suppress(FileNotFoundError):  # deleted since
+                    if entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
                         found.append(BlobInfo(entry.name, status.st_size, status.st_mtime))
         return iter(sorted(found, key=lambda blob: blob.name))
@@ -749,10 +701,8 @@ class LocalStore:
     # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
-        found: list[str] = []
-        with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            found.extend(entry.name for entry in entries if is_name(entry.name) and entry.is_dir())
-        return iter(found)
+        with storage_errors("cannot list", self.url):
+            return iter([entry.name for entry in self._entries() if entry.is_dir()])
 
     def place(self, name: str) -> LocalStore:
         return LocalStore(os.path.join(self.url, check_name(name)), direct=self._direct, durable=self._durable)

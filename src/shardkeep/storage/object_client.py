@@ -30,7 +30,6 @@ from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.object_config import (
     CREDENTIAL_HINTS,
     environment_of,
-    is_official,
     isolate_credentials,
     resolve_options,
     server_identity,
@@ -180,13 +179,7 @@ def _first_user() -> int:
 
 
 def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
-    """
-    Open a bucket, without any request.
-
-    Raises:
-        CheckpointError: an option is unknown or invalid, or obstore is not installed.
-
-    """
+    """Open a bucket, without any request."""
     service = SCHEMES[scheme]
     try:
         # The environment is part of the cache key: it may change between two calls.
@@ -209,7 +202,7 @@ def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: t
     policy = _policy(given)
     url = f"{service}://{name}"
     more = resolve_options(service, given, url, environment)
-    official, at = is_official(service, more), server_identity(service, more)
+    official, at = server_identity(service, more)
     endpoint = str(more.get("endpoint", ""))
     if service == "gs" and endpoint:
         more["base_url"] = more.pop("endpoint")
@@ -222,30 +215,21 @@ def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: t
     if endpoint.lower().startswith("http://"):  # explicitly asked for
         client.setdefault("allow_http", True)
     if service == "s3":
-        _add_checksums(more, environment)
+        # SHA-256 costs nothing, because requests are signed with it anyway.
+        if not environment.get("AWS_CHECKSUM_ALGORITHM"):
+            more.setdefault("checksum_algorithm", "sha256")
+        if str(more.get("checksum_algorithm")).lower() in {"none", "false"}:
+            del more["checksum_algorithm"]
         _add_certificates(client, url, environment)
-    if service == "s3" and (provider := _boto3_keys(more, environment)):
-        more["credential_provider"] = provider
+        if provider := _boto3_keys(more, environment):
+            more["credential_provider"] = provider
     isolate_credentials(service, more, url, environment)
     retry = {"max_retries": policy.retries, "retry_timeout": timedelta(seconds=policy.retry_s)}
-    store = _client(service, name, client_options=client, retry_config=retry, **more)
-    slots = threading.BoundedSemaphore(policy.requests)
-    budget = MemoryBudget(policy.requests * policy.part_bytes)
     return Bucket(
-        store, policy, official, service, name, slots, budget, options=dict(options), environment=environment, server=at
-    )
-
-
-def _add_checksums(more: dict[str, Any], environment: Mapping[str, str]) -> None:
-    """
-    Let S3 verify uploads by a checksum, unless the user chose one, or none.
-
-    SHA-256 costs nothing, because requests are signed with it anyway.
-    """
-    if not environment.get("AWS_CHECKSUM_ALGORITHM"):
-        more.setdefault("checksum_algorithm", "sha256")
-    if str(more.get("checksum_algorithm")).lower() in {"none", "false"}:
-        del more["checksum_algorithm"]
+        _client(service, name, client_options=client, retry_config=retry, **more), policy, official, service, name,
+        threading.BoundedSemaphore(policy.requests), MemoryBudget(policy.requests * policy.part_bytes),
+        options=dict(options), environment=environment, server=at,
+    )  # fmt: skip
 
 
 def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
@@ -292,11 +276,8 @@ def _client(service: str, name: str, **more: Any) -> Any:
             raise
         # Only the first paragraph: the rest may contain keys.
         text = str(exc).partition("\n\nDebug")[0]
-        hint = (
-            "see shardkeep.open_place"
-            if type(exc).__name__ == "UnknownConfigurationKeyError"
-            else CREDENTIAL_HINTS[service]
-        )
+        unknown = type(exc).__name__ == "UnknownConfigurationKeyError"
+        hint = "see shardkeep.open_place" if unknown else CREDENTIAL_HINTS[service]
         raise CheckpointError(f"cannot open {service}://{name}: {text}", hint=hint) from None
 
 
@@ -320,21 +301,16 @@ def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str]) -> Any:
         keys = boto3.Session(profile_name=profile).get_credentials()
     except Exception as exc:  # noqa: BLE001 - botocore's, which cannot be imported by name here
         raise CheckpointError(f"the profile {profile or 'default'!r} gives no keys: {exc}") from None
-    return None if keys is None else _Boto3Credentials(keys)
+    return None if keys is None else functools.partial(_current_keys, keys)
 
 
-class _Boto3Credentials:
-    """Credentials that boto3 renews."""
-
-    def __init__(self, keys: Any) -> None:
-        self._keys = keys
-
-    def __call__(self) -> dict[str, Any]:
-        now = self._keys.get_frozen_credentials()
-        until = datetime.now(timezone.utc) + _CREDENTIAL_LIFETIME
-        return {
-            "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
-        }  # fmt: skip
+def _current_keys(keys: Any) -> dict[str, Any]:
+    """Return credentials that boto3 renews, as obstore takes them from a provider."""
+    now = keys.get_frozen_credentials()
+    until = datetime.now(timezone.utc) + _CREDENTIAL_LIFETIME
+    return {
+        "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
+    }  # fmt: skip
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -347,27 +323,26 @@ _QUERY = re.compile(r"\?[^\s\"',]*")
 _UNTRUSTED = "the server's certificate was not accepted"
 _REASONS = (
     ("Connection refused", errno.ECONNREFUSED, "the connection was refused"),
-    ("dns error", errno.EHOSTUNREACH, "the host's name was not found"),
-    ("failed to lookup address", errno.EHOSTUNREACH, "the host's name was not found"),
-    ("TimedOut", errno.ETIMEDOUT, "no answer in time"),
-    ("kind: Timeout", errno.ETIMEDOUT, "no answer in time"),
-    ("timed out", errno.ETIMEDOUT, "no answer in time"),
+    ("dns error|failed to lookup address", errno.EHOSTUNREACH, "the host's name was not found"),
+    ("TimedOut|kind: Timeout|timed out", errno.ETIMEDOUT, "no answer in time"),
     ("lacked valid authentication", errno.EACCES, "the credentials are not valid"),
     ("BadScheme", errno.EINVAL, "plain http is not allowed"),
-    ("InvalidCertificate", errno.EACCES, _UNTRUSTED),
-    ("certificate", errno.EACCES, _UNTRUSTED),
+    ("InvalidCertificate|certificate", errno.EACCES, _UNTRUSTED),
     ("Network is unreachable", errno.ENETUNREACH, "the network cannot be reached"),
     ("ConnectionReset", errno.ECONNRESET, "the connection was reset"),
-    ("connection closed", errno.ECONNRESET, "the connection was closed"),
-    ("IncompleteMessage", errno.ECONNRESET, "the connection was closed"),
+    ("connection closed|IncompleteMessage", errno.ECONNRESET, "the connection was closed"),
     ("error decoding response body", errno.ECONNRESET, "the answer broke off"),
     ("kind: Connect", errno.ECONNREFUSED, "no connection could be made"),
     ("kind: Interrupted", errno.ECONNRESET, "the connection broke off"),
 )
 """What to look for in the text of obstore's exceptions, the most specific first."""
-_BUSY = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
-_TAKEN = "BlobAlreadyExists"
-"""Azure answers 409 with this code where a put may only create; the others answer 412."""
+_BY_CODE = {
+    **dict.fromkeys(
+        ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"), errno.EBUSY
+    ),
+    "BlobAlreadyExists": errno.EEXIST,  # Azure answers 409 where a put may only create; the others answer 412
+    "RequestTimeout": errno.ETIMEDOUT,
+}
 _SAME = {
     "ContainerNotFound": "NoSuchBucket",
     "ResourceNotFound": "NoSuchBucket",  # or the account does not exist; a missing blob has another code
@@ -384,13 +359,9 @@ _BY_STATUS = {
     409: errno.EBUSY, 412: errno.EEXIST, 416: errno.EINVAL, 429: errno.EBUSY, 503: errno.EBUSY, 504: errno.ETIMEDOUT,
 }  # fmt: skip
 _NO_KEYS = (
-    "/latest/api/token",
-    "/latest/meta-data",
-    "metadata.google.internal",
-    "/computeMetadata/",
-    "/metadata/identity",
+    "/latest/api/token", "/latest/meta-data", "metadata.google.internal", "/computeMetadata/", "/metadata/identity",
     "MissingAccessKeyId",
-)
+)  # fmt: skip
 """Traces of a search for credentials that were given nowhere."""
 _HINTS_BY_CODE = {
     "NoSuchBucket": "create the bucket, or correct its name{account}; nothing was written",
@@ -436,48 +407,36 @@ def is_obstore_error(exc: BaseException) -> bool:
 def translate(exc: BaseException, action: str, url: str, name: str = "", offset: int | None = None) -> StorageError:
     """Return our error for an exception of obstore."""
     text = str(exc)
-    code = _code_in(text)
+    code = _found(_CODE, text)
+    code = _SAME.get(code, code) or ("NoSuchBucket" if _NO_CONTAINER in text else "")
     number, summary = _judged(type(exc).__name__, text, code)
-    where = f"{url}/{name}" if name else url
-    at = "" if offset is None else f" at offset {offset}"
-    message = f"{where}: {action}{at}: {summary} (errno {errno.errorcode.get(number, number)})"
-    if any(mark in text for mark in _NO_KEYS):
-        message = f"{where}: {action}{at}: no keys to sign requests with"
-    hint = _hint(text, code, number, summary).format(**_names(url))
-    details: dict[str, Any] = {"name": name, "offset": offset, "errno": number, "retried": _retried(text), "code": code}
-    missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}
-    return (BlobNotFound if missing else StorageError)(message, hint=hint, **details)
-
-
-def _hint(text: str, code: str, number: int, summary: str) -> str:
-    """Return what to do, with placeholders for the names of variables."""
+    if times := int(_found(_RETRIES, text) or 0):
+        summary += f", after {times} retries"
+    summary += f" (errno {errno.errorcode.get(number, number)})"
+    service = {"g": "gs", "a": "az"}.get(url[:1].lower(), "s3")  # gs, gcs; az, azure, abfs, abfss; s3, s3a
+    hint = _HINTS_BY_CODE.get(code) or _HINTS_BY_ERRNO.get(number, "")
     if summary.startswith(_UNTRUSTED):
-        return "set SSL_CERT_FILE to a file of the certificates to trust, or pass client_options=dict(root_certificate=...)"
-    if code not in _DAMAGED and "x-amz-checksum" in text.lower():
-        return (
+        hint = "set SSL_CERT_FILE to a file of the certificates to trust, or pass client_options=dict(root_certificate=...)"
+    elif code not in _DAMAGED and "x-amz-checksum" in text.lower():
+        hint = (
             "this service does not accept checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
         )
-    if "BadScheme" in text:
-        return "use an https:// endpoint, or {allow_http}"
-    if any(mark in text for mark in _NO_KEYS):
-        return "no keys were found here: {keys}"
-    return _HINTS_BY_CODE.get(code) or _HINTS_BY_ERRNO.get(number, "")
-
-
-def _names(url: str) -> dict[str, str]:
-    """Return the values of the placeholders in hints, for the service of a URL."""
-    service = {"g": "gs", "a": "az"}.get(url[:1].lower(), "s3")  # gs, gcs; az, azure, abfs, abfss; s3, s3a
-    return {
-        "keys": CREDENTIAL_HINTS[service],
-        "endpoint": _ENDPOINTS[service],
-        "account": " or the account's" if service == "az" else "",
-        "allow_http": "set AWS_ALLOW_HTTP=true" if service == "s3" else "pass client_options=dict(allow_http=True)",
-    }
-
-
-def _code_in(text: str) -> str:
-    code = _found(_CODE, text)
-    return _SAME.get(code, code) or ("NoSuchBucket" if _NO_CONTAINER in text else "")
+    elif "BadScheme" in text:
+        switch = "set AWS_ALLOW_HTTP=true" if service == "s3" else "pass client_options=dict(allow_http=True)"
+        hint = f"use an https:// endpoint, or {switch}"
+    elif any(mark in text for mark in _NO_KEYS):
+        summary, hint = "no keys to sign requests with", "no keys were found here: {keys}"
+    hint = hint.format(
+        keys=CREDENTIAL_HINTS[service],
+        endpoint=_ENDPOINTS[service],
+        account=" or the account's" if service == "az" else "",
+    )
+    at = "" if offset is None else f" at offset {offset}"
+    missing = number == errno.ENOENT and code not in {"NoSuchBucket", "NoSuchUpload"}
+    return (BlobNotFound if missing else StorageError)(
+        f"{url}/{name}: {action}{at}: {summary}" if name else f"{url}: {action}{at}: {summary}",
+        hint=hint, name=name, offset=offset, errno=number, retried=times > 0, code=code,
+    )  # fmt: skip
 
 
 def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
@@ -486,31 +445,16 @@ def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
     if found is None and kind == "FileNotFoundError":
         return errno.ENOENT, code or "no such object"
     if found is None:
-        for word, number, reason in _REASONS:
-            if word in text:
-                return number, reason + _after(text)
+        for words, number, reason in _REASONS:
+            if re.search(words, text):
+                return number, reason
         return errno.EIO, _QUERY.sub("", text.partition("\n\nDebug source")[0])[:500]
     status = int(found[1])
     detail = _found(_MESSAGE, text)
-    summary = f"{status} {code or found[2].strip()}{': ' + detail if detail else ''}{_after(text)}"
-    if code in _BUSY:
-        return errno.EBUSY, summary
-    if code == _TAKEN:
-        return errno.EEXIST, summary
+    summary = f"{status} {code or found[2].strip()}{': ' + detail if detail else ''}"
     if code in _DAMAGED:
         return errno.EIO, f"the service received other bytes than were sent: {summary}"
-    if code == "RequestTimeout":
-        return errno.ETIMEDOUT, summary
-    return _BY_STATUS.get(status, errno.EIO if status >= 500 else errno.EINVAL), summary
-
-
-def _retried(text: str) -> bool:
-    return bool(int(_found(_RETRIES, text) or 0))
-
-
-def _after(text: str) -> str:
-    times = _found(_RETRIES, text)
-    return f", after {times} retries" if times else ""
+    return _BY_CODE.get(code) or _BY_STATUS.get(status, errno.EIO if status >= 500 else errno.EINVAL), summary
 
 
 def _found(pattern: re.Pattern[str], text: str) -> str:

@@ -114,16 +114,12 @@ def environment_of(service: str) -> dict[str, str]:
 def resolve_options(
     service: str, options: Mapping[str, Any], url: str, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """
-    Return options by their canonical names, with endpoint and account from the environment if the options have none.
-
-    Raises:
-        CheckpointError: an option was given twice, or is invalid: an address, a path, a connection string.
-
-    """
+    """Return options by their canonical names, with endpoint and account from the environment if they have none."""
     found: dict[str, Any] = {}
     for key, value in options.items():
-        name = _canonical(service, key)
+        name = key.lower()
+        prefix = next((each for each in _PREFIXES[service] if name.startswith(each)), "")
+        name = _ALIASES[service].get(name.removeprefix(prefix), name.removeprefix(prefix))
         if name in found:
             raise CheckpointError(f"{url}: {key}= is given twice, under two names of {name}=", hint="pass one of them")
         found[name] = value
@@ -135,21 +131,17 @@ def resolve_options(
         given = ((name, value) for name in _ENDPOINTS[service] if (value := environment.get(name)))
         variable, found["endpoint"] = next(given, ("", ""))
         if variable == "STORAGE_EMULATOR_HOST":
-            _resolve_google_emulator(found, environment)
+            # As Google's own libraries do: the address of an emulator may lack http://, and it needs no credentials.
+            if "://" not in found["endpoint"]:
+                found["endpoint"] = f"http://{found['endpoint']}"
+            variables = [f"GOOGLE_{name.upper()}" for name in _GOOGLE_KEYS]
+            if not found.keys() & {*_GOOGLE_KEYS, "credential_provider"} and not any(map(environment.get, variables)):
+                found["bearer_token"] = "emulator"  # noqa: S105 - of no use elsewhere; unsigned, obstore only reads
     if found["endpoint"]:
         found["endpoint"] = _checked_address(str(found["endpoint"]).strip(), url)
     else:
         del found["endpoint"]
     return found
-
-
-def _canonical(service: str, key: str) -> str:
-    name = key.lower()
-    for prefix in _PREFIXES[service]:
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-            break
-    return _ALIASES[service].get(name, name)
 
 
 def _checked_address(text: str, url: str) -> str:
@@ -179,39 +171,26 @@ def _check_google_files(found: dict[str, Any], url: str, environment: Mapping[st
                 )
 
 
-def server_identity(service: str, found: dict[str, Any]) -> tuple[str, ...]:
-    """Return what identifies server and account, however they are written: two that are equal have the same buckets."""
-    account = str(found.get("account_name", ""))
-    if (own := _own_host(service, found)) is not None:
-        return service, own, account
-    parts = urlsplit(str(found["endpoint"]))
+def server_identity(service: str, found: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """
+    Return whether this is the provider's own service, whose behaviour is known, and what identifies server and account.
+
+    Two that have the same identity have the same buckets, however they are written.
+    """
+    account, endpoint = str(found.get("account_name", "")), str(found.get("endpoint", ""))
+    parts = urlsplit(endpoint)
+    for own in _OWN_HOSTS[service]:
+        if not endpoint or (parts.hostname or "").endswith(own):
+            return True, (service, own, account)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    return service, f"{parts.scheme}://{parts.hostname}:{port}{parts.path.rstrip('/')}", account
-
-
-def is_official(service: str, found: dict[str, Any]) -> bool:
-    """Return whether this is the provider's own service, whose behaviour is known."""
-    return _own_host(service, found) is not None
-
-
-def _own_host(service: str, found: dict[str, Any]) -> str | None:
-    """Return which of the provider's clouds an endpoint belongs to, if it does."""
-    endpoint = found.get("endpoint")
-    host = urlsplit(str(endpoint)).hostname or ""
-    return next((own for own in _OWN_HOSTS[service] if not endpoint or host.endswith(own)), None)
+    return False, (service, f"{parts.scheme}://{parts.hostname}:{port}{parts.path.rstrip('/')}", account)
 
 
 # -- credentials -------------------------------------------------------------------------------------------------------
 
 
 def isolate_credentials(service: str, found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
-    """
-    Change options so that credentials among them are used alone, without any from the environment.
-
-    Raises:
-        CheckpointError: a credential is malformed, or obstore would use others from the environment.
-
-    """
+    """Change options so that credentials among them are used alone, without any from the environment."""
     if is_true(found.get("skip_signature")):
         return
     kind = next((name for name in _CONFLICTS[service] if _is_given(found, name)), None)
@@ -225,7 +204,7 @@ def isolate_credentials(service: str, found: dict[str, Any], url: str, environme
     if conflict is None:
         return
     if keys := _fixed_credentials(kind, found):
-        found["credential_provider"] = _FixedCredentials({**keys, "expires_at": None})
+        found["credential_provider"] = lambda: {**keys, "expires_at": None}
     elif service == "az":
         found.setdefault("credential_type", _AZURE_TYPES[kind])
     else:
@@ -270,26 +249,7 @@ def _checked_azure_key(name: str, key: str, url: str) -> str:
     return key
 
 
-class _FixedCredentials:
-    """A credential provider of obstore."""
-
-    def __init__(self, keys: dict[str, Any]) -> None:
-        self._keys = keys
-
-    def __call__(self) -> dict[str, Any]:
-        return self._keys
-
-
-# -- Google and Azure --------------------------------------------------------------------------------------------------
-
-
-def _resolve_google_emulator(found: dict[str, Any], environment: Mapping[str, str]) -> None:
-    """Do as Google's own libraries do: the address of an emulator may lack http://, and it needs no credentials."""
-    if "://" not in found["endpoint"]:
-        found["endpoint"] = f"http://{found['endpoint']}"
-    variables = [f"GOOGLE_{name.upper()}" for name in _GOOGLE_KEYS]
-    if not found.keys() & {*_GOOGLE_KEYS, "credential_provider"} and not any(map(environment.get, variables)):
-        found["bearer_token"] = "emulator"  # noqa: S105 - of no use elsewhere; unsigned, obstore only reads
+# -- Azure -------------------------------------------------------------------------------------------------------------
 
 
 def _resolve_azure(found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
