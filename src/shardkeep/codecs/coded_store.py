@@ -18,7 +18,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple, Protocol, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -46,7 +47,6 @@ from shardkeep.storage.base import (
     Deletes,
     Gets,
     Opens,
-    RereadResult,
     SecondRead,
     check_fits,
     checked_end,
@@ -104,7 +104,13 @@ class EncodingStore:
         """`chains` has the chain of each coded blob; all others are written as they are."""
         self._inner = inner
         self._chains = chains
-        self._scratch = {id(chain): ScratchPool(scratch_nbytes(chain)) for chain in chains.values()}
+        # For a batch while it is encoded, for the result, and to align it to a page.
+        self._scratch = {
+            id(chain): ScratchPool(
+                _encoding_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
+            )
+            for chain in chains.values()
+        }
         self.seals: dict[str, Seal] = {}
         """The seals of the coded blobs that are finished."""
 
@@ -112,7 +118,7 @@ class EncodingStore:
         chain = self._chains.get(name)
         if chain is None:
             return self._inner.create(name, nbytes)
-        writer = create_upto(self._inner, name, room_for(nbytes, chain))
+        writer = create_upto(self._inner, name, _room_for(nbytes, chain))
         try:
             return FrameWriter(writer, name, nbytes, chain, self._scratch[id(chain)], self.seals.__setitem__)
         except BaseException:
@@ -141,14 +147,7 @@ def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, fram
     return coded.seals[name]
 
 
-class _Frame(NamedTuple):
-    place: FramePlace
-    stored_start: int
-    stored_nbytes: int
-    digest: bytes
-
-
-def room_for(nbytes: int, chain: CodecChain) -> int:
+def _room_for(nbytes: int, chain: CodecChain) -> int:
     """
     Return how much space to create a coded blob with.
 
@@ -161,13 +160,8 @@ def room_for(nbytes: int, chain: CodecChain) -> int:
     return len(MAGIC) + nbytes + (frames + extra) * overhead + table_nbytes(frames + extra)
 
 
-def scratch_nbytes(chain: CodecChain) -> int:
-    """Return the size of a writer's buffer: for a batch while it is encoded, for the result, and to align it to a page."""
-    return _room_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
-
-
-def _room_nbytes(chain: CodecChain) -> int:
-    # In whole pages, because what is behind it must begin with one.
+def _encoding_nbytes(chain: CodecChain) -> int:
+    """Return the memory for a batch while it is encoded: whole pages, because what is behind it must begin with one."""
     return -(-BATCH * chain.room_nbytes(FRAME_NBYTES) // ALIGNMENT) * ALIGNMENT
 
 
@@ -183,18 +177,16 @@ class FrameWriter:
         scratch: ScratchPool,
         sealed: Callable[[str, Seal], None],
     ) -> None:
-        """`inner` has `room_for` the bytes, `scratch` buffers of `scratch_nbytes`; `finish` calls `sealed`."""
-        self._inner = inner
-        self._name = name
-        self._nbytes = nbytes
-        self._chain = chain
+        """`finish` calls `sealed`."""
+        self._inner, self._name, self._nbytes, self._chain = inner, name, nbytes, chain
         self._scratch = scratch
-        self._room_nbytes = _room_nbytes(chain)
+        self._encoding_nbytes = _encoding_nbytes(chain)
         self._sealed = sealed
         self._lock = threading.Lock()
         self._numbered = 0
         self._end = len(MAGIC)
-        self._frames: list[_Frame] = []
+        self._rows: list[tuple[int, int, int, int, int, bytes]] = []
+        """Of each frame: offset and size of its plain bytes, those of its stored bytes, its number and its digest."""
         self._holds = True
         inner.write_at(0, memoryview(MAGIC))
         scratch.retain()
@@ -213,53 +205,42 @@ class FrameWriter:
             FramePlace(self._name, first + row, offset + at, min(FRAME_NBYTES, len(view) - at))
             for row, at in enumerate(starts)
         ]
-        frames = []
         with self._scratch.lease() as scratch:
-            room, together = scratch[: self._room_nbytes], scratch[self._room_nbytes :]
-            stored = self._encode(view, places, room)
+            room, together = scratch[: self._encoding_nbytes], scratch[self._encoding_nbytes :]
+            stored = [flat(memoryview(each)) for each in self._chain.encode_all(view, places, room)]
+            if (longest := max(map(len, stored))) > MAX_STORED_NBYTES:
+                raise StorageError(
+                    f"{self._name}: the codecs made {longest} bytes of a frame after offset {offset}, expected at most"
+                    f" {MAX_STORED_NBYTES}",
+                    hint="use codecs that do not grow frames so much",
+                    name=self._name,
+                    offset=offset,
+                )
             total = sum(map(len, stored))
             with self._lock:
                 start, self._end = self._end, self._end + total
             # At the same offset within a page as in the blob, so that direct I/O can write most of it from here.
             skew = start % ALIGNMENT
-            at = 0
+            at, rows = 0, []
             for place, each in zip(places, stored, strict=True):
                 into = together[skew + at : skew + at + len(each)]
                 copy(into, each)
-                frames.append(_Frame(place, start + at, len(each), digest(into)))
+                rows.append((place.offset, place.nbytes, start + at, len(each), place.number, digest(into)))
                 at += len(each)
             del stored, each
             self._inner.write_at(start, together[skew : skew + total])
         with self._lock:
-            self._frames.extend(frames)
-
-    def _encode(self, data: memoryview, places: list[FramePlace], room: memoryview) -> list[memoryview]:
-        stored = [flat(memoryview(each)) for each in self._chain.encode_all(data, places, room)]
-        for place, each in zip(places, stored, strict=True):
-            if len(each) > MAX_STORED_NBYTES:
-                raise StorageError(
-                    f"{self._name}: the codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
-                    f" {place.offset}, expected at most {MAX_STORED_NBYTES}",
-                    hint="use codecs that do not grow frames so much",
-                    name=self._name,
-                    offset=place.offset,
-                )
-        return stored
+            self._rows.extend(rows)
 
     def finish(self, nbytes: int | None = None) -> None:
         """Write the table, make the blob durable, and report its seal."""
         end = checked_end(self._name, self._name, nbytes, self._nbytes)
-        frames = sorted(self._frames, key=lambda frame: frame.place.offset)
-        rows = [(f.place.offset, f.place.nbytes, f.stored_start, f.stored_nbytes, f.place.number) for f in frames]
-        start, plain, stored_start, length, number = np.array(rows, np.int64).reshape(-1, 5).T
-        digests = b"".join(frame.digest for frame in frames)
-        table = FrameTable(start, plain, stored_start, length, number, digests)
+        rows = sorted(self._rows)
+        start, plain, stored_start, length, number = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
+        table = FrameTable(start, plain, stored_start, length, number, b"".join(row[5] for row in rows))
         if not np.array_equal(table.start, np.cumsum(table.nbytes) - table.nbytes) or table.plain_nbytes != end:
-            raise StorageError(
-                f"{self._name}: {table.plain_nbytes} bytes were written, expected each of {end} once",
-                name=self._name,
-                errno=errno.EINVAL,
-            )
+            message = f"{self._name}: {table.plain_nbytes} bytes were written, expected each of {end} once"
+            raise StorageError(message, name=self._name, errno=errno.EINVAL)
         encoded = encode_table(table)
         self._inner.write_at(self._end, memoryview(encoded))
         stored = self._end + len(encoded)
@@ -317,9 +298,14 @@ class DecodingStore:
             return reader
         blob, chain = self._coded[name]
         try:
-            check_size(reader, blob)
+            if reader.nbytes != blob.stored_nbytes:
+                raise WrongSize(
+                    f"{name}: {reader.nbytes} bytes, the commit record says {blob.stored_nbytes}",
+                    hint="the file was cut short or changed after the save",
+                    file=name,
+                )
             table = self._table(reader, blob)
-            return FrameReader(reader, blob, table, chain, self._scratch, self._errors, self.inner)
+            return FrameReader(reader, blob, table, chain, self._scratch, self.inner, self._errors)
         except BaseException:
             reader.close()
             raise
@@ -344,45 +330,25 @@ class DecodingStore:
         return read_whole(self.open(name), name, name, limit)
 
 
-def check_size(reader: BlobReader, entry: Blob) -> None:
-    """Raise if a coded blob does not have the size that the commit record says."""
-    if reader.nbytes != entry.stored_nbytes:
-        raise WrongSize(
-            f"{entry.name}: {reader.nbytes} bytes, the commit record says {entry.stored_nbytes}",
-            hint="the file was cut short or changed after the save",
-            file=entry.name,
-        )
-
-
-def read_table(reader: BlobReader, entry: Blob, store: Opens | None = None) -> FrameTable:
-    """
-    Read and verify the table of a coded blob that has the size in the commit record.
-
-    If the table is damaged, the blob is opened again in `store` for a second read.
-
-    Raises:
-        ChecksumMismatch: it is not what was written.
-        MalformedFile: it is invalid.
-
-    """
+def read_table(reader: BlobReader, entry: Blob, store: Opens) -> FrameTable:
+    """Read and verify the table of a coded blob that has the size in the commit record, a second time if it is damaged."""
     stored_nbytes = reader.nbytes
     if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
         raise MalformedFile(f"{entry.name}: too small for a table of frames", file=entry.name, offset=0)
-    with closing(SecondRead(entry.name, store, reader)) as again:
+    nbytes = min(_TAIL_NBYTES, stored_nbytes)
 
-        def read(offset: int, nbytes: int) -> bytearray:
-            data = bytearray(nbytes)
-            reader.read_into(offset, memoryview(data))
-            return data
+    def read(offset: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        reader.read_into(offset, memoryview(data))
+        return data
 
-        nbytes = min(_TAIL_NBYTES, stored_nbytes)
+    with closing(SecondRead(entry.name, store)) as again:
         return decode_or_reread(
             _read_tail(read, entry, nbytes, stored_nbytes),
             lambda tail: _decode_tail(tail, entry, stored_nbytes),
             lambda: _read_tail(again.read, entry, nbytes, stored_nbytes),
             name=entry.name,
             offset=stored_nbytes - nbytes,
-            same=again.same,
         )
 
 
@@ -420,28 +386,19 @@ class FrameReader:
         table: FrameTable,
         chain: CodecChain,
         scratch: ScratchPool,
-        errors: list[DamagedCheckpoint] | None = None,
-        store: Opens | None = None,
+        store: Opens,
+        errors: list[DamagedCheckpoint] | None,
     ) -> None:
         """
-        Read a blob. `scratch` has buffers of `SCRATCH_NBYTES`; damaged frames are read again from `store`.
+        Read a blob; damaged frames are read again from `store`.
 
         `errors` collects the errors of damaged frames, which are then read as zeros; None: the first one is raised.
         """
-        self.chain = chain
-        self._inner = inner
-        self._entry = entry
-        self._table = table
-        self._scratch = scratch
-        self._errors = errors
-        self._store = store
+        self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
+        self._scratch, self._store, self._errors = scratch, store, errors
+        self.nbytes = entry.nbytes
         self._holds = True
         scratch.retain()
-
-    @property
-    def nbytes(self) -> int:
-        """Number of plain bytes."""
-        return self._entry.nbytes
 
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is cached
         """Return False: small reads would decode frames several times."""
@@ -466,9 +423,9 @@ class FrameReader:
         stored = scratch[: lead + nbytes] if lead + nbytes <= most else memoryview(bytearray(lead + nbytes))
         self._inner.read_into(base - lead, stored)
         if lead and stored[:lead] != MAGIC:
-            result = self._reread(0, stored[:lead], lambda found: found == MAGIC)
-            if not result.fits:
-                self._raise_or_collect(_no_magic(self._entry, same=result.same))
+            same = reread(self._entry.name, self._store, 0, stored[:lead], lambda found: found == MAGIC)
+            if same is not None:
+                self._raise_or_collect(_no_magic(self._entry, same=same))
         stored = stored[lead:]
         for frame in run:
             at = int(table.stored_start[frame]) - base
@@ -495,17 +452,14 @@ class FrameReader:
         expected = self._table.digest(frame)
         if digest(data) != expected:
             at = int(self._table.stored_start[frame])
-            result = self._reread(at, data, _has_digest(expected))
-            if not result.fits:
-                raise damaged_frame(self._entry, self._table, frame, same=result.same)
+            same = reread(self._entry.name, self._store, at, data, partial(_has_digest, expected))
+            if same is not None:
+                raise damaged_frame(self._entry, self._table, frame, same=same)
         try:
             self.chain.decode(data, into, place)
         except DamagedCheckpoint as error:
             error.details.update(_where(self._entry, self._table, frame))
             raise
-
-    def _reread(self, at: int, stored: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
-        return reread(self._entry.name, self._store, self._inner, at, stored, fits)
 
     def close(self) -> None:
         if self._holds:
@@ -557,20 +511,15 @@ def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
     return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
 
 
-def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Opens | None = None) -> Iterator[int]:
-    """
-    Read all stored bytes, without decoding them, and yield the frames that are damaged in two reads.
-
-    Raises:
-        ChecksumMismatch: the magic number before the first frame is damaged.
-
-    """
+def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Opens) -> Iterator[int]:
+    """Read all stored bytes, without decoding them, and yield the frames that are damaged in two reads."""
     magic = bytearray(len(MAGIC))
     reader.read_into(0, memoryview(magic))
-    if magic != MAGIC:
-        result = reread(entry.name, store, reader, 0, memoryview(magic), lambda found: found == MAGIC)
-        if not result.fits:
-            raise _no_magic(entry, same=result.same)
+    if (
+        magic != MAGIC
+        and (same := reread(entry.name, store, 0, memoryview(magic), lambda found: found == MAGIC)) is not None
+    ):
+        raise _no_magic(entry, same=same)
     order = np.argsort(table.stored_start, kind="stable")
     starts = table.stored_start[order].tolist()
     ends = (table.stored_start + table.stored_nbytes)[order].tolist()
@@ -584,12 +533,11 @@ def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Op
         for row in range(first, last):
             frame = int(order[row])
             stored, expected = buffer[starts[row] - base : ends[row] - base], table.digest(frame)
-            if digest(stored) == expected:
-                continue
-            if not reread(entry.name, store, reader, starts[row], stored, _has_digest(expected)).fits:
+            fits = partial(_has_digest, expected)
+            if not fits(stored) and reread(entry.name, store, starts[row], stored, fits) is not None:
                 yield frame
         first = last
 
 
-def _has_digest(expected: bytes) -> Callable[[bytearray], bool]:
-    return lambda found: digest(found) == expected
+def _has_digest(expected: bytes, data: Any) -> bool:
+    return digest(data) == expected

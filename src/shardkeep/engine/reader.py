@@ -410,20 +410,18 @@ def _execute(
     return cached
 
 
-def _reread_blocks(
-    file: _OpenFile, bad: Sequence[int], start: int, window: memoryview
-) -> tuple[list[int], bool | None]:
+def _reread_blocks(file: _OpenFile, bad: Sequence[int], start: int, window: memoryview) -> tuple[list[int], bool]:
     """Read damaged blocks again, into place; return those that are still damaged, and whether both reads agree."""
     entry, damaged = file.entry, []
-    same: bool | None = True
+    same = True
     with closing(SecondRead(entry.name, file.store)) as again:
         for block in bad:
             begin = block * entry.block_nbytes
             piece = window[begin - start : begin - start + entry.block_nbytes]
-            result = again.repair(entry.header_nbytes + begin, piece, _has_digest(file, begin))
-            if not result.fits:
+            equal = again.repair(entry.header_nbytes + begin, piece, _has_digest(file, begin))
+            if equal is not None:
                 damaged.append(block)
-                same = same and result.same
+                same = same and equal
     for healed in adjacent_blocks({*bad}.difference(damaged)):
         at, nbytes = entry.header_nbytes + healed.start * entry.block_nbytes, len(healed) * entry.block_nbytes
         warn_reread_ok(entry.name, at, min(nbytes, entry.nbytes - at))

@@ -74,11 +74,11 @@ class DigestedRange(NamedTuple):
     nbytes: int
     digest: bytes
 
-    def verify(self, data: memoryview, store: Store, reader: BlobReader, name: str) -> None:
+    def verify(self, data: memoryview, store: Store, name: str) -> None:
         """Check what was read. If it is wrong, read it once more: correct `data`, or raise `ChecksumMismatch`."""
         if digest(data) == self.digest:
             return
-        if not reread(name, store, reader, self.start, data, lambda again: digest(again) == self.digest).fits:
+        if reread(name, store, self.start, data, lambda again: digest(again) == self.digest) is not None:
             self.check(digest(data), f"{store.url}/{name}")
 
     def check(self, found: bytes, where: str) -> None:
@@ -314,7 +314,7 @@ class _Pass:
             window = buffer[: ranges[-1].start + ranges[-1].nbytes - start]
             file.reader.read_into(start, window)
             for each in ranges:
-                each.verify(window[each.start - start :][: each.nbytes], self._source, file.reader, name)
+                each.verify(window[each.start - start :][: each.nbytes], self._source, name)
         except DamagedCheckpoint as error:
             if self._target is not None:
                 raise
@@ -333,7 +333,7 @@ class _Pass:
 
         parts, found = _split(whole, read, len(buffer))
         if found != whole.digest:
-            with closing(SecondRead(name, self._source, file.reader)) as again:
+            with closing(SecondRead(name, self._source)) as again:
                 parts, found = _split(whole, again.read, len(buffer))
             whole.check(found, f"{self._source.url}/{name}")
             warn_reread_ok(name, whole.start, whole.nbytes)
@@ -341,7 +341,7 @@ class _Pass:
             return
         for part in parts:
             window = read(part.start, part.nbytes)
-            part.verify(window, self._source, file.reader, name)
+            part.verify(window, self._source, name)
             file.writer.write_at(part.start, window)
 
     def _end_window(self, file: _OpenFile) -> None:

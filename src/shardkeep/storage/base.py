@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
 from shardkeep.events import log_safely
@@ -47,10 +47,8 @@ def is_name(name: str) -> bool:
 def check_name(name: str) -> str:
     """Return the name, or raise `MalformedFile` if it could reach outside the store or upset a file system."""
     if not is_name(name):
-        raise MalformedFile(
-            f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', no '-' first",
-            name=name,
-        )
+        message = f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', no '-' first"
+        raise MalformedFile(message, name=name)
     return name
 
 
@@ -163,15 +161,6 @@ class Gets(Protocol):
         """
 
 
-class Versions(Protocol):
-    def version(self, name: str) -> Version | None:
-        """
-        Return the current version of a small blob, or None if it does not exist.
-
-        Ask for the version before reading the blob: either the bytes read have this version, or a `put` over it fails.
-        """
-
-
 class Lists(Protocol):
     def list(self) -> Iterator[BlobInfo]:
         """List every blob, sorted by name; a place that does not exist has none."""
@@ -182,7 +171,7 @@ class Deletes(Protocol):
         """Delete a blob; a missing blob is not an error."""
 
 
-class Store(Creates, Opens, Puts, Gets, Versions, Lists, Deletes, Protocol):
+class Store(Creates, Opens, Puts, Gets, Lists, Deletes, Protocol):
     """
     A place for blobs.
 
@@ -193,6 +182,13 @@ class Store(Creates, Opens, Puts, Gets, Versions, Lists, Deletes, Protocol):
     @property
     def url(self) -> str:
         """The place as the user would write it; used in messages."""
+
+    def version(self, name: str) -> Version | None:
+        """
+        Return the current version of a small blob, or None if it does not exist.
+
+        Ask for the version before reading the blob: either the bytes read have this version, or a `put` over it fails.
+        """
 
 
 class Root(Store, Protocol):
@@ -230,17 +226,12 @@ class Replaces(BlobWriter, Protocol):
 # -- removing a place --------------------------------------------------------------------------------------------------
 
 
-class _Removable(Lists, Puts, Deletes, Protocol):
-    @property
-    def url(self) -> str: ...
-
-
 def is_commit_marker(name: str) -> bool:
     """Return whether this blob makes a checkpoint exist, in any layout: the commit record, or torch's metadata."""
     return name == RECORD_NAME or name.endswith(".metadata")
 
 
-def delete_contents(store: _Removable) -> None:
+def delete_contents(store: Store) -> None:
     """
     Delete all blobs of a place.
 
@@ -263,7 +254,7 @@ def delete_contents(store: _Removable) -> None:
     store.delete(REMOVING_NAME)
 
 
-def _mark(store: _Removable) -> bool:
+def _mark(store: Store) -> bool:
     """Mark a place as being removed; False where that fails, as on a full disk, which a removal is about to relieve."""
     try:
         store.put(REMOVING_NAME, b"", replace=True)
@@ -373,13 +364,7 @@ def same_place(one: Store | Root, other: Store | Root) -> bool:
 
 
 def spec_of(store: Store) -> Any:
-    """
-    Return a description (`resolve.StoreSpec`) from which another process opens the store (`spec()`).
-
-    Raises:
-        CheckpointError: there is none.
-
-    """
+    """Return a description (`resolve.StoreSpec`) from which another process opens the store (`spec()`)."""
     # Only if the very class has the verb: a subclass may behave differently, and a plain store there would not.
     if "spec" in vars(type(store)):
         return cast("Any", store).spec()
@@ -415,11 +400,8 @@ def name_taken(where: str, name: str) -> StorageError:
 
 def version_conflict(where: str, name: str) -> StorageError:
     """Make the error of a `put` over a version that is no longer current."""
-    return StorageError(
-        f"{where}: cannot put: it was replaced or deleted by another writer (errno EEXIST)",
-        name=name,
-        errno=errno.EEXIST,
-    )
+    message = f"{where}: cannot put: it was replaced or deleted by another writer (errno EEXIST)"
+    return StorageError(message, name=name, errno=errno.EEXIST)
 
 
 def check_limit(where: str, name: str, nbytes: int, limit: int) -> None:
@@ -430,10 +412,8 @@ def check_limit(where: str, name: str, nbytes: int, limit: int) -> None:
 
 def short_read(where: str, name: str, offset: int, wanted: int, got: int) -> WrongSize:
     """Make the error of a blob that ends before the bytes that were asked for."""
-    return WrongSize(
-        f"{where}: wanted {wanted} bytes at offset {offset}, got {got}: it ends there",
-        name=name, offset=offset, wanted=wanted, got=got,
-    )  # fmt: skip
+    message = f"{where}: wanted {wanted} bytes at offset {offset}, got {got}: it ends there"
+    return WrongSize(message, name=name, offset=offset, wanted=wanted, got=got)
 
 
 def read_whole(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
@@ -500,74 +480,43 @@ _ON_THE_WAY = (
 )
 
 
-class RereadResult(NamedTuple):
-    """The result of a second read."""
-
-    fits: bool
-    """Whether its bytes are the expected ones."""
-    same: bool | None = False
-    """Whether its bytes equal those of the first read; None if they do, but may come from the same cache."""
-
-
 class SecondRead:
-    """Reads ranges of a blob a second time; opens it when it is first needed. Must be closed."""
+    """Reads ranges of a blob a second time; opens it again when it is first needed. Must be closed."""
 
-    def __init__(self, name: str, store: Opens | None, reader: BlobReader | None = None) -> None:
-        """The blob is opened again in `store`. Without a store, `reader` is used, which may return cached bytes."""
+    def __init__(self, name: str, store: Opens) -> None:
         self._name = name
         self._store = store
-        self._given = reader
         self._opened: BlobReader | None = None
-        self.is_fresh = True
-        """Whether no byte came from a cache, as far as is known."""
 
     def read(self, offset: int, nbytes: int) -> bytearray:
+        drop_cached(self._store, self._name, offset, nbytes)
+        if self._opened is None:
+            self._opened = self._store.open(self._name)
         data = bytearray(nbytes)
-        reader = self._given
-        if self._store is not None:
-            drop_cached(self._store, self._name, offset, nbytes)
-            if self._opened is None:
-                self._opened = self._store.open(self._name)
-            reader = self._opened
-        elif reader is not None:
-            self.is_fresh = self.is_fresh and not reader.cached(offset, nbytes)
-        if reader is not None:
-            reader.read_into(offset, memoryview(data))
+        self._opened.read_into(offset, memoryview(data))
         return data
 
-    def repair(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> RereadResult:
-        """Read the range of `piece` again; if it is right now, copy it into `piece`."""
+    def repair(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> bool | None:
+        """Read a range again, into `piece` if it is right now; returns None then, else whether both reads were equal."""
         data = self.read(offset, len(piece))
-        if fits(data):
-            piece[:] = data
-            return RereadResult(fits=True)
-        return RereadResult(fits=False, same=self.same(piece, data))
-
-    def same(self, first: bytes | bytearray | memoryview, second: bytes | bytearray) -> bool | None:
-        """Return whether two reads are equal; None if they are, but the second may come from a cache."""
-        return (True if self.is_fresh else None) if first == second else False
+        if not fits(data):
+            return piece == data
+        piece[:] = data
+        return None
 
     def close(self) -> None:
-        """Close the blob. Can be called twice."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
 
-def reread(
-    name: str,
-    store: Opens | None,
-    reader: BlobReader,
-    offset: int,
-    piece: memoryview,
-    fits: Callable[[bytearray], bool],
-) -> RereadResult:
+def reread(name: str, store: Opens, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> bool | None:
     """Read one range of a blob again, and warn if it is right now; see `SecondRead.repair`."""
-    with closing(SecondRead(name, store, reader)) as again:
-        result = again.repair(offset, piece, fits)
-    if result.fits:
+    with closing(SecondRead(name, store)) as again:
+        same = again.repair(offset, piece, fits)
+    if same is None:
         warn_reread_ok(name, offset, len(piece))
-    return result
+    return same
 
 
 def decode_or_reread(
@@ -580,11 +529,9 @@ def decode_or_reread(
     same: Callable[[D, D], bool | None] = operator.eq,
 ) -> T:
     """
-    Decode bytes; if they are damaged, decode a second read (`again`) of them. `same` compares two reads.
+    Decode bytes; if they are damaged, decode a second read (`again`) of them.
 
-    Raises:
-        DamagedCheckpoint: both reads are damaged. The error is that of the first, and says whether they were equal.
-
+    If both are damaged, raises the first error, which then says whether the reads were the `same`; None: unknown.
     """
     try:
         return decode(data)
