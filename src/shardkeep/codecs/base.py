@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 
 import msgspec
 
-from shardkeep.errors import CodecUnavailable, DamagedFrame, InvalidCodec, OversizedFrame, UnknownCodec
+from shardkeep.errors import CodecUnavailable, InvalidCodec, UnknownCodec
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -149,13 +149,7 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_recorded(cls, recorded: CodecRecord) -> Self:
-        """
-        Read the parameters back from a record.
-
-        Raises:
-            InvalidCodec: they are not those of this codec.
-
-        """
+        """Read the parameters back from a record."""
         fields = {key: value for key, value in recorded.items() if key not in ("name", "version")}
         try:
             return msgspec.convert(fields, cls)
@@ -167,13 +161,7 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def check_version(cls, recorded: CodecRecord) -> None:
-        """
-        Reject the record of another version of this codec. A codec that reads several versions overrides this.
-
-        Raises:
-            UnknownCodec: this version cannot be read.
-
-        """
+        """Reject the record of another version of this codec. A codec that reads several versions overrides this."""
         if recorded.get("version") != cls.version:
             raise UnknownCodec(
                 f"the codec {cls.name!r} was written by version {recorded.get('version')!r}; this is version {cls.version}",
@@ -207,52 +195,10 @@ def without_keys(recorded: list[CodecRecord]) -> list[CodecRecord]:
 
 @cache
 def require_module(module: str, *, extra: str, wanted_by: str) -> Any:
-    """
-    Import a module of an optional package.
-
-    Raises:
-        CodecUnavailable: it is not installed; the hint says what to install.
-
-    """
+    """Import a module of an optional package, or raise `CodecUnavailable` with a hint what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
         raise CodecUnavailable(
             f"{wanted_by} needs a package that is not installed: {exc}", hint=f"pip install 'shardkeep[{extra}]'"
         ) from exc
-
-
-# -- frames that are stored raw if they do not shrink ------------------------------------------------------------------
-
-_RAW, _CODED = 0, 1
-
-
-def marked_bound(nbytes: int) -> int:
-    """Return the largest size of the result of `add_marker` for so many bytes."""
-    return nbytes + 1
-
-
-def add_marker(data: memoryview, coded: bytes) -> bytes:
-    """Return the smaller of the two, behind a byte that says which one it is."""
-    if len(coded) < data.nbytes:
-        return b"".join((bytes((_CODED,)), coded))
-    return b"".join((bytes((_RAW,)), data))
-
-
-def strip_marker(stored: memoryview, place: FramePlace, most_nbytes: int) -> tuple[memoryview, bool]:
-    """
-    Return what is behind the marker, and whether it is raw.
-
-    Raises:
-        DamagedFrame: the marker is invalid.
-        OversizedFrame: there are more raw bytes than were written.
-
-    """
-    if not stored.nbytes or stored[0] not in (_RAW, _CODED):
-        raise DamagedFrame(f"{place.named} does not say how it is stored", file=place.file)
-    rest, is_raw = stored[1:], stored[0] == _RAW
-    if is_raw and rest.nbytes > most_nbytes:
-        raise OversizedFrame(
-            f"{place.named} holds {rest.nbytes} bytes, expected at most {most_nbytes}", file=place.file
-        )
-    return rest, is_raw

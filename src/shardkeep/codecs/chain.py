@@ -13,9 +13,7 @@ and must read a frame with exactly the place it was written with. Encryption dep
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -32,6 +30,7 @@ from shardkeep.codecs.base import (
 )
 from shardkeep.codecs.keys import CachedKeys, KeySource
 from shardkeep.errors import CheckpointError, CodecFailed, DamagedFrame, InvalidCodec, OversizedFrame, UnknownCodec
+from shardkeep.storage.buffers import flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -61,7 +60,7 @@ class CodecChain:
     @classmethod
     def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
         """
-        Begin a new checkpoint: choose its data keys and other parameters. Raises the errors of `opened`.
+        Begin a new checkpoint: choose its data keys and other parameters.
 
         `codecs` are names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass through them.
         `keys` wraps the data keys of codecs that encrypt.
@@ -73,20 +72,10 @@ class CodecChain:
 
     @classmethod
     def opened(cls, recorded: Sequence[CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
-        """
-        Open the chain of a checkpoint from its records.
-
-        Raises:
-            UnknownCodec: a codec or its version is not known.
-            InvalidCodec: a record is invalid.
-            CodecUnavailable: a codec needs a package that is not installed.
-            KeyMissing: a codec encrypts, and `keys` is None.
-            WrongKey: a codec encrypts, and none of the keys opens it.
-
-        """
+        """Open the chain of a checkpoint from its records."""
         if len(recorded) > _MOST_CODECS:
             raise InvalidCodec(f"a chain has at most {_MOST_CODECS} codecs, not {len(recorded)}")
-        return cls(recorded, [_opened(each, keys) for each in recorded])
+        return cls(recorded, [_class_of(each).open(each, keys) for each in recorded])
 
     @property
     def names(self) -> list[str]:
@@ -112,13 +101,10 @@ class CodecChain:
         """
         Return what `encode` would return for each frame, in less time; results may lie in `room`.
 
-        Args:
-            data: the frames, one behind the other.
-            places: the place of each. All frames have one size, except that the last may be smaller.
-            room: `room_nbytes` for each frame, aligned to 8 bytes.
-
+        `data` has the frames one behind the other, all of one size, except that the last may be smaller. `room` has
+        `room_nbytes` for each of them, aligned to 8 bytes.
         """
-        whole = _bytes_of(data)
+        whole = flat(memoryview(data))
         sizes = [place.nbytes for place in places]
         alike = len({*sizes[:-1]}) <= 1 and (len(sizes) < 2 or 0 < sizes[-1] <= sizes[0])
         if sum(sizes) != whole.nbytes or not alike:
@@ -150,10 +136,10 @@ class CodecChain:
         _check_place(data, place)
         stored: Buffer = data
         for step, codec, name in zip(steps, self._codecs, self.names, strict=True):
-            view = _bytes_of(stored)
+            view = flat(memoryview(stored))
             try:
                 stored = step(view, place)
-                size = _bytes_of(stored).nbytes
+                size = flat(memoryview(stored)).nbytes
             except (CheckpointError, MemoryError):
                 raise
             except Exception as exc:
@@ -171,14 +157,14 @@ class CodecChain:
         bounds = [place.nbytes]
         for codec in self._codecs[:-1]:
             bounds.append(codec.bound(bounds[-1]))
-        data, filled = _bytes_of(stored), False
+        data, filled = flat(memoryview(stored)), False
         for at in reversed(range(len(self._codecs))):
             codec, name = self._codecs[at], self.recorded[at]["name"]
             try:
                 if at == 0 and isinstance(codec, DecodesInto):
                     size, filled = codec.decode_into(data, place, into), True
                 else:
-                    data = _bytes_of(codec.decode(data, place, bounds[at]))
+                    data = flat(memoryview(codec.decode(data, place, bounds[at])))
                     size = data.nbytes
             except (CheckpointError, MemoryError):
                 raise
@@ -209,15 +195,7 @@ class CodecChain:
 
 
 def rewrapped(recorded: Sequence[CodecRecord], keys: KeySource) -> list[CodecRecord]:
-    """
-    Return the records of a chain with its data keys wrapped by the current key of `keys`.
-
-    The data stay as they are: to change a key, only the record is rewritten.
-
-    Raises:
-        WrongKey: none of the keys opens the records.
-
-    """
+    """Return the records of a chain with its data keys wrapped by the current key of `keys`; the data stay as they are."""
     return [_class_of(each).rewrap(each, keys) for each in recorded]
 
 
@@ -225,13 +203,9 @@ def _class_of(recorded: CodecRecord) -> type[CodecConfig]:
     name = recorded.get("name") if isinstance(recorded, dict) else None
     if not isinstance(name, str):
         raise InvalidCodec(f"the checkpoint records a codec without a name: {recorded!r}")
-    cls = known_codecs().find(name)
+    cls = find_codec(name)
     cls.check_version(recorded)
     return cls
-
-
-def _opened(recorded: CodecRecord, keys: KeySource | None) -> Codec:
-    return _class_of(recorded).open(recorded, keys)
 
 
 def _one_by_one(
@@ -251,12 +225,6 @@ def _check_place(data: memoryview, place: FramePlace) -> None:
         raise CodecFailed(f"{data.nbytes} bytes were given for {place.named}, which has {place.nbytes}")
 
 
-def _bytes_of(data: Buffer) -> memoryview:
-    view = memoryview(data)
-    # An empty view cannot be cast, and need not be.
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
 # -- registry ----------------------------------------------------------------------------------------------------------
 
 GROUP = "shardkeep.codecs"
@@ -266,95 +234,57 @@ _OURS = {
     "float": ("shardkeep.codecs.float", "Float"),
     "aes": ("shardkeep.codecs.aes", "Aes"),
 }
-
-
-class CodecRegistry:
-    """Codecs by name."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._classes: dict[str, type[CodecConfig]] = {}
-
-    def register(self, cls: type[CodecConfig]) -> type[CodecConfig]:
-        """
-        Register a codec by its name, replacing another of this name; returns the class, so that it can decorate.
-
-        Raises:
-            InvalidCodec: the class is not a codec, or its name is missing or one of shardkeep's.
-
-        """
-        if not (isinstance(cls, type) and issubclass(cls, CodecConfig)):
-            raise InvalidCodec(f"{cls!r} is not a subclass of CodecConfig")
-        if not cls.name or ":" in cls.name:
-            raise InvalidCodec(
-                f"{cls.__name__} has the name {cls.name!r}", hint="set the class attribute `name`, without a colon"
-            )
-        if cls.name in _OURS:
-            # The meaning of "zstd" in a checkpoint must not depend on what a program has imported.
-            raise InvalidCodec(f"{cls.name!r} is a codec of shardkeep", hint="give yours another name")
-        with self._lock:
-            self._classes[cls.name] = cls
-        return cls
-
-    def find(self, name: str) -> type[CodecConfig]:
-        """
-        Return the codec of a name.
-
-        Raises:
-            UnknownCodec: there is none.
-            InvalidCodec: the entry point of this name is not a codec.
-
-        """
-        if name in _OURS:
-            module, attribute = _OURS[name]
-            found: type[CodecConfig] = getattr(import_module(module), attribute)
-            return found
-        with self._lock:
-            registered = self._classes.get(name)
-        return registered if registered is not None else self._from_packages(name)
-
-    def names(self) -> list[str]:
-        with self._lock:
-            return sorted({*_OURS, *self._classes, *(each.name for each in entry_points(group=GROUP))})
-
-    def _from_packages(self, name: str) -> type[CodecConfig]:
-        for entry in entry_points(group=GROUP, name=name):
-            cls = entry.load()
-            if not (isinstance(cls, type) and issubclass(cls, CodecConfig)) or cls.name != name:
-                raise InvalidCodec(
-                    f"the entry point {name!r} of {GROUP} is {entry.value}, which is not a codec of this name",
-                    hint="it must be a subclass of shardkeep's CodecConfig with this `name`",
-                )
-            return self.register(cls)
-        raise UnknownCodec(
-            f"there is no codec named {name!r}; the codecs are {', '.join(self.names())}",
-            hint="install the package that provides it, or call register_codec with its class first",
-            codec=name,
-        )
-
-
-@cache
-def known_codecs() -> CodecRegistry:
-    return CodecRegistry()
+_registered: dict[str, type[CodecConfig]] = {}
 
 
 def register_codec(cls: type[CodecConfig]) -> type[CodecConfig]:
-    """Register a codec in this process, by its `name`. Every process that reads or writes with it must do so."""
-    return known_codecs().register(cls)
+    """
+    Register a codec in this process, by its `name`. Every process that reads or writes with it must do so.
+
+    It replaces another of this name. Returns the class, so that it can decorate.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, CodecConfig)):
+        raise InvalidCodec(f"{cls!r} is not a subclass of CodecConfig")
+    if not cls.name or ":" in cls.name:
+        raise InvalidCodec(
+            f"{cls.__name__} has the name {cls.name!r}", hint="set the class attribute `name`, without a colon"
+        )
+    if cls.name in _OURS:
+        # The meaning of "zstd" in a checkpoint must not depend on what a program has imported.
+        raise InvalidCodec(f"{cls.name!r} is a codec of shardkeep", hint="give yours another name")
+    _registered[cls.name] = cls
+    return cls
+
+
+def find_codec(name: str) -> type[CodecConfig]:
+    """Return the codec of a name: ours, a registered one, or one of an installed package."""
+    if name in _OURS:
+        module, attribute = _OURS[name]
+        found: type[CodecConfig] = getattr(import_module(module), attribute)
+        return found
+    if name in _registered:
+        return _registered[name]
+    for entry in entry_points(group=GROUP, name=name):
+        cls = entry.load()
+        if not (isinstance(cls, type) and issubclass(cls, CodecConfig)) or cls.name != name:
+            raise InvalidCodec(
+                f"the entry point {name!r} of {GROUP} is {entry.value}, which is not a codec of this name",
+                hint="it must be a subclass of shardkeep's CodecConfig with this `name`",
+            )
+        return register_codec(cls)
+    names = sorted({*_OURS, *_registered, *(each.name for each in entry_points(group=GROUP))})
+    raise UnknownCodec(
+        f"there is no codec named {name!r}; the codecs are {', '.join(names)}",
+        hint="install the package that provides it, or call register_codec with its class first",
+        codec=name,
+    )
 
 
 def codec_config(codec: str | CodecConfig) -> CodecConfig:
-    """
-    Return a config, or the config of a name, which may have an argument ("zstd:3").
-
-    Raises:
-        UnknownCodec: there is no codec of this name.
-        InvalidCodec: it is neither a name nor a config, or its argument is invalid.
-
-    """
+    """Return a config, or the config of a name, which may have an argument ("zstd:3")."""
     if isinstance(codec, CodecConfig):
         return codec
     if not isinstance(codec, str):
         raise InvalidCodec(f"{codec!r} is not a codec", hint='pass names ("zstd") or configs (Zstd(level=3))')
     name, _, argument = codec.partition(":")
-    return known_codecs().find(name).from_text(argument)
+    return find_codec(name).from_text(argument)

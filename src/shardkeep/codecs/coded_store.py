@@ -208,14 +208,6 @@ class FrameWriter:
         with self._scratch.lease() as scratch:
             room, together = scratch[: self._encoding_nbytes], scratch[self._encoding_nbytes :]
             stored = [flat(memoryview(each)) for each in self._chain.encode_all(view, places, room)]
-            if (longest := max(map(len, stored))) > MAX_STORED_NBYTES:
-                raise StorageError(
-                    f"{self._name}: the codecs made {longest} bytes of a frame after offset {offset}, expected at most"
-                    f" {MAX_STORED_NBYTES}",
-                    hint="use codecs that do not grow frames so much",
-                    name=self._name,
-                    offset=offset,
-                )
             total = sum(map(len, stored))
             with self._lock:
                 start, self._end = self._end, self._end + total
@@ -223,6 +215,12 @@ class FrameWriter:
             skew = start % ALIGNMENT
             at, rows = 0, []
             for place, each in zip(places, stored, strict=True):
+                if len(each) > MAX_STORED_NBYTES:
+                    raise StorageError(
+                        f"{self._name}: the codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
+                        f" {place.offset}, expected at most {MAX_STORED_NBYTES}",
+                        hint="use codecs that do not grow frames so much", name=self._name, offset=place.offset,
+                    )  # fmt: skip
                 into = together[skew + at : skew + at + len(each)]
                 copy(into, each)
                 rows.append((place.offset, place.nbytes, start + at, len(each), place.number, digest(into)))

@@ -10,22 +10,13 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from shardkeep.codecs.base import (
-    Codec,
-    CodecConfig,
-    CodecRecord,
-    FramePlace,
-    add_marker,
-    marked_bound,
-    require_module,
-    strip_marker,
-)
-from shardkeep.errors import CodecUnavailable, InvalidCodec
+from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, require_module
+from shardkeep.errors import CodecUnavailable, DamagedFrame, InvalidCodec, OversizedFrame
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,6 +34,7 @@ _LITERALS = 1002
 """Whether literals are coded: 0 depends on the strategy, 1 always."""
 _FEW_MATCHES = {_STRATEGY: 1, _MIN_MATCH: 7, _HASH_LOG: 6, _WINDOW_LOG: 17}
 """Parameters with which zstd hardly searches for matches."""
+_RAW, _CODED = b"\0", b"\1"
 _SKEWED = bytes((1, 2, 1, 3, 1, 1, 4, 2)) * 512
 
 CompressFrame = Callable[["Buffer"], bytes]
@@ -61,13 +53,6 @@ def zstd_module() -> Any:
 
 
 def require_zstd(wanted_by: str) -> Any:
-    """
-    Return the module of zstd.
-
-    Raises:
-        CodecUnavailable: none is installed.
-
-    """
     module = zstd_module()
     if module is None:
         raise CodecUnavailable(
@@ -101,13 +86,7 @@ def huffman_compressor(module: Any) -> CompressFrame:
 
 
 def decompress_frame(module: Any, frame: memoryview, max_nbytes: int) -> bytes:
-    """
-    Decompress one frame, with nothing behind it.
-
-    Raises:
-        ValueError: it becomes more than so many bytes, or is not a whole frame. The module may also raise a `ZstdError`.
-
-    """
+    """Decompress one frame, with nothing behind it; raises a ValueError or a `ZstdError` if it is not one, or too large."""
     # A frame chooses how much memory its window takes: never allow more than the frame is large.
     inner = module.ZstdDecompressor(options={_WINDOW_LOG_MAX: max(10, max_nbytes.bit_length())})
     pieces, room = [], max_nbytes + 1
@@ -160,23 +139,9 @@ class Zstd(CodecConfig, frozen=True):
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
-        return _ZstdCodec(require_zstd("the codec 'zstd'"), cls.from_recorded(recorded).level)
-
-
-class _ZstdCodec:
-    def __init__(self, module: Any, level: int) -> None:
-        self._module = module
-        self._compress = PerThread(lambda: level_compressor(module, level))
-
-    def bound(self, nbytes: int) -> int:
-        return marked_bound(nbytes)
-
-    def encode(self, data: memoryview, place: FramePlace) -> Buffer:  # noqa: ARG002 - the same at any place
-        return add_marker(data, self._compress.get()(data))
-
-    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
-        coded, is_raw = strip_marker(data, place, most_nbytes)
-        return coded if is_raw else decompress_frame(self._module, coded, most_nbytes)
+        module, level = require_zstd("the codec 'zstd'"), cls.from_recorded(recorded).level
+        compressor = PerThread(lambda: level_compressor(module, level))
+        return _OrRaw(compressor.get, partial(decompress_frame, module))
 
 
 class Lz4(CodecConfig, frozen=True):
@@ -187,19 +152,37 @@ class Lz4(CodecConfig, frozen=True):
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
         cls.from_recorded(recorded)
-        return _Lz4Codec(require_module("lz4.block", extra="lz4", wanted_by="the codec 'lz4'"))
+        block = require_module("lz4.block", extra="lz4", wanted_by="the codec 'lz4'")
+        return _OrRaw(
+            lambda: partial(block.compress, store_size=False),
+            lambda coded, most_nbytes: block.decompress(coded, uncompressed_size=most_nbytes),
+        )
 
 
-class _Lz4Codec:
-    def __init__(self, block: Any) -> None:
-        self._block = block
+class _OrRaw:
+    """A codec that stores a frame raw if it does not shrink, behind a byte that says so."""
+
+    def __init__(
+        self, compressor: Callable[[], CompressFrame], decompress: Callable[[memoryview, int], Buffer]
+    ) -> None:
+        """`compressor` returns one for the thread that calls it."""
+        self._compressor = compressor
+        self._decompress = decompress
 
     def bound(self, nbytes: int) -> int:
-        return marked_bound(nbytes)
+        return nbytes + 1
 
     def encode(self, data: memoryview, place: FramePlace) -> Buffer:  # noqa: ARG002 - the same at any place
-        return add_marker(data, self._block.compress(data, store_size=False))
+        coded = self._compressor()(data)
+        return b"".join((_CODED, coded) if len(coded) < data.nbytes else (_RAW, data))
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
-        coded, is_raw = strip_marker(data, place, most_nbytes)
-        return coded if is_raw else self._block.decompress(coded, uncompressed_size=most_nbytes)
+        marker, rest = data[:1], data[1:]
+        if marker == _CODED:
+            return self._decompress(rest, most_nbytes)
+        if marker != _RAW:
+            raise DamagedFrame(f"{place.named} does not say how it is stored", file=place.file)
+        if rest.nbytes > most_nbytes:
+            message = f"{place.named} holds {rest.nbytes} bytes, expected at most {most_nbytes}"
+            raise OversizedFrame(message, file=place.file)
+        return rest
