@@ -24,7 +24,7 @@ from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.staging import DefaultStager, StagingOptions
 from shardkeep.dcp.state_dict_loader import load
-from shardkeep.engine.stagers import StateDictStager
+from shardkeep.engine.process.client import writer_manager
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
 from tests.warm.python import warm_python
@@ -32,7 +32,14 @@ from tests.warm.python import warm_python
 PROCESS = AsyncCheckpointerType.PROCESS
 
 
-def begin(state, folder, kind=FileSystemWriter, **options):
+class Mine(FileSystemWriter):
+    """A writer of the user's, so it and the planner go to the process."""
+
+    def write_data(self, plan, planner):
+        return super().write_data(plan, planner)
+
+
+def begin(state, folder, kind=Mine, **options):
     writer = kind(folder)
     return quietly(async_save, state, storage_writer=writer, async_checkpointer_type=PROCESS, **options)
 
@@ -135,7 +142,7 @@ def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
 
 def test_what_cannot_be_pickled_is_said(tmp_path):
     """A writer with a lock in it cannot go to another process; the one that is there serves on."""
-    writer = FileSystemWriter(tmp_path / "a")
+    writer = Mine(tmp_path / "a")
     writer.lock = threading.Lock()
     future = quietly(async_save, {"w": numbered(3)}, storage_writer=writer, async_checkpointer_type=PROCESS)
     with pytest.raises(CheckpointException, match="cannot be sent to the process that saves"):
@@ -213,33 +220,6 @@ def test_a_connection_that_breaks_in_a_save_is_its_failure(tmp_path):
     assert group_saves_of(None, no_dist=True).saver.pid == pid
 
 
-class Counting(StateDictStager):
-    staged = 0
-
-    def prepare(self, state_dict):
-        type(self).staged += 1
-        return super().prepare(state_dict)
-
-
-def test_a_state_is_copied_once(tmp_path, monkeypatch):
-    """With or without a writer that could stage, and with tensors that have no elements."""
-    monkeypatch.setattr("shardkeep.engine.stagers.StateDictStager", Counting)
-    monkeypatch.setattr("shardkeep.engine.stagers.StateDictStager", Counting)
-    monkeypatch.setattr("shardkeep.dcp._impl.async_.StateDictStager", Counting)
-    monkeypatch.setattr(Counting, "staged", 0)
-    state = {"w": numbered(100), "empty": torch.empty(0, 3)}
-    begin(state, tmp_path / "a").result(60)
-    assert Counting.staged == 1
-    quietly(async_save, state, checkpoint_id=tmp_path / "b", async_checkpointer_type=PROCESS).result(60)
-    assert Counting.staged == 2
-    caching = FileSystemWriter(tmp_path / "c", cache_staged_state_dict=True)
-    for turn in range(2):
-        quietly(async_save, state, storage_writer=caching, async_checkpointer_type=PROCESS).result(60)
-        assert Counting.staged == 3 + turn
-    for name in "abc":
-        assert torch.equal(loaded(tmp_path / name, w=torch.empty(100))["w"], numbered(100))
-
-
 def test_a_writer_that_stages_in_its_own_way_does_so(tmp_path):
     """What its `stage` returns is what is saved, wherever that lies."""
     writer = Doubling(tmp_path / "a")
@@ -250,6 +230,24 @@ def test_a_writer_that_stages_in_its_own_way_does_so(tmp_path):
 class Doubling(FileSystemWriter):
     def stage(self, state_dict):
         return {key: 2 * value for key, value in state_dict.items()}
+
+
+def test_our_own_writer_needs_no_process_of_the_script(tmp_path):
+    """The engine's process writes for it; when that is killed the save fails, and the next one has another."""
+    state = {"w": numbered(1000)}
+    quietly(async_save, state, checkpoint_id=tmp_path / "1", async_checkpointer_type=PROCESS, no_dist=True).result(60)
+    pid = writer_manager().pid
+    os.kill(pid, signal.SIGSTOP)
+    future = quietly(async_save, state, checkpoint_id=tmp_path / "2", async_checkpointer_type=PROCESS, no_dist=True)
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(CheckpointException, match="SIGKILL"):
+        future.result(60)
+    assert not (tmp_path / "2" / ".metadata").exists()
+    quietly(async_save, state, checkpoint_id=tmp_path / "3", async_checkpointer_type=PROCESS, no_dist=True).result(60)
+    assert writer_manager().pid != pid
+    for name in "13":
+        assert torch.equal(loaded(tmp_path / name, w=torch.empty(1000))["w"], numbered(1000))
 
 
 ENDS_EARLY = """

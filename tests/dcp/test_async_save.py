@@ -17,12 +17,14 @@ from shardkeep.dcp._async_executor import _AsyncCheckpointExecutor
 from shardkeep.dcp._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor, save_wrapper
 from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, AsyncSaveResponse, async_save, group_saves_of
 from shardkeep.dcp.api import CheckpointException
-from shardkeep.dcp.default_planner import DefaultSavePlanner
+from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.metadata import Metadata
 from shardkeep.dcp.staging import AsyncStager, DefaultStager, StagingOptions
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save, save_state_dict
+from shardkeep.engine.pools import staging_memory
+from shardkeep.engine.process.client import writer_manager
 from shardkeep.errors import EarlierSaveFailed
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
@@ -53,6 +55,14 @@ class Slow(FileSystemWriter):
         return super().write_data(plan, planner)
 
 
+class Passing(FileSystemWriter):
+    """Might look at what it writes, so it gets a whole copy of the state in host memory."""
+
+    def write_data(self, plan, planner):
+        assert all(tensor.device.type == "cpu" for tensor in planner.state_dict.values())
+        return super().write_data(plan, planner)
+
+
 class Broken(FileSystemWriter):
     def write_data(self, plan, planner):
         raise OSError(28, "no space")
@@ -74,6 +84,100 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path):
     assert torch.equal(found["w"], numbered(100))
     assert torch.equal(found["n"]["list"][1]["x"], numbered(3))
     assert found["n"]["list"][0] == 1
+
+
+class Marked(torch.Tensor):
+    """A subclass, which only torch can write."""
+
+
+def many_kinds():
+    whole = numbered(40, 30)
+    return {
+        "whole": whole,
+        "alias": whole,
+        "row": whole[3],
+        "strided": whole.t()[2:5],
+        "expanded": torch.tensor([2.0]).expand(50, 3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(4),
+        "half": numbered(5, dtype=torch.bfloat16),
+        "parameter": torch.nn.Parameter(numbered(4)),
+        "marked": numbered(4).as_subclass(Marked),
+        "tuple": (whole, 1),
+        "list": [numbered(3), {"deep": numbered(2), 7: "x"}],
+        "numbers": [1, 2],
+        "none": None,
+    }
+
+
+def empty_like(value):
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value.detach().resolve_conj()).as_subclass(type(value.detach()))
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        made = {key: empty_like(each) for key, each in items}
+        return made if isinstance(value, dict) else type(value)(made.values())
+    return None
+
+
+def wipe(state):
+    for tensor in (state["whole"], state["half"], state["parameter"], state["marked"], *state["list"][:1]):
+        tensor.detach().fill_(-1)
+    state["scalar"].fill_(-1)
+    state["list"][1].clear()
+    state["numbers"].append(3)
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+@pytest.mark.parametrize("staging_bytes", [0, 1000], ids=["copied", "no room"])
+def test_a_snapshot_holds_what_a_save_would(tmp_path, monkeypatch, kind, staging_bytes):
+    """Tensors of all kinds, changed right after the call, are those of the call, also where there is no memory for a copy."""
+    monkeypatch.setenv("SHARDKEEP_STAGING_BYTES", str(staging_bytes))
+    state, planner = many_kinds(), DefaultSavePlanner()
+    future = quietly(
+        async_save, state, checkpoint_id=tmp_path / "a", planner=planner, async_checkpointer_type=kind, no_dist=True
+    )
+    wipe(state)
+    future.result(60)
+    assert not planner.state_dict  # the memory is used again
+    quietly(save, many_kinds(), checkpoint_id=tmp_path / "b", no_dist=True)
+    found = []
+    for name in "ab":
+        found.append(empty_like(many_kinds()))
+        with torch.serialization.safe_globals([Marked]):
+            quietly(load, found[-1], checkpoint_id=tmp_path / name, no_dist=True)
+    assert str(found[0]) == str(found[1])
+    assert torch.equal(found[0]["whole"], numbered(40, 30))
+    assert found[0]["numbers"] == [1, 2]
+    assert (tmp_path / "a" / "__0_0.distcp").stat().st_size < 2 * (tmp_path / "b" / "__0_0.distcp").stat().st_size
+    assert staging_memory().arenas.nbytes_in_use == writer_manager().memory().arenas.nbytes_in_use == 0
+
+
+def test_a_planner_that_stores_something_else_gets_a_copy_in_host_memory(tmp_path):
+    """So does one that does not flatten, and a stager of the user's: each is asked as before."""
+
+    class Doubling(DefaultSavePlanner):
+        def transform_object(self, write_item, found):
+            return 2 * super().transform_object(write_item, found)
+
+    class Adding(DefaultStager):
+        def stage(self, state_dict):
+            return {key: value + 1 for key, value in super().stage(state_dict).items()}
+
+    state = {"w": numbered(9)}
+    quietly(async_save, state, checkpoint_id=tmp_path / "a", planner=Doubling()).result(30)
+    assert torch.equal(loaded(tmp_path / "a", w=torch.empty(9))["w"], 2 * numbered(9))
+    stager = Adding(StagingOptions(False, False, False, False))
+    quietly(async_save, state, checkpoint_id=tmp_path / "b", async_stager=stager).result(30)
+    assert torch.equal(loaded(tmp_path / "b", w=torch.empty(9))["w"], numbered(9) + 1)
+    nested = {"n": {"w": numbered(9)}}
+    quietly(
+        async_save, nested, checkpoint_id=tmp_path / "c", planner=DefaultSavePlanner(flatten_state_dict=False)
+    ).result(30)
+    found = {"n": None}
+    quietly(load, found, checkpoint_id=tmp_path / "c", planner=DefaultLoadPlanner(flatten_state_dict=False))
+    assert torch.equal(found["n"]["w"], numbered(9))
 
 
 def test_one_stager_over_many_saves(tmp_path):
@@ -294,7 +398,7 @@ def test_memory_is_free_again_when_a_save_is_done(tmp_path):
     stager = DefaultStager(StagingOptions(False, False, True, False))
     places = []
     for step in range(6):
-        writer = writer_to(tmp_path / str(step), Broken if step == 3 else FileSystemWriter)
+        writer = writer_to(tmp_path / str(step), Broken if step == 3 else Passing)
         response = quietly(async_save, {"w": numbered(1000)}, storage_writer=writer, async_stager=stager)
         places.append(stager._staging_future.result(30)["w"].data_ptr())
         response.upload_completion.exception(30)

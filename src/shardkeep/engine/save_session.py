@@ -421,8 +421,9 @@ class BackgroundSave(BackgroundWrite):
         writer: WriterSession | None = None,
     ) -> None:
         """Start nothing yet. Without `writer`, threads of this process hash and write."""
-        super().__init__(session.store, snapshot, handle, memory, options, events, writer)
+        super().__init__(snapshot, handle, memory, options, events)
         self._session = session
+        self._writer = writer
         self._described = [described]
         """Popped when its file jobs are made: from then on only these hold the tensors."""
         self._labels = described.labels
@@ -459,7 +460,7 @@ class BackgroundSave(BackgroundWrite):
         return jobs
 
     def _write_files(self, jobs: list[FileJob], codecs: FileCodecs) -> list[FileEntry]:
-        self.write(jobs, codecs)
+        self.write(self._session.store, jobs, codecs, self._writer)
         self._handle.begin_commit()
         entries = [codecs.entry_of(job) for job in jobs]
         self._events.written(sum(entry.nbytes for entry in entries))

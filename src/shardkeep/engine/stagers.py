@@ -1,6 +1,7 @@
 """
-Stagers: copies of a whole state in host memory, which training can no longer change.
+Copies of a whole state, which training can no longer change: the snapshot that our own writers save from, and torch's stagers.
 
+`StateSnapshot` is taken as `sk.async_save` takes it. A stager makes a copy in host memory, for whoever needs the values there:
 `prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's thread.
 `StateCopy.fill` copies the values, on any thread and any stream. Tensors that share memory in the state share it in the copy, and
 none takes more than its own bytes. One stager serves any number of saves: memory is used again when no copy uses it.
@@ -11,20 +12,33 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import deprecated
 
-from shardkeep.engine.pools import HostSlot, StoragePool
+from shardkeep.engine.pools import HostSlot, StoragePool, staging_memory
+from shardkeep.engine.process.client import writer_manager
+from shardkeep.engine.queue import SaveHandle
+from shardkeep.engine.report import Phases, SaveEvents
+from shardkeep.engine.snapshot import take_snapshot
+from shardkeep.engine.staging import BackgroundWrite
 from shardkeep.engine.tensors import Geometry, MemoryRun, geometry, runs
+from shardkeep.engine.writer import FileJob
 from shardkeep.errors import CheckpointError, StateError
+from shardkeep.events import Event
+from shardkeep.format.pickles import collector_paused
+from shardkeep.options import Options
+from shardkeep.state.flatten import map_leaves
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 from shardkeep.state.offload import check_plain_types, sharded_tensor_like
+from shardkeep.storage.base import Store
 
 Tensors = list[torch.Tensor]
 
@@ -155,12 +169,7 @@ def prepare_copy(state: Any, memory: StoragePool) -> StateCopy:
         try:
             copying.state_copy.tree = copying.deepcopy(state)
         except Exception as error:
-            path, value = _find_uncopyable(state)
-            raise Uncopyable(
-                f"{path_name(path)!r} holds a {type(value).__qualname__}, which cannot be copied: {error}",
-                hint="take it out of the state, or give it a __deepcopy__",
-                key=path_name(path),
-            ) from error
+            raise _uncopyable(state, (), error) from error
     return copying.state_copy
 
 
@@ -284,7 +293,16 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
         yield from tensors_in(each, seen)
 
 
-def _find_uncopyable(value: Any, path: TreePath = ()) -> tuple[TreePath, Any]:
+def _uncopyable(value: Any, path: TreePath, error: Exception) -> Uncopyable:
+    path, value = _find_uncopyable(value, path)
+    return Uncopyable(
+        f"{path_name(path)!r} holds a {type(value).__qualname__}, which cannot be copied: {error}",
+        hint="take it out of the state, or give it a __deepcopy__",
+        key=path_name(path),
+    )
+
+
+def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
     """Find the innermost value that cannot be copied."""
     children: Any = ()
     if isinstance(value, Mapping):
@@ -300,6 +318,147 @@ def _find_uncopyable(value: Any, path: TreePath = ()) -> tuple[TreePath, Any]:
 
 
 StateDict = dict[str, Any]
+
+
+class _Place(NamedTuple):
+    """Stands in a tree for a tensor of the snapshot."""
+
+    number: int
+
+
+class _Silent(SaveEvents):
+    """Events that no listener gets."""
+
+    def _emit(self, event: type[Event], /, **figures: Any) -> None:
+        del event, figures
+
+
+class StateSnapshot:
+    """
+    A state at the time of a call, to be written in the background.
+
+    Tensors are copied on their devices, and to the engine's host memory. What finds no room there is read from the caller's
+    memory, and may be changed when `handle.staged` is done. Objects are copied, with the tensors inside them.
+    """
+
+    def __init__(self, state: Mapping[str, Any], where: str, *, in_process: bool) -> None:
+        """Take the snapshot. `in_process`: the writer process will write it."""
+        self.handle: SaveHandle[Any] = SaveHandle(where)
+        self._in_process = in_process
+        self._opened: list[OpenedTensor] = []
+        options, memory = Options(), writer_manager().memory() if in_process else staging_memory()
+        copying = _Copying(StoragePool())  # of objects, and of tensors inside them
+        with torch.no_grad(), collector_paused():
+            self._tree = map_leaves(state, lambda path, leaf: self._copied(path, leaf, copying), _is_opened)
+            parts = [part for each in self._opened for part in each.parts if part.numel()]
+            self._snapshot = take_snapshot(
+                [part.detach().resolve_conj().resolve_neg() for part in parts],
+                memory.arenas,
+                staging="auto",
+                optimizers=(),
+                threads=options.io_threads,
+            )
+        silent = _Silent(Phases(), rank=0, where=where)
+        self._background = BackgroundWrite(self._snapshot, self.handle, memory, options, silent)
+        self._must_wait = self._background.copy_on_host()
+
+    def _copied(self, path: TreePath, leaf: Any, copying: _Copying) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            self._opened.append(open_tensor(leaf))
+            return _Place(len(self._opened) - 1)
+        try:
+            return copying.deepcopy(leaf)
+        except Exception as error:
+            raise _uncopyable(leaf, path, error) from error
+
+    @property
+    def completion(self) -> Future[None]:
+        """Done when the state may be changed; fails if the save does before."""
+        return self.handle.staged._future
+
+    def wait(self) -> None:
+        """Wait until the state may be changed; an interrupted wait cancels the save."""
+        if self._must_wait:
+            try:
+                self.handle.staged.wait_without_raising()
+            except BaseException:
+                self.handle.cancel()
+                raise
+
+    def state(self) -> StateDict:
+        """Return the state, in plain dicts and lists; called once, inside `open`."""
+        tensors = iter(self._snapshot.tensors)
+
+        def over(part: torch.Tensor) -> torch.Tensor:
+            return next(tensors) if part.numel() else part.detach().clone()
+
+        made = [each.rebuild([over(part) for part in each.parts]) for each in self._opened]
+        state: StateDict = map_leaves(
+            self._tree, lambda _, leaf: made[leaf.number] if type(leaf) is _Place else leaf, _is_plain
+        )
+        self._tree, self._opened = state, []
+        self._snapshot.found.clear()
+        return state
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Use the snapshot, on one thread; at the end, release it."""
+        try:
+            with self._background.releasing(), torch.no_grad():
+                for device, event in self._snapshot.events.items():
+                    torch.accelerator.set_device_index(device.index)
+                    torch.accelerator.current_stream(device).wait_event(event)
+                yield
+        except BaseException as error:
+            self.handle.end_staging(error)
+            raise
+        finally:
+            self.handle.end_staging()
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop the state: from here on only file jobs hold its tensors."""
+        self._tree.clear()
+
+    def write(self, store: Store, jobs: list[FileJob]) -> None:
+        """Write files over tensors of the state."""
+        if not self._in_process:
+            self._background.write(store, jobs)
+            return
+        options = Options()
+        with writer_manager().session(
+            store, options.io_threads, wanted=self.handle.wanted, timeout_s=options.timeout_s
+        ) as process:
+            self._background.write(store, jobs, writer=process)
+
+
+def _is_opened(value: Any) -> bool:
+    """Return whether torch's flattening opens a value: a mapping, or a list that holds tensors or mappings."""
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and any(_is_opened(item) or isinstance(item, torch.Tensor) for item in value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (dict, list))
+
+
+_written: ContextVar[StateSnapshot | None] = ContextVar("snapshot that is being written", default=None)
+
+
+def current_snapshot() -> StateSnapshot | None:
+    """Return the snapshot that the current save writes; None: it writes tensors of the caller's, or of a stager's."""
+    return _written.get()
+
+
+@contextmanager
+def writing(snapshot: StateSnapshot | None) -> Iterator[None]:
+    """Let the writer that is called inside find the snapshot: a context variable, because users' classes may be between."""
+    token = _written.set(snapshot)
+    try:
+        yield
+    finally:
+        _written.reset(token)
 
 
 class StagerClosed(CheckpointError, RuntimeError):
@@ -427,8 +586,19 @@ class DefaultStager(AsyncStager):
             else None
         )
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._staging_future: Future[StateDict] | None = None
+        self._staging_future: Future[Any] | None = None
         self._closed = False
+
+    def snapshot(self, state_dict: StateDict, where: str, *, in_process: bool) -> StateSnapshot:
+        """Take a snapshot, for a save that needs no copy of the whole state in host memory."""
+        self._check_open()
+        snapshot = StateSnapshot(state_dict, where, in_process=in_process)
+        self._staging_future = snapshot.completion
+        return snapshot
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StagerClosed("this stager has been closed", hint="make a new one, and close it after the last save")
 
     def stage(self, state_dict: StateDict, **kwargs: Any) -> StateDict | Future[StateDict]:
         """
@@ -440,8 +610,7 @@ class DefaultStager(AsyncStager):
 
         """
         del kwargs
-        if self._closed:
-            raise StagerClosed("this stager has been closed", hint="make a new one, and close it after the last save")
+        self._check_open()
         if self._staging_future is not None and self._staging_future.done():
             self._staging_future = None  # it holds the last copy, whose memory can be used again
         state_copy = self._state_dict_stager.prepare(state_dict)
@@ -455,8 +624,8 @@ class DefaultStager(AsyncStager):
         for device in made.keys() - self._streams.keys():
             self._streams[device] = torch.Stream(device)
         here = torch.accelerator.current_device_index() if made else None
-        self._staging_future = self._staging_executor.submit(self._fill, state_copy, made, here)
-        return self._staging_future
+        filling = self._staging_future = self._staging_executor.submit(self._fill, state_copy, made, here)
+        return filling
 
     def _fill(self, state_copy: StateCopy, made: dict[torch.device, torch.Event], here: int | None) -> StateDict:
         """Fill a copy on the staging thread; its sources stay alive until they are copied."""
@@ -484,6 +653,8 @@ class DefaultStager(AsyncStager):
         self._closed = True
         if self._staging_executor is not None:
             self._staging_executor.shutdown(wait=True)
+        if self._staging_future is not None:
+            wait([self._staging_future])
         self._staging_future = None
         self._streams.clear()
         self._state_dict_stager.close()
@@ -497,8 +668,6 @@ class BlockingAsyncStager(AsyncStager):
     """
 
     _synchronize_after_execute: bool = False
-    _share_memory: bool = False
-    """Whether another process reads the copy; set by `async_save`."""
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         """
@@ -515,16 +684,22 @@ class BlockingAsyncStager(AsyncStager):
         self.state_dict_cache: StateDict | None = None
         self._stager: StateDictStager | None = None
 
+    def snapshot(self, state_dict: StateDict, where: str, *, in_process: bool) -> StateSnapshot:
+        """Take a snapshot, for a save that needs no copy of the whole state in host memory."""
+        if self.type_check:
+            check_plain_types(state_dict)
+        return StateSnapshot(state_dict, where, in_process=in_process)
+
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a copy of the state in host memory."""
         if self.type_check:
             check_plain_types(state_dict)
         if not self.cache_staged_state_dict:
-            staged: StateDict = StateDictStager(share_memory=self._share_memory).stage(state_dict)
+            staged: StateDict = StateDictStager().stage(state_dict)
             return staged
         self.state_dict_cache = None  # or its memory would count as used
-        if self._stager is None or self._stager.share_memory != self._share_memory:
-            self._stager = StateDictStager(torch.accelerator.is_available(), self._share_memory)
+        if self._stager is None:
+            self._stager = StateDictStager(torch.accelerator.is_available())
         self.state_dict_cache = self._stager.stage(state_dict)
         return self.state_dict_cache
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkeep.engine.codecs import FileCodecs
-from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMemory
+from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMemory, staging_memory
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveEvents
 from shardkeep.engine.snapshot import DeviceSnapshot
@@ -354,21 +354,17 @@ class BackgroundWrite:
 
     def __init__(
         self,
-        store: WritableStore,
         snapshot: DeviceSnapshot,
         handle: SaveHandle[Any],
         memory: StagingMemory,
         options: Options,
         events: SaveEvents,
-        writer: WriterSession | None = None,
     ) -> None:
-        """Start nothing yet. Without `writer`, threads of this process hash and write."""
-        self._store = store
+        """Start nothing yet. `memory` is shared with the writer process if that will write."""
         self._snapshot = snapshot
         self._handle = handle
         self._memory = memory
         self._options = options
-        self._writer = writer
         self._events = events
         self._limit_nbytes = self._limit()
         self.barrier = StepBarrier()
@@ -403,7 +399,11 @@ class BackgroundWrite:
     def copy_on_host(self) -> bool:
         """Copy what lies in host memory and fits; return whether the call must wait until the rest has been read."""
         snapshot, phases = self._snapshot, self._events.phases
-        windows = _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes if self._writer or snapshot.events else 0
+        windows = (
+            _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes
+            if snapshot.events or self._memory is not staging_memory()
+            else 0
+        )
         began_s = phases.now()
         limit = max(0, self._limit_nbytes)
         taken = max(windows, self._memory.windows.nbytes_in_use)  # by this save, or by those before it
@@ -424,16 +424,26 @@ class BackgroundWrite:
             self._handle.end_staging()
         return snapshot.live_nbytes > 0 and not snapshot.guarded
 
-    def write(self, jobs: list[FileJob], codecs: FileCodecs | None = None) -> None:
-        """Write files, whose sources are those of the snapshot, and drop each source when it is copied."""
+    def write(
+        self,
+        store: WritableStore,
+        jobs: list[FileJob],
+        codecs: FileCodecs | None = None,
+        writer: WriterSession | None = None,
+    ) -> None:
+        """
+        Write files, whose sources are those of the snapshot, and drop each source when it is copied.
+
+        Without `writer`, threads of this process hash and write.
+        """
         # No more threads than cores: training needs them, and the interpreter's lock. With a store that prefers many
         # requests at a time, threads wait and keep no cores busy.
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
-        writer, budget_nbytes, coded = self._writer, self._options.host_budget_bytes, bool(codecs and codecs.chains)
+        budget_nbytes, coded = self._options.host_budget_bytes, bool(codecs and codecs.chains)
         if writer:
             budget = writer.budget(threads, budget_nbytes, coded=coded)
         else:
-            budget = budget_for_store(self._store, threads, budget_nbytes, coded=coded)
+            budget = budget_for_store(store, threads, budget_nbytes, coded=coded)
         threads, window_nbytes = budget.threads, budget.window_nbytes
         if self._snapshot.events and not writer:
             window_nbytes = WINDOW_NBYTES
@@ -468,14 +478,14 @@ class BackgroundWrite:
             self._report_staged()
             self._events.progressed(staged=total if copied else staged, written=self._bytes_written, total=total)
 
-        sink: Sink = HashingSink(codecs.over(self._store) if codecs else self._store, staging.take)
+        sink: Sink = HashingSink(codecs.over(store) if codecs else store, staging.take)
         if writer:
             sink = writer.sink(staging, codecs, budget.room_nbytes)
         # The writer process has a memory budget of its own for what it copies on the way.
         scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
         with scope.active(), staging.running():
             sink = _ProgressSink(sink, report)
-            write_files(self._store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
+            write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
         if staging.nbytes:
             self._events.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
         self._report_staged()

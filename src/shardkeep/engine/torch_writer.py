@@ -98,7 +98,7 @@ class _Laying:
             address = host_address(tensor)
             if not address:
                 self.others[len(self.start)] = scattered_memory(tensor, tensor.dtype)
-            self._add(address, tensor.numel() * tensor.element_size(), tensor)
+            self._add(address, tensor.numel() * tensor.element_size(), tensor if address else None)
         if frame:
             self._memory(memoryview(frame.tail))
         return WrittenItem(offset, self.at - offset, begin, [])

@@ -38,7 +38,9 @@ from shardkeep.dcp._impl.driver import (
     save,
     without_ranks,
 )
+from shardkeep.dcp._impl.file_writer import FileSystemWriter, resolves_in_place
 from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaverProcess, StagedSave
+from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.queue import SaveQueue, wait_for_all
 from shardkeep.engine.stagers import (
     AsyncStager,
@@ -46,10 +48,11 @@ from shardkeep.engine.stagers import (
     DefaultStager,
     StagingOptions,
     StateDictStager,
+    StateSnapshot,
     open_tensor,
     tensors_in,
 )
-from shardkeep.errors import CheckpointException
+from shardkeep.errors import CheckpointError, CheckpointException
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     LoadPlanner,
@@ -58,6 +61,8 @@ from shardkeep.layouts.torch_values import (
     StorageReader,
     StorageWriter,
 )
+from shardkeep.storage.base import spec_of
+from shardkeep.storage.file_systems import file_system_at, file_system_for, store_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -182,6 +187,10 @@ def _name_of(group: ProcessGroup | None) -> str:
     return str(c10d._get_process_group_name(c10d._get_default_group() if group is None else group))
 
 
+Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE] | StateSnapshot
+"""What a save begins with: a copy of the state, or a future of one; or a snapshot of the engine's."""
+
+
 # -- on a thread -------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +200,7 @@ class _AsyncCheckpointExecutor(abc.ABC):
     @abc.abstractmethod
     def execute_save(
         self,
-        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        staging_future_or_state_dict: Staged,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
         storage_writer: StorageWriter | None = None,
@@ -214,7 +223,7 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
 
     def execute_save(
         self,
-        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        staging_future_or_state_dict: Staged,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
         storage_writer: StorageWriter | None = None,
@@ -269,24 +278,27 @@ def save_wrapper(
 
 def _save_staged(
     ranks: _DistWrapper,
-    staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    staged: Staged,
     *,
     checkpoint_id: str | os.PathLike[str] | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
     use_collectives: bool,
 ) -> Metadata:
-    with _profile():
+    snapshot = staged if isinstance(staged, StateSnapshot) else None
+    with _profile(), contextlib.nullcontext() if snapshot is None else snapshot.open():
         try:
             state = _stateful_to_state_dict(once_staged(staged))
             writer = _storage_setup(storage_writer, checkpoint_id)
         except BaseException as error:  # noqa: BLE001 - raised on all ranks
             fail_together(ranks, error, use_collectives=use_collectives)
-        return _run_save(ranks, lambda: state, writer, planner, use_collectives)
+        return _run_save(ranks, lambda: state, writer, planner, use_collectives, snapshot)
 
 
-def once_staged(staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]) -> STATE_DICT_TYPE:
+def once_staged(staged: Staged) -> STATE_DICT_TYPE:
     """Wait for the staged state, and return it; raises what staging raised."""
+    if isinstance(staged, StateSnapshot):
+        return staged.state()
     return staged.result() if isinstance(staged, Future) else staged
 
 
@@ -306,7 +318,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
 
     def execute_save(
         self,
-        staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+        staging_future_or_state_dict: Staged,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
         storage_writer: StorageWriter | None = None,
@@ -428,8 +440,6 @@ def _in_shared_memory(state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
 
 # -- async_save --------------------------------------------------------------------------------------------------------
 
-Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
-
 
 class AsyncCheckpointerType(enum.Enum):
     """Where an asynchronous save runs."""
@@ -489,10 +499,17 @@ def async_save(
 
     """
     in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
-    executor: _AsyncCheckpointExecutor = (
-        _ProcessBasedAsyncCheckpointExecutor() if in_process else _ThreadBasedAsyncCheckpointExecutor()
-    )
     no_dist = without_ranks(no_dist, "saves")
+    stager, own = _choose(async_stager, storage_writer, in_process=in_process)
+    where = destination_of(checkpoint_id, storage_writer)
+    by_engine = _is_staged_by_engine(stager, storage_writer, planner) and (
+        not in_process or _is_written_by_engine(checkpoint_id, storage_writer)
+    )
+    executor: _AsyncCheckpointExecutor = (
+        _ProcessBasedAsyncCheckpointExecutor()
+        if in_process and not by_engine
+        else _ThreadBasedAsyncCheckpointExecutor()
+    )
 
     def begin(staged: Staged) -> Future[Metadata]:
         return executor.execute_save(
@@ -505,10 +522,13 @@ def async_save(
             use_collectives=use_collectives,
         )
 
-    stager, own = _choose(async_stager, storage_writer, in_process=in_process)
+    def copy_of(state: STATE_DICT_TYPE) -> Staged:
+        if by_engine and isinstance(stager, (DefaultStager, BlockingAsyncStager)):
+            return stager.snapshot(state, where, in_process=in_process)
+        return stager.stage(state)
 
     def stage() -> Staged:
-        return logged(stager.stage, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
+        return logged(copy_of, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
 
     earlier = group_saves_of(process_group, no_dist=no_dist).take_failure()
     try:
@@ -533,11 +553,39 @@ def _choose(given: AsyncStager | None, writer: object, *, in_process: bool) -> t
     if given is not None:
         return given, None
     if isinstance(writer, AsyncStager):
-        if isinstance(writer, BlockingAsyncStager):
-            writer._share_memory = in_process  # so that the copy is already in shared memory
         return writer, None
     own = DefaultStager(StagingOptions(False, in_process, False, False))
     return own, own
+
+
+def _is_staged_by_engine(stager: AsyncStager, writer: object, planner: object) -> bool:
+    """Return whether nothing of the user's sees the staged state, so that it need not be a whole copy in host memory."""
+    kinds = (FileSystemWriter, DefaultStager, BlockingAsyncStager)
+    kind = next((each for each in kinds if isinstance(stager, each)), None)
+    return (
+        kind is not None
+        and keeps(stager, kind, ("stage", "synchronize_staging"))
+        and (
+            writer is None
+            or (isinstance(writer, FileSystemWriter) and keeps(writer, FileSystemWriter, ("write_data", "_write_data")))
+        )
+        and (planner is None or (resolves_in_place(planner) and planner.flatten_state_dict))
+    )
+
+
+def _is_written_by_engine(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> bool:
+    """Return whether the engine's writer process can open the place."""
+    if not hasattr(os, "memfd_create") or (writer is not None and writer.transforms.extensions):
+        return False
+    try:
+        if writer is None:
+            fs, path = file_system_for(checkpoint_id or "")
+        else:
+            fs, path = file_system_at(writer.fs, checkpoint_id) if checkpoint_id else (writer.fs, writer.path)
+        store = store_of(fs, path)
+        return store is not None and spec_of(store) is not None
+    except (CheckpointError, OSError, ValueError, ImportError):
+        return False  # the save says what is wrong
 
 
 def _stage_and_begin(
@@ -548,6 +596,16 @@ def _stage_and_begin(
     except BaseException as error:
         _fail_on_other_ranks(begin, error)
         raise
+    if isinstance(staged, StateSnapshot):
+        try:
+            upload = begin(staged)
+        except BaseException:  # no thread can be started when the interpreter shuts down
+            with staged.open():
+                raise
+        if isinstance(stager, DefaultStager) and stager._config.use_async_staging:
+            return AsyncSaveResponse(staged.completion, upload)
+        staged.wait()
+        return upload
     if isinstance(staged, Future):
         response = AsyncSaveResponse(Future(), begin(staged))
         staged.add_done_callback(lambda done: _pass_on(done, response.staging_completion))

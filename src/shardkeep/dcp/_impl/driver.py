@@ -56,6 +56,7 @@ from shardkeep.engine.shared_reads import (
     make_offer,
     open_channel,
 )
+from shardkeep.engine.stagers import StateSnapshot, writing
 from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
@@ -497,8 +498,10 @@ def _run_save(
     storage_writer: StorageWriter,
     planner: SavePlanner | None,
     use_collectives: bool,
+    snapshot: StateSnapshot | None = None,
 ) -> Metadata:
-    call = _Save(ranks, DefaultSavePlanner() if planner is None else planner, storage_writer, use_collectives)
+    planner = DefaultSavePlanner() if planner is None else planner
+    call = _Save(ranks, planner, storage_writer, use_collectives, snapshot)
     fields = log_fields_of(storage_writer, ranks.group)
     local_step = logged(lambda: call.plan(state()), "local_step", **fields)
     global_step = logged(call.decide, "global_step", **fields)
@@ -538,12 +541,18 @@ class _Save:
     """The steps of one save."""
 
     def __init__(
-        self, ranks: _DistWrapper, planner: SavePlanner, storage_writer: StorageWriter, use_collectives: bool
+        self,
+        ranks: _DistWrapper,
+        planner: SavePlanner,
+        storage_writer: StorageWriter,
+        use_collectives: bool,
+        snapshot: StateSnapshot | None = None,
     ) -> None:
         self._ranks = ranks
         self._planner = planner
         self._writer = storage_writer
         self._use_collectives = use_collectives
+        self._snapshot = snapshot
         self._to_writer = translator(planner, storage_writer)
         self._to_planner = translator(storage_writer, planner)
         self._metadata: Any = None
@@ -586,8 +595,9 @@ class _Save:
         if not plan.usable and plan.storage_data is not None:
             # The planner returned its cached plan of an earlier save; the writer's data for this save are in `plan`.
             final = replace(final, storage_data=plan.storage_data)
-        writes = self._writer.write_data(final, self._planner)
-        writes.wait()
+        with writing(self._snapshot):
+            writes = self._writer.write_data(final, self._planner)
+            writes.wait()
         return writes.value()
 
     def finish(self, results: list[list[WriteResult]]) -> Metadata:

@@ -22,7 +22,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch.futures import Future
@@ -31,7 +31,8 @@ from shardkeep.codecs.stream_extensions import StreamTransformExtension, _Storag
 from shardkeep.dcp._impl.file_reader import open_with_fsspec
 from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
-from shardkeep.engine.stagers import BlockingAsyncStager
+from shardkeep.dcp._impl.shared_items import keeps
+from shardkeep.engine.stagers import BlockingAsyncStager, current_snapshot
 from shardkeep.engine.torch_writer import Data, HashingStream, WrittenItem, lay_out, plain_tensor, write_stream
 from shardkeep.engine.workers import FollowUpError, budget_for_store, run_workers
 from shardkeep.engine.writer import FileJob, write_files
@@ -138,15 +139,17 @@ def _as_safetensors(plan: FilePlan) -> FilePlan:
 
 
 def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> bool:
-    own = type(planner)
-    resolves_in_place = isinstance(planner, DefaultSavePlanner) and all(
-        getattr(own, name) is getattr(DefaultSavePlanner, name) and name not in vars(planner)
-        for name in ("resolve_data", "lookup_object", "transform_object")
-    )
     in_store = store_of(writer.fs, writer.path) is not None and all(
         is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
     )
-    return resolves_in_place and in_store and _writes_unchanged(writer.transforms)
+    return resolves_in_place(planner) and in_store and _writes_unchanged(writer.transforms)
+
+
+def resolves_in_place(planner: object) -> TypeGuard[DefaultSavePlanner]:
+    """Return whether a planner saves the values of the state as they are."""
+    return isinstance(planner, DefaultSavePlanner) and keeps(
+        planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object")
+    )
 
 
 def _writes_unchanged(transforms: Any) -> bool:
@@ -160,20 +163,28 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
     resolved = _resolve_all(planner, plans)
     if resolved is None or store is None:
         return None
-    synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
+    as_planned = [list(map(_is_as_planned, plan.items, data)) for plan, data in zip(plans, resolved, strict=True)]
     laid_out = [_lay_out(plan, of_file) for plan, of_file in zip(plans, resolved, strict=True)]
-    budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
     jobs = [job for job, _ in laid_out]
-    with CancelScope(budget=budget.room).active():
-        digests = write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
+    if (snapshot := current_snapshot()) is not None:
+        # Only the jobs hold its tensors now, and drop them as they are copied.
+        resolved.clear()
+        planner.state_dict = {}  # type: ignore[attr-defined]  # the planner is a default one
+        snapshot.forget()
+        snapshot.write(store, jobs)
+    else:
+        synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
+        budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
+        with CancelScope(budget=budget.room).active():
+            write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
     results: list[WriteResult] = []
-    written = [job.name for job in jobs]
+    written = [job.name for job, _ in laid_out]
     try:
-        for plan, (job, items), of_file, data in zip(plans, laid_out, digests, resolved, strict=True):
-            sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, of_file)
+        for plan, (job, items), planned in zip(plans, laid_out, as_planned, strict=True):
+            sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, bytes(job.digests))
             written.append(f"{plan.name}{SUMS_SUFFIX}")  # before `put`, which may fail after the file exists
             store.put(f"{plan.name}{SUMS_SUFFIX}", encoded, replace=True)
-            results += _results(plan, items, list(map(_is_as_planned, plan.items, data)), sums)
+            results += _results(plan, items, planned, sums)
     except BaseException:
         for name in written:
             with suppress(CheckpointError):
@@ -227,7 +238,8 @@ def _plain_or_saved(key: str, data: torch.Tensor) -> Data:
     if plain is not None:
         return plain
     archive = io.BytesIO()
-    torch.save(data.detach().cpu(), archive)
+    # Cloned, because it would be saved with all of the memory that it is a view of.
+    torch.save(data.detach().cpu().clone(), archive)
     return archive.getbuffer()
 
 

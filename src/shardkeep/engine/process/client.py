@@ -449,6 +449,15 @@ class WriterManager:
             after.callback(self._release, wanted)
             yield WriterSession(memory, process, shared, target, policy, wanted)
 
+    def memory(self) -> StagingMemory:
+        """
+        Return the memory that is shared with the process, to copy to before there is a session.
+
+        If `end` comes before the session, what was copied here is staged once more.
+        """
+        with self._lock:
+            return self._shared_memory()[0]
+
     def _release(self, wanted: Wanted) -> None:
         with self._lock:
             self._saves.remove(wanted)
@@ -478,6 +487,15 @@ class WriterManager:
             return True
 
     def _ready(self, pipes: int) -> tuple[WriterProcess, StagingMemory, SharedMemory]:
+        memory, shared = self._shared_memory()
+        if self._process is not None and not self._process.alive():
+            log.warning("the process that writes checkpoints (pid %d) has died: a new one is started", self.pid)
+            self._process = None
+        if self._process is None:
+            self._process = WriterProcess(shared.fd, pipes)
+        return self._process, memory, shared
+
+    def _shared_memory(self) -> tuple[StagingMemory, SharedMemory]:
         if self._shared is None or self._memory is None:
             self._shared = SharedMemory()
             self._memory = StagingMemory(
@@ -485,12 +503,7 @@ class WriterManager:
                 windows=BufferPool(self._shared.buffer, WINDOW_NBYTES, 0),
                 arenas=Arenas(self._shared.buffer),
             )
-        if self._process is not None and not self._process.alive():
-            log.warning("the process that writes checkpoints (pid %d) has died: a new one is started", self.pid)
-            self._process = None
-        if self._process is None:
-            self._process = WriterProcess(self._shared.fd, pipes)
-        return self._process, self._memory, self._shared
+        return self._memory, self._shared
 
     def _end(self) -> None:
         if self._saves:
