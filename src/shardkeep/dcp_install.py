@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import copyreg
 import importlib
-import importlib.util
 import io
 import os
 import pickle
 import pkgutil
+import runpy
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,37 +68,27 @@ class Finder(MetaPathFinder):
         """The attributes of the parent packages that the installation replaced, by full name."""
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module below `ROOTS`; None for any other, which the next finder looks up."""
         root = root_of(fullname)
         if root is None:
             return None
         name = our_name(fullname)
-        return _torchs_own(fullname, root, path) if name is None else _alias(fullname, name)
+        if name is not None:
+            ours = find_spec(name)
+            origin = ours.origin if ours is not None else None
+            return ModuleSpec(fullname, _Alias(name), origin=origin, is_package=name == "shardkeep.dcp")
+        if fullname.count(".") == root.count(".") + 1:
+            # Its parent is now our package, whose path does not contain torch's modules.
+            parent, _, child = root.rpartition(".")
+            path = [os.path.join(folder, child) for folder in sys.modules[parent].__path__]
+        return PathFinder.find_spec(fullname, path)
 
 
 def finder() -> Finder | None:
     """Return the installed finder, or None."""
     return next((each for each in sys.meta_path if isinstance(each, Finder)), None)
-
-
-def _alias(fullname: str, name: str) -> ModuleSpec:
-    spec = ModuleSpec(fullname, _Alias(name), is_package=name == "shardkeep.dcp")
-    ours = find_spec(name)
-    spec.origin = ours.origin if ours is not None else None
-    return spec
-
-
-def _torchs_own(fullname: str, root: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    if fullname.count(".") == root.count(".") + 1:
-        # Its parent is now our package, whose path does not contain torch's modules.
-        parent = sys.modules[root.rpartition(".")[0]]
-        path = [os.path.join(folder, root.rpartition(".")[2]) for folder in parent.__path__]
-    return PathFinder.find_spec(fullname, path)
 
 
 class _Alias(Loader):
@@ -140,8 +130,8 @@ def keep_pickling(displaced: Modules) -> None:
     for kind in classes_of(displaced):
         copyreg.pickle(kind, _reduced)
     if _FILES in displaced:
-        own = {**vars(pickle), "dump": _dump, "load": _load}
-        displaced[_FILES].pickle = SimpleNamespace(**own)  # type: ignore[attr-defined]
+        own = {"dump": lambda value, file: _ByName(file).dump(value), "load": lambda file: _ToTorchs(file).load()}
+        displaced[_FILES].pickle = SimpleNamespace(**{**vars(pickle), **own})  # type: ignore[attr-defined]
 
 
 def pickle_as_before(displaced: Modules) -> None:
@@ -210,82 +200,32 @@ class _ToTorchs(pickle.Unpickler):
         return torchs_own(module, name) if root_of(module) else super().find_class(module, name)
 
 
-def _dump(value: object, file: Any) -> None:
-    _ByName(file).dump(value)
-
-
-def _load(file: Any) -> Any:
-    return _ToTorchs(file).load()
-
-
 # -- running a script as `__main__` ------------------------------------------------------------------------------------
-#
-# `runpy` discards the module when the script ends. Here it stays in `sys.modules`, as with a script that Python itself runs:
-# saves that outlive the last line still find its classes, and spawned processes find its file.
 
 
 def run_as_main(target: str, *, as_module: bool) -> None:
     """
-    Run a module by its name, or a file, a folder or a zip archive by its path.
+    Run a module by its name, or a file, a folder or a zip archive by its path; exits with a message if it cannot be run.
 
-    Raises:
-        ImportError: there is no such module, or nothing in it to run.
-        OSError: the file cannot be read.
-
+    Unlike with `runpy.run_path`, the module stays in `sys.modules`, as with a script that Python itself runs: saves that
+    outlive the last line still find its classes, and spawned processes find its file.
     """
-    module, code = _module_named(target) if as_module else _found_in(target) or _file(target)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))  # noqa: S102 - running the script is the purpose
-
-
-def _module_named(name: str) -> tuple[ModuleType, CodeType]:
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ImportError(f"No module named {name}")
-    if spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-        if spec is None:
-            raise ImportError(f"No module named {name}.__main__; {name!r} is a package and cannot be run")
-    sys.argv[0] = spec.origin or name
-    return _of_spec(spec)
-
-
-def _found_in(path: str) -> tuple[ModuleType, CodeType] | None:
-    """Look for the main module of a folder or an archive; None for a file."""
-    finder: Any = pkgutil.get_importer(path)
-    if finder is None:
-        return None
-    spec = finder.find_spec("__main__")
-    if spec is None:
-        raise ImportError(f"there is no __main__ module in {path!r}")
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = path
+    runner: Any = runpy
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if as_module:
+        runner._run_module_as_main(target)
+    elif pkgutil.get_importer(target) is not None:
+        sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [target]
+        runner._run_module_as_main("__main__", alter_argv=False)
     else:
-        sys.path.insert(0, path)
-    return _of_spec(spec)
-
-
-def _of_spec(spec: ModuleSpec) -> tuple[ModuleType, CodeType]:
-    loader: Any = spec.loader
-    code = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
-    if code is None:
-        raise ImportError(f"{spec.name} has no code to run")
-    module = ModuleType("__main__")
-    found = {"__file__": spec.origin, "__cached__": spec.cached, "__loader__": loader}
-    vars(module).update(found, __package__=spec.parent or "", __spec__=spec)
-    return module, code
-
-
-def _file(path: str) -> tuple[ModuleType, CodeType]:
-    where = os.path.abspath(path)
-    with io.open_code(where) as file:
-        code: CodeType | None = pkgutil.read_code(file)  # None if it is not compiled
-    if code is None:
+        where = os.path.abspath(target)
         with io.open_code(where) as file:
-            code = compile(file.read(), where, "exec")
-    module = ModuleType("__main__")
-    vars(module).update(__file__=where, __cached__=None, __loader__=SourceFileLoader("__main__", where))
-    return module, code
+            code: CodeType | None = pkgutil.read_code(file)  # None if it is not compiled
+        if code is None:
+            with io.open_code(where) as file:
+                code = compile(file.read(), where, "exec")
+        vars(main).update(__file__=where, __cached__=None, __loader__=SourceFileLoader("__main__", where))
+        exec(code, vars(main))  # noqa: S102 - running the script is the purpose
 
 
 # -- installing --------------------------------------------------------------------------------------------------------
@@ -316,13 +256,17 @@ def install() -> None:
     _stop_waiting()
     hook = Finder()
     hook.displaced = loaded()
-    hook.attributes = {name: held for name in ROOTS if (held := _attribute(name)) is not None}
+    parents = {name: sys.modules.get(name.rpartition(".")[0]) for name in ROOTS}
+    held = {name: getattr(parents[name], name.rpartition(".")[2], None) for name in ROOTS}
+    hook.attributes = {name: module for name, module in held.items() if module is not None}
     for name in hook.displaced:
         del sys.modules[name]
     sys.meta_path.insert(0, hook)
     try:
         keep_pickling(hook.displaced)
-        _load_replacements(hook)
+        # Load our modules where torch's were loaded, so that attribute access without an import finds ours.
+        for name in filter(our_name, hook.displaced):
+            importlib.import_module(name)
     except BaseException:
         uninstall()
         raise
@@ -355,7 +299,8 @@ def uninstall() -> None:
     sys.modules.update(hook.displaced)
     pickle_as_before(hook.displaced)
     for name, module in hook.attributes.items():
-        _set_attribute(name, module)
+        parent, _, child = name.rpartition(".")
+        setattr(sys.modules[parent], child, module)
     _give_back(ours)
 
 
@@ -367,13 +312,7 @@ def install_if_asked() -> Finder | None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """
-    Install, then run a script or a module as Python would: `[script, *args]` or `["-m", module, *args]`.
-
-    Raises:
-        SystemExit: there is nothing to run.
-
-    """
+    """Install, then run a script or a module as Python would: `[script, *args]` or `["-m", module, *args]`."""
     args = list(argv)
     as_module = args[:1] == ["-m"]
     if as_module:
@@ -387,27 +326,9 @@ def run(argv: Sequence[str]) -> None:
     run_as_main(args[0], as_module=as_module)
 
 
-def _load_replacements(hook: Finder) -> None:
-    """Load our modules where torch's were loaded, so that attribute access without an import finds ours."""
-    for name in hook.displaced:
-        if our_name(name) is not None:
-            importlib.import_module(name)
-
-
 def _stop_waiting() -> None:
     """Remove the waiting finder of `startup/sitecustomize.py`."""
     sys.meta_path[:] = [each for each in sys.meta_path if not hasattr(each, "awaits")]
-
-
-def _attribute(name: str) -> ModuleType | None:
-    parent, _, child = name.rpartition(".")
-    return getattr(sys.modules.get(parent), child, None)
-
-
-def _set_attribute(name: str, module: ModuleType) -> None:
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], child, module)
 
 
 def _forget(name: str, module: ModuleType) -> None:
