@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.conversion.pipeline import TensorPart
-from shardkeep.conversion.to_file import destination, pickle_state, write_archive
+from shardkeep.conversion.to_file import Pickled, destination, pickle_state, write_archive
 from shardkeep.format.boxes import whole
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
 
 U8 = of_torch(torch.uint8)
+ARCHIVE = Pickled(pickle.dumps({}), [TensorPart("x", 0, whole((10_000,)), U8)])
 
 
 def zeros_crc(nbytes):
@@ -75,10 +76,11 @@ def test_more_storages_than_two_bytes_can_count(tmp_path):
     """Seventy thousand tensors in one file."""
     count = 70_000
     pickled = pickle_state({"all": [TensorPart("x", 0, whole((1,)), U8) for _ in range(count)]})
+    number_of = {id(storage): number for number, storage in enumerate(pickled.storages)}
     write_archive(
         destination(tmp_path / "file.pt"),
-        ArchiveLayout(pickled.data, [1] * count),
-        lambda parts: [part.into.__setitem__(0, part.storage % 251) for part in parts],
+        pickled,
+        lambda parts: [part.into.__setitem__(0, number_of[id(part.part)] % 251) for part in parts],
     )
     # What torch.load reads records with; it takes its time over so many tensors.
     reader = torch._C.PyTorchFileReader(str(tmp_path / "file.pt"))
@@ -126,12 +128,9 @@ def test_a_failure_leaves_what_was_there(tmp_path, at, monkeypatch):
     if at == "finish":
         monkeypatch.setattr(os, "replace", no_replace)
     with pytest.raises((KeyboardInterrupt, OSError)):
-        write_archive(str(path), ArchiveLayout(pickle.dumps({}), [10_000]), fill)
+        write_archive(str(path), ARCHIVE, fill)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file.pt"]
-
-
-LAYOUT = ArchiveLayout(pickle.dumps({}), [10_000])
 
 
 def unfinished(folder):
@@ -141,7 +140,7 @@ def unfinished(folder):
 def writing(path, fill, *args):
     """Start a process that writes an archive."""
     process = multiprocessing.get_context("fork").Process(
-        target=write_archive, args=(str(path), LAYOUT, lambda parts: fill(parts, *args))
+        target=write_archive, args=(str(path), ARCHIVE, lambda parts: fill(parts, *args))
     )
     process.start()
     return process
@@ -166,9 +165,9 @@ def test_what_killed_processes_left_is_removed(tmp_path):
     before = unfinished(tmp_path)
     assert len(before) == 2, "the second has removed what the first left"
     with pytest.raises(ZeroDivisionError):
-        write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: 1 // 0)
+        write_archive(str(tmp_path / "file.pt"), ARCHIVE, lambda parts: 1 // 0)
     assert len(unfinished(tmp_path)) == 1
-    write_archive(str(tmp_path / "other.pt"), LAYOUT, lambda parts: None)
+    write_archive(str(tmp_path / "other.pt"), ARCHIVE, lambda parts: None)
     assert os.listdir(tmp_path) == ["other.pt"]
 
 
@@ -180,7 +179,7 @@ def test_what_living_processes_write_is_theirs(tmp_path):
     assert here.recv() == "here"
     before = unfinished(tmp_path)
     assert len(before) == 1
-    write_archive(str(path), LAYOUT, lambda parts: parts[0].into.__setitem__(slice(None), b"1" * 10_000))
+    write_archive(str(path), ARCHIVE, lambda parts: parts[0].into.__setitem__(slice(None), b"1" * 10_000))
     assert unfinished(tmp_path) == before
     with zipfile.ZipFile(path) as archive:
         assert archive.read("archive/data/0") == b"1" * 10_000
@@ -200,7 +199,7 @@ def test_the_processes_of_other_machines_and_users_are_not_known(tmp_path, monke
     for what, value in (("host_identity", lambda: "another"), ("os.geteuid", lambda: os.getuid() + 1)):
         with monkeypatch.context() as changed:
             changed.setattr(f"shardkeep.conversion.to_file.{what}", value)
-            write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
+            write_archive(str(tmp_path / "file.pt"), ARCHIVE, lambda parts: None)
         assert unfinished(tmp_path) == left
-    write_archive(str(tmp_path / "file.pt"), LAYOUT, lambda parts: None)
+    write_archive(str(tmp_path / "file.pt"), ARCHIVE, lambda parts: None)
     assert not unfinished(tmp_path)

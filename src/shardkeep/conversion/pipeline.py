@@ -79,8 +79,17 @@ class FillPart(Protocol):
 
 
 Part = memoryview | LatePart | FillPart
-Wanted = tuple[Any, int, int, memoryview]
-"""A part to fill, where its wanted bytes begin and end in it, and the memory for them."""
+
+
+class Wanted(NamedTuple):
+    """Bytes of a part that are wanted, from `start` to `stop`, and the memory for them."""
+
+    part: Any
+    start: int
+    stop: int
+    into: memoryview
+
+
 Fill = Callable[[list[Wanted]], None]
 """Fills memory with bytes of parts; called from several threads."""
 Progress = Callable[[int, int], None]
@@ -146,7 +155,7 @@ class PartReader:
         self.infinite: set[int] = set()
         """Rows of tensors with finite numbers that became infinite when they were converted to a smaller type."""
 
-    def fill(self, wanted: Sequence[tuple[TensorPart, int, int, memoryview]]) -> None:
+    def fill(self, wanted: Sequence[Wanted]) -> None:
         """Fill memory with bytes of parts; each range must be of whole elements."""
         if not wanted:
             return
@@ -227,9 +236,7 @@ def write_filled(
     """
     Write files whose parts `fill` provides, durable on return; if anything fails, all of them are removed.
 
-    Returns:
-        The digests of each file's blocks.
-
+    Returns the digests of each file's blocks.
     """
     by_name = {file.job.name: file for file in files}
     total, done, lock = sum(file.job.data_nbytes for file in files), 0, threading.Lock()
@@ -251,7 +258,7 @@ def write_filled(
 
 def _gather(file: FileParts, window: Window, data: memoryview, fill: Fill) -> None:
     wanted: list[Wanted] = []
-    late: list[tuple[LatePart, int, int, memoryview]] = []
+    late: list[Wanted] = []
     for row in window.rows:
         begin = int(window.job.start[row])
         part = file.parts[row]
@@ -259,13 +266,11 @@ def _gather(file: FileParts, window: Window, data: memoryview, fill: Fill) -> No
         into = data[low - window.start : high - window.start]
         if isinstance(part, memoryview):
             into[:] = part[low - begin : high - begin]
-        elif isinstance(part, LatePart):
-            late.append((part, low - begin, high - begin, into))
         else:
-            wanted.append((part, low - begin, high - begin, into))
+            (late if isinstance(part, LatePart) else wanted).append(Wanted(part, low - begin, high - begin, into))
     fill(wanted)
-    for made, low, high, into in late:
-        into[:] = made.make()[low:high]
+    for each in late:
+        each.into[:] = each.part.make()[each.start : each.stop]
 
 
 def write_parts(
@@ -274,9 +279,7 @@ def write_parts(
     """
     Write files of parts of a checkpoint, durable on return; if anything fails, all of them are removed.
 
-    Returns:
-        The digests of each file's blocks, and rows of tensors with finite numbers that became infinite.
-
+    Returns the digests of each file's blocks, and rows of tensors with finite numbers that became infinite.
     """
     threads, window = limits(options, store, source.store)
     reader = PartReader(source, budget_nbytes=2 * window)
@@ -293,13 +296,9 @@ def verify_written(
     entries: Sequence[FileEntry] | None = None,
 ) -> None:
     """
-    Read files back, every byte, and compare them with what was meant to be written.
+    Read files back, every byte; `ChecksumMismatch` if they are not what was meant to be written.
 
-    `entries` are what the commit record will say of the files, where that differs from `entry_of`.
-
-    Raises:
-        ChecksumMismatch: they differ; names the file, the offset and the tensors.
-
+    `entries` are what the commit record will say of the files, where that differs from `file_entry`.
     """
     threads, window = limits(options, store)
     known = DigestCache(most_nbytes=None)

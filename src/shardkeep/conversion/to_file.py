@@ -36,6 +36,8 @@ import torch
 from torch import _utils as rebuilding
 
 from shardkeep.conversion.pipeline import (
+    Fill,
+    FillPart,
     LatePart,
     Part,
     PartReader,
@@ -63,7 +65,6 @@ from shardkeep.errors import (
 )
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import to_torch
-from shardkeep.format.index import Index
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
@@ -78,33 +79,35 @@ from shardkeep.storage.resolve import open_store
 def write_torch_file(
     to: str, chosen: Selection, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
 ) -> Written:
-    """
-    Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values.
-
-    Raises:
-        CheckpointExists: something is there.
-
-    """
+    """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
     path = destination(to, make_directory=True)
+    taken = CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
     if file_exists(path) and not overwrite:
-        raise _taken(to)
-    pickled = _pickled(chosen, source.index, options)
-    parts = [
-        each for each in pickled.storages if isinstance(each, TensorPart)
-    ]  # values that torch.load takes have none
-    layout = ArchiveLayout(pickled.data, [part.nbytes for part in parts])
+        raise taken
+    index = source.index
+    state: dict[str, Any] = {}
+    for name in chosen.names:
+        if name not in chosen.values:
+            # The same object for names that are tied: torch.load gives one tensor under both.
+            state[name] = chosen.tensors[chosen.ties.get(name, name)]
+            continue
+        key = chosen.values[name]
+        raw = index.value_data.raw(index.value_rows[key])
+        state[name] = decode_value(raw, key=key, allow_pickle=options.allow_pickle)
+        if not _is_plain(state[name]):
+            raise UnsupportedLeaf(
+                f"{key!r} is or holds what torch.load does not open with weights_only=True: "
+                f"a {type(state[name]).__name__}",
+                hint=f"leave it out: exclude={key!r}",
+                key=key,
+            )
     windows = limits(options, source.store)
     reader = PartReader(source, budget_nbytes=2 * windows[1])
-
-    def fill(ranges: list[StorageRange]) -> None:
-        reader.fill([(parts[each.storage], each.start, each.stop, each.into) for each in ranges])
-
     try:
-        write_archive(
+        nbytes = write_archive(
             path,
-            layout,
-            fill,
-            keys=[part.key for part in parts],
+            pickle_state(state),
+            reader.fill,
             replace_file=overwrite,
             options=options,
             progress=progress,
@@ -112,31 +115,9 @@ def write_torch_file(
         )
     except StorageError as exc:
         if exc.errno == errno.EEXIST:
-            raise _taken(to) from exc
+            raise taken from exc
         raise
-    return Written([os.path.basename(path)], layout.nbytes, reader.infinite)
-
-
-def _pickled(chosen: Selection, index: Index, options: Options) -> Pickled:
-    state: dict[str, Any] = {}
-    for name in chosen.names:
-        if name in chosen.values:
-            state[name] = _value(index, chosen.values[name], options)
-        else:
-            # The same object for names that are tied: torch.load gives one tensor under both.
-            state[name] = chosen.tensors[chosen.ties.get(name, name)]
-    return pickle_state(state)
-
-
-def _value(index: Index, key: str, options: Options) -> Any:
-    value = decode_value(index.value_data.raw(index.value_rows[key]), key=key, allow_pickle=options.allow_pickle)
-    if not _is_plain(value):
-        raise UnsupportedLeaf(
-            f"{key!r} is or holds what torch.load does not open with weights_only=True: a {type(value).__name__}",
-            hint=f"leave it out: exclude={key!r}",
-            key=key,
-        )
-    return value
+    return Written([os.path.basename(path)], nbytes, reader.infinite)
 
 
 def _is_plain(value: Any) -> bool:
@@ -147,63 +128,46 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
-def _taken(to: str) -> CheckpointExists:
-    return CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
-
-
 # -- the archive -------------------------------------------------------------------------------------------------------
-
-
-class StorageRange(NamedTuple):
-    """A range of bytes of a storage, and the memory to fill with it."""
-
-    storage: int
-    start: int
-    stop: int
-    into: memoryview
-
-
-FillStorages = Callable[[list[StorageRange]], None]
-"""Fills memory with bytes of storages; called from several threads, in any order, with ranges of whole elements."""
-
-
-@dataclass(frozen=True)
-class _Storage:
-    number: int
-    nbytes: int
-    key: str
 
 
 def write_archive(
     path: str,
-    layout: ArchiveLayout,
-    fill: FillStorages,
+    pickled: Pickled,
+    fill: Fill,
     *,
-    keys: Sequence[str] = (),
     replace_file: bool = True,
     options: Options | None = None,
     progress: Progress | None = None,
     windows: tuple[int, int] | None = None,
-) -> None:
+) -> int:
     """
-    Write an archive to `path`, as `destination` returns it; it is read back before it replaces what is there.
+    Write an archive to `path`, as `destination` returns it, and return its size.
 
-    `keys` name the storages in errors; `windows` are how many threads to use, and how large a window of each is.
+    `windows` are how many threads to use, and how large a window of each is.
 
     Raises:
-        StorageError: it cannot be written, or something is at `path` that it may not replace (errno EEXIST).
+        StorageError: it cannot be written; or something is there that it may not replace (errno EEXIST), or is too large
+            to replace there (errno EFBIG), and is still there. Or it was written and cannot be read.
+        DamagedCheckpoint: what was written is not what was meant.
 
     """
     options = options or Options()
-    sums = _Checksums(layout)
-    file = file_parts("", _parts(layout, sums, keys))
+    layout = ArchiveLayout(pickled.data, [storage.nbytes for storage in pickled.storages])
+    sums = _Checksums(layout, pickled.storages)
+    parts: list[Part] = []
+    at = 0
+    for number, (storage, start) in enumerate(zip(pickled.storages, layout.starts, strict=True)):
+        parts += [LatePart(start - at, partial(sums.before, number)), storage]
+        at = start + storage.nbytes
+    parts.append(LatePart(layout.nbytes - at, partial(sums.before, len(layout.sizes))))
+    file = file_parts("", parts)
     digests: list[bytes] = []
 
     def fill_window(wanted: list[Wanted]) -> None:
-        ranges = [StorageRange(part.number, start, stop, into) for part, start, stop, into in wanted]
         try:
-            fill(ranges)
-            sums.add(ranges)
+            fill(wanted)
+            sums.add(wanted)
         except BaseException:
             sums.fail()
             raise
@@ -216,25 +180,20 @@ def write_archive(
     def check(store: ReadableStore, name: str) -> None:
         verify_written(store, [replace(file, job=replace(file.job, name=name))], digests, options)
 
-    write_file(path, layout.nbytes, write, check, replace=replace_file, budget_nbytes=options.host_budget_bytes)
-
-
-def _parts(layout: ArchiveLayout, sums: _Checksums, keys: Sequence[str]) -> list[Part]:
-    parts: list[Part] = []
-    at = 0
-    for number, (start, nbytes) in enumerate(zip(layout.starts, layout.sizes, strict=True)):
-        parts.append(LatePart(start - at, partial(sums.before, number)))
-        parts.append(_Storage(number, nbytes, keys[number] if keys else f"archive/data/{number}"))
-        at = start + nbytes
-    parts.append(LatePart(layout.nbytes - at, partial(sums.before, len(layout.sizes))))
-    return parts
+    if is_blob_url(path):
+        most_held = min(_MOST_HELD_NBYTES, options.host_budget_bytes // 2)  # it is held twice for a moment
+        _write_blob(path, layout.nbytes, write, check, replace=replace_file, most_held=most_held)
+    else:
+        _write_local(path, write, check, replace=replace_file)
+    return layout.nbytes
 
 
 class _Checksums:
     """The CRC-32 of every storage, combined from ranges that are filled in any order."""
 
-    def __init__(self, layout: ArchiveLayout) -> None:
+    def __init__(self, layout: ArchiveLayout, storages: Sequence[FillPart]) -> None:
         self._layout = layout
+        self._number = {id(storage): number for number, storage in enumerate(storages)}
         self._left = list(layout.sizes)
         self._ranges: dict[int, dict[int, tuple[int, int]]] = {}
         self._crcs = [0] * len(layout.sizes)
@@ -244,13 +203,13 @@ class _Checksums:
         self._changed = threading.Condition()
         self._advance()
 
-    def add(self, ranges: Sequence[StorageRange]) -> None:
+    def add(self, filled: Sequence[Wanted]) -> None:
         """Take the checksums of ranges that were filled."""
-        found = [(each, zlib.crc32(each.into)) for each in ranges]
+        found = [(self._number[id(each.part)], each.start, len(each.into), zlib.crc32(each.into)) for each in filled]
         with self._changed:
-            for each, value in found:
-                self._ranges.setdefault(each.storage, {})[each.start] = value, len(each.into)
-                self._left[each.storage] -= len(each.into)
+            for number, start, nbytes, value in found:
+                self._ranges.setdefault(number, {})[start] = value, nbytes
+                self._left[number] -= nbytes
             self._advance()
             self._changed.notify_all()
 
@@ -283,12 +242,25 @@ class _Checksums:
 _PROTOCOL = 2  # torch's
 
 
+@dataclass(frozen=True, eq=False)
+class MemoryPart:
+    """A storage in memory, on the CPU."""
+
+    key: str
+    storage: torch.UntypedStorage
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.storage.nbytes()
+
+
 class Pickled(NamedTuple):
     """A state without the bytes of its tensors."""
 
     data: bytes
-    storages: list[TensorPart | torch.UntypedStorage]
-    """What holds the bytes of each storage, by the number that the pickle gives it; those in memory are on the CPU."""
+    storages: Sequence[TensorPart | MemoryPart]
+    """What holds the bytes of each storage, by the number that the pickle gives it; each object stands for one."""
 
 
 def pickle_state(state: Any) -> Pickled:
@@ -309,7 +281,7 @@ class _Bytes:
 class _StatePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, _PROTOCOL)
-        self.storages: list[TensorPart | torch.UntypedStorage] = []
+        self.storages: list[TensorPart | MemoryPart] = []
         self._known: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
     def reducer_override(self, obj: Any, /) -> Any:
@@ -325,7 +297,8 @@ class _StatePickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any, /) -> Any:
         if isinstance(obj, _Bytes):
-            number = self._add(obj.tensor)
+            number = str(len(self.storages))
+            self.storages.append(obj.tensor)
             name = _STORAGE_OF.get(obj.tensor.dtype.name)
             if name is None:
                 return "storage", torch.UntypedStorage, number, "cpu", obj.tensor.nbytes
@@ -341,14 +314,12 @@ class _StatePickler(pickle.Pickler):
         # Tensors that share memory share it after they were loaded, too.
         known = self._known.get(storage._cdata)
         if known is None:
-            number = self._add(storage.cpu())  # type: ignore[no-untyped-call]  # torch's
+            number = str(len(self.storages))
+            in_memory = storage.cpu()  # type: ignore[no-untyped-call]  # torch's
+            self.storages.append(MemoryPart(f"archive/data/{number}", in_memory))
             # Kept as well: no other storage may come to have its address.
             known = self._known[storage._cdata] = number, storage
         return "storage", kind, known[0], torch.serialization.location_tag(storage), elements
-
-    def _add(self, storage: TensorPart | torch.UntypedStorage) -> str:
-        self.storages.append(storage)
-        return str(len(self.storages) - 1)
 
 
 # -- the file that it becomes ------------------------------------------------------------------------------------------
@@ -374,13 +345,7 @@ def file_path(path: str | os.PathLike[str]) -> str:
 
 
 def blob_location(url: str) -> tuple[Store, str]:
-    """
-    Return the store of a blob and its name there.
-
-    Raises:
-        CheckpointError: the URL names no file.
-
-    """
+    """Return the store of a blob and its name there."""
     above, _, name = url.rpartition("/")
     if not name or above.endswith(":/"):
         raise CheckpointError(f"{url}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
@@ -396,13 +361,7 @@ def file_exists(path: str) -> bool:
 
 
 def open_blob(url: str) -> BlobReader:
-    """
-    Open a blob by its URL.
-
-    Raises:
-        BlobNotFound: it does not exist.
-
-    """
+    """Open a blob by its URL; `BlobNotFound` if it does not exist."""
     store, name = blob_location(url)
     try:
         return store.open(name)
@@ -415,10 +374,6 @@ def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -
     Return where the file goes: its path, with links resolved, or its URL.
 
     `make_directory`: the directory may be missing, and is made when the file is written. `torch.save` makes none.
-
-    Raises:
-        NoStorage: (a RuntimeError) the directory does not exist, or the path is a directory itself.
-
     """
     if isinstance(path, str) and is_blob_url(path):
         return path
@@ -428,22 +383,6 @@ def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -
     if os.path.isdir(where):
         raise NoStorage(f"{where} is a directory", hint="give the name of the file to write")
     return where
-
-
-def write_file(path: str, nbytes: int, write: Write, check: Check, *, replace: bool, budget_nbytes: int) -> None:
-    """
-    Write a file to `path`, as `destination` returns it.
-
-    Raises:
-        StorageError: the file cannot be written; or something is there that it may not replace (errno EEXIST), or is too
-            large to replace there (errno EFBIG), and is still there. Or it was written and cannot be read.
-        DamagedCheckpoint: what was written is not what was meant.
-
-    """
-    if is_blob_url(path):
-        _write_blob(path, nbytes, write, check, replace=replace, budget_nbytes=budget_nbytes)
-    else:
-        _write_local(path, write, check, replace=replace)
 
 
 def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> None:
@@ -487,11 +426,11 @@ def _clear(folder: str, name: str) -> None:
                         os.unlink(entry.path)
 
 
-def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: bool, budget_nbytes: int) -> None:
+def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: bool, most_held: int) -> None:
     store, name = blob_location(url)
     replaces = replace and store.version(name) is not None
     replacing: list[Replaces] = []
-    if replaces and nbytes <= min(_MOST_HELD_NBYTES, budget_nbytes // 2):  # it is held twice for a moment
+    if replaces and nbytes <= most_held:
         held = MemoryStore()
         write(held, name)
         check(held, name)
@@ -499,8 +438,16 @@ def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: b
     elif replaces:
 
         def begin(name: str, nbytes: int) -> BlobWriter:
-            replacing.append(_replacing(store, name, nbytes))
-            return replacing[0]
+            writer = create_over(store, name, nbytes)
+            if writer is None:
+                raise StorageError(
+                    f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
+                    hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
+                    name=name,
+                    errno=errno.EFBIG,
+                )
+            replacing.append(writer)
+            return writer
 
         write(_Kept(begin), name)
     else:
@@ -532,15 +479,3 @@ class _Kept:
 
     def delete(self, name: str) -> None:
         """Do nothing."""
-
-
-def _replacing(store: Store, name: str, nbytes: int) -> Replaces:
-    writer = create_over(store, name, nbytes)
-    if writer is None:
-        raise StorageError(
-            f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
-            hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
-            name=name,
-            errno=errno.EFBIG,
-        )
-    return writer

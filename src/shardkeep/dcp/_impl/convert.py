@@ -14,20 +14,21 @@ import json
 import logging
 import math
 import os
-import pickle
 import threading
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from enum import Enum
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch.futures import Future
 
-from shardkeep.conversion.pipeline import TensorPart
+from shardkeep.conversion.pipeline import TensorPart, Wanted
 from shardkeep.conversion.to_file import (
-    StorageRange,
+    MemoryPart,
     destination,
     file_exists,
     file_path,
@@ -40,7 +41,7 @@ from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.driver import _save_state_dict
 from shardkeep.dcp._impl.file_reader import FileSystemReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
-from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object, load_plain
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object, load_safely
 from shardkeep.dcp._impl.plans import (
     _create_chunk_list,
     _create_read_item_for_byteio,
@@ -50,7 +51,7 @@ from shardkeep.dcp._impl.plans import (
     saved_path,
 )
 from shardkeep.dist.rendezvous import rendezvous
-from shardkeep.dist.world import World, current_world
+from shardkeep.dist.world import current_world
 from shardkeep.engine.workers import run_workers, window_for
 from shardkeep.errors import (
     BlobNotFound,
@@ -66,8 +67,8 @@ from shardkeep.errors import (
 )
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES, combine_crc32
-from shardkeep.format.dtypes import by_name, of_torch, to_torch
-from shardkeep.format.torch_zip import ArchiveEntry, ArchiveLayout, stored_parts
+from shardkeep.format.dtypes import DType, by_name, of_torch, to_torch
+from shardkeep.format.torch_zip import stored_parts
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -91,8 +92,6 @@ from shardkeep.storage.buffers import view_memory
 from shardkeep.storage.file_systems import BlobInput
 from shardkeep.storage.local import PathStore
 
-T = TypeVar("T")
-
 _MOST_ELEMENTS = 1 << 58
 """No file is large enough for more."""
 
@@ -110,47 +109,72 @@ class CheckpointTensors:
     def __init__(self, reader: StorageReader) -> None:
         self._reader = reader
         self._alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
-        self._metadata = Metadata({})
-        self._transformed: set[str] = set()
+        [self._metadata] = self._alone.all_gather("plan", self._open)
+        places = self._metadata.storage_data if isinstance(self._metadata.storage_data, dict) else {}
+        self._transformed = {
+            index.fqn for index, place in places.items() if getattr(place, "transform_descriptors", None)
+        }
         """Tensors that were saved through an extension, which must be read whole."""
         self._held: tuple[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()  # a storage reader may not be used by several threads
+
+    def _open(self) -> Metadata:
+        try:
+            metadata = self._reader.read_metadata()
+        except BlobNotFound as error:
+            try:
+                metadata = self._reader.read_metadata(rank=0)  # ranks saved without collectives
+            except BlobNotFound:
+                raise NoMetadata(
+                    f"metadata is None; global metadata read failed: {error.message}",
+                    hint="is there a complete checkpoint at this place?",
+                ) from error
+        for key, entry in metadata.state_dict_metadata.items():
+            if is_tensor_entry(entry):
+                _check_chunks(key, entry)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        return metadata
 
     def read_state(self) -> dict[str, Any]:
         """Return the state, nested as it was saved, with a `TensorPart` for each tensor."""
-        self._step("plan", self._open)
         state: dict[str, Any] = {}
         objects = []
         for key, entry in self._metadata.state_dict_metadata.items():
-            stored = is_tensor_entry(entry)
-            set_element(state, saved_path(self._metadata, key), _placeholder(key, entry) if stored else None)
-            if not stored:
+            part = None
+            if is_tensor_entry(entry):
+                tensor: Any = entry
+                part = TensorPart(key, -1, whole(tuple(tensor.size)), _dtype(key, tensor.properties.dtype))
+            else:
                 objects.append(_create_read_item_for_byteio(MetadataIndex(key), 0, MetadataIndex(key), 0, 0))
-
-        def put(key: str, value: Any) -> None:
+            set_element(state, saved_path(self._metadata, key), part)
+        planner = _Targets()
+        self._read(objects, planner)
+        for key, value in planner.objects.items():
             set_element(state, saved_path(self._metadata, key), value)
-
-        self._read(objects, _Objects(put))
         return state
 
-    def fill(self, parts: list[tuple[TensorPart, StorageRange]]) -> None:
-        """Read bytes of tensors."""
-        planner = _Boxes()
+    def fill(self, wanted: list[Wanted]) -> None:
+        """Fill memory with bytes of the tensors, and of storages in memory."""
+        planner = _Targets()
         plan: list[ReadItem] = []
-        for tensor, part in parts:
-            values = torch.frombuffer(part.into, dtype=torch.uint8)
-            if tensor.key in self._transformed and values.numel() < tensor.nbytes:
-                values.copy_(self._decoded(tensor)[part.start : part.stop])
-                continue
-            plan += self._items(
-                tensor, values.view(to_torch(tensor.dtype)), part.start // tensor.dtype.itemsize, planner
-            )
-        self._read(plan, planner)
+        with self._lock:
+            for part, start, stop, into in wanted:
+                if isinstance(part, MemoryPart):
+                    into[:] = view_memory(part.storage.data_ptr(), part.nbytes)[start:stop]
+                    continue
+                values = torch.frombuffer(into, dtype=torch.uint8)
+                if part.key in self._transformed and values.numel() < part.nbytes:
+                    values.copy_(self._decoded(part)[start:stop])
+                else:
+                    plan += self._items(part, values, start // part.dtype.itemsize, planner)
+            self._read(plan, planner)
 
-    def _items(self, tensor: TensorPart, values: torch.Tensor, start: int, planner: _Boxes) -> list[ReadItem]:
-        """Return the items that fill `values` with a run of elements from `start` on."""
+    def _items(self, tensor: TensorPart, memory: torch.Tensor, start: int, planner: _Targets) -> list[ReadItem]:
+        """Return the items that fill memory with a run of elements from `start` on."""
+        values = memory.view(to_torch(tensor.dtype))
         at, chunks = 0, []
         for box in flat_range_to_boxes(tensor.box.sizes, start, start + values.numel()):
-            planner.add(tensor.key, values[at : at + box.volume].view(box.sizes))
+            planner.boxes[tensor.key].append(values[at : at + box.volume].view(box.sizes))
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             at += box.volume
         entry: Any = self._metadata.state_dict_metadata[tensor.key]
@@ -160,48 +184,35 @@ class CheckpointTensors:
         """Return the bytes of a whole tensor; one tensor is held at a time."""
         if self._held is None or self._held[0] != tensor.key:
             self._held = None
-            values = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
-            planner = _Boxes()
-            self._read(self._items(tensor, values.view(to_torch(tensor.dtype)), 0, planner), planner)
-            self._held = tensor.key, values
+            memory, planner = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"), _Targets()
+            self._read(self._items(tensor, memory, 0, planner), planner)
+            self._held = tensor.key, memory
         return self._held[1]
 
-    def _open(self) -> None:
-        try:
-            metadata = self._reader.read_metadata()
-        except BlobNotFound as error:
-            metadata = self._own_metadata(error)
-        for key, entry in metadata.state_dict_metadata.items():
-            if is_tensor_entry(entry):
-                _check_chunks(key, entry)
-        self._metadata = metadata
-        places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-        self._transformed = {
-            index.fqn for index, place in places.items() if getattr(place, "transform_descriptors", None)
-        }
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-
-    def _own_metadata(self, error: BlobNotFound) -> Metadata:
-        """Return the metadata of rank 0, if ranks saved without collectives."""
-        try:
-            return self._reader.read_metadata(rank=0)
-        except BlobNotFound:
-            raise NoMetadata(
-                f"metadata is None; global metadata read failed: {error.message}",
-                hint="is there a complete checkpoint at this place?",
-            ) from error
-
-    def _read(self, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
+    def _read(self, items: list[ReadItem], planner: _Targets) -> None:
         if items:
-            self._step("read", lambda: self._reader.read_data(LoadPlan(items), planner).wait())
-
-    def _step(self, name: str, work: Callable[[], T]) -> T:
-        return self._alone.all_gather(name, work)[0]
+            self._alone.all_gather("read", lambda: self._reader.read_data(LoadPlan(items), planner).wait())
 
 
-def _placeholder(key: str, entry: Any) -> TensorPart:
+class _Targets(DefaultLoadPlanner):
+    """Holds the memory of each box that is read, and the objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.objects: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        self.objects[key] = load_object(value, key=key)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.boxes[index.fqn][index.index or 0]
+
+
+def _dtype(key: str, dtype: torch.dtype) -> DType:
     try:
-        return TensorPart(key, -1, whole(tuple(entry.size)), of_torch(entry.properties.dtype))
+        return of_torch(dtype)
     except UnsupportedLeaf as error:
         raise UnsupportedLeaf(f"{key!r}: {error.message}", hint=error.hint, key=key) from error
 
@@ -220,33 +231,6 @@ def _check_chunks(key: str, entry: Any) -> None:
         wrong = f"only {stored} elements are stored of"
     if wrong:
         raise MalformedFile(f"{key!r}: {wrong} a tensor of {tuple(entry.size)}", key=key)
-
-
-class _Objects(DefaultLoadPlanner):
-    """Passes on objects as they are read."""
-
-    def __init__(self, put: Callable[[str, Any], None]) -> None:
-        super().__init__()
-        self._put = put
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self._put(key, load_object(value, key=key))
-
-
-class _Boxes(DefaultLoadPlanner):
-    """Holds the memory of each box that is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._boxes: dict[str, list[torch.Tensor]] = {}
-
-    def add(self, key: str, memory: torch.Tensor) -> None:
-        """Add memory for the next box of a tensor."""
-        self._boxes.setdefault(key, []).append(memory)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._boxes[index.fqn][index.index or 0]
 
 
 # -- a file of torch.save, opened --------------------------------------------------------------------------------------
@@ -280,67 +264,39 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
         reader = open_blob(where) if blob else PathStore(direct=False).open(where)
     except BlobNotFound as exc:
         raise CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
+
+    def load(*, archive: bool, device: str) -> Any:
+        def opened() -> Any:
+            return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES) if blob else where
+
+        mapped = archive and device == "cpu" and not blob
+        return load_safely(opened, where, {"file": where}, archive=archive, map_location=device, mmap=mapped)
+
     with closing(reader):
-        begin = bytearray(min(len(_ZIP), reader.nbytes))
-        reader.read_into(0, memoryview(begin))
-        archive = begin == _ZIP
+        archive = _read(reader, 0, len(_ZIP)) == _ZIP
         if archive:
-            _check(reader, _entries(reader, where), where)
-        return _load(where, archive=archive, blob=reader if blob else None)
+            _check(reader, where, lambda: load(archive=True, device="meta"))
+        return load(archive=archive, device="cpu")
 
 
-def _load(where: str, *, archive: bool, blob: BlobReader | None = None, device: str = "cpu") -> Any:
-    how: dict[str, Any] = {"map_location": device, "mmap": archive and device == "cpu" and blob is None}
-
-    def source() -> Any:
-        return where if blob is None else _stream(blob)
-
-    try:
-        if Options().allow_pickle:
-            return torch.load(source(), weights_only=False, **how)
-        if archive:  # the older format is several pickles in a row, which only torch's own reader separates
-            try:
-                return load_plain(source(), **how)
-            except PickleRefused:
-                pass
-        return torch.load(source(), weights_only=True, **how)
-    except pickle.UnpicklingError as error:
-        said = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), None)
-        if said is None:
-            raise MalformedFile(f"{where}: not a file that torch.save wrote: {error}", file=where) from error
-        raise PickleRefused(
-            f"{where} is a pickle that is not known to be safe: {said}",
-            hint="if you trust the file: torch.serialization.add_safe_globals([that class]) first,"
-            " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
-            file=where,
-        ) from error
-    except Exception as error:  # torch raises whatever the contents of a broken file lead to
-        raise MalformedFile(f"{where}: not a file that torch.save wrote: {error!r}", file=where) from error
+def _read(reader: BlobReader, at: int, nbytes: int) -> bytes:
+    data = bytearray(max(0, min(nbytes, reader.nbytes - at)))
+    reader.read_into(at, memoryview(data))
+    return bytes(data)
 
 
-def _stream(reader: BlobReader) -> io.BufferedReader:
-    return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES)
+def _check(reader: BlobReader, where: str, load_shapes: Callable[[], Any]) -> None:
+    """
+    Check that `torch.save` can have written an archive, and compare all entries with their checksums.
 
-
-def _entries(reader: BlobReader, where: str) -> list[ArchiveEntry]:
-    """Return the entries of a file that `torch.save` can have written."""
-
-    def get(at: int, nbytes: int) -> bytes:
-        data = bytearray(max(0, min(nbytes, reader.nbytes - at)))
-        reader.read_into(at, memoryview(data))
-        return bytes(data)
-
-    entries = stored_parts(get, reader.nbytes, where=where)
+    This is done on several threads; the page cache then serves the next read.
+    """
+    entries = stored_parts(partial(_read, reader), reader.nbytes, where=where)
     # Torch would load a compiled program with another loader.
     if any(entry.name.endswith("/constants.pkl") for entry in entries):
         raise MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
     if outside := [entry.name for entry in entries if entry.start + entry.nbytes > reader.nbytes]:
         raise MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
-    return entries
-
-
-def _check(reader: BlobReader, entries: list[ArchiveEntry], where: str) -> None:
-    """Compare all entries with their checksums, on several threads; the page cache then serves the next read."""
     options = Options()
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
     found: dict[tuple[int, int], int] = {}
@@ -366,7 +322,7 @@ def _check(reader: BlobReader, entries: list[ArchiveEntry], where: str) -> None:
     for number, got_crc in sums.items():
         entry = entries[number]
         if got_crc != entry.crc:
-            keys = _keys_at(where, reader, entry.start)
+            keys = _keys_at(load_shapes, entry.start)
             of_keys = f" ({', '.join(map(repr, keys))})" if keys else ""
             raise ChecksumMismatch(
                 f"{where}: {entry.name}{of_keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
@@ -377,12 +333,10 @@ def _check(reader: BlobReader, entries: list[ArchiveEntry], where: str) -> None:
             )
 
 
-def _keys_at(where: str, reader: BlobReader, start: int) -> list[str]:
+def _keys_at(load_shapes: Callable[[], Any], start: int) -> list[str]:
     """Return the keys of the tensors whose bytes begin here, if the file can be loaded."""
     with suppress(Exception):  # the file is damaged, and the keys are only for the message
-        flat, _ = flatten_state_dict(
-            _load(where, archive=True, blob=reader if is_blob_url(where) else None, device="meta")
-        )
+        flat, _ = flatten_state_dict(load_shapes())
         return [
             key
             for key, value in flat.items()
@@ -409,27 +363,10 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     """
     path = destination(torch_save_path)
     checkpoint = CheckpointTensors(FileSystemReader(dcp_checkpoint_dir))
-    pickled = pickle_state(checkpoint.read_state())
-    storages = pickled.storages
-    reading = threading.Lock()  # a storage reader may not be used by several threads
-
-    def fill(ranges: list[StorageRange]) -> None:
-        stored: list[tuple[TensorPart, StorageRange]] = []
-        for each in ranges:
-            storage = storages[each.storage]
-            if isinstance(storage, TensorPart):
-                stored.append((storage, each))
-            else:
-                each.into[:] = view_memory(storage.data_ptr(), storage.nbytes())[each.start : each.stop]
-        with reading:
-            checkpoint.fill(stored)
-
-    sizes = [each.nbytes if isinstance(each, TensorPart) else each.nbytes() for each in storages]
     # Two threads: one reads while the other writes.
     window = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
-    write_archive(
-        path, ArchiveLayout(pickled.data, sizes), fill, windows=(2, window - window % min(window, MAX_BLOCK_NBYTES))
-    )
+    windows = 2, window - window % min(window, MAX_BLOCK_NBYTES)
+    write_archive(path, pickle_state(checkpoint.read_state()), checkpoint.fill, windows=windows)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -494,7 +431,7 @@ class BroadcastingTorchSaveReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Begin a load."""
         del metadata
-        rank = _current_world().rank
+        rank = current_world(None, timeout_s=Options().timeout_s).rank
         if is_coordinator and rank != self.coordinator_rank:
             raise BrokenProtocol(f"Coordinator rank mismatch: expected {self.coordinator_rank}, got {rank}")
         self._file()
@@ -502,7 +439,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of all ranks' plans; all ranks must call this."""
-        world = _current_world()
+        world = current_world(None, timeout_s=Options().timeout_s)
         sources: dict[str, torch.Tensor] = {}
         destinations: list[Destination] = []
 
@@ -592,13 +529,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """
-        Begin a load with metadata made from the state.
-
-        Raises:
-            BrokenProtocol: (a RuntimeError) the state holds something that is no tensor.
-
-        """
+        """Begin a load with metadata made from the state, which may hold only tensors."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         entries: dict[str, STORAGE_TYPES] = {}
         for key, value in self.state_dict.items():
@@ -608,10 +539,6 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
                 TensorProperties(dtype=value.dtype), value.size(), _create_chunk_list(value)
             )
         self.metadata = Metadata(state_dict_metadata=entries)
-
-
-def _current_world() -> World:
-    return current_world(None, timeout_s=Options().timeout_s)
 
 
 def _only_tensors(key: str, loader: object) -> BrokenProtocol:
@@ -693,16 +620,12 @@ def _box(item: ReadItem, target: torch.Tensor, spec: TensorSpec) -> Box:
         )
     if target.dtype != spec.dtype:
         log.warning("%r is converted as it is loaded: %s -> %s", spec.name, spec.dtype, target.dtype)
-        _try_conversion(spec, target)
+        try:  # now, and not in the midst of sending
+            torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=spec.dtype, device="cpu"))
+        except RuntimeError as error:
+            message = f"{spec.name!r}: {spec.dtype} cannot be loaded as {target.dtype}"
+            raise StateMismatch(message, key=spec.name) from error
     return box
-
-
-def _try_conversion(spec: TensorSpec, target: torch.Tensor) -> None:
-    """Raise now, and not in the midst of sending, if torch cannot convert the tensor."""
-    try:
-        torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=spec.dtype, device="cpu"))
-    except RuntimeError as error:
-        raise StateMismatch(f"{spec.name!r}: {spec.dtype} cannot be loaded as {target.dtype}", key=spec.name) from error
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

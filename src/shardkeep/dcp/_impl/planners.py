@@ -14,6 +14,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import IO, Any, NamedTuple
 
@@ -64,55 +65,43 @@ from shardkeep.state.flatten import (
 
 
 def load_object(stream: IO[bytes], *, key: str) -> Any:
-    """
-    Read an object from the bytes that `torch.save` wrote for it.
+    """Read an object from the bytes that `torch.save` wrote for it; the errors are those of `load_safely`."""
+    data = stream.read()
+    return load_safely(lambda: io.BytesIO(data), f"{key!r}", {"key": key}, archive=is_archive(data))
 
-    Args:
-        stream: the bytes.
-        key: the object's name, for errors.
+
+def load_safely(opened: Callable[[], Any], name: str, about: dict[str, str], *, archive: bool, **how: Any) -> Any:
+    """
+    Return what `torch.save` wrote; `opened` returns the file, `about` is for errors, and `how` for `torch.load`.
 
     Raises:
-        PickleRefused: it names a class that is not known to be safe.
+        PickleRefused: it names a class that is not known to be safe, and pickles are not allowed.
         MalformedFile: the bytes are not what `torch.save` writes.
 
     """
-    if Options().allow_pickle:
-        return torch.load(stream, weights_only=False)
-    data = stream.read()
     try:
-        if not is_archive(data):  # torch would read it as TorchScript, or as its old format
-            raise PickleRefused("not an archive of plain values")
-        return load_plain(io.BytesIO(data))
-    except PickleRefused:
-        pass
-    except (MalformedFile, pickle.UnpicklingError) as exc:
-        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc}", key=key) from exc
-    except Exception as exc:  # the constructors that a forged pickle may call raise anything
-        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True)
+        if Options().allow_pickle:
+            return torch.load(opened(), weights_only=False, **how)
+        if archive:  # torch's older format is several pickles in a row, which only its own reader separates
+            with suppress(PickleRefused):
+                return _load_plain(opened(), **how)
+        return torch.load(opened(), weights_only=True, **how)
     except pickle.UnpicklingError as exc:
-        said = next((line.strip() for line in str(exc).splitlines() if "GLOBAL" in line), str(exc).splitlines()[-1])
+        said = next((line.strip() for line in str(exc).splitlines() if "nsupported" in line or "GLOBAL" in line), None)
+        if said is None:
+            raise MalformedFile(f"{name}: not what torch.save writes: {exc}", **about) from exc
         raise PickleRefused(
-            f"{key!r} is stored as a pickle that is not known to be safe: {said}",
-            hint="if you trust the checkpoint: torch.serialization.add_safe_globals([that class]) before the load,"
+            f"{name} is stored as a pickle that is not known to be safe: {said}",
+            hint="if you trust it: torch.serialization.add_safe_globals([that class]) before the load,"
             " or SHARDKEEP_ALLOW_PICKLE=1 in the environment for any",
-            key=key,
+            **about,
         ) from exc
-    except Exception as exc:  # torch raises anything for what is not an archive
-        raise MalformedFile(f"{key!r}: the stored object cannot be read: {exc!r}", key=key) from exc
+    except Exception as exc:  # torch, and the constructors that a forged pickle may call, raise anything
+        raise MalformedFile(f"{name}: not what torch.save writes: {exc!r}", **about) from exc
 
 
-def load_plain(file: Any, **how: Any) -> Any:
-    """
-    Read what `torch.save` wrote, if it is made of plain values and tensors; `how` is for `torch.load`.
-
-    Classes that the user declared safe may be among them.
-
-    Raises:
-        PickleRefused: it names anything else.
-
-    """
+def _load_plain(file: Any, **how: Any) -> Any:
+    """Load values that are plain, tensors, or of classes that the user declared safe; `PickleRefused` for others."""
     loads: list[NameTable] = []
     try:
         made = torch.load(file, weights_only=False, pickle_module=_Plain, loads=loads, **how)
@@ -145,15 +134,11 @@ class _PlainReader(pickle.Unpickler):
             raise PickleRefused(f"the pickle names {module}.{name}") from None
 
 
-def _load_plain(file: IO[bytes], **how: Any) -> Any:
-    return _PlainReader(file, **how).load()
-
-
 class _Plain:
     """The attributes that torch expects of `pickle_module`."""
 
     Unpickler = _PlainReader
-    load = staticmethod(_load_plain)
+    load = staticmethod(lambda file, **how: _PlainReader(file, **how).load())
     UnpicklingError = pickle.UnpicklingError
 
 
@@ -239,21 +224,27 @@ class PlanCache:
         return plan
 
     def decide(self, sent: list[SavePlan], make: MakePlan) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
-        """
-        Return what to send to each rank, the global plan, and its metadata. Called on the coordinator.
-
-        Raises:
-            RanksDisagree: a rank sent word of a plan that this planner never saw.
-
-        """
+        """Return what to send to each rank, the global plan, and its metadata. Called on the coordinator."""
         if self._metadata is not None and not _contains_usable_plan(sent) and len(sent) == len(self._all_global):
             return [_unchanged(plan) for plan in sent], self._all_global, _copied(self._metadata)
-        merged = self._merged(sent)
-        global_plan, metadata = make(merged)
-        answers = [
-            _unchanged(mine) if self._has_already(rank, mine, new) else new
-            for rank, (mine, new) in enumerate(zip(sent, global_plan, strict=True))
+        known = self._all_local or []
+        silent = [rank for rank, plan in enumerate(sent) if not plan.usable]
+        if silent and len(known) != len(sent):
+            raise RanksDisagree(
+                f"ranks {silent} say that their plans have not changed, but this planner knows the plans of "
+                f"{len(known)} ranks, and these are {len(sent)}",
+                hint="use one planner for all saves of a group of ranks, on each of them, or a new one on all of them",
+            )
+        merged = [
+            plan if plan.usable else dataclasses.replace(known[rank], storage_data=plan.storage_data)
+            for rank, plan in enumerate(sent)
         ]
+        global_plan, metadata = make(merged)
+        # A rank that sent its whole plan may have cleared its cache: it gets a whole plan back.
+        answers = list(global_plan)
+        for rank in silent:
+            if rank < len(self._all_global) and _compare_save_plans(global_plan[rank], self._all_global[rank]):
+                answers[rank] = _unchanged(sent[rank])
         self._all_local, self._all_global, self._metadata = merged, global_plan, metadata
         return answers, global_plan, _copied(metadata)
 
@@ -271,24 +262,6 @@ class PlanCache:
         self._final = plan
         self._local, self._pending = self._pending, None
         return plan
-
-    def _merged(self, sent: list[SavePlan]) -> list[SavePlan]:
-        known = self._all_local or []
-        silent = [rank for rank, plan in enumerate(sent) if not plan.usable]
-        if silent and len(known) != len(sent):
-            raise RanksDisagree(
-                f"ranks {silent} say that their plans have not changed, but this planner knows the plans of "
-                f"{len(known)} ranks, and these are {len(sent)}",
-                hint="use one planner for all saves of a group of ranks, on each of them, or a new one on all of them",
-            )
-        return [
-            plan if plan.usable else dataclasses.replace(known[rank], storage_data=plan.storage_data)
-            for rank, plan in enumerate(sent)
-        ]
-
-    def _has_already(self, rank: int, sent: SavePlan, new: SavePlan) -> bool:
-        # A rank that sent its whole plan may have cleared its cache: it gets a whole plan back.
-        return not sent.usable and rank < len(self._all_global) and _compare_save_plans(new, self._all_global[rank])
 
 
 def _unchanged(sent: SavePlan) -> SavePlan:
@@ -567,13 +540,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """
-        Fill the empty state with empty tensors and placeholders, and go on as with any state.
-
-        Raises:
-            BrokenProtocol: (an AssertionError) the state is not empty, or there are no metadata.
-
-        """
+        """Fill the empty state with empty tensors and placeholders, and go on as with any state."""
         if state_dict:
             raise BrokenProtocol("the state must be empty: it is created from the checkpoint", hint="pass {}")
         if metadata is None:
