@@ -121,7 +121,7 @@ def test_groups_are_the_containers_at_the_top(state: dict[Any, Any]) -> None:
         name = join(None, "dict", part)
         for key in leaf_keys(node):
             expected[f"{name}.{key}" if node is not None else name] = name if node is not None else "state"
-    assert dict(zip(found.keys, file_groups(found), strict=True)) == expected
+    assert dict(zip(found.keys, file_groups(found.tree, found.keys), strict=True)) == expected
 
 
 def _with_tensors(value: Any) -> Any:

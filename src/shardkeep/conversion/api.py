@@ -178,18 +178,17 @@ def _not_in_torch_layout(source: Source) -> Iterator[str]:
         yield "step"
     if source.record.meta:
         yield "meta"
-    yield from (f"PerRank of {name!r}" for name in _per_rank(decode_tree(source.index.tree), None))
 
+    def per_rank(node: Node, name: str | None) -> Iterator[str]:
+        if node is None:
+            return
+        if node.kind == "ranks":
+            yield f"PerRank of {name or ''!r}"
+            return
+        for part, child in node.children:
+            yield from per_rank(child, join(name, node.kind, part))
 
-def _per_rank(node: Node, name: str | None) -> Iterator[str]:
-    """Name the per-rank parts of a state."""
-    if node is None:
-        return
-    if node.kind == "ranks":
-        yield name or ""
-        return
-    for part, child in node.children:
-        yield from _per_rank(child, join(name, node.kind, part))
+    yield from per_rank(decode_tree(source.index.tree), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,23 +293,22 @@ def export(
     )
     how: dict[str, Any] = {"overwrite": overwrite, "options": options, "progress": progress}
     target = None if format == "torch" else open_store(to, direct=options.direct_io)
+    shown = str(to) if target is None else target.url
     if target is None:
-        shown = _path(to)
+        if not isinstance(to, (str, os.PathLike)) or not shown:
+            raise CheckpointError(f"{to!r} is no file to write", hint="give the path or the URL of a file")
         written = write_torch_file(shown, chosen, source, **how)
     elif format == "hf":
-        shown = target.url
-        copied = None if config is None else os.fspath(config)
         written = write_model(
             target,
             chosen.tensors,
             source,
             max_shard_bytes=max_shard_bytes,
             metadata=tie_metadata(chosen.ties),
-            config=copied,
+            config=None if config is None else os.fspath(config),
             **how,
         )
     else:
-        shown = target.url
         check_different_place(origin, target)
         with replacing_other_layouts(target, "native", overwrite=overwrite):
             written = write_native(target, source, selection_contents(chosen, source.index), codecs=codecs, **how)
@@ -326,31 +324,18 @@ def export(
         infinite=sorted(name for name, part in chosen.tensors.items() if part.row in written.infinite),
         decrypted=_warn_if_decrypted(source, shown, target if codecs else None, options),
     )
-    _log_export(report)
-    return report
-
-
-def _path(to: str | os.PathLike[str] | Store) -> str:
-    """Return the path or URL of a file."""
-    path = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
-        raise CheckpointError(f"{to!r} is no file to write", hint="give the path or the URL of a file")
-    return path
-
-
-def _log_export(report: ExportReport) -> None:
-    size, rate = report.bytes_written / 1e9, report.seconds
-    log.info("exported %s: %d tensors, %.3f GB in %.2f s", report.to, report.tensors, size, rate)
+    log.info("exported %s: %d tensors, %.3f GB in %.2f s", shown, report.tensors, written.nbytes / 1e9, report.seconds)
     if report.left_out:
         log.warning(
             "%s: %d plain values are left out, which safetensors files cannot hold: %s",
-            report.to, len(report.left_out), ", ".join(report.left_out[:4]),
+            shown, len(report.left_out), ", ".join(report.left_out[:4]),
         )  # fmt: skip
     if report.infinite:
         log.warning(
             "%s: finite numbers of %d tensors are infinite in the new dtype: %s; use one of a wider range",
-            report.to, len(report.infinite), ", ".join(report.infinite[:4]),
+            shown, len(report.infinite), ", ".join(report.infinite[:4]),
         )  # fmt: skip
+    return report
 
 
 # -- shared by both ----------------------------------------------------------------------------------------------------
@@ -397,10 +382,6 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
     Remove checkpoints of other layouts from a place after the block has written a new one there.
 
     If the block fails, they stay, and directories that were made for the new one are removed.
-
-    Raises:
-        CheckpointExists: there is one, and `overwrite` was not given; or a save is under way there.
-
     """
     to = store.url
     old = _other_layout_files(store, layout)
@@ -409,7 +390,11 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
             f"{to}: a checkpoint of another layout is already there ({old[0]})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
-    made = _missing_directories(to) if local_path(store) is not None else []
+    missing = []  # directories that will be made, the innermost first
+    path = os.path.abspath(to)
+    while local_path(store) is not None and not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
     if old and (writer := orphans.survey(store).living):
         raise CheckpointExists(
             f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another place"
@@ -417,7 +402,7 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
     try:
         yield
     except BaseException:
-        for path in made:
+        for path in missing:
             with suppress(OSError):  # not empty: another process uses it
                 os.rmdir(path)
         raise
@@ -440,14 +425,4 @@ def _other_layout_files(store: Store, layout: str) -> list[str]:
     if layout != "safetensors":
         found += [name for name in names if name in (INDEX_NAME, NOTE_NAME)]
         found += [name for name in model_files(list_model(store)) if native.save_id_of(name) is None] if names else []
-    return found
-
-
-def _missing_directories(to: str) -> list[str]:
-    """Return the directories that will be made, the innermost first."""
-    found = []
-    path = os.path.abspath(to)
-    while not os.path.lexists(path):
-        found.append(path)
-        path = os.path.dirname(path)
     return found

@@ -57,17 +57,12 @@ def select(
     prefix: str | None = None,
     dtype: DType | None = None,
 ) -> Selection:
-    """
-    Select what is exported; the arguments are those of `export`.
-
-    Raises:
-        StateError: no tensor is left, a pattern matches no name, or an argument makes no sense.
-        KeyCollision: two tensors would have one name.
-
-    """
+    """Select what is exported; the arguments are those of `export`."""
     tree = decode_tree(index.tree)
     keys = list(leaf_keys(tree))
-    prefix = _prefix_of(tree) if prefix is None else prefix
+    if prefix is None:
+        tops = tree.children if tree is not None else ()
+        prefix = "model." if any(part == "model" and node is not None for part, node in tops) else ""
     wanted = name_filter(keys, "include", include)
     unwanted = name_filter(keys, "exclude", exclude) if exclude is not None else (lambda _: False)
     outside = renamer(rename)
@@ -75,11 +70,14 @@ def select(
     for key in keys:
         if not key.startswith(prefix) or not wanted(key) or unwanted(key):
             continue
-        name = _renamed(outside, key[len(prefix) :], key)
-        if name is not None and name in names:
+        name = outside(key[len(prefix) :])
+        if name is None:
+            continue
+        if not isinstance(name, str) or not name:
+            raise StateError(f"rename gives {name!r} for {key[len(prefix) :]!r}, which is no name", key=key)
+        if name in names:
             raise KeyCollision(f"{names[name]!r} and {key!r} would both be called {name!r}", key=key)
-        if name is not None:
-            names[name] = key
+        names[name] = key
     chosen = _select(index, names, dtype)
     if not chosen.tensors:
         begin = f" that begins with {prefix!r}" if prefix else ""
@@ -91,13 +89,7 @@ def select(
 
 
 def cast_target(dtype: object) -> DType | None:
-    """
-    Return the dtype that a user names: `bf16`, `bfloat16`, `torch.bfloat16`.
-
-    Raises:
-        StateError: weights cannot be converted to it.
-
-    """
+    """Return the dtype that a user names: `bf16`, `bfloat16`, `torch.bfloat16`."""
     if dtype is None:
         return None
     name = re.sub(r"^torch\.", "", str(dtype).lower())
@@ -108,14 +100,6 @@ def cast_target(dtype: object) -> DType | None:
             hint="give one of bf16, fp16, fp32, fp64 (or bfloat16, float16 …)",
         )
     return by_name(name)
-
-
-def _prefix_of(tree: object) -> str:
-    if isinstance(tree, Container) and any(
-        part == "model" and isinstance(node, Container) for part, node in tree.children
-    ):
-        return "model."
-    return ""
 
 
 def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[[str], bool]:
@@ -129,15 +113,6 @@ def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[
                 hint=f"did you mean {meant!r}?" if meant else f"it has {', '.join(map(repr, keys[:3]))} …",
             )
     return matcher(given)
-
-
-def _renamed(outside: Callable[[str], str | None], name: str, key: str) -> str | None:
-    new = outside(name)
-    if new is None:
-        return None
-    if not isinstance(new, str) or not new:
-        raise StateError(f"rename gives {new!r} for {name!r}, which is no name", key=key)
-    return new
 
 
 def _select(index: Index, names: dict[str, str], dtype: DType | None) -> Selection:
@@ -187,9 +162,7 @@ def drop_leaves(source: Source, drop: Patterns) -> Source:
     """
     Return a checkpoint without the leaves of these names: a smaller index over the same files.
 
-    Raises:
-        StateError: a pattern matches no name, or only some items of a list would be dropped.
-
+    `StateError` if a pattern matches no name, or only some items of a list would be dropped.
     """
     if drop is None:
         return source

@@ -60,8 +60,8 @@ from shardkeep.layouts.safetensors_publish import (
 )
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, is_name, is_single_file, local_path
-from shardkeep.storage.local import PathStore, storage_errors
+from shardkeep.storage.base import Store, is_name, is_single_file, local_path, with_any_names
+from shardkeep.storage.local import storage_errors
 from shardkeep.storage.resolve import open_store
 
 _MODEL = re.compile(r"model(-\d+-of-\d+(-[0-9a-f]{8})?)?\.safetensors")
@@ -85,10 +85,6 @@ def write_model(
 
     `metadata` goes into the header of the first file, and all files of the place `config` except weights are copied.
     With `replaces_others` the caller removes checkpoints of other layouts.
-
-    Raises:
-        CheckpointExists: a model is there, and `overwrite` was not given; or a checkpoint of another layout is.
-
     """
     _check_target(store, overwrite=overwrite, replaces_others=replaces_others)
     groups = _groups(tensors, max_shard_bytes)
@@ -210,11 +206,7 @@ def write_model_files(
     """
     Write files under the names they have before they are published, and read them back.
 
-    Returns what `write_parts` does: the rows of tensors with finite numbers that became infinite.
-
-    Raises:
-        ChecksumMismatch: a file does not hold what was written.
-
+    Returns the rows of tensors with finite numbers that became infinite.
     """
     written = [replace(file, job=replace(file.job, name=names.written(file.job.name))) for file in files]
     digests, infinite = write_parts(store, written, source, options, progress)
@@ -240,14 +232,7 @@ def write_safetensors(
     options: Options,
     progress: Progress | None,
 ) -> Written:
-    """
-    Write all of a checkpoint into a place.
-
-    Raises:
-        UnsupportedLeaf: a tensor is of a dtype that safetensors does not have.
-        CheckpointExists: a checkpoint is there, and `overwrite` was not given.
-
-    """
+    """Write all of a checkpoint into a place; `UnsupportedLeaf` if a tensor has a dtype that safetensors lacks."""
     written = write_model(
         store,
         _tensors(source),
@@ -259,23 +244,18 @@ def write_safetensors(
         progress=progress,
         replaces_others=True,
     )
-    _check_opens(store, source, options)
-    return written
-
-
-def _check_opens(store: Store, source: Source, options: Options) -> None:
-    """Make sure that the place, with all other files in it, opens as the checkpoint that was converted."""
+    # Make sure that the place, with all other files in it, opens as the checkpoint that was converted.
     found = find_safetensors(store)
-    index, meant = None if found is None else found.open(options).index, source.index
-    if index is None or (index.tree, set(index.tensor_rows), set(index.value_rows)) != (
-        meant.tree,
-        set(meant.tensor_rows),
-        set(meant.value_rows),
-    ):
+    meant, opened = (
+        None if index is None else (index.tree, set(index.tensor_rows), set(index.value_rows))
+        for index in (source.index, None if found is None else found.open(options).index)
+    )
+    if meant != opened:
         raise CheckpointError(
             f"{store.url}: the files were written, but other files there keep them from being opened as one checkpoint",
             hint="convert into an empty place",
         )
+    return written
 
 
 def _tensors(source: Source) -> dict[str, TensorPart]:
@@ -373,8 +353,6 @@ def _read_all(config: str) -> dict[str, bytes]:
 def _read(place: Store, name: str) -> bytes | None:
     """Read a file; None if it does not exist."""
     try:
-        if local_path(place) is not None:
-            return PathStore(direct=False).get(os.path.join(place.url, name), limit=_MOST_COPIED_NBYTES)
-        return place.get(name, limit=_MOST_COPIED_NBYTES)
+        return with_any_names(place).get(name, limit=_MOST_COPIED_NBYTES)
     except BlobNotFound:
         return None

@@ -36,7 +36,7 @@ from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
 from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
-from shardkeep.state.describe import Description, file_groups
+from shardkeep.state.describe import file_groups
 from shardkeep.storage.base import Store
 
 
@@ -65,20 +65,15 @@ def write_native(
     options: Options,
     progress: Progress | None,
 ) -> Written:
-    """
-    Write a checkpoint, with the step and meta of the source.
-
-    Raises:
-        CheckpointExists: one is there, and `overwrite` was not given.
-
-    """
+    """Write a checkpoint, with the step and meta of the source; `CheckpointExists` if one is there already."""
     keys = keys_for(options)
     coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
     labels = RecordLabels.checked(source.record.step, source.record.meta)
     with orphans.holding_claim(coordinator.save_id):
         try:
-            rows = _filled(contents.index)
-            planned = coordinator.plan([encode(_draft(contents.index, rows))])
+            index = contents.index
+            rows = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]  # with elements
+            planned = coordinator.plan([encode(_draft(index, rows))])
             [orders] = planned.rank_plans
             coding = FileCodecs(orders, keys)
             files = _files(contents, rows, orders)
@@ -97,11 +92,6 @@ def write_native(
     return Written([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
 
 
-def _filled(index: Index) -> list[int]:
-    """Return the tensors that have elements."""
-    return [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
-
-
 def _draft(index: Index, rows: list[int]) -> RankManifest:
     """Describe the checkpoint as a single rank that holds all of it."""
     tensors = index.tensors
@@ -112,7 +102,7 @@ def _draft(index: Index, rows: list[int]) -> RankManifest:
     alias = np.where(held, np.asarray(tensors.alias, np.int64), -1)
     names = TensorNames(
         keys=keys,
-        groups=_groups(index, keys),
+        groups=file_groups(decode_tree(index.tree), keys),
         dtype=np.asarray(tensors.dtype, np.uint8).tobytes(),
         ndim=np.asarray(tensors.ndim, np.uint8).tobytes(),
         origin=np.asarray(tensors.origin, np.uint8).tobytes(),
@@ -135,26 +125,6 @@ def _draft(index: Index, rows: list[int]) -> RankManifest:
     )
 
 
-def _groups(index: Index, keys: list[str]) -> list[str]:
-    tensors = index.tensors
-    empty = np.zeros((0, tensors.shape.shape[1]), np.int64)
-    described = Description(
-        tree=decode_tree(index.tree),
-        values={},
-        leaves={},
-        keys=keys,
-        dtype=tensors.dtype,
-        ndim=tensors.ndim,
-        shape=tensors.shape,
-        origin=tensors.origin,
-        alias=tensors.alias,
-        row_tensor=np.zeros(0, np.int64),
-        boxes=Boxes(empty, empty),
-        pieces=[],
-    )
-    return file_groups(described)
-
-
 def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[FileParts]:
     """Turn orders into files: headers, and which box of which tensor each of their bytes comes from."""
     index = contents.index
@@ -164,16 +134,21 @@ def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[F
     made = []
     for at, (name, data_nbytes, block_nbytes) in enumerate(orders.files):
         parts: list[TensorPart] = []
-        whole: list[bool] = []
+        entries: list[HeaderEntry] = []
+        start = 0
         for piece in np.flatnonzero(file == at).tolist():
             tensor = rows[int(row[piece])]
             box = boxes.box(piece, int(index.tensors.ndim[tensor]))
             dtype = by_code(int(index.tensors.dtype[tensor]))
-            parts.append(TensorPart(index.keys.raw(tensor).decode(), contents.rows[tensor], box, dtype))
-            whole.append(box.sizes == index.shape(tensor))
+            part = TensorPart(index.keys.raw(tensor).decode(), contents.rows[tensor], box, dtype)
+            kind, stored_shape = dtype.in_safetensors(box.sizes)
+            chunk = native.chunk_name(part.key, None if box.sizes == index.shape(tensor) else box)
+            entries.append(HeaderEntry(chunk, kind, stored_shape, start, start + part.nbytes))
+            parts.append(part)
+            start += part.nbytes
         sidecar = orders.sidecar and orders.chain[at] is None
         header = build_header(
-            _entries(parts, whole),
+            entries,
             save_id=orders.save_id,
             data_nbytes=data_nbytes,
             block_nbytes=block_nbytes,
@@ -181,13 +156,3 @@ def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[F
         )
         made.append(file_parts(name, parts, header=header, block_nbytes=block_nbytes, sidecar=sidecar))
     return made
-
-
-def _entries(parts: list[TensorPart], whole: list[bool]) -> list[HeaderEntry]:
-    entries, at = [], 0
-    for part, is_whole in zip(parts, whole, strict=True):
-        kind, shape = part.dtype.in_safetensors(part.box.sizes)
-        name = native.chunk_name(part.key, None if is_whole else part.box)
-        entries.append(HeaderEntry(name, kind, shape, at, at + part.nbytes))
-        at += part.nbytes
-    return entries

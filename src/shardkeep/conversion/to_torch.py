@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +63,7 @@ class _Item(NamedTuple):
 def write_torch_layout(
     store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
 ) -> Written:
-    """
-    Write all of a checkpoint into a place.
-
-    Raises:
-        CheckpointExists: a checkpoint is there, and `overwrite` was not given.
-        PickleRefused: a value was pickled, and may not be unpickled here.
-
-    """
+    """Write all of a checkpoint into a place."""
     taken = set(names_in(store))
     if not overwrite and (found := [name for name in (METADATA_NAME, RECORD_NAME) if name in taken]):
         raise CheckpointExists(
@@ -80,7 +74,9 @@ def write_torch_layout(
     metadata, items = _describe(source, store.url, options)
     made: list[str] = []
     try:
-        names = _free_names(taken, first_number(commit_target(store)))
+        # A checkpoint that is there must stay whole until the commit: no file has a name of another.
+        numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(first_number(commit_target(store))))
+        names = (name for name in numbered if name not in taken)
         files = [_lay_out(next(names), group, metadata.storage_data) for group in _groups(items)]
         digests, _ = write_parts(store, files, source, options, progress)
         made += [file.job.name for file in files]
@@ -130,15 +126,6 @@ def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list
     return metadata, items
 
 
-def _free_names(taken: Collection[str], number: int) -> Iterator[str]:
-    """Give names of data files that no other file has: a checkpoint that is there must stay whole until the commit."""
-    while True:
-        name = f"__0_{number}{DATA_SUFFIX}"
-        if name not in taken:
-            yield name
-        number += 1
-
-
 def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
     """Divide items into files of about `_FILE_NBYTES`, objects first."""
     groups: list[list[_Item]] = []
@@ -157,16 +144,16 @@ def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _Sto
     parts: list[Part] = []
     at = 0
     for item in items:
-        offset = at
+        own: list[Part] = [item.data]
+        head_nbytes = 0
         if isinstance(item.data, TensorPart):
-            frame = frame_tensor(item.data.dtype, item.data.box.sizes, at=offset, alignment=_ALIGNMENT)
-            own: list[Part] = [memoryview(frame.head), item.data, memoryview(frame.tail)]
-            at += sum(part.nbytes for part in own)
-            places[item.name] = _StorageInfo(name, offset, at - offset)
-            places[item.name].keep_data_start(offset + len(frame.head))
-            parts += own
-        else:
-            at += item.data.nbytes
-            places[item.name] = _StorageInfo(name, offset, at - offset)
-            parts.append(item.data)
+            frame = frame_tensor(item.data.dtype, item.data.box.sizes, at=at, alignment=_ALIGNMENT)
+            own = [memoryview(frame.head), item.data, memoryview(frame.tail)]
+            head_nbytes = len(frame.head)
+        nbytes = sum(part.nbytes for part in own)
+        places[item.name] = _StorageInfo(name, at, nbytes)
+        if head_nbytes:
+            places[item.name].keep_data_start(at + head_nbytes)
+        parts += own
+        at += nbytes
     return file_parts(name, parts)

@@ -301,7 +301,7 @@ def make_manifest(description: Description, *, allow_pickle: bool, check_replica
     held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
     names = TensorNames(
         keys=d.keys,
-        groups=file_groups(d),
+        groups=file_groups(d.tree, d.keys),
         dtype=d.dtype.tobytes(),
         ndim=d.ndim.tobytes(),
         origin=d.origin.tobytes(),

@@ -146,22 +146,21 @@ def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int
     return aliases
 
 
-def file_groups(description: Description) -> list[str]:
+def file_groups(tree: Node, keys: Sequence[str]) -> list[str]:
     """
     Return the group of files of each tensor: the name of its top-level container, or "state" at the top level.
 
     So model and optimizer go to separate files, and either can be dropped.
     """
-    tree = description.tree
     if not isinstance(tree, Container):
-        return ["state"] * len(description.keys)
+        return ["state"] * len(keys)
     tops = [(part_name(tree.kind, part), node) for part, node in tree.children]
     groups: dict[str, str] = {}
     if any("." in name for name, _ in tops):  # then the first part of a key may not be the whole name of its container
         for name, node in tops:
             if isinstance(node, Container):
                 groups.update((f"{name}.{key}", name) for key in leaf_keys(node))
-        return [groups.get(key, "state") for key in description.keys]
+        return [groups.get(key, "state") for key in keys]
     groups = {name: name for name, node in tops if isinstance(node, Container)}
-    heads = [key.partition(".") for key in description.keys]
+    heads = [key.partition(".") for key in keys]
     return [groups.get(head, "state") if dot else "state" for head, dot, _ in heads]

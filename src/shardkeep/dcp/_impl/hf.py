@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.futures import Future
@@ -37,13 +37,13 @@ from shardkeep.dcp._impl.hf_files import (
 )
 from shardkeep.dcp._impl.hf_reader import storage_place
 from shardkeep.dist.rendezvous import rendezvous
-from shardkeep.dist.world import current_world
+from shardkeep.dist.world import World, current_world
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
 from shardkeep.engine.workers import window_for
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, SafetensorsFile, read_header
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, read_header
 from shardkeep.layouts.safetensors_publish import (
     ModelDirectory,
     SaveNames,
@@ -85,19 +85,14 @@ _MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
 # -- consolidation -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Consolidation:
-    """A model to make of shards."""
+class _Consolidation(NamedTuple):
+    """A model to make of shards, which are opened; its files by their number, and the file of each tensor."""
 
     source: Source
-    """The shards, opened."""
     output: Store
     files: dict[int, FileParts]
-    """By their number."""
     weights: dict[str, str]
-    """The file of each tensor."""
     total_nbytes: int
-    """Of all tensors."""
     options: Options
 
 
@@ -123,7 +118,7 @@ def consolidate_safetensors_files(
 
     """
     begun = time.monotonic()
-    _make(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
+    _consolidate(lambda: _plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
     logger.info("consolidated %s into %s in %.1f s", input_dir, output_dir, time.monotonic() - begun)
 
 
@@ -135,10 +130,8 @@ def consolidate_files(
     num_threads: int,
 ) -> None:
     """Consolidate shards that are known by their names in a store."""
-    options = _options(num_threads)
-    headers = read_headers(names, threads=options.io_threads, opens=store)
-    source = open_shards(ModelDirectory(store.url, {name: name for name in names}, None, store), headers, options)
-    _make(_plan_of(source, _place(output_dir), fqn_to_index_mapping, options))
+    folder = ModelDirectory(store.url, {name: name for name in names}, None, store)
+    _consolidate(lambda: _plan_of(folder, _place(output_dir), fqn_to_index_mapping, num_threads))
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -163,41 +156,56 @@ def consolidate_safetensors_files_on_every_rank(
 
     """
     world = current_world(process_group, timeout_s=Options().timeout_s)
-    if world.solo:
-        consolidate_safetensors_files(input_dir, output_dir, fqn_to_index_mapping, num_threads)
-        return
+    _consolidate(lambda: _plan(input_dir, output_dir, fqn_to_index_mapping, num_threads), world)
+
+
+def _consolidate(make_plan: Callable[[], _Consolidation], world: World | None = None) -> None:
+    """Plan on every rank, write this rank's files and read them back, and publish on rank 0."""
+    world = world or World(0, 1)
     jobs: list[_Consolidation] = []
 
     def plan() -> bytes:
-        jobs.append(_plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
+        jobs.append(make_plan())
         return b""
 
     def begin_all(_: list[bytes]) -> list[bytes]:
-        [job] = jobs
-        names = begin_save(job.output, str(uuid.uuid4()), prepare_directory(job.output))
+        names = begin_save(jobs[0].output, str(uuid.uuid4()), prepare_directory(jobs[0].output))
         return [json.dumps(asdict(names)).encode()] * world.size
 
     with rendezvous(world, "consolidate safetensors files") as meeting:
         names = SaveNames(**json.loads(meeting.agree("plan", plan, begin_all)))
     [job] = jobs
-    mine = [number for number in job.files if number % world.size == world.rank]
 
     def write() -> bytes:
-        _write(job, mine, names)
+        mine = [file for number, file in job.files.items() if number % world.size == world.rank]
+        write_model_files(job.output, names, mine, job.source, job.options)
         return b""
 
-    def complete(_: list[bytes]) -> list[bytes]:
-        _publish(job, names)
+    def publish(_: list[bytes]) -> list[bytes]:
+        files = [file.job.name for file in job.files.values()]
+        # A store cannot rename: the files that the new ones replace have other names, and are removed.
+        there = () if names.renames else list_model(job.output).files
+        publish_model(
+            job.output,
+            names,
+            files,
+            weights=job.weights,
+            total_nbytes=job.total_nbytes,
+            replaces_saves=False,
+            removes=[name for name in there if name in files or _MARKED.fullmatch(name)],
+        )
         return [b""] * world.size
 
     patient = replace(world, timeout_s=world.timeout_s + job.total_nbytes / SLOWEST_BYTES_PER_S)
     try:
         with rendezvous(patient, "consolidate safetensors files") as meeting:
-            meeting.agree("write", write, complete)
-    except CheckpointError:
-        if world.rank == 0:
-            # Ranks that did not fail leave their files. Only here is it certain that they will not be published.
-            with suppress(CheckpointError):
+            meeting.agree("write", write, publish)
+    except BaseException as error:
+        with suppress(CheckpointError):
+            if world.solo:
+                discard_save(job.output, names.save_id)
+            elif world.rank == 0 and isinstance(error, CheckpointError):
+                # Ranks that did not fail leave their files. Only here is it certain that they will not be published.
                 prepare_directory(job.output)
         raise
 
@@ -207,47 +215,42 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
     folder = list_model(shards)
     if not folder.files:
         raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
-    options = _options(num_threads)
-    headers = read_headers(folder.files.values(), threads=options.io_threads, opens=folder.opens)
-    if same_place(shards, output):
-        # Leave out what an earlier call made of earlier shards.
-        headers = [file for file in headers if _is_shard(file) or not file.name.startswith("model-")]
-    for file in headers:
-        if not _is_shard(file):
-            raise MalformedFile(
-                f"{file.path}: no {CUSTOM_METADATA_KEY}, so it does not say which part of its tensors it holds",
-                hint="only shards of a distributed checkpoint can be consolidated; move other files elsewhere",
-                file=file.path,
-            )
-    return _plan_of(open_shards(folder, headers, options), output, mapping, options)
-
-
-def _options(num_threads: int) -> Options:
-    options = Options()
-    return replace(options, io_threads=max(num_threads, options.io_threads))
+    return _plan_of(folder, output, mapping, num_threads, in_place=same_place(shards, output))
 
 
 def _place(directory: str | os.PathLike[str]) -> Store:
     return open_store(directory, direct=Options().direct_io)
 
 
-def _is_shard(file: SafetensorsFile) -> bool:
-    return bool(file.metadata.get(CUSTOM_METADATA_KEY))
-
-
-def _plan_of(source: Source, output: Store, mapping: Mapping[str, int] | None, options: Options) -> _Consolidation:
+def _plan_of(
+    folder: ModelDirectory,
+    output: Store,
+    mapping: Mapping[str, int] | None,
+    num_threads: int,
+    *,
+    in_place: bool = False,
+) -> _Consolidation:
+    options = Options()
+    options = replace(options, io_threads=max(num_threads, options.io_threads))
+    headers = read_headers(folder.files.values(), threads=options.io_threads, opens=folder.opens)
+    shards = []
+    for file in headers:
+        if file.metadata.get(CUSTOM_METADATA_KEY):
+            shards.append(file)
+        elif not (in_place and file.name.startswith("model-")):  # what an earlier call made of earlier shards
+            raise MalformedFile(
+                f"{file.path}: no {CUSTOM_METADATA_KEY}, so it does not say which part of its tensors it holds",
+                hint="only shards of a distributed checkpoint can be consolidated; move other files elsewhere",
+                file=file.path,
+            )
+    source = open_shards(folder, shards, options)
     rows = source.index.tensor_rows
     numbers = dict.fromkeys(rows, 1) if mapping is None else mapping
-    check_mapping(numbers)
+    last = _last(numbers)
     if missing := sorted(numbers.keys() - rows.keys()):
-        raise BadMapping(
-            f"fqn_to_index_mapping names {len(missing)} tensors that the shards do not have: {missing[:4]}",
-            hint="leave them out of the mapping, or save them",
-            key=missing[0],
-        )
+        raise _not_there(missing, "the shards do not have")
     if dropped := sorted(rows.keys() - numbers.keys()):
         logger.warning("fqn_to_index_mapping leaves out %d tensors of the shards: %s …", len(dropped), dropped[:4])
-    last = max(numbers.values())
     groups: dict[int, dict[str, TensorPart]] = {}
     for key, number in numbers.items():
         part = TensorPart(key, rows[key], whole(source.index.shape(rows[key])), source.index.dtype(rows[key]))
@@ -263,8 +266,18 @@ def _plan_of(source: Source, output: Store, mapping: Mapping[str, int] | None, o
     )
 
 
-def check_mapping(mapping: Mapping[str, int]) -> None:
-    """Make sure that a mapping gives each tensor the number of a file."""
+def _not_there(missing: list[str], where: str) -> BadMapping:
+    return BadMapping(
+        f"fqn_to_index_mapping names {len(missing)} tensors that {where}: {missing[:4]}",
+        hint="leave them out of the mapping, or save them",
+        key=missing[0],
+    )
+
+
+def _last(mapping: Mapping[str, int] | None) -> int:
+    """Return the largest number of a file; `BadMapping` if a mapping does not give each tensor one."""
+    if mapping is None:
+        return 1
     if not mapping:
         raise BadMapping("fqn_to_index_mapping is empty: there is no file to write")
     for key, number in mapping.items():
@@ -272,39 +285,7 @@ def check_mapping(mapping: Mapping[str, int]) -> None:
             raise BadMapping(
                 f"fqn_to_index_mapping gives {key!r} the file {number!r}", hint="files are counted from 1", key=key
             )
-
-
-def _make(job: _Consolidation) -> None:
-    save_id = str(uuid.uuid4())
-    names = begin_save(job.output, save_id, prepare_directory(job.output))
-    try:
-        _write(job, list(job.files), names)
-        _publish(job, names)
-    except BaseException:
-        with suppress(CheckpointError):
-            discard_save(job.output, save_id)
-        raise
-
-
-def _write(job: _Consolidation, numbers: Sequence[int], names: SaveNames) -> None:
-    """Write some of the files, and read them back."""
-    write_model_files(job.output, names, [job.files[number] for number in numbers], job.source, job.options)
-
-
-def _publish(job: _Consolidation, names: SaveNames) -> None:
-    files = [file.job.name for file in job.files.values()]
-    # A store cannot rename: the files that the new ones replace have other names, and are removed.
-    there = () if names.renames else list_model(job.output).files
-    old = [name for name in there if name in files or _MARKED.fullmatch(name)]
-    publish_model(
-        job.output,
-        names,
-        files,
-        weights=job.weights,
-        total_nbytes=job.total_nbytes,
-        replaces_saves=False,
-        removes=old,
-    )
+    return max(mapping.values())
 
 
 # -- which file each item goes to --------------------------------------------------------------------------------------
@@ -330,13 +311,7 @@ class Numbers:
 
 
 def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict[int, list[WriteItem]]:
-    """
-    Return the items of each file.
-
-    Raises:
-        BadMapping: (a KeyError) the mapping has no file for a tensor.
-
-    """
+    """Return the items of each file; `BadMapping`, a KeyError, if the mapping has none for a tensor."""
     if mapping is None:
         return {1: list(items)}
     found: dict[int, list[WriteItem]] = {}
@@ -358,7 +333,13 @@ def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) ->
     """Return the files that a rank writes."""
     files = []
     for number, group in by(numbers.mapping, list(items)).items():
-        layers = _layers(group)
+        layers: list[list[WriteItem]] = []  # no tensor is twice in one
+        seen: Counter[str] = Counter()
+        for item in group:
+            if seen[item.index.fqn] == len(layers):
+                layers.append([])
+            layers[seen[item.index.fqn]].append(item)
+            seen[item.index.fqn] += 1
         if len(layers) > 1 and not numbers.ranks:
             raise InvalidShards(
                 f"{layers[-1][0].index.fqn!r} has {len(layers)} shards on one rank, and a file holds only one",
@@ -372,34 +353,11 @@ def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) ->
     return files
 
 
-def _layers(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide items so that no tensor is twice in one layer."""
-    seen: Counter[str] = Counter()
-    layers: list[list[WriteItem]] = []
-    for item in items:
-        depth = seen[item.index.fqn]
-        seen[item.index.fqn] += 1
-        if depth == len(layers):
-            layers.append([])
-        layers[depth].append(item)
-    return layers
-
-
-def number_shards(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None) -> list[Numbers]:
-    """Number the files of a save in which every rank writes its own: rank 0 has shard 1."""
-    last = _last(mapping)
-    return [Numbers(mapping, last, place, len(plans)) for place in range(1, len(plans) + 1)]
-
-
 def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, by: Split = split) -> list[Numbers]:
     """
     Number the files of a save of whole tensors, of which mostly rank 0 has all.
 
     Where several ranks have tensors for one file, each writes a file of its own.
-
-    Raises:
-        InvalidShards: an item is only a part of its tensor.
-
     """
     for plan in plans:
         for item in plan.items:
@@ -411,7 +369,9 @@ def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, b
                     key=item.index.fqn,
                 )
     last = _last(mapping)
-    wanted = [_numbers_of(plan, mapping, by) for plan in plans]
+    # A rank that only reported that its plan has not changed may write to all files.
+    everywhere = [1] if mapping is None else sorted(set(mapping.values()))
+    wanted = [(sorted(by(mapping, plan.items)) if plan.items else []) if plan.usable else everywhere for plan in plans]
     if max(Counter(number for numbers in wanted for number in numbers).values(), default=1) <= 1:
         return [Numbers(mapping, last) for _ in plans]
     pairs = sorted((number, rank) for rank, numbers in enumerate(wanted) for number in numbers)
@@ -421,37 +381,6 @@ def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, b
         Numbers(mapping, len(pairs), instead={number: new[number, rank] for number in numbers})
         for rank, numbers in enumerate(wanted)
     ]
-
-
-def _numbers_of(plan: SavePlan, mapping: Mapping[str, int] | None, by: Split) -> list[int]:
-    """Return the files that a rank may write to: all, if it only reported that its plan has not changed."""
-    if not plan.usable:
-        return sorted(set(mapping.values())) if mapping is not None else [1]
-    return sorted(by(mapping, plan.items)) if plan.items else []
-
-
-def check_complete(plans: Sequence[SavePlan], mapping: Mapping[str, int]) -> None:
-    """
-    Make sure that every tensor of a mapping is saved, before anything is written.
-
-    Raises:
-        BadMapping: it does.
-
-    """
-    saved = {item.index.fqn for plan in plans for item in plan.items}
-    if missing := sorted(mapping.keys() - saved):
-        raise BadMapping(
-            f"fqn_to_index_mapping names {len(missing)} tensors that the state does not have: {missing[:4]}",
-            hint="leave them out of the mapping",
-            key=missing[0],
-        )
-
-
-def _last(mapping: Mapping[str, int] | None) -> int:
-    if mapping is None:
-        return 1
-    check_mapping(mapping)
-    return max(mapping.values())
 
 
 _OURS = "shardkeep"
@@ -526,13 +455,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """
-        Make sure that the plan has tensors only.
-
-        Raises:
-            UnsupportedLeaf: (a TypeError) it has something else; names it.
-
-        """
+        """Make sure that the plan has tensors only."""
         storage_place(self)
         for item in plan.items:
             if item.tensor_data is None:
@@ -544,9 +467,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         """Decide on all files of the save, and make the directory ready for them."""
         mapping = self.fqn_to_index_mapping
         if self.save_distributed:
-            numbered = number_shards(plans, mapping)
+            last = _last(mapping)
+            numbered = [Numbers(mapping, last, place, len(plans)) for place in range(1, len(plans) + 1)]
             if mapping is not None and self.enable_consolidation and all(plan.usable for plan in plans):
-                check_complete(plans, mapping)
+                saved = {item.index.fqn for plan in plans for item in plan.items}
+                if missing := sorted(mapping.keys() - saved):
+                    raise _not_there(missing, "the state does not have")
         else:
             numbered = number_whole(plans, mapping, self._split_by_storage_plan)
         # Unknown if a rank only reported that its plan has not changed.
@@ -589,7 +515,10 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                     hint="save to another directory, or delete the model",
                     file=name,
                 )
-            if twice := sorted(keys.intersection(_keys_in(folder, name))):
+            held: Iterable[str] = ()
+            with suppress(CheckpointError):  # readers report it
+                held = read_header(folder.files[name], folder.opens).tensors
+            if twice := sorted(keys.intersection(held)):
                 raise CheckpointThere(
                     f"{folder.path}: {name}, which no save made, holds {len(twice)} of the tensors to save: {twice[:4]}; "
                     "with shards beside it they would be there twice",
@@ -601,11 +530,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
         storage_place(self)
-        results: list[WriteResult] = []
-        if plan.items:
-            results = self._write(plan, planner)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -694,10 +620,3 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def metadata_path(self) -> str:
         """The name of the index file."""
         return _metadata_fn
-
-
-def _keys_in(folder: ModelDirectory, name: str) -> Iterable[str]:
-    try:
-        return read_header(folder.files[name], folder.opens).tensors
-    except CheckpointError:
-        return ()  # readers report it

@@ -126,13 +126,7 @@ class ItemTensor(NamedTuple):
 
 
 def planned_tensor(item: WriteItem) -> ItemTensor:
-    """
-    Return the tensor that a plan says an item is.
-
-    Raises:
-        UnsupportedLeaf: the item is not a tensor, or is of a dtype that shardkeep does not know.
-
-    """
+    """Return the tensor that a plan says an item is."""
     if item.tensor_data is None:
         raise no_tensor(item)
     return item_tensor(item, item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
@@ -214,10 +208,6 @@ def write_hf_files(
 
     `resolve` returns the tensor of an item. `file_count` is how many files all ranks together write in this save; None
     if that is not known.
-
-    Raises:
-        UnsupportedLeaf: an item is not a tensor that a safetensors file can hold.
-
     """
     metadata = {SAVE_ID_KEY: names.save_id}
     if file_count is not None:
@@ -234,22 +224,18 @@ def write_hf_files(
         for tensor in tensors:
             if not tensor.nbytes:  # no window has bytes of it
                 sink.check(tensor)
-        jobs = [file.job for file in made]
-        write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
+        write_files(store, [file.job for file in made], threads=threads, window_nbytes=window_nbytes, sink=sink)
         return {id(tensor.item): tensor.nbytes for tensor in tensors}
 
     try:
         return write_as(planned_tensor)
     except _Unplanned:
         # The planner stores something else than it planned: resolve every tensor once to measure it.
-        return write_as(lambda item: _described(item, _checked(item, resolve(item))))
+        return write_as(lambda item: _checked(item, resolve(item))[1])
 
 
-def _described(item: WriteItem, tensor: torch.Tensor) -> ItemTensor:
-    return item_tensor(item, tensor.dtype, tensor.shape)
-
-
-def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
+def _checked(item: WriteItem, tensor: object) -> tuple[torch.Tensor, ItemTensor]:
+    """Return a tensor that a safetensors file can hold, and how it lies in the file."""
     if not isinstance(tensor, torch.Tensor):
         raise no_tensor(item)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -258,8 +244,8 @@ def _checked(item: WriteItem, tensor: object) -> torch.Tensor:
             "a safetensors file cannot hold it",
             key=item.index.fqn,
         )
-    tensor = tensor.detach()
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor, item_tensor(item, tensor.dtype, tensor.shape)
 
 
 @dataclass
@@ -309,13 +295,18 @@ class _TensorSink:
                 else:
                     copy_memory(address_of(into), source.address + low - begin, len(into))
         file.write_at(window.offset, data)
-        self._release(used)
+        with self._lock:
+            for part, nbytes in used:
+                found = self._resolved[id(part.item)]
+                found.bytes_left -= nbytes
+                if not found.bytes_left:
+                    del self._resolved[id(part.item)]
         return b""
 
     def check(self, tensor: ItemTensor) -> torch.Tensor:
         """Resolve a tensor; `_Unplanned` is raised if it is not what the file was laid out for."""
-        found = _checked(tensor.item, self._resolve(tensor.item))
-        if _described(tensor.item, found) != tensor:
+        found, described = _checked(tensor.item, self._resolve(tensor.item))
+        if described != tensor:
             raise _Unplanned
         return found
 
@@ -328,11 +319,3 @@ class _TensorSink:
                 source = None if address else scattered_memory(tensor, tensor.dtype)
                 found = self._resolved[id(part.item)] = _Resolved(tensor, address, source, part.nbytes)
             return found
-
-    def _release(self, used: Sequence[tuple[ItemTensor, int]]) -> None:
-        with self._lock:
-            for part, nbytes in used:
-                found = self._resolved[id(part.item)]
-                found.bytes_left -= nbytes
-                if not found.bytes_left:
-                    del self._resolved[id(part.item)]

@@ -72,55 +72,42 @@ class SafeFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor."""
-        found = self.get_slice(name)
-        return found.read(whole(found.part.shape))
+        return self.get_slice(name)[...]
 
 
 class SafeSlice:
     """A stored tensor of which only the requested part is read."""
 
     def __init__(self, opens: ReadableStore, path: str, key: str, part: HeaderTensor) -> None:
-        self._opens = opens
-        self.path = path
-        self.key = key
-        self.part = part
+        self._opens, self._path, self._key, self._part = opens, path, key, part
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor."""
-        return list(self.part.shape)
+        return list(self._part.shape)
 
     def get_dtype(self) -> str:
         """Return the dtype by its name in safetensors."""
-        return str(self.part.dtype.safetensors)
+        return str(self._part.dtype.safetensors)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        part, options = self._part, Options()
         given = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in given:
-            at = given.index(Ellipsis)
-            given = (*given[:at], *([slice(None)] * (len(self.part.shape) - len(given) + 1)), *given[at + 1 :])
+        at = given.index(Ellipsis) if Ellipsis in given else len(given)
+        rest = [slice(None)] * (len(part.shape) - len(given) + (Ellipsis in given))
+        given = (*given[:at], *rest, *given[at + 1 :])
         ranges = [
             range(full)[each] if isinstance(each, slice) else range(full)[each : each + 1 or None]
-            for each, full in zip(given, self.part.shape, strict=False)
+            for each, full in zip(given, part.shape, strict=True)
         ]
-        ranges += [range(full) for full in self.part.shape[len(ranges) :]]
         if any(each.step != 1 for each in ranges):
-            raise MalformedFile("only slices of step 1 can be read", file=self.path)
-        found = self.read(Box(tuple(each.start for each in ranges), tuple(map(len, ranges))))
-        single = [axis for axis, each in enumerate(given) if not isinstance(each, slice)]
-        for axis in reversed(single):
-            found = found.squeeze(axis)
-        return found
-
-    def read(self, box: Box) -> torch.Tensor:
-        """Read a box."""
-        options, part = Options(), self.part
+            raise MalformedFile("only slices of step 1 can be read", file=self._path)
+        box = Box(tuple(each.start for each in ranges), tuple(map(len, ranges)))
         found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
-        files = ItemFiles(self._opens, {})
-        chunk = CatalogChunk(self.path, part.start, whole(part.shape))
-        read = chunk_request(self.key, part.dtype, chunk, box, found)
+        chunk = CatalogChunk(self._path, part.start, whole(part.shape))
+        read = chunk_request(self._key, part.dtype, chunk, box, found)
         threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
-        fill_items(files, [read], threads=threads, budget_nbytes=options.host_budget_bytes)
-        return found
+        fill_items(ItemFiles(self._opens, {}), [read], threads=threads, budget_nbytes=options.host_budget_bytes)
+        return found[tuple(slice(None) if isinstance(each, slice) else 0 for each in given)]
 
 
 def chunk_request(key: str, dtype: DType, chunk: CatalogChunk, box: Box, into: torch.Tensor) -> ChunkRequest:
@@ -164,31 +151,19 @@ class HuggingFaceStorageReader(FileSystemReader):
     # -- metadata ------------------------------------------------------------------------------------------------------
 
     def read_metadata(self) -> Metadata:
-        """
-        Describe the tensors of the directory; an index file, if there is one, says which files count.
-
-        Raises:
-            MalformedFile: the files are not one whole checkpoint.
-
-        """
+        """Describe the tensors of the directory; an index file, if there is one, says which files count."""
         place = storage_place(self)
         self._catalog = catalog = read_catalog(list_model(place), threads=self._threads())
         self._chunks = chunks = _Chunks(catalog)
         metadata = Metadata(
-            cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog), catalog)),  # read only
+            cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog), catalog)),
             storage_data=_OnAccess(chunks.location, chunks.indices, catalog),
             storage_meta=StorageMeta(load_id=self.load_id),
         )
         return to_classes_of_caller(metadata)
 
     def stored_chunk(self, index: MetadataIndex) -> tuple[DType, CatalogChunk]:
-        """
-        Return the chunk that an index names.
-
-        Raises:
-            NoSuchValue: it does not exist.
-
-        """
+        """Return the chunk that an index names, and its dtype; `NoSuchValue` if it does not exist."""
         at: Ints = tuple(index.offset or ())
         chunk = self._chunks.at(index.fqn, at)
         info = self.storage_data.get(index)
@@ -197,16 +172,13 @@ class HuggingFaceStorageReader(FileSystemReader):
         # The metadata were read by another reader, or changed: look into the file.
         if info is None:
             raise NoSuchValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
-        header = self._header(info.relative_path)
+        if info.relative_path not in self._headers:
+            self._headers[info.relative_path] = read_header(info.relative_path, self._opens())
+        header = self._headers[info.relative_path]
         if index.fqn not in header.tensors:
             raise NoSuchValue(f"{info.relative_path} has no tensor {index.fqn!r}", key=index.fqn)
         part = header.tensors[index.fqn]
         return part.dtype, CatalogChunk(header.path, part.start, Box(at, part.shape))
-
-    def _header(self, path: str) -> SafetensorsFile:
-        if path not in self._headers:
-            self._headers[path] = read_header(path, self._opens())
-        return self._headers[path]
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -256,10 +228,8 @@ class HuggingFaceStorageReader(FileSystemReader):
                 filled.append(
                     targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype), device="cpu")
                 )
-                nbytes = chunk.box.volume * dtype.itemsize
-                place = ItemLocation(chunk.path, chunk.start, nbytes, chunk.start, ())
                 box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-                wanted.append(ChunkRequest(place, req.storage_index.fqn, chunk.box.sizes, dtype, box, filled[-1]))
+                wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, filled[-1]))
             synchronize_devices(filled)
             fill_items(files, wanted, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
             synchronize_devices(filled)
@@ -338,76 +308,64 @@ class _Chunks:
             self._found[key] = chunks
         return self._found[key].get(offsets)
 
-    def entry(self, key: Any) -> TensorStorageMetadata | None:
+    def entry(self, key: str) -> TensorStorageMetadata:
         """Return the metadata of a tensor."""
-        stored = self.catalog.get(key)
-        if stored is None:
-            return None
+        stored = self.catalog[key]
         chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks]
         return TensorStorageMetadata(TensorProperties(dtype=to_torch(stored.dtype)), torch.Size(stored.shape), chunks)
 
-    def location(self, index: Any) -> _HFStorageInfo | None:
+    def location(self, index: Any) -> _HFStorageInfo:
         """Return the location of a chunk, by its index: one of shardkeep's or of torch's."""
         known = isinstance(index, MetadataIndex) or is_torchs(index, "MetadataIndex")
         found = self.at(index.fqn, tuple(index.offset)) if known and index.offset is not None else None
-        return (
-            None if found is None else _HFStorageInfo(found[1].path, torch.Size(found[1].box.sizes), to_torch(found[0]))
-        )
+        if found is None:
+            raise KeyError(index)
+        return _HFStorageInfo(found[1].path, torch.Size(found[1].box.sizes), to_torch(found[0]))
 
     def indices(self) -> Iterator[MetadataIndex]:
         """Return the index of every chunk."""
         return (MetadataIndex(key, chunk.box.offsets) for key, entry in self.catalog.items() for chunk in entry.chunks)
 
 
-_DELETED = object()
-
-
 class _OnAccess(MutableMapping[Any, Any]):
     """
     A mapping whose values are made on access, and whose keys are listed only when all of them are needed.
 
-    It may be changed, like the dicts in torch's metadata.
+    It may be changed, like the dicts in torch's metadata: then all values are made.
     """
 
     def __init__(
         self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], catalog: Mapping[str, CatalogEntry]
     ) -> None:
         self._make, self._keys, self._catalog = make, keys, catalog
-        self._changes: dict[Any, Any] = {}
+        self._made: dict[Any, Any] | None = None
+
+    def _all(self) -> dict[Any, Any]:
+        if self._made is None:
+            self._made = {key: self._make(key) for key in self._keys()}
+        return self._made
 
     def __getitem__(self, key: Any) -> Any:
-        found = self._changes[key] if key in self._changes else self._make(key)
-        if found is None or found is _DELETED:
-            raise KeyError(key)
-        return found
+        return self._make(key) if self._made is None else self._made[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._changes[key] = value
+        self._all()[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self[key]  # KeyError
-        self._changes[key] = _DELETED
+        del self._all()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        changes = self._changes
-        yield from (key for key in self._keys() if changes.get(key) is not _DELETED)
-        yield from (key for key, value in changes.items() if value is not _DELETED and self._make(key) is None)
+        return self._keys() if self._made is None else iter(self._made)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return any(True for _ in self) if self._changes else bool(self._catalog)
+        return bool(self._catalog if self._made is None else self._made)
 
 
 def storage_place(storage: Any) -> Store:
-    """
-    Return the store that a storage reads from or writes to.
-
-    Raises:
-        BrokenProtocol: its `fs` is a file system of the user's own, which is not a store.
-
-    """
+    """Return the store that a storage reads from or writes to; a file system of the user's own is refused."""
     store = store_of(storage.fs, storage.path)
     if store is None:
         raise BrokenProtocol(
@@ -419,13 +377,7 @@ def storage_place(storage: Any) -> Store:
 
 
 def target_tensor(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    """
-    Ask the planner for the tensor that a request fills.
-
-    Raises:
-        BrokenProtocol: (an AssertionError) it does not have the size of the request.
-
-    """
+    """Ask the planner for the tensor that a request fills."""
     target = planner.resolve_tensor(req).detach()
     if tuple(target.shape) != tuple(req.lengths):
         raise BrokenProtocol(

@@ -88,8 +88,14 @@ def load_sharded_optimizer_state_dict(
         if not is_tensor_entry(entry):
             state[key] = "<bytes_io>"
             continue
-        parameter = path[2] if len(path) > 2 else None
-        state[key], offset = _allocated(entry, layout.get(str(parameter)), group, device_type)
+        tensor: Any = entry
+        if tensor.size.numel() == 1:
+            state[key] = _alloc_tensor(tensor.properties, tensor.size, device_type)
+            continue
+        offset, size = None, tensor.size
+        if group is not None:
+            offset, size = layout.get(str(path[2]) if len(path) > 2 else "", (None, size))
+        state[key] = _cut_by_rows(tensor.properties, size, group, device_type)
         if offset is not None:
             offsets[key] = offset
     if not state:
@@ -100,18 +106,6 @@ def load_sharded_optimizer_state_dict(
     storage_reader.reset()
     _load_state_dict(state, storage_reader, planner=planner if group is None else _ReaderWithOffset(offsets))
     return unflatten_state_dict(state, paths)
-
-
-def _allocated(
-    entry: Any, part: tuple[Sequence[int] | None, Sequence[int]] | None, group: ProcessGroup | None, device_type: str
-) -> tuple[torch.Tensor, Sequence[int] | None]:
-    """Return an empty tensor to fill from a stored one, and the offset of the part that it holds."""
-    if entry.size.numel() == 1:
-        return _alloc_tensor(entry.properties, entry.size, device_type), None
-    if group is None:
-        return _cut_by_rows(entry.properties, entry.size, None, device_type), None
-    offset, size = part or (None, entry.size)
-    return _cut_by_rows(entry.properties, size, group, device_type), offset
 
 
 def _cut_by_rows(
@@ -132,14 +126,9 @@ def _cut_by_rows(
     mine = [
         Shard(tensor=_alloc_tensor(plain, each.shard_sizes, device_type), metadata=each)
         for each in metadata.shards_metadata
-        if _rank_of(each) == dist.get_rank()
+        if each.placement.rank() == dist.get_rank()  # type: ignore[union-attr]
     ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata, process_group=group)
-
-
-def _rank_of(shard: Any) -> int:
-    rank: int = shard.placement.rank()
-    return rank
 
 
 def _get_state_dict_2d_layout(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_2D_LAYOUT, ProcessGroup | None]:
@@ -147,10 +136,6 @@ def _get_state_dict_2d_layout(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_2
     Return this rank's tensor parallel part of each parameter, and the data parallel group that shares it.
 
     The state must be a model's, sharded by FSDP; the group is None where no value is sharded in two ways.
-
-    Raises:
-        InvalidShards: (a ValueError) a value is sharded in ways that no optimizer state can be loaded for.
-
     """
     layout: STATE_DICT_2D_LAYOUT = {}
     group: ProcessGroup | None = None
@@ -247,27 +232,23 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         self.translation = {}
         for fqn, value in self.state_dict.items():
             entry: Any = self.metadata.state_dict_metadata[fqn]
-            if fqn in self.fqn_to_offset and is_sharded_tensor(value):
-                items += self._read_shards(fqn, entry, value)
-            else:
+            if fqn not in self.fqn_to_offset or not is_sharded_tensor(value):
                 items += _create_read_items(fqn, entry, value)
+                continue
+            offset = self.fqn_to_offset[fqn]
+            moved = [
+                ChunkStorageMetadata(
+                    offsets=torch.Size(_element_wise_add(shard.metadata.shard_offsets, offset)),
+                    sizes=torch.Size(shard.metadata.shard_sizes),
+                )
+                for shard in value.local_shards()
+            ]
+            of_shards = create_read_items_for_chunk_list(fqn, entry, moved)
+            for there in (item.dest_index for item in of_shards):
+                here = _element_wise_sub(there.offset or (), offset)
+                self.translation[there] = dataclasses.replace(there, offset=torch.Size(here))
+            items += of_shards
         return LoadPlan(items)
-
-    def _read_shards(self, fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]:
-        offset = self.fqn_to_offset[fqn]
-        moved = [
-            ChunkStorageMetadata(
-                offsets=torch.Size(_element_wise_add(shard.metadata.shard_offsets, offset)),
-                sizes=torch.Size(shard.metadata.shard_sizes),
-            )
-            for shard in value.local_shards()
-        ]
-        items = create_read_items_for_chunk_list(fqn, entry, moved)
-        for item in items:
-            there = item.dest_index
-            here = _element_wise_sub(there.offset or (), offset)
-            self.translation[there] = dataclasses.replace(there, offset=torch.Size(here))
-        return items
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the shard for an index of the stored tensor."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import tempfile
@@ -37,11 +38,13 @@ from shardkeep.dcp._impl.transport_wire import (
     encode_meta,
     is_dense,
     take_apart,
+    tensors_of,
 )
 from shardkeep.engine.stagers import AsyncStager, StateDictStager, dtensor_over
 from shardkeep.errors import BrokenProtocol, CheckpointError, RanksDisagree, RanksSilent, StorageError
 from shardkeep.format.values import unflatten
 from shardkeep.state.leaves import copy_bits
+from shardkeep.storage.local import sync_directory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -140,16 +143,30 @@ class PGTransport:
         if length < 0:
             raise PeerRefused(f"rank {src_rank} cannot send its state: {data.decode(errors='replace')}")
         meta = decode_meta(data)
-        return _Arrival(self, src_rank, meta, targets).receive()
+        leaves = dict(zip(meta.paths, meta.non_tensor_leaves, strict=True))
+        # All targets are checked before the first tensor is changed.
+        memory = {name: _memory_for(name, leaf, targets.get(name)) for name, leaf in leaves.items()}
+        tags = itertools.count(_FIRST_TENSOR)
+        for name, leaf in leaves.items():
+            parts = zip(tensors_of(leaf), memory[name], strict=True)
+            tensors = [self._receive_tensor(src_rank, next(tags), part, into) for part, into in parts]
+            if isinstance(leaf, _TensorMeta):
+                leaves[name] = tensors[0]
+            elif isinstance(leaf, _DTensorMeta):
+                leaves[name] = dtensor_over(tensors[0], leaf.spec, DTensor)
+            elif isinstance(leaf, _ShardedTensorMeta):
+                leaves[name] = self._sharded(src_rank, leaf, tensors)
+        state = unflatten(meta.treespec, leaves.__getitem__)
+        return state[""] if meta.bare else state
 
-    def receive_tensor(self, src_rank: int, index: int, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
-        """Receive the next tensor, into memory that fits it if there is any."""
+    def _receive_tensor(self, src_rank: int, tag: int, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
+        """Receive a tensor, into memory that fits it if there is any."""
         here = into is not None and into.device.type == self._device.type and into.stride() == meta.stride
-        if into is not None and here and is_dense(into):
-            self._recv(src_rank, bytes_of(into.detach()), _FIRST_TENSOR + index)
+        if into is not None and here and is_dense(into.shape, into.stride()):
+            self._recv(src_rank, bytes_of(into.detach()), tag)
             return into
         row = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
-        self._recv(src_rank, row, _FIRST_TENSOR + index)
+        self._recv(src_rank, row, tag)
         made = row.view(meta.dtype).as_strided(meta.shape, meta.stride)
         if into is None:
             return made.cpu()
@@ -157,15 +174,23 @@ class PGTransport:
             copy_bits(into, made)
         return into
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank in the group."""
-        return int(self._pg.rank())
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The group."""
-        return self._pg
+    def _sharded(self, them: int, leaf: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> object:
+        """Build a ShardedTensor in which this rank takes the place of the sender."""
+        me = int(self._pg.rank())
+        metadata = copy.deepcopy(leaf.sharded_tensor_metadata)
+        device = tensors[0].device.type if tensors else "cpu"
+        for shard in metadata.shards_metadata:
+            owner = None if shard.placement is None else shard.placement.rank()
+            placed = me if owner == them else them if owner == me else owner
+            shard.placement = ShardMetadata([], [], f"rank:{placed}/{device}").placement
+        shards = []
+        for tensor, each in zip(tensors, leaf.local_shards_shard_metadata, strict=True):
+            place = f"rank:{me}/{tensor.device.type}"
+            shards.append(Shard(tensor, ShardMetadata(each.shard_offsets, each.shard_sizes, place)))
+        try:
+            return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, process_group=self._pg)
+        except (ValueError, RuntimeError) as error:
+            raise MalformedMessage(f"rank {them} sent a malformed ShardedTensor: {error!s:.200}") from error
 
     def _send_message(self, ranks: list[int], message: bytes, *, sign: int) -> None:
         """Send a message after its length; a negative length announces the reason why there is no state."""
@@ -199,79 +224,20 @@ class PGTransport:
             raise RanksSilent(f"{what} within {self._timeout}: {error!s:.200}", ranks=[rank]) from error
 
 
-class _Arrival:
-    """One state that is being received."""
-
-    def __init__(self, transport: PGTransport, src_rank: int, meta: _StateDictMeta, targets: dict[str, Any]) -> None:
-        self._transport = transport
-        self._source = src_rank
-        self._meta = meta
-        self._received = 0
-        leaves = zip(meta.paths, meta.non_tensor_leaves, strict=True)
-        # All targets are checked before the first tensor is changed.
-        self._targets = {name: _memory_for(name, leaf, targets.get(name)) for name, leaf in leaves}
-
-    def receive(self) -> object:
-        """Receive all tensors and build the state."""
-        leaves = zip(self._meta.paths, self._meta.non_tensor_leaves, strict=True)
-        values = {name: self._value(leaf, self._targets[name]) for name, leaf in leaves}
-        state = unflatten(self._meta.treespec, values.__getitem__)
-        return state[""] if self._meta.bare else state
-
-    def _value(self, leaf: object, targets: list[torch.Tensor | None]) -> object:
-        if isinstance(leaf, _TensorMeta):
-            return self._next(leaf, targets[0])
-        if isinstance(leaf, _DTensorMeta):
-            local = self._next(leaf.local, targets[0])
-            return dtensor_over(local, leaf.spec, DTensor)
-        if isinstance(leaf, _ShardedTensorMeta):
-            metas = zip(leaf.local_shards_meta, targets, strict=True)
-            return self._sharded(leaf, [self._next(meta, target) for meta, target in metas])
-        return leaf
-
-    def _next(self, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
-        index = self._received
-        self._received += 1
-        return self._transport.receive_tensor(self._source, index, meta, into)
-
-    def _sharded(self, leaf: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> object:
-        """Build a ShardedTensor in which this rank takes the place of the sender."""
-        me, them = self._transport.rank, self._source
-        metadata = copy.deepcopy(leaf.sharded_tensor_metadata)
-        device = tensors[0].device.type if tensors else "cpu"
-        for shard in metadata.shards_metadata:
-            owner = None if shard.placement is None else shard.placement.rank()
-            placed = me if owner == them else them if owner == me else owner
-            shard.placement = ShardMetadata([], [], f"rank:{placed}/{device}").placement
-        shards = []
-        for tensor, each in zip(tensors, leaf.local_shards_shard_metadata, strict=True):
-            place = f"rank:{me}/{tensor.device.type}"
-            shards.append(Shard(tensor, ShardMetadata(each.shard_offsets, each.shard_sizes, place)))
-        try:
-            return ShardedTensor._init_from_local_shards_and_global_metadata(
-                shards, metadata, process_group=self._transport.group
-            )
-        except (ValueError, RuntimeError) as error:
-            raise MalformedMessage(f"rank {them} sent a malformed ShardedTensor: {error!s:.200}") from error
-
-
 def _memory_for(name: str, leaf: object, target: Any) -> list[torch.Tensor | None]:
     """Return the tensors that a leaf is received into; None for those to be allocated."""
+    metas = tensors_of(leaf)
     if isinstance(leaf, _ShardedTensorMeta):
-        metas = leaf.local_shards_meta
         boxes = [(list(each.shard_offsets), list(each.shard_sizes)) for each in leaf.local_shards_shard_metadata]
         shards = target.local_shards() if isinstance(target, ShardedTensor) else []
         if boxes != [(list(s.metadata.shard_offsets), list(s.metadata.shard_sizes)) for s in shards]:
             return [None] * len(metas)
         return [_fitting(name, meta, shard.tensor) for meta, shard in zip(metas, shards, strict=True)]
-    if not isinstance(leaf, (_TensorMeta, _DTensorMeta)):
-        return []
-    meta = leaf.local if isinstance(leaf, _DTensorMeta) else leaf
     if isinstance(target, DTensor):
         target = target._local_tensor
     if not isinstance(target, torch.Tensor) or isinstance(target, ShardedTensor):
-        return [None]
-    return [_fitting(name, meta, target)]
+        return [None] * len(metas)
+    return [_fitting(name, meta, target) for meta in metas]
 
 
 def _fitting(name: str, meta: _TensorMeta, target: torch.Tensor) -> torch.Tensor:
@@ -335,13 +301,11 @@ class _ReplicationStager(AsyncStager):
         if size % 2:
             raise RanksDisagree(f"{size} ranks cannot be paired", hint="use a group with an even number of ranks")
         partner = (me + size // 2) % size
-        received: Any
         # One of the two sends first; otherwise both would wait for the other to receive.
         if me < partner:
             self._transport.send_checkpoint([partner], state_dict)
-            received = self._transport.recv_checkpoint(partner)
-        else:
-            received = self._transport.recv_checkpoint(partner)
+        received: Any = self._transport.recv_checkpoint(partner)
+        if me > partner:
             self._transport.send_checkpoint([partner], state_dict)
         self._persist_state_dict(received, me, partner)
         replica: dict[str, Any] = received
@@ -358,7 +322,7 @@ class _ReplicationStager(AsyncStager):
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(final)
-            _sync_folder(final.parent)
+            sync_directory(str(final.parent))
         except Exception as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -377,12 +341,3 @@ class _ReplicationStager(AsyncStager):
 
 class _NotKept(StorageError, RuntimeError):
     """The partner's state could not be stored."""
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new name durable."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -79,6 +79,15 @@ class _StateDictMeta:
     """The object is not a mapping: it is the only value of the skeleton."""
 
 
+def tensors_of(leaf: object) -> list[_TensorMeta]:
+    """Return the tensors whose bytes are sent for a leaf."""
+    if isinstance(leaf, _ShardedTensorMeta):
+        return leaf.local_shards_meta
+    if isinstance(leaf, _DTensorMeta):
+        return [leaf.local]
+    return [leaf] if isinstance(leaf, _TensorMeta) else []
+
+
 def take_apart(state: object) -> tuple[dict[str, Any], Container, bool]:
     """Return the leaves of a state by flat name, its skeleton, and whether it is not a mapping."""
     bare = not isinstance(state, Mapping)
@@ -91,10 +100,7 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
     """
     Describe a state dict, and return the bytes of its tensors in the order in which they are described.
 
-    Raises:
-        UnsupportedLeaf: a value that is neither a tensor nor plain data, or a container of a class that cannot be
-            made again; names its key.
-
+    `UnsupportedLeaf` names a value that is neither a tensor nor plain data, or a container of a class that is not sent.
     """
     del device
     _refuse_other_kinds(state_dict)
@@ -148,16 +154,16 @@ def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch
     if tensor.layout is not torch.strided:
         raise UnsupportedLeaf(f"{name!r} is of layout {tensor.layout}, which cannot be sent", hint="send it dense")
     plain = tensor.detach().resolve_conj().resolve_neg()
-    dense = plain if is_dense(plain) else plain.contiguous()
+    dense = plain if is_dense(plain.shape, plain.stride()) else plain.contiguous()
     return bytes_of(dense), _TensorMeta(dense.shape, dense.dtype, 0, dense.stride(), dense.nbytes)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether a tensor's elements fill one contiguous range of memory, in any order, without overlaps."""
     expected = 1
-    for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, n in sorted(zip(stride, shape, strict=True)):
         if n != 1 and step != expected:
-            return tensor.numel() == 0
+            return math.prod(shape) == 0
         expected *= n
     return True
 
@@ -236,14 +242,7 @@ def encode_meta(meta: _StateDictMeta) -> bytes:
 
 
 def decode_meta(data: bytes) -> _StateDictMeta:
-    """
-    Decode and check the description of a state dict.
-
-    Raises:
-        MalformedMessage: it is none.
-        CheckpointError: a value of it is malformed.
-
-    """
+    """Decode and check the description of a state dict; `CheckpointError` if it is none, or a value is malformed."""
     try:
         message = _decode(data)
         tree = decode_tree(message.tree)
@@ -272,13 +271,13 @@ def _written(name: str, leaf: object) -> _Tensor | _DTensor | _Sharded | _Value:
         return _Sharded(
             [_tensor(part) for part in leaf.local_shards_meta],
             [_box(shard) for shard in leaf.local_shards_shard_metadata],
-            _Tensor(size, of_torch(whole.tensor_properties.dtype).name, _contiguous(size)),
+            _Tensor(size, of_torch(whole.tensor_properties.dtype).name, torch.empty(size, device="meta").stride()),
             [_box(shard) for shard in whole.shards_metadata],
         )
     return _Value(encode_value(leaf, key=name))
 
 
-def _tensor(meta: _TensorMeta) -> _Tensor:
+def _tensor(meta: _TensorMeta | TensorMeta) -> _Tensor:
     return _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
 
 
@@ -288,13 +287,12 @@ def _dtensor(name: str, leaf: _DTensorMeta) -> _DTensor:
     usual = DTensorSpec(mesh, spec.placements, meta)
     if meta is None or getattr(spec, "shard_order", None) != getattr(usual, "shard_order", None):
         raise UnsupportedLeaf(f"{name!r} is a DTensor that is cut in an unusual order, which cannot be sent")
-    whole = _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
     ranks, here = mesh.mesh.flatten().tolist(), mesh.get_coordinate()
     owner = -1 if here is None else int(mesh.mesh[tuple(here)])
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     placements = [_placement(name, each) for each in spec.placements]
     shape = tuple(mesh.mesh.shape)
-    return _DTensor(_tensor(leaf.local), whole, mesh.device_type, tuple(ranks), shape, names, placements, owner)
+    return _DTensor(_tensor(leaf.local), _tensor(meta), mesh.device_type, tuple(ranks), shape, names, placements, owner)
 
 
 def _placement(name: str, placement: Any) -> tuple[str, int | str, int]:
@@ -344,13 +342,9 @@ def _checked(name: str, tensor: _Tensor) -> _TensorMeta:
     nbytes = math.prod(tensor.shape) * dtype.itemsize
     if nbytes >= 1 << 62:
         raise ValueError(f"{name!r} would have {nbytes} bytes")
-    if nbytes:
-        expected = 1
-        for step, n in sorted(zip(tensor.stride, tensor.shape, strict=True)):
-            if n > 1 and step != expected:
-                raise ValueError(f"{name!r} does not fill its memory: {tensor.shape} by {tensor.stride}")
-            expected *= n
-    elif tensor.stride and not 0 <= min(tensor.stride) <= max(tensor.stride) < 1 << 62:
+    if not is_dense(tensor.shape, tensor.stride):
+        raise ValueError(f"{name!r} does not fill its memory: {tensor.shape} by {tensor.stride}")
+    if not nbytes and tensor.stride and not 0 <= min(tensor.stride) <= max(tensor.stride) < 1 << 62:
         raise ValueError(f"{name!r} has strides {tensor.stride}")
     return _TensorMeta(torch.Size(tensor.shape), dtype, 0, tensor.stride, nbytes)
 
@@ -389,7 +383,3 @@ def _shard(name: str, box: tuple[Ints, Ints, str]) -> ShardMetadata:
     if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0 or not _PLACE.fullmatch(place):
         raise ValueError(f"{name!r} has a shard at {box}")
     return ShardMetadata(shard_offsets=list(offsets), shard_sizes=list(sizes), placement=place)
-
-
-def _contiguous(shape: Ints) -> Ints:
-    return tuple(torch.empty(shape, device="meta").stride())
