@@ -11,7 +11,6 @@ from torch import nn
 
 from shardkeep.dcp.state_dict import (
     StateDictOptions,
-    _verify_options,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -208,18 +207,6 @@ def test_two_keys_that_become_one_are_refused():
 
     with pytest.raises(KeyCollision, match=r"layer\.weight"):
         get_model_state_dict(model)
-
-
-def test_what_is_looked_up_for_a_call():
-    """The tables of names hold parameters and buffers both ways, and tell which are tied."""
-    model = Extra()
-    info = _verify_options(model, (adamw(model.parameters()),), optim_only=False)
-
-    assert info.fqn_param_mapping[model.layer.weight] == {"layer.weight", "again.weight"}
-    assert info.shared_params_mapping["again.bias"] is model.layer.bias
-    assert info.fqn_param_mapping["norm.running_var"] is model.norm.running_var
-    assert "scratch" not in info.fqn_param_mapping
-    assert (info.handle_model, info.handle_optim, info.strict) == (True, True, True)
 
 
 def test_the_stateful_protocol():

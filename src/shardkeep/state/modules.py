@@ -32,8 +32,8 @@ from shardkeep.state.names import (
     canonical_key,
     fsdp_modules,
     live_state,
-    names_of_parameters,
     own_method,
+    parameter_names,
     state_dict_key,
 )
 from shardkeep.state.offload import offload_state_dict_to_cpu
@@ -44,7 +44,6 @@ PARAMS = "params"
 _NOT_YET = object()
 """Stands for a value into which a full tensor does not fit: extra state, flat parameters."""
 T = TypeVar("T")
-_NameTable = dict[str | torch.Tensor, set[str] | torch.Tensor]
 
 
 @dataclass
@@ -73,10 +72,6 @@ class StateDictOptions:
 class StateDictInfo(StateDictOptions):
     """The options of one call, and what was looked up for it."""
 
-    fqn_param_mapping: _NameTable = field(default_factory=dict)
-    """Each parameter or buffer to its canonical names, and each name to what it names."""
-    shared_params_mapping: _NameTable = field(default_factory=dict)
-    """The entries of `fqn_param_mapping` for tensors with several names."""
     submodule_prefixes: set[str] = field(default_factory=set)
     handle_model: bool = True
     handle_optim: bool = True
@@ -99,14 +94,7 @@ def checked_options(
     submodules: Iterable[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDictInfo:
-    """
-    Check options against each other and look up what a call needs to know of the model.
-
-    Raises:
-        BadOptions: (ValueError) `broadcast_from_rank0` without `full_state_dict`.
-        BadState: (RuntimeError) only optimizer state is requested, and there is no optimizer.
-
-    """
+    """Check options against each other and look up what a call needs to know of the model."""
     options = options or StateDictOptions()
     if submodules:
         warnings.warn(
@@ -124,43 +112,18 @@ def checked_options(
     modifiers = options.dsd_fqn_modifiers
     canonical = all_canonical(model, fqn_modifiers=modifiers)
     live = list(live_state(model, modifiers, canonical=canonical))
-    named, shared = _name_tables(live)
     wrappers = fsdp_modules(model)
     return StateDictInfo(
         **{one.name: getattr(options, one.name) for one in fields(StateDictOptions)},
-        fqn_param_mapping=named,
-        shared_params_mapping=shared,
         submodule_prefixes=_prefixes(model, submodules, modifiers),
         handle_model=not optim_only,
         handle_optim=len(optims) > 0,
-        fsdp_context=_fsdp1_context(
-            model,
-            full=options.full_state_dict,
-            cpu_offload=options.cpu_offload,
-            broadcast=options.broadcast_from_rank0,
-        )
-        if wrappers
-        else nullcontext,
+        fsdp_context=_fsdp1_context(model, options) if wrappers else nullcontext,
         fsdp_modules=wrappers,
-        param_names=names_of_parameters(live),
+        param_names=parameter_names(live),
         live=live,
         canonical=canonical,
     )
-
-
-def _name_tables(live: Iterable[LiveItem]) -> tuple[_NameTable, _NameTable]:
-    names: dict[torch.Tensor, set[str]] = {}
-    for item in live:
-        if isinstance(item.value, torch.Tensor):
-            names.setdefault(item.value, set()).add(item.name)
-    named: _NameTable = {}
-    shared: _NameTable = {}
-    for value, found in names.items():
-        flat = hasattr(value, "_fqns")  # one tensor of FSDP1 that holds several parameters: these are not tied
-        for table in (named,) if len(found) == 1 or flat else (named, shared):
-            table[value] = found
-            table.update(dict.fromkeys(found, value))
-    return named, shared
 
 
 def _prefixes(model: nn.Module, submodules: Iterable[nn.Module] | None, modifiers: str) -> set[str]:
@@ -404,65 +367,48 @@ def _device_for_meta(local: Mapping[str, Any], given: Mapping[str, Any]) -> torc
 # its class exists.
 
 
-def _fsdp1_context(
-    model: nn.Module, *, full: bool, cpu_offload: bool, broadcast: bool
-) -> Callable[[], AbstractContextManager[None]]:
+def _fsdp1_context(model: nn.Module, options: StateDictOptions) -> Callable[[], AbstractContextManager[None]]:
     """Return a context that sets the form in which FSDP1 returns and takes state dicts."""
-    from torch.distributed.fsdp import (  # noqa: PLC0415 - slow, and needed only here
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        FullyShardedDataParallel,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        StateDictType,
-    )
+    from torch.distributed import fsdp  # noqa: PLC0415 - slow, and needed only here
 
     # On the CPU there is nothing to offload, and if asked to, FSDP1 returns memory that it frees at once.
-    offload = cpu_offload and any(parameter.device.type != "cpu" for parameter in model.parameters())
+    offload = options.cpu_offload and any(parameter.device.type != "cpu" for parameter in model.parameters())
+    form: tuple[Any, ...] = (
+        fsdp.StateDictType.SHARDED_STATE_DICT,
+        fsdp.ShardedStateDictConfig(offload_to_cpu=offload),
+        fsdp.ShardedOptimStateDictConfig(offload_to_cpu=offload),
+    )
+    if options.full_state_dict:
+        rank0_only = options.cpu_offload or options.broadcast_from_rank0
+        form = (
+            fsdp.StateDictType.FULL_STATE_DICT,
+            fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
+            fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only),
+        )
 
     @contextmanager
     def context() -> Iterator[None]:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
             # Only the name of this method is deprecated.
-            entered = FullyShardedDataParallel.state_dict_type(
-                model,
-                StateDictType.FULL_STATE_DICT if full else StateDictType.SHARDED_STATE_DICT,
-                FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
-                if full
-                else ShardedStateDictConfig(offload_to_cpu=offload),
-                FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=cpu_offload or broadcast)
-                if full
-                else ShardedOptimStateDictConfig(offload_to_cpu=offload),
-            )
-            with entered:
+            warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+            with fsdp.FullyShardedDataParallel.state_dict_type(model, *form):
                 yield
 
     return context
 
 
-def fsdp1_optimizer_state(model: nn.Module, optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by FSDP1's names of the original parameters; empty on ranks that get no state."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow, and needed only here
+def fsdp1_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Any, *, to_load: bool) -> dict[str, Any]:
+    """
+    Convert an optimizer's state dict to FSDP1's names of the original parameters, or (`to_load`) back.
 
-    group = _process_group(model)
-    return FullyShardedDataParallel.optim_state_dict(model, optimizer, packed, group=group)
-
-
-def fsdp1_state_to_load(model: nn.Module, optimizer: Optimizer, named: dict[str, Any]) -> dict[str, Any]:
-    """Convert state by FSDP1's names of the original parameters to what the optimizer can load."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow, and needed only here
-
-    group = _process_group(model)
-    return FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, named, group=group)
-
-
-def _process_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group over which the outermost wrapper shards; None, all ranks, if it also replicates."""
-    from torch.distributed.fsdp import ShardingStrategy  # noqa: PLC0415 - slow, and needed only here
+    The result is empty on ranks that get no state.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy  # noqa: PLC0415 - slow
 
     outermost = cast("Any", fsdp_modules(model)[0])
-    if outermost.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
-        return None
-    group = outermost.process_group
-    return None if isinstance(group, tuple) else group
+    hybrid = outermost.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    # None, all ranks, if the outermost wrapper also replicates.
+    group = None if hybrid or isinstance(outermost.process_group, tuple) else outermost.process_group
+    if to_load:
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, group=group)
+    return FullyShardedDataParallel.optim_state_dict(model, optimizer, state, group=group)

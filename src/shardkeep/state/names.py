@@ -6,8 +6,8 @@ all parameters in it. A module may also hide children from names: it has a metho
 an attribute to the child that holds it. Only attributes of modules are read; `live_state` lists what `state_dict()` would
 hold without calling it, so nothing is copied or gathered and no hook runs.
 
-Modules and parameters come in torch's order and under torch's names, in one loop: torch nests a generator for every level,
-a save walks a model several times, and training waits for it. Modules that override these methods are asked instead.
+Modules come in torch's order and under torch's names, without torch's generator for every level: a save walks a model
+several times, and training waits for it. Modules that override `named_modules` are asked instead.
 """
 
 from __future__ import annotations
@@ -99,18 +99,17 @@ def all_canonical(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> b
     )
 
 
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, ...]]:
     """
-    Return all canonical names of each parameter, tied ones under every name they have.
+    Return all canonical names of each parameter among the items of a module, tied ones under every name they have.
 
     The first name is the one that `named_parameters()` of the plain module uses.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    canonical = all_canonical(module)
-    for name, parameter in all_named_parameters(module):
-        found = names.setdefault(parameter, [])
-        found += (name,) if canonical else _resolve(module, name, FQN_MODIFIERS, (), lenient=True)
-    return {parameter: tuple(dict.fromkeys(found)) for parameter, found in names.items()}
+    names: dict[nn.Parameter, dict[str, None]] = {}
+    for item in items:
+        if isinstance(item.value, nn.Parameter):
+            names.setdefault(item.value, {})[item.name] = None
+    return {parameter: tuple(found) for parameter, found in names.items()}
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
@@ -238,15 +237,6 @@ def live_state(
             yield LiveItem(names[0] + own_name, names[1] + own_name, value)
 
 
-def names_of_parameters(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the names of each parameter among the items of a module, like `parameter_names`."""
-    names: dict[nn.Parameter, dict[str, None]] = {}
-    for item in items:
-        if isinstance(item.value, nn.Parameter):
-            names.setdefault(item.value, {})[item.name] = None
-    return {parameter: tuple(found) for parameter, found in names.items()}
-
-
 def _own_items(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -268,21 +258,7 @@ def own_method(obj: Any, name: str) -> Callable[..., Any]:
 
 def all_modules(module: nn.Module) -> list[nn.Module]:
     """Return every module inside a module, itself included, once."""
-    if not _is_torchs(module, "modules"):
-        return list(module.modules())
-    seen: set[nn.Module] = set()
-    found: list[nn.Module] = []
-    ahead = [module]
-    while ahead:
-        part = ahead.pop()
-        if getattr(part.named_modules, "__func__", None) is not _NAMED_MODULES:
-            found += [each for _, each in part.named_modules(seen)]
-        elif part not in seen:
-            seen.add(part)
-            found.append(part)
-            if part._modules:
-                ahead += [child for child in part._modules.values() if child is not None][::-1]
-    return found
+    return list(dict.fromkeys(part for _, part in all_named_modules(module)))
 
 
 def all_named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -300,20 +276,3 @@ def all_named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     add(module, "")
     return found
-
-
-def all_named_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Return every parameter inside a module under every name that it has."""
-    if not _is_torchs(module, "named_parameters") or not _is_torchs(module, "_named_members"):
-        return module.named_parameters(remove_duplicate=False)
-    return [
-        (f"{prefix}.{name}" if prefix else name, parameter)
-        for prefix, part in all_named_modules(module)
-        for name, parameter in part._parameters.items()
-        if parameter is not None
-    ]
-
-
-def _is_torchs(module: nn.Module, method: str) -> bool:
-    own: Any = getattr(module, method)
-    return getattr(own, "__func__", None) is getattr(nn.Module, method)

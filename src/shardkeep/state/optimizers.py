@@ -27,7 +27,7 @@ from shardkeep.errors import BadState, StateError, StateMismatch
 from shardkeep.format.values import part_name
 from shardkeep.state.flatten import is_per_rank_name
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS
-from shardkeep.state.names import parameter_names
+from shardkeep.state.names import live_state, parameter_names
 from shardkeep.state.stored import (
     UNFILLED,
     PathStep,
@@ -91,7 +91,7 @@ def name_parameters(
     With several modules in the state, the module's own name comes first, on every rank alike: which modules a rank's
     optimizer has parameters of may differ between ranks.
     """
-    tables = {own: parameter_names(module) for own, module in modules.items()}
+    tables = {own: parameter_names(live_state(module)) for own, module in modules.items()}
     given = {
         parameter: str(own)
         for group in optimizer.param_groups

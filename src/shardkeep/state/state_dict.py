@@ -13,9 +13,10 @@ in two of them; for `options` see `StateDictOptions`. With `full_state_dict`, te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,6 @@ from shardkeep.state.modules import (
     checked_options,
     from_rank0,
     fsdp1_optimizer_state,
-    fsdp1_state_to_load,
     gathered_or_offloaded,
     model_state,
     set_model_state,
@@ -287,7 +287,7 @@ def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
 def _named_by_fsdp1(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
     packed = own_method(optimizer, "state_dict")()
     with info.fsdp_context():
-        named = fsdp1_optimizer_state(model, optimizer, packed)
+        named = fsdp1_optimizer_state(model, optimizer, packed, to_load=False)
     if not named:
         return {}
 
@@ -358,21 +358,8 @@ class SavedOptimizers:
     """Keys inside the state of a parameter were joined, so that 0 and "0" look the same."""
 
 
-def parse_optimizer_state(
-    state_dict: Mapping[str, Any], names: Collection[str], in_order: Sequence[str]
-) -> SavedOptimizers:
-    """
-    Parse an optimizer state dict in any of its forms: nested by names, flat, or by numbers.
-
-    `names` are all canonical names of the model's parameters; `in_order` are those of the optimizers' parameters in the
-    order of their groups, to which numbers refer.
-    """
-    if STATE in state_dict:
-        return _parse_nested(state_dict, in_order)
-    return _parse_flat(state_dict, set(names))
-
-
 def _parse_nested(state_dict: Mapping[str, Any], in_order: Sequence[str]) -> SavedOptimizers:
+    """Parse the nested form; numbers refer to `in_order`, the names of the optimizers' parameters."""
     groups = state_dict.get(PARAM_GROUPS)
     if groups is None:
         raise MissingKey(
@@ -447,8 +434,7 @@ def _skeleton(saved: SavedOptimizers) -> SavedOptimizers:
     )
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One parameter of an optimizer, and the names under which its state was saved."""
 
     parameter: torch.Tensor
@@ -508,15 +494,12 @@ def load_optimizers(
 
 
 def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
-    names = {name for found in info.param_names.values() for name in found}
-    in_order = [
-        info.param_names[parameter][0]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group[PARAMS]
-        if parameter in info.param_names
-    ]
-    return parse_optimizer_state(state_dict, names, in_order)
+    """Parse an optimizer state dict in any of its forms: nested by names, flat, or by numbers."""
+    if STATE not in state_dict:
+        return _parse_flat(state_dict, {name for found in info.param_names.values() for name in found})
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group[PARAMS]]
+    return _parse_nested(state_dict, [info.param_names[one][0] for one in parameters if one in info.param_names])
 
 
 def _plan(optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo) -> _LoadPlan:
@@ -525,7 +508,7 @@ def _plan(optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo) -> 
     if info.strict and known.state:
         _check_complete(optimizer, [entry for row in entries for entry in row], known, layout)
     groups = [
-        _group_for_load(group, [name for entry in row for name in entry.names], known, optimizer, strict=info.strict)
+        _group_for_load(group, row, known, optimizer, strict=info.strict)
         for group, row in zip(optimizer.param_groups, entries, strict=True)
     ]
     return _LoadPlan(optimizer, layout, entries, groups)
@@ -565,10 +548,10 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _group_for_load(
-    group: Mapping[str, Any], names: Sequence[str], saved: SavedOptimizers, optimizer: Optimizer, *, strict: bool
+    group: Mapping[str, Any], row: Sequence[_Entry], saved: SavedOptimizers, optimizer: Optimizer, *, strict: bool
 ) -> dict[str, Any]:
     """
-    Return the hyper-parameters for a live group: those saved for `names`, and its own if nothing was saved.
+    Return the hyper-parameters for a live group: those saved for its parameters, and its own if nothing was saved.
 
     Groups are found by the names in them, so they may come in another order, or from several optimizers. If `strict`,
     every trained parameter of the group must have been saved, and all with the same values.
@@ -576,8 +559,9 @@ def _group_for_load(
     live = {key: value for key, value in group.items() if key not in LIVE_KEYS}
     if not group[PARAMS]:
         return live | _fitted(_empty_group(group, saved, optimizer), live)
-    missing = [name for name in names if name not in saved.groups]
-    if strict and _some_trained(group, names, missing):
+    trained = [name for entry in row if entry.parameter.requires_grad for name in entry.names]
+    missing = [name for name in trained if name not in saved.groups]
+    if strict and missing:
         raise BadState(
             f"the saved param groups do not hold {_and_more(missing)}",
             hint="StateDictOptions(strict=False) loads the others, and keeps the hyper-parameters of groups for which "
@@ -593,14 +577,8 @@ def _group_for_load(
             hint="group the parameters as they were; StateDictOptions(strict=False) takes the first value for all",
         )
 
+    names = [name for entry in row for name in entry.names]
     return live | _fitted(common_hyper(names, saved.groups, refuse if strict else None) or {}, live)
-
-
-def _some_trained(group: Mapping[str, Any], names: Sequence[str], missing: Sequence[str]) -> bool:
-    parameters = group[PARAMS]
-    if len(parameters) != len(names):  # flat parameters hold several
-        return bool(missing)
-    return any(p.requires_grad for p, name in zip(parameters, names, strict=True) if name in missing)
 
 
 def _empty_group(group: Mapping[str, Any], saved: SavedOptimizers, optimizer: Optimizer) -> dict[str, Any]:
@@ -632,12 +610,11 @@ def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]
 def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
     """Load into an optimizer that holds parameters as they are in the model."""
     optimizer, layout, flat = plan.optimizer, plan.layout, plan.flat
-    trees: dict[int, dict[Any, Any]] = {}
-    for number, entry in enumerate(flat):
-        if entry.names[0] in known.state:
-            trees[number] = _with_own_keys(known.state[entry.names[0]], entry.parameter, known, layout)
+    trees = {number: known.state[one.names[0]] for number, one in enumerate(flat) if one.names[0] in known.state}
     if info.full_state_dict:
         trees = _local_trees(trees, saved.state, flat, layout, info)
+    if known.was_flat:
+        trees = {number: _with_own_keys(tree, flat[number].parameter, layout) for number, tree in trees.items()}
     numbers = iter(range(len(flat)))
     packed = {
         STATE: dict(trees),
@@ -655,13 +632,11 @@ def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info:
             optimizer.state[parameter] = _in_own_types(tree, loaded, template)
 
 
-def _with_own_keys(
-    tree: dict[Any, Any], parameter: torch.Tensor, saved: SavedOptimizers, layout: StateLayout
-) -> dict[Any, Any]:
+def _with_own_keys(tree: dict[Any, Any], parameter: torch.Tensor, layout: StateLayout) -> dict[Any, Any]:
     """Return state with the optimizer's keys: the flat form turned numbers into strings, and joined keys by dots."""
-    nested = saved.was_flat and any(isinstance(value, Mapping) for value in tree.values())
+    nested = any(isinstance(value, Mapping) for value in tree.values())
     template = layout.of(parameter) if nested else layout.at_hand(parameter)
-    if not (saved.was_flat and template):
+    if not template:
         return tree
     known = {".".join(map(str, path)): path for path, _ in leaves_of(template, _is_mapping)}
     result: dict[Any, Any] = {key: {} for key, value in template.items() if isinstance(value, Mapping) and not value}
@@ -707,7 +682,7 @@ def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mappin
 
 def _local_trees(
     trees: Mapping[int, Any],
-    full: Mapping[str, Any],
+    full: dict[str, Any],
     entries: Sequence[_Entry],
     layout: StateLayout,
     info: StateDictInfo,
@@ -719,44 +694,31 @@ def _local_trees(
     by number of the parameter, with a `RemoteTensor` for tensors that only rank 0 has. `full` is the state, by name, that
     this rank has of any parameters; other ranks may need it.
     """
-    labels: dict[tuple[int, TreePath], str] = {}
-    local: dict[str, Any] = {}
-    for number, tree in trees.items():
-        entry = entries[number]
-        for path, leaf in leaves_of(tree):
-            if isinstance(leaf, (torch.Tensor, RemoteTensor)) and len(leaf.shape) > 0:
-                labels[number, path] = label = _label(entry.names[0], path)
-                local[label] = _local_place(entry.parameter, path, tuple(leaf.shape), layout)
-    tensors = {
-        _label(name, path): leaf
-        for name, tree in full.items()
-        for path, leaf in leaves_of(tree)
-        if isinstance(leaf, torch.Tensor)
+
+    def place(parameter: torch.Tensor, path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, (torch.Tensor, RemoteTensor)) or not leaf.shape:
+            return leaf
+        if not is_dtensor(parameter):
+            return _WHOLE
+        like = _like(layout.at_hand(parameter), path)
+        if like is None:
+            like = parameter if leaf.shape == parameter.shape else _like(layout.of(parameter), path)
+        # On meta: memory for this rank's part is made when it arrives, so that no memory in use is overwritten.
+        return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else _WHOLE
+
+    names = {number: entries[number].names[0] for number in trees}
+    local = {
+        names[number]: map_leaves(tree, partial(place, entries[number].parameter)) for number, tree in trees.items()
     }
-    device = _device_of(entries)
-    if info.broadcast_from_rank0:
-        broadcast_state_dict(tensors, local, device=device)
-    else:
-        distribute_state_dict(tensors, local, device=device)
-    return {
-        number: map_leaves(
-            tree,
-            lambda path, value: local[labels[number, path]] if (number, path) in labels else value,  # noqa: B023
-        )
-        for number, tree in trees.items()
-    }
+    put = broadcast_state_dict if info.broadcast_from_rank0 else distribute_state_dict
+    put(full, local, device=_device_of(entries))
+    return {number: local[name] for number, name in names.items()}
 
 
-def _local_place(parameter: torch.Tensor, path: TreePath, shape: tuple[int, ...], layout: StateLayout) -> Any:
-    if not is_dtensor(parameter):
-        return _WHOLE
-    like = get_element(layout.at_hand(parameter), path)
-    if like is None and shape == tuple(parameter.shape):
-        like = parameter
-    if like is None:
-        like = get_element(layout.of(parameter), path)
-    # On meta: memory for this rank's part is made when it arrives, so that no memory in use is overwritten.
-    return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else _WHOLE
+def _like(template: Mapping[Any, Any] | None, path: TreePath) -> Any:
+    """Return the value at a path, of which the flat form may have turned numbers into strings."""
+    found = {".".join(map(str, own)): value for own, value in leaves_of(template or {})}
+    return found.get(".".join(map(str, path)))
 
 
 def _device_of(entries: Sequence[_Entry]) -> torch.device:
@@ -784,5 +746,5 @@ def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, in
         ],
     }
     with info.fsdp_context():
-        converted = fsdp1_state_to_load(model, plan.optimizer, packed)
+        converted = fsdp1_optimizer_state(model, plan.optimizer, packed, to_load=True)
     own_method(plan.optimizer, "load_state_dict")(state_dict=converted)
