@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from shardkeep.state.leaves import (
     is_tensor,
     materialize,
     needs_memory,
+    path_name,
     with_attributes_of,
 )
 from shardkeep.state.modules import StateDictOptions, checked_options, model_state
@@ -55,6 +56,7 @@ from shardkeep.state.state_dict import get_optimizer_state_dict, set_model_state
 from shardkeep.state.stored import (
     NOTHING_STORED,
     UNFILLED,
+    Adapter,
     Selected,
     StatefulObject,
     StoredLeaf,
@@ -66,24 +68,8 @@ from shardkeep.state.stored import (
 
 _KNOWN: dict[type, bool] = {}
 _TORCHS_METHODS = (Optimizer.state_dict, Optimizer.load_state_dict)
+_RESHARDED_HINT = "load it on the same number of ranks and the same mesh, or exclude it"
 _SINGLE_VALUES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
-
-
-class Adapter(Protocol):
-    """How one object is saved and loaded."""
-
-    name: str
-    communicates: bool
-    """Whether its methods communicate with other ranks, which must then all call them."""
-
-    def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """Return, by name, digests of state that may be shared or per rank, which only a comparison of ranks can tell."""
-
-    def state(self, differing: Collection[str]) -> Any:
-        """Return the state to save: a mapping, or a `PerRank` of one; of the digests, `differing` are per rank."""
-
-    def template(self, stored: StoredState, selected: Selected) -> Template:
-        """Return the template to fill from a checkpoint."""
 
 
 def is_object(value: Any) -> bool:
@@ -122,21 +108,14 @@ class Objects:
         # If an optimizer overrides `state_dict` or `load_state_dict`, we store exactly what it returns.
         cls: Any = type(leaf)
         if isinstance(leaf, Optimizer) and (cls.state_dict, cls.load_state_dict) == _TORCHS_METHODS:
-            home = self._fsdp1_module_of(leaf)
+            # The FSDP1 module whose parameters it has, if any.
+            mine = {id(one) for group in leaf.param_groups for one in group["params"]} if self._fsdp1 else set()
+            homes = (own for own, each in self._fsdp1.items() if any(id(one) in mine for one in each.parameters()))
+            home = next(homes, None)
             if home is None:
                 return OptimizerObject(name, leaf, modules, rank=self._rank)
             return FSDP1OptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
         return StatefulObject(name, leaf, rank=self._rank, world_size=world_size)
-
-    def _fsdp1_module_of(self, optimizer: Optimizer) -> str | None:
-        """Return the name of the FSDP1 module whose parameters an optimizer has, if any."""
-        if not self._fsdp1:
-            return None
-        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name, module in self._fsdp1.items():
-            if any(id(parameter) in parameters for parameter in module.parameters()):
-                return name
-        return None
 
     def __bool__(self) -> bool:
         return bool(self._adapters)
@@ -166,11 +145,7 @@ class Objects:
         return {adapter.name: adapter.state(differing) for adapter in chosen}
 
     def templates(self, stored: StoredState, selected: Selected, *, communicating: bool) -> dict[str, Any]:
-        """
-        Make templates for the selected objects that do, or do not, communicate.
-
-        Returns the states to fill of all templates made so far, by flat name.
-        """
+        """Make templates for the selected objects that do, or do not, communicate; return the states of all so far."""
         for adapter in self._adapters:
             if adapter.communicates != communicating:
                 continue
@@ -224,7 +199,7 @@ def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
     return kept
 
 
-class ModuleObject:
+class ModuleObject(Adapter):
     """How a module is saved and loaded."""
 
     def __init__(self, name: str, module: nn.Module, memory: dict[int, Any], *, communicates: bool) -> None:
@@ -233,14 +208,10 @@ class ModuleObject:
 
         A module of which FSDP1 has flattened a part communicates.
         """
-        self.name = name
+        super().__init__(name)
         self._module = module
         self._memory = memory
         self.communicates = communicates
-
-    def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
-        """Return nothing: the state of a module is never per rank."""
-        return {}
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
         """Return its state by canonical name, in its own memory."""
@@ -255,11 +226,19 @@ class ModuleObject:
         """
         state = module_state(self._module)
         for item in live_state(self._module):
+            name = f"{self.name}.{item.name}"
             if item.name == EXTRA_STATE or item.name.endswith(f".{EXTRA_STATE}"):
-                if stored.has(f"{self.name}.{item.name}"):
-                    state[item.name] = stored.nest(f"{self.name}.{item.name}", partial(allocate_leaf, stored))
-            elif item.name in state and needs_memory(state[item.name]) and selected(f"{self.name}.{item.name}"):
-                _refuse_observed(f"{self.name}.{item.name}", item.value)
+                if stored.has(name):
+                    state[item.name] = stored.nest(name, partial(allocate_leaf, stored))
+            elif item.name in state and needs_memory(state[item.name]) and selected(name):
+                view, observed = item.value._is_view(), weakref.getweakrefs(item.value)
+                if view or observed:
+                    why = "it is a view of another tensor" if view else "something holds a weak reference to it"
+                    raise StateError(
+                        f"{name!r} is on the meta device and cannot be given memory: {why}",
+                        hint="give the module memory before the load: module.to_empty(device=...)",
+                        key=name,
+                    )
                 if id(item.value) not in self._memory:
                     self._memory[id(item.value)] = materialize(item.name, state[item.name])
                 state[item.name] = self._memory[id(item.value)]
@@ -310,18 +289,6 @@ def _is_torchs(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
-def _refuse_observed(name: str, parameter: torch.Tensor) -> None:
-    why = "something holds a weak reference to it" if weakref.getweakrefs(parameter) else ""
-    if parameter._is_view():
-        why = "it is a view of another tensor"
-    if why:
-        raise StateError(
-            f"{name!r} is on the meta device and cannot be given memory: {why}",
-            hint="give the module memory before the load: module.to_empty(device=...)",
-            key=name,
-        )
-
-
 def _become(target: torch.Tensor, filled: torch.Tensor) -> None:
     """Give a meta tensor the memory of another, keeping the object, its class, attributes and hooks."""
     fresh = with_attributes_of(target, filled.detach())
@@ -345,12 +312,11 @@ def _same_memory(one: Any, other: Any) -> bool:
     return mine.alias == its.alias and mine.shape == its.shape and mine.dtype == its.dtype
 
 
-class OptimizerObject:
+class OptimizerObject(Adapter):
     """How an optimizer is saved and loaded."""
 
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], *, rank: int) -> None:
-        self.name = name
-        self.communicates = False
+        super().__init__(name)
         self._optimizer = optimizer
         self._modules = modules
         self._rank = rank
@@ -372,7 +338,7 @@ class OptimizerObject:
                 base = f"{self.name}.state.{self._names[parameter].first}"
                 for path, value in leaves_of(kept):
                     if _may_belong_to_shard(value, parameter):
-                        name = f"{base}.{_dotted(path)}"
+                        name = f"{base}.{path_name(path)}"
                         digests[name] = digest_of(name, value, allow_pickle=allow_pickle)
         return digests
 
@@ -479,7 +445,7 @@ class OptimizerObject:
         torchs = type(self._optimizer).__module__.startswith("torch.optim")
         present = layout.at_hand if torchs or not any(map(_shard_of, parameters)) else layout.of
         return {
-            parameter: {_dotted(path): value for path, value in leaves_of(present(parameter) or {})}
+            parameter: {path_name(path): value for path, value in leaves_of(present(parameter) or {})}
             for parameter in parameters
         }
 
@@ -488,16 +454,12 @@ class OptimizerObject:
     ) -> Any:
         """Return memory for the state of one parameter."""
         base = f"{self.name}.state.{saved}"
-        itself = next((leaf for name in self._names[parameter].in_state if (leaf := stored.find(name))), None)
+        itself = next((leaf for name in self._names[parameter].forms[0] if (leaf := stored.find(name))), None)
         memory = stored.nest(
             base,
             lambda leaf: _memory_for(stored, leaf, itself, parameter, group, layout.get(leaf.name[len(base) + 1 :])),
         )
         return _own_shards(memory, stored, base, parameter, self._rank)
-
-
-def _dotted(path: TreePath) -> str:
-    return ".".join(map(str, path))
 
 
 def _memory_for(
@@ -524,8 +486,13 @@ def _memory_for(
         # A plain tensor of this rank's shard was saved as a part of the whole, and is loaded as one.
         if here == shape or (like_it and not _may_belong_to_shard(present, parameter)):
             return present  # if the shape or dtype differs, the load reports or casts it
-        if not like_it:
-            _refuse_other_shape(leaf, shape, here, parameter)
+        if not like_it and "@" not in leaf.name and _shard_of(parameter) is not None:
+            raise StateMismatch(
+                f"{leaf.name!r} was saved with shape {shape}, and this optimizer keeps {here} there: it was made for another"
+                " sharding and cannot be resharded",
+                hint=_RESHARDED_HINT,
+                key=leaf.name,
+            )
     if like_it:
         same = itself is not None and dtype == stored.dtype(itself)
         return torch.empty_like(parameter, dtype=parameter.dtype if same else dtype, requires_grad=False)
@@ -543,17 +510,6 @@ def _shares_memory(present: Any, parameter: torch.Tensor) -> bool:
     return one == other != 0
 
 
-def _refuse_other_shape(leaf: StoredLeaf, saved: Any, here: Any, parameter: torch.Tensor) -> None:
-    """Refuse state of a sharded parameter that the live optimizer keeps in another shape: it is for another shard."""
-    if "@" not in leaf.name and _shard_of(parameter) is not None:
-        raise StateMismatch(
-            f"{leaf.name!r} was saved with shape {tuple(saved)}, and this optimizer keeps {tuple(here)} there: it was made"
-            " for another sharding and cannot be resharded",
-            hint="load it on the same number of ranks and the same mesh, or exclude it",
-            key=leaf.name,
-        )
-
-
 def _may_belong_to_shard(value: Any, parameter: torch.Tensor) -> bool:
     """Return True if a value may belong to this rank's shard of a parameter alone."""
     return type(value) is torch.Tensor and value.dim() > 0 and _shard_of(parameter) is not None
@@ -563,10 +519,18 @@ def _portable(kept: Any, name: str, parameter: Any, differing: Collection[str]) 
     """Return state in which plain tensors that differ between ranks carry the shard to which they belong."""
 
     def change(path: TreePath, value: Any) -> Any:
-        if f"{name}.{_dotted(path)}" not in differing:
+        if f"{name}.{path_name(path)}" not in differing:
             return value
         if value.shape == parameter.to_local().shape:
-            return _like_parameter(value, parameter)
+            # Importing the class takes long; it is loaded already, as there is a DTensor.
+            return sys.modules["torch.distributed.tensor"].DTensor.from_local(
+                value,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         return PerRank({"boxes": _shard_of(parameter), "tensor": value})
 
     return map_leaves(kept, change)
@@ -578,13 +542,13 @@ def _own_shards(memory: Any, stored: StoredState, name: str, parameter: torch.Te
     def change(path: TreePath, value: Any) -> Any:
         if not isinstance(value, EveryRank):
             return value
-        own = f"{name}.{_dotted(path)}"
+        own = f"{name}.{path_name(path)}"
         saved = stored.find(f"{own}.@{rank}.boxes")
         if saved is None or stored.value(saved) != _shard_of(parameter):
             raise StateMismatch(
                 f"{own!r} is state that each rank kept for its own shard of the parameter, in a form that cannot be"
                 f" resharded, and rank {rank} now holds another shard",
-                hint="load it on the same number of ranks and the same mesh, or exclude it",
+                hint=_RESHARDED_HINT,
                 key=own,
             )
         return PerRank(value.values[rank])
@@ -598,7 +562,7 @@ def _local_form(kept: Any, layout: Mapping[str, Any]) -> Any:
     def change(path: TreePath, value: Any) -> Any:
         if isinstance(value, PerRank):
             return value.value["tensor"]
-        plain = type(layout.get(_dotted(path))) is torch.Tensor
+        plain = type(layout.get(path_name(path))) is torch.Tensor
         return value.to_local() if plain and is_dtensor(value) else value
 
     return map_leaves(kept, change)
@@ -612,36 +576,21 @@ def _shard_of(parameter: Any) -> list[list[list[int]]] | None:
     return [[list(piece.offsets), list(piece.tensor.shape)] for piece in pieces]
 
 
-def _like_parameter(local: torch.Tensor, parameter: Any) -> Any:
-    # Importing the class takes long; it is loaded already, as there is a DTensor.
-    return sys.modules["torch.distributed.tensor"].DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-class FSDP1OptimizerObject:
+class FSDP1OptimizerObject(Adapter):
     """
     How an optimizer of an FSDP1 module is saved and loaded, in the same form as any other.
 
     FSDP1 flattens parameters, so only its own functions can split the state by parameter.
     """
 
+    communicates = True
+
     def __init__(self, name: str, optimizer: Optimizer, module: nn.Module, prefix: str) -> None:
         """Take the optimizer and its module; `prefix` precedes names if the state has several modules."""
-        self.name = name
-        self.communicates = True
+        super().__init__(name)
         self._prefix = prefix
         self._optimizer = optimizer
         self._module = module
-
-    def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
-        """Return nothing: FSDP1 returns sharded tensors."""
-        return {}
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
         """Return its state by parameter name; no state if it has made no step."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -48,38 +48,15 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 class ParameterNames(NamedTuple):
-    """All names of a parameter, in each of the forms in which optimizers are saved."""
+    """All names of a parameter."""
 
-    homes: list[tuple[str, tuple[str, ...]]]
-    """The modules in the state that have it, each with its names there."""
-    given: tuple[str, ...]
-    """The names with which the optimizer was built."""
-    several: bool
-    """Whether the state has several modules."""
-
-    @property
-    def in_state(self) -> tuple[str, ...]:
-        """Its flat names in the state, as a part of its modules."""
-        return tuple(f"{home}.{one}" for home, found in self.homes for one in found)
-
-    @property
-    def in_modules(self) -> tuple[str, ...]:
-        """Its names in its modules."""
-        return tuple(dict.fromkeys(one for _, found in self.homes for one in found))
-
-    @property
-    def forms(self) -> tuple[tuple[str, ...], ...]:
-        """The names by form, the more specific form first; a checkpoint uses one form for all parameters."""
-        usual = (self.in_state, self.in_modules) if self.several else (self.in_modules, self.in_state)
-        return (self.in_state, *usual, self.given)
-
-    @property
-    def first(self) -> str:
-        """The name under which it is saved."""
-        if not self.homes:
-            return self.given[0]
-        home, found = self.homes[0]
-        return f"{home}.{found[0]}" if self.several else found[0]
+    first: str
+    """The name under which it is saved."""
+    forms: tuple[tuple[str, ...], ...]
+    """
+    Its names as a part of the state, those in its modules, and those with which the optimizer was built. The more specific
+    form comes first; a checkpoint uses one form for all parameters.
+    """
 
 
 def name_parameters(
@@ -115,11 +92,14 @@ def name_parameters(
                 hint="put the module into the same state, or build the optimizer from named_parameters()",
                 key=name,
             )
-        own = ParameterNames(homes, (given[parameter],) if parameter in given else (), len(modules) > 1)
-        if own.first in seen:
-            raise StateError(f"{name!r} optimizes two parameters that are both called {own.first!r}", key=name)
-        seen.add(own.first)
-        names[parameter] = own
+        in_state = tuple(f"{home}.{one}" for home, found in homes for one in found)
+        in_modules = tuple(dict.fromkeys(one for _, found in homes for one in found))
+        as_given = (given[parameter],) if parameter in given else ()
+        first = (*(in_state if len(modules) > 1 else in_modules), *as_given)[0]
+        if first in seen:
+            raise StateError(f"{name!r} optimizes two parameters that are both called {first!r}", key=name)
+        seen.add(first)
+        names[parameter] = ParameterNames(first, (in_state, in_modules, as_given))
     return names
 
 
@@ -215,7 +195,9 @@ class StoredGroups:
                     self._group_of[new] = group
                     self._former[new] = f"{former}.state.{one}"
             elif key not in MACHINE_KEYS and not leaf.is_tensor and not leaf.empty and selected(leaf.name):
-                raw.setdefault(group, {})[".".join(str(part) for _, part in path)] = stored.raw(leaf)
+                raw.setdefault(group, {})[".".join(str(part) for _, part in path)] = stored.index.value_data.raw(
+                    leaf.row
+                )
         self._raw = {parameter: raw.get(group, {}) for parameter, group in self._group_of.items()}
 
     def __contains__(self, parameter: str) -> bool:
@@ -347,8 +329,10 @@ def dry_step(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[s
     copies = {id(parameter): _copy_of(parameter) for parameter in parameters}
     stand_in = _stand_in_for(optimizer, copies)
     try:
-        with _generators_kept(parameters), _without_global_hooks():
-            _plain_step(stand_in)
+        with _generators_kept(parameters), _without_global_hooks(), torch.no_grad():
+            # The class's own step, without the wrapper that runs hooks and profiling.
+            step: Any = type(stand_in).step
+            (getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step)(stand_in)
     except Exception as exc:
         raise BadState(
             f"{type(optimizer).__qualname__} has no state yet, and a step with zero gradients, which makes it, "
@@ -415,15 +399,6 @@ def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def _plain_step(optimizer: Optimizer) -> None:
-    """Call the class's own step, without the wrapper that runs hooks and profiling."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = getattr(step, "__wrapped__", step)
-    with torch.no_grad():
-        step(optimizer)
-
-
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Remove the hooks that run at every optimizer's step, because a subclass's step may call one that runs them."""
@@ -441,9 +416,7 @@ def _without_global_hooks() -> Iterator[None]:
 @contextmanager
 def _generators_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore all random number generators on exit."""
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what scripts use
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = accelerator.type if accelerator is not None else "cuda"
     numbers = {parameter.device.index for parameter in parameters if parameter.device.type == kind}
@@ -453,5 +426,4 @@ def _generators_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
+        np.random.set_state(numpy)  # noqa: NPY002

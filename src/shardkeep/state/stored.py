@@ -47,14 +47,8 @@ _SAMPLE_NBYTES = 64 << 10
 """Of tensors above 1 MiB, 16 samples of this size are compared, evenly spaced; hashing a model would take seconds."""
 
 
-class _Unfilled:
-    """The one value that stands where a stored value will be put."""
-
-    def __repr__(self) -> str:
-        return "UNFILLED"
-
-
-UNFILLED: Final = _Unfilled()
+UNFILLED: Final = object()
+"""Stands where a stored value will be put."""
 
 
 class Template(NamedTuple):
@@ -104,22 +98,19 @@ class StoredState:
         rename: Callable[[str], str | None],
     ) -> None:
         """Take an index, the names for its tensors and values, and the function that made these names."""
-        self._index = index
+        self.index = index
         self.renamed = rename
-        names = {(True, row): name for name, row in tensor_rows.items()}
-        names |= {(False, row): name for name, row in value_rows.items()}
+        tensors, values = ({row: name for name, row in rows.items()} for rows in (tensor_rows, value_rows))
         found = []
-        for order, (name, path, empty) in enumerate(_leaves(decode_tree(index.tree), None, ())):
-            if empty:
-                found.append(StoredLeaf(name, path, -1, False, order, empty))
-            elif (at := self._row_of(name)) in names:
-                found.append(StoredLeaf(names[at], path, at[1], at[0], order))
+        for order, (former, path, empty) in enumerate(_leaves(decode_tree(index.tree), None, ())):
+            row = index.tensor_rows.get(former)
+            is_tensor = row is not None
+            row = index.value_rows.get(former, -1) if row is None else row
+            name = former if empty else (tensors if is_tensor else values).get(row)
+            if name is not None:
+                found.append(StoredLeaf(name, path, row, is_tensor, order, empty))
         self._leaves = sorted(found, key=lambda leaf: leaf.name)
         self._names = [leaf.name for leaf in self._leaves]
-
-    def _row_of(self, name: str) -> tuple[bool, int]:
-        row = self._index.tensor_rows.get(name)
-        return (False, self._index.value_rows.get(name, -1)) if row is None else (True, row)
 
     def below(self, name: str) -> list[tuple[tuple[PathStep, ...], StoredLeaf]]:
         """Return the leaves whose names begin with `name` and a dot, each with its path from there on."""
@@ -141,7 +132,7 @@ class StoredState:
 
     @cached_property
     def _former_names(self) -> list[str]:
-        return sorted([*self._index.tensor_rows, *self._index.value_rows])
+        return sorted([*self.index.tensor_rows, *self.index.value_rows])
 
     def was(self, name: str) -> bool:
         """Return True if the checkpoint has anything below this name, before the load renames or drops it."""
@@ -150,23 +141,15 @@ class StoredState:
 
     def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
-        return self._index.shape(leaf.row)
+        return self.index.shape(leaf.row)
 
     def dtype(self, leaf: StoredLeaf) -> torch.dtype:
         """Return the dtype of a tensor."""
-        return to_torch(self._index.dtype(leaf.row))
-
-    def from_numpy(self, leaf: StoredLeaf) -> bool:
-        """Return True if a tensor was a numpy array."""
-        return bool(self._index.tensors.origin[leaf.row])
-
-    def raw(self, leaf: StoredLeaf) -> bytes:
-        """Return a plain value as it is stored, to compare it with another."""
-        return self._index.value_data.raw(leaf.row)
+        return to_torch(self.index.dtype(leaf.row))
 
     def value(self, leaf: StoredLeaf) -> Any:
         """Decode a plain value that decides how the rest is loaded."""
-        return decode_value(self.raw(leaf), key=leaf.name)
+        return decode_value(self.index.value_data.raw(leaf.row), key=leaf.name)
 
     def nest(self, name: str, make: Callable[[StoredLeaf], Any]) -> Any:
         """
@@ -235,7 +218,7 @@ def allocate_leaf(stored: StoredState, leaf: StoredLeaf, present: Any = None) ->
         # There is no simple way to make new memory for a ShardedTensor or a ShardedBox.
         return torch.empty_like(present, dtype=dtype) if is_dtensor(present) else present
     fresh = torch.empty(shape, dtype=dtype, device="cpu")
-    return fresh.numpy() if stored.from_numpy(leaf) else fresh
+    return fresh.numpy() if stored.index.tensors.origin[leaf.row] else fresh
 
 
 def is_sharded_leaf(leaf: Any) -> bool:
@@ -261,12 +244,33 @@ def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
     return digest.digest()
 
 
-class StatefulObject:
+class Adapter:
+    """How one object in a state is saved and loaded."""
+
+    communicates = False
+    """Whether its methods communicate with other ranks, which must then all call them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
+        """Return, by name, digests of state that may be shared or per rank, which only a comparison of ranks can tell."""
+        return {}
+
+    def state(self, differing: Collection[str]) -> Any:
+        """Return the state to save: a mapping, or a `PerRank` of one; of the digests, `differing` are per rank."""
+        raise NotImplementedError
+
+    def template(self, stored: StoredState, selected: Selected) -> Template:
+        """Return the template to fill from a checkpoint."""
+        raise NotImplementedError
+
+
+class StatefulObject(Adapter):
     """How an object with `state_dict` and `load_state_dict` is saved and loaded."""
 
     def __init__(self, name: str, target: Any, *, rank: int, world_size: int) -> None:
-        self.name = name
-        self.communicates = False
+        super().__init__(name)
         self._target = target
         self._rank = rank
         self._world_size = world_size
