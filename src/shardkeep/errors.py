@@ -50,8 +50,11 @@ so it may only hold plain data.
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 
@@ -386,12 +389,29 @@ def _get_failure_dict(results: list[Any]) -> dict[int, WRAPPED_EXCEPTION]:
     return {rank: result for rank, result in enumerate(results) if _is_wrapped_exception(result)}
 
 
+def torch_module(name: str) -> ModuleType | None:
+    """Return a module of torch's own if it is loaded, also where `dcp.install()` has put ours in its place."""
+    # The import hook of `dcp.install()` keeps what it replaced.
+    kept: Mapping[str, ModuleType] = next((each.displaced for each in sys.meta_path if hasattr(each, "displaced")), {})
+    return kept.get(name) or sys.modules.get(name)
+
+
 class CheckpointException(BaseException):
     """
     One or more ranks failed in a step of a save or a load. Raised on all ranks.
 
-    It is a BaseException, as in torch, so `except Exception` does not catch it.
+    It is a BaseException, as in torch, so `except Exception` does not catch it. Where torch's own class of this name is
+    loaded, each instance is one of that class too, so that code which catches torch's catches this one.
     """
+
+    def __new__(cls, *args: Any) -> CheckpointException:  # noqa: PYI034 - Self needs Python 3.11
+        theirs = getattr(torch_module("torch.distributed.checkpoint.api"), "CheckpointException", cls)
+        kind = cls if issubclass(theirs, cls) else type(cls.__name__, (cls, theirs), {"__module__": cls.__module__})
+        made: CheckpointException = super().__new__(kind, *args)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointException, self.args  # another process may not have loaded torch's class
 
     def __init__(self, msg: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
         super().__init__(msg, failures)

@@ -1,5 +1,8 @@
 """Our readers handed to torch's own `load`, which knows nothing of ours: what it asks of metadata is answered."""
 
+import io
+import pickle
+
 import pytest
 import torch
 import torch.distributed.checkpoint as theirs
@@ -81,3 +84,37 @@ def test_others_are_given_ours(saved):
 
     quietly(ours.load, {"w": torch.zeros(4)}, storage_reader=reader, planner=Looking())
     assert seen == [Metadata]
+
+
+def test_handlers_of_torchs_exception_catch_ours(tmp_path):
+    """It stays ours, has both failures and text, and survives being sent to another rank."""
+    with pytest.raises(theirs.api.CheckpointException, match="nothing") as caught:
+        quietly(ours.load, {"w": torch.zeros(2)}, checkpoint_id=tmp_path / "nothing")
+    assert isinstance(caught.value, ours.CheckpointException)
+    sent = pickle.loads(pickle.dumps(ours.CheckpointException("read", {1: (ValueError("x"), None)})))
+    assert isinstance(sent, theirs.CheckpointException)
+    assert (list(sent.failures), "ValueError: x" in str(sent)) == ([1], True)
+
+
+class InBytes:
+    """A `Stateful` that keeps its state in a buffer, as examples of PyTorch do."""
+
+    def __init__(self, data=b""):
+        self.buffer = io.BytesIO(data)
+        self.buffer.seek(1)
+
+    def state_dict(self):
+        return {"buffer": self.buffer}
+
+    def load_state_dict(self, state):
+        self.buffer = state["buffer"]
+
+
+@pytest.mark.parametrize("reading", [ours, theirs])
+@pytest.mark.parametrize("writing", [ours, theirs])
+def test_buffers_of_bytes(tmp_path, writing, reading):
+    """They are plain bytes and a position: no pickle has to be allowed."""
+    quietly(writing.save, {"s": InBytes(b"abc"), "b": io.BytesIO(b"x" * 5)}, checkpoint_id=tmp_path)
+    state = {"s": InBytes(), "b": io.BytesIO()}
+    quietly(reading.load, state, checkpoint_id=tmp_path)
+    assert (state["s"].buffer.read(), state["b"].getvalue()) == (b"bc", b"x" * 5)

@@ -192,10 +192,9 @@ class _Unchangeable(type):
 
 def _guard(kind: type) -> type:
     """Make a class that cannot be changed, and whose instances are those of `kind`."""
-    new = object.__new__
 
     def __new__(_cls: type) -> Any:  # noqa: N807 - it becomes one
-        return new(kind)
+        return kind.__new__(kind)  # type: ignore[call-overload]  # no class of classes is among them
 
     return _Unchangeable(kind.__name__, (), {"__slots__": (), "__new__": __new__})
 
@@ -384,6 +383,7 @@ def plain_names() -> Names:
         ("collections", "defaultdict"): Call(_defaultdict, collections.defaultdict),
         ("builtins", "bytearray"): Call(_bytearray, bytearray),
         ("builtins", "range"): Call(_range),
+        ("_io", "BytesIO"): New(io.BytesIO),  # its state is bytes and a position, which it checks itself
         **{("builtins", each.__name__): Call(_never, each) for each in (dict, list, tuple, int, float, str, bool)},
     }
     # Pickles that Python 2 can read, such as torch's, use its names.

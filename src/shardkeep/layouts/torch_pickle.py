@@ -286,7 +286,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
 _ENTRY = {"properties", "size", "chunks"}
 _CHUNK = {"offsets", "sizes"}
-_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}
+_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
 _INDEX = {"fqn", "offset", "index"}
 
 

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from shardkeep.errors import BrokenProtocol
+from shardkeep.errors import BrokenProtocol, torch_module
 
 
 def is_torchs(obj: object, name: str) -> bool:
@@ -51,6 +51,8 @@ _FORMATS = {
     "TORCH_CHANNELS_LAST": torch.channels_last,
     "TORCH_PRESERVE_FORMAT": torch.preserve_format,
 }
+_HAS_STRIDES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
+"""Whether the installed torch notes the strides of tensors."""
 
 
 @dataclass
@@ -62,16 +64,19 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:
         for name, memory_format in _FORMATS.items():
             if memory_format == self.memory_format:
                 encoded = _MEM_FORMAT_ENCODING[name]
+                # Without the strides, which nothing reads: torch before 2.15 refuses a sixth value.
                 return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory
         raise BrokenProtocol(f"{self.memory_format} is not a memory format that a checkpoint can hold")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory = state
+        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory, *more = state
+        self.strides = more[0] if more else None
         # By name: the member may be that of torch's own enum.
         name = getattr(encoded, "name", None)
         if name not in _FORMATS:
@@ -87,6 +92,7 @@ class TensorProperties:
             requires_grad=tensor.requires_grad,
             memory_format=torch.contiguous_format,
             pin_memory=tensor.is_pinned(),
+            strides=tensor.stride() if _HAS_STRIDES and tensor.layout is torch.strided else None,
         )
 
 
@@ -573,16 +579,10 @@ def protocol_classes_of(party: object) -> Classes:
 
 def _torchs_classes() -> Classes:
     return {
-        kind.__name__: getattr(_torchs_own(f"torch.distributed.checkpoint.{module}"), kind.__name__)
+        kind.__name__: getattr(torch_module(f"torch.distributed.checkpoint.{module}"), kind.__name__)
         for module, kinds in _CLASSES.items()
         for kind in kinds
     }
-
-
-def _torchs_own(name: str) -> ModuleType:
-    # If `dcp.install()` was called, the import hook keeps torch's modules.
-    kept: Mapping[str, ModuleType] = next((each.displaced for each in sys.meta_path if hasattr(each, "displaced")), {})
-    return kept.get(name) or sys.modules[name]
 
 
 def translator(source: object, target: object) -> Callable[[Any], Any]:
