@@ -28,7 +28,7 @@ from shardkeep.engine.match import (
     merge_findings,
     raise_if_wrong,
 )
-from shardkeep.engine.reader import Source
+from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases
 from shardkeep.engine.shared_reads import (
     Channel,
@@ -42,7 +42,7 @@ from shardkeep.engine.shared_reads import (
     remaining_reads,
     shared_requests,
 )
-from shardkeep.engine.sources import FoundCheckpoint, find, open_source
+from shardkeep.engine.sources import find, open_source
 from shardkeep.format.record import Record
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options

@@ -46,6 +46,7 @@ from shardkeep.format.data_file import (
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
 from shardkeep.layouts.native import save_id_of
+from shardkeep.options import Options
 from shardkeep.plan.load_plan import Edge, FileReads, Read, Scatter, check_tensors, chunk_rows
 from shardkeep.storage.base import (
     BlobReader,
@@ -174,6 +175,18 @@ class Source:
     def position(self, chunk: int) -> tuple[int, int]:
         """Return the file of a chunk, and about where it begins there: what is read in one sweep has close positions."""
         return int(self.index.chunks.file[chunk]), int(self.index.chunks.start[chunk])
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint that exists, of any layout."""
+
+    record: Record
+    opener: Callable[[Options, DigestCache | None], Source]
+
+    def open(self, options: Options, digests: DigestCache | None = None) -> Source:
+        """Open it, without reading again what was read to find it."""
+        return self.opener(options, digests)
 
 
 def list_keys(keys: Iterable[str]) -> str:

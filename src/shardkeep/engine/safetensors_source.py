@@ -19,11 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import cached_property
+from operator import add
 from typing import Any, ClassVar
 
 import numpy as np
 
-from shardkeep.engine.reader import DigestCache, ReadableStore, Source
+from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.workers import run_workers
 from shardkeep.errors import (
     BlobNotFound,
@@ -33,7 +35,7 @@ from shardkeep.errors import (
     MalformedFile,
     WrongSize,
 )
-from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled
+from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.index import Index, build_index, strings_of
@@ -104,10 +106,6 @@ def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, Catalo
     """
     Return what a directory holds. If it has an index file, that says which files count and which file has a tensor; a file is
     then opened when one of its tensors is asked for.
-
-    Raises:
-        MalformedFile: the files are not one complete checkpoint.
-
     """
     if not folder.files and folder.index is None:
         raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
@@ -145,55 +143,35 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
         self._folder = folder
         self._weight_map = weight_map
         self._threads = threads
-        self._files: dict[str, SafetensorsFile] = {}
-        self._offsets: dict[str, dict[str, Any] | None] = {}
-        self._found: dict[str, CatalogEntry] = {}
-        self._opened: Catalog | None = None
+        self._files: dict[str, tuple[SafetensorsFile, dict[str, Any] | None]] = {}
+        """Files that were opened so far, and the offsets of their chunks."""
 
     def __getitem__(self, key: str) -> CatalogEntry:
-        if self._opened is not None:
-            return self._opened[key]
-        if key not in self._found:
-            stored = self._alone(key)
-            if stored is None:
-                return self._whole()[key]
-            self._found[key] = stored
-        return self._found[key]
+        name = self._weight_map.get(key) if isinstance(key, str) else None
+        if name is None or name not in self._folder.files or "_whole" in vars(self):
+            return self._whole[key]
+        if name not in self._files:
+            file = read_header(self._folder.files[name], self._folder.opens)
+            self._files[name] = file, saved_offsets(file)
+        file, offsets = self._files[name]
+        part = file.tensors.get(key)
+        # It must be complete in this file. Tensors are cut only into files that are named as shards, for which there is no
+        # index file.
+        of_one_save = len({file.metadata.get(SAVE_ID_KEY) for file, _ in self._files.values()}) == 1
+        if part is None or name.startswith(_SHARD_PREFIX) or not of_one_save:
+            return self._whole[key]
+        if offsets is not None and any(_offset_of(file, key, part, offsets)):
+            return self._whole[key]
+        return CatalogEntry(part.dtype, part.shape, [CatalogChunk(file.path, part.start, whole(part.shape))])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole())
+        return iter(self._whole)
 
     def __len__(self) -> int:
-        return len(self._whole())
+        return len(self._whole)
 
-    def _alone(self, key: str) -> CatalogEntry | None:
-        """Return a tensor that the index file assigns to one file and that is complete there; None if that is not certain."""
-        name = self._weight_map.get(key) if isinstance(key, str) else None
-        if name is None or name not in self._folder.files:
-            return None
-        if name not in self._files:
-            self._files[name] = read_header(self._folder.files[name], self._folder.opens)
-            self._offsets[name] = saved_offsets(self._files[name])
-        file, offsets = self._files[name], self._offsets[name]
-        part = file.tensors.get(key)
-        # Tensors are cut only into files that are named as shards, for which there is no index file.
-        if part is None or name.startswith(_SHARD_PREFIX) or not self._of_one_save():
-            return None
-        if offsets is not None and any(_offset_of(file, key, part, offsets)):
-            return None
-        return CatalogEntry(
-            part.dtype, part.shape, [CatalogChunk(file.path, part.start, Box((0,) * len(part.shape), part.shape))]
-        )
-
-    def _of_one_save(self) -> bool:
-        return len({file.metadata.get(SAVE_ID_KEY) for file in self._files.values()}) == 1
-
+    @cached_property
     def _whole(self) -> Catalog:
-        if self._opened is None:
-            self._opened = self._open_all()
-        return self._opened
-
-    def _open_all(self) -> Catalog:
         folder, weight_map = self._folder, self._weight_map
         homes = {name: None for name in weight_map.values() if name in folder.files}
         files = read_headers([folder.files[name] for name in homes], threads=self._threads, opens=folder.opens)
@@ -233,22 +211,15 @@ def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = No
 
 
 def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
-    """
-    Return the tensors of files. `homes` has the file of each tensor that several files hold completely.
-
-    Raises:
-        MalformedFile: the files are not one complete checkpoint.
-
-    """
-    check_one_save(files)
+    """Return the tensors of files. `homes` has the file of each tensor that several files hold completely."""
+    _check_one_save(files)
     found: dict[str, tuple[DType, list[CatalogChunk]]] = {}
     for file in files:
         offsets = saved_offsets(file)
         for key, part in file.tensors.items():
             if homes and offsets is None and homes.get(key, file.path) != file.path:
                 continue
-            at = (0,) * len(part.shape) if offsets is None else _offset_of(file, key, part, offsets)
-            chunk = CatalogChunk(file.path, part.start, Box(at, part.shape))
+            box = whole(part.shape) if offsets is None else Box(_offset_of(file, key, part, offsets), part.shape)
             dtype, chunks = found.setdefault(key, (part.dtype, []))
             if dtype is not part.dtype or (len(chunks) and len(chunks[0].box.sizes) != len(part.shape)):
                 raise MalformedFile(
@@ -256,23 +227,16 @@ def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | N
                     f"{len(chunks[0].box.sizes)} axes in {chunks[0].path}",
                     file=file.path, key=key,
                 )  # fmt: skip
-            chunks.append(chunk)
-    catalog = {key: _stored(dtype, chunks) for key, (dtype, chunks) in found.items()}
+            chunks.append(CatalogChunk(file.path, part.start, box))
+    catalog = {}
+    for key, (dtype, chunks) in found.items():
+        ends = [map(add, chunk.box.offsets, chunk.box.sizes) for chunk in chunks]
+        shape = tuple(map(max, zip(*ends, strict=True)))
+        # Ranks without a part of a tensor may have stored an empty chunk.
+        filled = [chunk for chunk in chunks if all(chunk.box.sizes)]
+        catalog[key] = CatalogEntry(dtype, shape, filled or [replace(chunks[0], box=whole(shape))])
     _check_tiled(catalog)
     return catalog
-
-
-def _stored(dtype: DType, chunks: list[CatalogChunk]) -> CatalogEntry:
-    shape = tuple(map(max, zip(*(_end(chunk.box) for chunk in chunks), strict=True)))
-    # Ranks without a part of a tensor may have stored an empty chunk.
-    filled = [chunk for chunk in chunks if all(chunk.box.sizes)]
-    if not filled:
-        filled = [CatalogChunk(chunks[0].path, chunks[0].start, Box((0,) * len(shape), shape))]
-    return CatalogEntry(dtype, shape, filled)
-
-
-def _end(box: Box) -> Ints:
-    return tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 def saved_offsets(file: SafetensorsFile) -> dict[str, Any] | None:
@@ -304,7 +268,7 @@ def _offset_of(file: SafetensorsFile, key: str, part: HeaderTensor, said: Mappin
     return tuple(offsets)
 
 
-def check_one_save(files: Iterable[SafetensorsFile]) -> None:
+def _check_one_save(files: Iterable[SafetensorsFile]) -> None:
     """Check that the files which were written as a checkpoint are of the same save and complete."""
     saves: dict[str | None, list[SafetensorsFile]] = {}
     for file in files:
@@ -392,31 +356,11 @@ class SafetensorsSource(Source):
         return sum(seen.data_start for seen in self.seen.values())
 
 
-@dataclass(frozen=True)
-class FoundSafetensors:
-    """Safetensors files whose headers were read."""
-
-    store: ReadableStore
-    record: Record
-    headers: Mapping[str, SafetensorsFile]
-    catalog: Mapping[str, CatalogEntry]
-    kept: HeaderState | None
-
-    def open(self, options: Options, _: DigestCache | None = None) -> SafetensorsSource:  # noqa: ARG002 - as of other layouts
-        """Make the index."""
-        index = _index(self.catalog, self.kept, [entry.name for entry in self.record.files])
-        return SafetensorsSource(store=self.store, record=self.record, index=index, seen=self.headers)
-
-
-def find_safetensors(store: Store) -> FoundSafetensors | None:
+def find_safetensors(store: Store) -> FoundCheckpoint | None:
     """
     Find safetensors files that are a checkpoint by themselves; None if there are none.
 
     Data files of a native save that was never committed do not count.
-
-    Raises:
-        DamagedCheckpoint: the files are not one complete checkpoint.
-
     """
     folder = _folder(store)
     if folder is None:
@@ -426,45 +370,39 @@ def find_safetensors(store: Store) -> FoundSafetensors | None:
     paths = folder.files.values() if homes is None else homes.values()
     headers = read_headers(paths, threads=Options().io_threads, opens=folder.opens)
     catalog = catalog_of(headers, homes=homes)
-    _check_homes(folder, homes, headers)
-    return _found_files(folder, headers, catalog, _kept_state(headers))
-
-
-def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile], options: Options) -> SafetensorsSource:
-    """
-    Open files whose headers were read as one checkpoint: a flat dict of tensors.
-
-    Raises:
-        MalformedFile: the files are not one complete checkpoint.
-
-    """
-    return _found_files(folder, headers, catalog_of(headers), None).open(options)
-
-
-def _found_files(
-    folder: ModelDirectory,
-    headers: list[SafetensorsFile],
-    catalog: Mapping[str, CatalogEntry],
-    kept: HeaderState | None,
-) -> FoundSafetensors:
+    by_path = {file.path: file for file in headers}
+    for key, path in (homes or {}).items():
+        if key not in by_path[path].tensors:
+            raise MalformedFile(
+                f"{folder.path}: {folder.index} says that {key!r} is in {path}, which does not have it",
+                hint="the index file is of other files: were both downloaded as a whole?",
+                file=path,
+                key=key,
+            )
+    said = [(file, file.metadata[STATE_KEY]) for file in headers if STATE_KEY in file.metadata]
+    if len(said) > 1:
+        raise MalformedFile(f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors")
+    kept = decode_header_state(said[0][1], where=said[0][0].path) if said else None
     record = _record(folder, headers, catalog, kept)
-    return FoundSafetensors(folder.opens, record, _by_path(headers), catalog, kept)
+    return FoundCheckpoint(record, lambda *_: _open(folder, record, headers, catalog, kept))
 
 
-def open_safetensors(store: Store, record: Record, options: Options) -> SafetensorsSource:
-    """
-    Open the files of a record, which may come from another rank.
+def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile]) -> SafetensorsSource:
+    """Open files whose headers were read as one checkpoint: a flat dict of tensors."""
+    catalog = catalog_of(headers)
+    return _open(folder, _record(folder, headers, catalog, None), headers, catalog, None)
 
-    Raises:
-        CheckpointError: the files were replaced since.
 
-    """
-    found = find_safetensors(store)
-    if found is None or found.record.index.checksum != record.index.checksum:
-        raise CheckpointError(
-            f"{store.url}: the safetensors files were replaced meanwhile", hint="open or load it again"
-        )
-    return found.open(options)
+def _open(
+    folder: ModelDirectory,
+    record: Record,
+    headers: list[SafetensorsFile],
+    catalog: Catalog,
+    kept: HeaderState | None,
+) -> SafetensorsSource:
+    index = _index(catalog, kept, [entry.name for entry in record.files])
+    seen = {file.path: file for file in headers}
+    return SafetensorsSource(store=folder.opens, record=record, index=index, seen=seen)
 
 
 def _single_blob(store: Store) -> tuple[Store, str] | None:
@@ -529,34 +467,10 @@ def _path(folder: ModelDirectory, name: str) -> str:
     return folder.files[name]
 
 
-def _check_homes(folder: ModelDirectory, homes: Mapping[str, str] | None, headers: list[SafetensorsFile]) -> None:
-    """Check that every tensor is in the file that the index file names."""
-    by_path = _by_path(headers)
-    for key, path in (homes or {}).items():
-        if key not in by_path[path].tensors:
-            raise MalformedFile(
-                f"{folder.path}: {folder.index} says that {key!r} is in {path}, which does not have it",
-                hint="the index file is of other files: were both downloaded as a whole?",
-                file=path,
-                key=key,
-            )
-
-
-def _by_path(headers: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
-    return {file.path: file for file in headers}
-
-
-def _kept_state(headers: list[SafetensorsFile]) -> HeaderState | None:
-    said = [(file, file.metadata[STATE_KEY]) for file in headers if STATE_KEY in file.metadata]
-    if len(said) > 1:
-        raise MalformedFile(f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors")
-    return decode_header_state(said[0][1], where=said[0][0].path) if said else None
-
-
 def _record(
     folder: ModelDirectory,
     headers: list[SafetensorsFile],
-    catalog: Mapping[str, CatalogEntry],
+    catalog: Catalog,
     kept: HeaderState | None,
 ) -> Record:
     together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
@@ -599,7 +513,7 @@ def _when(folder: ModelDirectory, names: list[str]) -> str:
     return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _index(catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files: list[str]) -> Index:
+def _index(catalog: Catalog, kept: HeaderState | None, files: list[str]) -> Index:
     ties = dict(kept.ties) if kept else {}
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
@@ -612,8 +526,11 @@ def _index(catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files:
     row_of = {key: row for row, key in enumerate(keys)}
     stored = [catalog[ties.get(key, key)] for key in keys]
     number = {name: at for at, name in enumerate(files)}
-    values = _values(kept, where)
-    tree = to_bytes(kept.tree, where=where) if kept else _flat_tree(catalog)
+    values = {key: to_bytes(text, where=where) for key, text in kept.values.items()} if kept else {}
+    value_keys = sorted(values, key=str.encode)
+    # Without a saved tree: a flat dict of all tensors, in the order of the files.
+    flat = Container("dict", tuple((key, None) for key in catalog))
+    tree = to_bytes(kept.tree, where=where) if kept else encode_tree(flat)
     return build_index(
         keys=keys,
         dtypes=[each.dtype for each in stored],
@@ -626,21 +543,8 @@ def _index(catalog: Mapping[str, CatalogEntry], kept: HeaderState | None, files:
         ],
         alias=[row_of[ties.get(key, key)] for key in keys],
         origin=[key in arrays for key in keys],
-        value_keys=[key for key, _ in values],
-        value_data=strings_of(data for _, data in values),
+        value_keys=value_keys,
+        value_data=strings_of(values[key] for key in value_keys),
         make_tree=lambda: tree,
         where=where,
     )
-
-
-def _values(kept: HeaderState | None, where: str) -> list[tuple[str, bytes]]:
-    if kept is None:
-        return []
-    return sorted(
-        ((key, to_bytes(text, where=where)) for key, text in kept.values.items()), key=lambda entry: entry[0].encode()
-    )
-
-
-def _flat_tree(catalog: Mapping[str, CatalogEntry]) -> bytes:
-    """Return the skeleton of a flat dict of all tensors, in the order of the files."""
-    return encode_tree(Container("dict", tuple((key, None) for key in catalog)))

@@ -8,14 +8,15 @@ because data files of the native layout are safetensors files, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from shardkeep.codecs.coded_store import DecodingStore
-from shardkeep.engine import safetensors_source, torch_source
 from shardkeep.engine.codecs import open_chains
-from shardkeep.engine.reader import DigestCache, ReadableStore, Source
-from shardkeep.errors import BlobNotFound, CheckpointNotFound
+from shardkeep.engine.reader import DigestCache, FoundCheckpoint, ReadableStore, Source
+from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
+from shardkeep.engine.safetensors_source import find_safetensors
+from shardkeep.engine.torch_source import find_torch
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layouts import native
@@ -25,34 +26,29 @@ from shardkeep.storage.base import Lists, Opens, Store, is_single_file
 
 
 def find(store: Store) -> FoundCheckpoint:
-    """
-    Find the checkpoint in a place.
-
-    Raises:
-        CheckpointNotFound: there is none of any layout.
-
-    """
+    """Find the checkpoint in a place; `CheckpointNotFound` if there is none of any layout."""
     try:
         if not is_single_file(store):
             return _committed(store)
         missing = CheckpointNotFound(f"{store.url}: no checkpoint")
     except CheckpointNotFound as exc:
         missing = exc
-    found = safetensors_source.find_safetensors(store)
-    if found is None:
+    if (found := find_safetensors(store)) is None:
         raise missing
     return found
 
 
-def _committed(store: Store) -> _FoundNative | torch_source.FoundTorch:
+def _committed(store: Store) -> FoundCheckpoint:
     try:
         record = native.read_record(store)
     except CheckpointNotFound as exc:
         try:
-            return torch_source.find_torch(store)
+            return find_torch(store)
         except BlobNotFound:
             raise exc from None
-    return torch_source.find_torch(store) if latest(store) == METADATA_NAME else _FoundNative(store, record)
+    if latest(store) == METADATA_NAME:
+        return find_torch(store)
+    return FoundCheckpoint(record, lambda options, digests: open_native(store, record, options, digests))
 
 
 class _ListedStore(Opens, Lists, Protocol):
@@ -70,32 +66,8 @@ def latest(store: _ListedStore) -> str | None:
     return max(when, key=lambda name: when[name], default=None)
 
 
-@dataclass(frozen=True)
-class _FoundNative:
-    """A native checkpoint whose record was read."""
-
-    store: Store
-    record: Record
-
-    def open(self, options: Options, digests: DigestCache | None = None) -> Source:
-        """Read its index."""
-        return open_native(self.store, self.record, options, digests)
-
-
-FoundCheckpoint = _FoundNative | torch_source.FoundTorch | safetensors_source.FoundSafetensors
-"""A checkpoint that exists: its `record`, and `open`, which does not read again what was read to find it."""
-
-
 def open_native(store: ReadableStore, record: Record, options: Options, digests: DigestCache | None = None) -> Source:
-    """
-    Open the native checkpoint of a record, through its codecs, with the keys of the options.
-
-    Raises:
-        KeyMissing: it is encrypted, and there is no key.
-        WrongKey: it is encrypted with another key.
-        NotAuthentic: the record was changed by a writer without the key.
-
-    """
+    """Open the native checkpoint of a record, through its codecs, with the keys of the options."""
     if not record.chains:
         return Source(store, record, native.read_index(store, record), digests)
     chains = open_chains(record, options, where=getattr(store, "url", record.save_id))
@@ -104,10 +76,11 @@ def open_native(store: ReadableStore, record: Record, options: Options, digests:
     return Source(plain, record, native.read_index(plain, record, chain), digests)
 
 
-def open_source(store: Store, record: Record, options: Options, digests: DigestCache | None = None) -> Source:
+def open_source(store: Store, record: Record, options: Options) -> Source:
     """Open the checkpoint of a record, which may come from another rank."""
     if record.format == NATIVE:
-        return _FoundNative(store, record).open(options, digests)
-    if record.format == safetensors_source.FORMAT:
-        return safetensors_source.open_safetensors(store, record, options)
-    return torch_source.open_torch(store, record, options)
+        return open_native(store, record, options)
+    found = find_safetensors(store) if record.format == SAFETENSORS else find_torch(store)
+    if found is None or found.record.index.checksum != record.index.checksum:
+        raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
+    return found.open(options)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
-from shardkeep.engine.reader import DigestCache, ReadableStore, Source, list_keys, read_files
+from shardkeep.engine.reader import DigestCache, FoundCheckpoint, ReadableStore, Source, list_keys, read_files
 from shardkeep.engine.workers import WINDOW_NBYTES, window_for
 from shardkeep.errors import (
     BlobNotFound,
@@ -81,6 +81,7 @@ _BATCH_NBYTES = 256 << 20
 _NEIGHBOURS_NBYTES = 1 << 20
 """Small objects lie side by side, and reading one reads the blocks it lies in: its neighbours are kept with it."""
 _KEPT_OBJECTS_NBYTES = 64 << 20
+_KNOWN_HEADS = 8
 
 
 # -- data files and items ----------------------------------------------------------------------------------------------
@@ -190,12 +191,14 @@ def read_items(files: ItemFiles, items: Sequence[Item], *, threads: int, budget_
     return buffers
 
 
-def item_batches(items: Sequence[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+def item_batches(
+    items: Sequence[T], nbytes: Callable[[T], int], *, most_nbytes: int = _BATCH_NBYTES
+) -> Iterator[list[T]]:
     """Group items so that a group takes a bounded amount of memory, unless a single item takes more."""
     batch: list[T] = []
     held = 0
     for item in items:
-        if batch and held + nbytes(item) > _BATCH_NBYTES:
+        if batch and held + nbytes(item) > most_nbytes:
             yield batch
             batch, held = [], 0
         batch.append(item)
@@ -328,93 +331,50 @@ class TorchSource(Source):
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FoundTorch:
-    """A checkpoint of torch's layout whose metadata were read."""
-
-    store: ReadableStore
-    record: Record
-    metadata: TorchMetadata
-    checksum: str
-
-    def open(self, options: Options, _: DigestCache | None = None) -> TorchSource:
-        """
-        Open its data files.
-
-        Raises:
-            CheckpointError: the record belongs to another checkpoint than the metadata.
-
-        """
-        if self.checksum != self.record.index.checksum:
-            raise CheckpointError(
-                f"{METADATA_NAME}: another save replaced the checkpoint meanwhile", hint="open or load it again"
-            )
-        registry = ExtensionRegistry()
-
-        def undo(descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
-            return transformed_input(registry, descriptors, stream)
-
-        metadata = self.metadata
-        files = ItemFiles(self.store, metadata.sums)
-        for name in _file_names(metadata):
-            files.number(name)
-        index, items, descriptors = _index_of(metadata, files, StoredObjects(metadata.objects, files, options, undo))
-        return TorchSource(
-            store=self.store,
-            record=msgspec.structs.replace(self.record, files=files.entries),
-            index=index,
-            digests=files.digests,
-            files=files,
-            items=items,
-            descriptors=descriptors,
-            objects=metadata.objects,
-            undo=undo,
-        )
-
-
-def find_torch(store: ReadableStore) -> FoundTorch:
+def find_torch(store: ReadableStore) -> FoundCheckpoint:
     """Find a checkpoint of torch's layout; `BlobNotFound` where there is none."""
-    store = _as_foreign(store)
+    store = with_any_names(store)
     data = store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
     metadata = decode_torch_metadata(data, where=METADATA_NAME)
     checksum = checksum_text(digest(data))
     writers = [rank for rank in map(writer_rank, _file_names(metadata)) if rank is not None]
+    infos: Iterable[BlobInfo] = getattr(store, "list", tuple)()
+    seconds = next((info.modified_s for info in infos if info.name == METADATA_NAME), 0.0)
+    entries = metadata.tensors.values()
     record = Record(
         format=FORMAT,
         save_id=metadata.save_id or checksum[-20:],
-        saved_at=_when(store),
+        saved_at=datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds"),
         writer="shardkeep" if metadata.sums else "torch",
         world_size=max(writers, default=0) + 1,
-        totals=_totals(metadata),
+        totals=Totals(
+            tensors=len(entries),
+            chunks=sum(len(entry.chunks) for entry in entries),
+            values=len(metadata.objects),
+            tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
+        ),
         index=IndexEntry(name=METADATA_NAME, nbytes=len(data), checksum=checksum),
         files=[],
     )
-    return FoundTorch(store, record, metadata, checksum)
+    return FoundCheckpoint(record, lambda options, _: _open(store, record, metadata, options))
 
 
-def open_torch(store: ReadableStore, record: Record, options: Options) -> TorchSource:
-    """Open the checkpoint of a record, which may come from another rank."""
-    return replace(find_torch(store), record=record).open(options)
-
-
-def _as_foreign(store: ReadableStore) -> ReadableStore:
-    """Allow file names, and links, that our own writers would not make."""
-    return with_any_names(store)
-
-
-def _when(store: ReadableStore) -> str:
-    infos: Iterable[BlobInfo] = getattr(store, "list", tuple)()
-    seconds = next((info.modified_s for info in infos if info.name == METADATA_NAME), 0.0)
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _totals(metadata: TorchMetadata) -> Totals:
-    entries = metadata.tensors.values()
-    return Totals(
-        tensors=len(entries),
-        chunks=sum(len(entry.chunks) for entry in entries),
-        values=len(metadata.objects),
-        tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
+def _open(store: ReadableStore, record: Record, metadata: TorchMetadata, options: Options) -> TorchSource:
+    files = ItemFiles(store, metadata.sums)
+    for name in _file_names(metadata):
+        files.number(name)
+    undo = partial(transformed_input, ExtensionRegistry())
+    index, items, descriptors = _index_of(metadata, files, StoredObjects(metadata.objects, files, options, undo))
+    return TorchSource(
+        store=store,
+        record=msgspec.structs.replace(record, files=files.entries),
+        index=index,
+        digests=files.digests,
+        files=files,
+        items=items,
+        descriptors=descriptors,
+        objects=metadata.objects,
+        undo=undo,
     )
 
 
@@ -504,10 +464,9 @@ class StoredObjects(Strings):
 
     def raw(self, row: int) -> bytes:
         """Return one object as an encoded value."""
-        data = self._held.get(row)
-        if data is None:
-            data = self._read(row)
-        key, location = self._keys[row], self._locations[row]
+        if row not in self._held:
+            self._read(row)
+        data, key, location = self._held[row], self._keys[row], self._locations[row]
         if location.descriptors:
             data = self._undo(location.descriptors, io.BytesIO(data)).read(-1)
         try:
@@ -519,40 +478,27 @@ class StoredObjects(Strings):
         """Return all of them."""
         return [self.raw(row) for row in range(len(self))]
 
-    def _read(self, row: int) -> bytes:
+    def _read(self, row: int, *, alone: bool = False) -> None:
+        rows = [row] if alone else self._neighbours[row]
+        options = self._options
+        items = [self._files.item(self._locations[each], self._keys[each]) for each in rows]
         try:
-            held = self._read_all(self._with_neighbours(row))
-        except DamagedCheckpoint:  # perhaps only a neighbour is damaged
-            held = self._read_all([row])
+            found = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+        except DamagedCheckpoint:
+            if alone:
+                raise
+            self._read(row, alone=True)  # perhaps only a neighbour is damaged
+            return
         if sum(map(len, self._held.values())) > _KEPT_OBJECTS_NBYTES:
             self._held = {}
-        self._held |= held
-        return held[row]
-
-    def _read_all(self, rows: list[int]) -> dict[int, bytes]:
-        items = [self._files.item(self._locations[row], self._keys[row]) for row in rows]
-        options = self._options
-        found = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
-        return {row: bytes(data) for row, data in zip(rows, found, strict=True)}
-
-    def _with_neighbours(self, row: int) -> list[int]:
-        """Return a row, and those behind it in its file that are read with it."""
-        order, at = self._by_location
-        first = self._locations[row]
-        end = first.offset + max(_NEIGHBOURS_NBYTES, first.nbytes)
-        rows = [row]
-        for other in order[at[row] + 1 :]:
-            location = self._locations[other]
-            if location.file != first.file or location.offset + location.nbytes > end:
-                break
-            rows.append(other)
-        return rows
+        self._held.update(zip(rows, map(bytes, found), strict=True))
 
     @cached_property
-    def _by_location(self) -> tuple[list[int], dict[int, int]]:
-        """Return the rows in the order in which they lie in files, and the position of each in that order."""
+    def _neighbours(self) -> dict[int, list[int]]:
+        """The objects that are read together with each one."""
         order = sorted(range(len(self)), key=lambda row: self._locations[row][:2])
-        return order, {row: at for at, row in enumerate(order)}
+        batches = item_batches(order, lambda row: self._locations[row].nbytes, most_nbytes=_NEIGHBOURS_NBYTES)
+        return {row: batch for batch in batches for row in batch}
 
 
 class Archive:
@@ -575,34 +521,24 @@ def load_archive(data: bytes) -> Any:
 # -- archives ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _KnownHeads:
-    """Archives seen so far: those of equal tensors begin with the same bytes."""
-
-    heads: dict[int, list[tuple[bytes, ArchivedTensor]]]
-
-    def find(self, get: Callable[[int, int], bytes], nbytes: int, where: str) -> ArchivedTensor | None:
-        known = self.heads.setdefault(nbytes, [])
-        for head, found in known:
-            if get(0, len(head)) == head:
-                return found
-        made = find_tensor(get, nbytes, where=where)
-        if made is not None and len(known) < 8:
-            known.append((get(0, made.start), made))
-        return made
-
-
 def find_tensors(files: ItemFiles, items: Sequence[Item]) -> list[ArchivedTensor | None]:
     """Find the tensors in items that hold archives; None for one that only torch can read."""
     found: list[ArchivedTensor | None] = [None] * len(items)
     order = sorted(range(len(items)), key=lambda row: items[row][:2])
-    known = _KnownHeads({})
+    # Archives of equal tensors begin with the same bytes: the heads of some, by the size of the archive.
+    heads: dict[int, list[tuple[bytes, ArchivedTensor]]] = {}
     for file, of_file in groupby(order, key=lambda row: items[row].file):
-        rows = list(of_file)
-        with closing(files.store.open(files.entries[file].name)) as reader:
-            for row, get in _views(reader, rows, items):
-                where = f"{files.entries[file].name} ({items[row].key!r} at offset {items[row].offset})"
-                found[row] = known.find(get, items[row].nbytes, where)
+        name = files.entries[file].name
+        with closing(files.store.open(name)) as reader:
+            for row, get in _views(reader, list(of_file), items):
+                item = items[row]
+                known = heads.setdefault(item.nbytes, [])
+                found[row] = next((tensor for head, tensor in known if get(0, len(head)) == head), None)
+                if found[row] is None:
+                    where = f"{name} ({item.key!r} at offset {item.offset})"
+                    found[row] = made = find_tensor(get, item.nbytes, where=where)
+                    if made is not None and len(known) < _KNOWN_HEADS:
+                        known.append((get(0, made.start), made))
     return found
 
 
@@ -610,31 +546,27 @@ def _views(
     reader: BlobReader, rows: list[int], items: Sequence[Item]
 ) -> Iterator[tuple[int, Callable[[int, int], bytes]]]:
     """Give access to each item's bytes: small neighbours from one read, large items by their two ends."""
-    group: list[int] = []
-    for row in [*rows, -1]:
-        item = items[row]
-        small = row >= 0 and item.nbytes <= _SMALL_NBYTES
-        if group and not (small and item.offset + item.nbytes - items[group[0]].offset <= _GROUP_NBYTES):
-            yield from _group_views(reader, group, items)
-            group = []
-        if small:
-            group.append(row)
-        elif row >= 0:
-            yield row, _ends_view(reader, item)
+    groups: list[list[int]] = []
+    for row in rows:
+        item, first = items[row], items[groups[-1][0]] if groups else None
+        together = first is not None and max(first.nbytes, item.nbytes) <= _SMALL_NBYTES
+        if first is not None and together and item.offset + item.nbytes - first.offset <= _GROUP_NBYTES:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    for group in groups:
+        first, last = items[group[0]], items[group[-1]]
+        if first.nbytes > _SMALL_NBYTES:
+            yield group[0], _ends_view(reader, first)
+            continue
+        data = _bytes(reader, first.offset, last.offset + last.nbytes - first.offset)
+        for row in group:
+            base = items[row].offset - first.offset
 
+            def get(at: int, size: int, held: bytes = data[base : base + items[row].nbytes]) -> bytes:
+                return held[at : at + size]
 
-def _group_views(
-    reader: BlobReader, group: list[int], items: Sequence[Item]
-) -> Iterator[tuple[int, Callable[[int, int], bytes]]]:
-    first, last = items[group[0]], items[group[-1]]
-    data = _bytes(reader, first.offset, last.offset + last.nbytes - first.offset)
-    for row in group:
-        base, nbytes = items[row].offset - first.offset, items[row].nbytes
-
-        def get(at: int, size: int, base: int = base, nbytes: int = nbytes) -> bytes:
-            return data[base + at : base + min(at + size, nbytes)]
-
-        yield row, get
+            yield row, get
 
 
 def _ends_view(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
