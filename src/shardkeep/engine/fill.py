@@ -13,6 +13,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,6 @@ from shardkeep.format.boxes import (
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
 from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
-from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Overlap, ReadRequests, Scatter, plan_files, plan_load
@@ -69,35 +69,16 @@ def fill(
     threads: int,
     budget_nbytes: int,
     first_file: float = 0.0,
+    decoded: dict[int, torch.dtype] | None = None,
 ) -> int:
     """
     Fill tensors from a checkpoint, and return the number of bytes read.
 
-    Args:
-        source: the checkpoint.
-        tensor: for each destination, the row of its tensor in the index.
-        boxes: for each destination, the box it wants of that tensor.
-        into: the destinations: of the box's shape, on any device, of any stride and dtype.
-        threads: how many to use, if the store has no preference.
-        budget_nbytes: memory to use beyond the destinations.
-        first_file: where in the list of files to begin, from 0 to 1, so that ranks do not all begin with the first.
-
+    For each destination, `tensor` has the row of its tensor in the index, `boxes` the box it wants of that tensor, and `into`
+    a tensor of the box's shape, on any device, of any stride and dtype. `first_file`, from 0 to 1, is where in the list of
+    files to begin, so that ranks do not all begin with the first. `decoded` gets the stored dtype of each destination that
+    only torch could decode.
     """
-    return _fill(source, tensor, boxes, into, threads=threads, budget_nbytes=budget_nbytes, first_file=first_file)[0]
-
-
-def _fill(
-    source: Source,
-    tensor: IntArray,
-    boxes: Boxes,
-    into: Sequence[torch.Tensor],
-    *,
-    threads: int,
-    budget_nbytes: int,
-    first_file: float = 0.0,
-    undo: Callable[[int, Sequence[str], IO[bytes]], IO[bytes]] | None = None,
-) -> tuple[int, dict[int, torch.dtype]]:
-    """Fill tensors; return the bytes read, and the stored dtype of each destination that torch decoded."""
     index, sizes = source.index, data_sizes(source.record)
     source.locate(np.unique(np.asarray(index.tensors.alias, np.int64)[tensor]))
     codes = np.asarray(index.tensors.dtype)[tensor].tolist()
@@ -112,7 +93,7 @@ def _fill(
     plan = plan_load(index, requests, sizes, aligned=source.aligned)
     scattered = {scatter.want for scatter in plan.scatters}
     memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
-    opaque = list(plan.opaque)
+    opaque = plan.opaque
     if isinstance(source, TorchSource):
         opaque = [each for each in opaque if not _plan_permuted(source, each, into, plan.scatters, memory)]
     threads, window = _limits(source, into, threads, budget_nbytes)
@@ -129,9 +110,11 @@ def _fill(
         digests=source.digests,
     )
     if not opaque or not isinstance(source, TorchSource):
-        return nbytes, {}
-    decoded = _fill_decoded(source, opaque, into, undo, threads=threads, budget_nbytes=budget_nbytes)
-    return nbytes + sum(int(source.items.nbytes[each.chunk]) for each in opaque), decoded
+        return nbytes
+    stored = _fill_decoded(source, opaque, into, threads=threads, budget_nbytes=budget_nbytes)
+    if decoded is not None:
+        decoded.update(stored)
+    return nbytes + sum(int(source.items.nbytes[each.chunk]) for each in opaque)
 
 
 def _limits(source: Source, into: Sequence[torch.Tensor], threads: int, budget_nbytes: int) -> tuple[int, int]:
@@ -165,6 +148,10 @@ def _plan_permuted(
     if found is None:
         return False
     order = found.order
+
+    def permuted(numbers: Ints) -> Ints:
+        return tuple(numbers[axis] for axis in order)
+
     target = into[part.want][slices(part.target)].permute(order)
     # A view with permuted axes is a destination of its own.
     want = len(into) + len(memory)
@@ -173,9 +160,9 @@ def _plan_permuted(
         Scatter(
             file=int(source.index.chunks.file[part.chunk]),
             start=int(source.items.offset[part.chunk]) + found.start,
-            shape=_permuted(found.shape, order),
+            shape=permuted(found.shape),
             itemsize=found.dtype.itemsize,
-            source=Box(_permuted(part.source.offsets, order), _permuted(part.source.sizes, order)),
+            source=Box(permuted(part.source.offsets), permuted(part.source.sizes)),
             want=want,
             target=whole(tuple(target.shape)),
         )
@@ -183,22 +170,12 @@ def _plan_permuted(
     return True
 
 
-def _permuted(numbers: Ints, order: Ints) -> Ints:
-    return tuple(numbers[axis] for axis in order)
-
-
 class _TensorRefused(PickleRefused, pickle.UnpicklingError):
     """Torch refuses to rebuild a tensor safely; also the error that torch raises for it."""
 
 
 def _fill_decoded(
-    source: TorchSource,
-    parts: Sequence[Overlap],
-    into: Sequence[torch.Tensor],
-    undo: Callable[[int, Sequence[str], IO[bytes]], IO[bytes]] | None,
-    *,
-    threads: int,
-    budget_nbytes: int,
+    source: TorchSource, parts: Sequence[Overlap], into: Sequence[torch.Tensor], *, threads: int, budget_nbytes: int
 ) -> dict[int, torch.dtype]:
     """Read whole items and let torch decode them; return the stored dtype of each destination."""
     stored: dict[int, torch.dtype] = {}
@@ -208,10 +185,10 @@ def _fill_decoded(
         for each, item, data in zip(batch, items, raw, strict=True):
             descriptors, stream = source.descriptors.get(each.chunk, ()), io.BytesIO(data)
             if descriptors:
-                plain = source.undo(descriptors, stream) if undo is None else undo(each.want, descriptors, stream)
-                stream = io.BytesIO(plain.read(-1))
-            tensor = _decode(stream, item, source.record.files[item.file].name)
-            _check_box(each.source, tuple(tensor.shape), item, source.record.files[item.file].name)
+                stream = io.BytesIO(source.undo(each.chunk, descriptors, stream).read(-1))
+            file = source.record.files[item.file].name
+            tensor = _decode(stream, item, file)
+            _check_box(each.source, tuple(tensor.shape), item, file)
             into[each.want][slices(each.target)].copy_(tensor[slices(each.source)])
             stored[each.want] = tensor.dtype
     return stored
@@ -266,27 +243,26 @@ Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
 
 def fill_items(
     files: ItemFiles, wanted: Sequence[ChunkRequest], *, undo: Undo | None = None, threads: int, budget_nbytes: int
-) -> tuple[int, dict[str, str]]:
+) -> dict[str, str]:
     """
-    Fill every target; return the bytes read, and for each key whose dtype was converted the two dtypes.
+    Fill every target; return for each key whose dtype was converted the two dtypes.
 
     Stream extensions are reverted by `undo`, by default with the extensions that are always registered.
     """
-    source = _source_of_items(files, wanted)
+    items = [files.item(each.location, each.key) for each in wanted]
+    check_inside(files.entries, items)
+    filled = [row for row, each in enumerate(wanted) if each.target.numel()]
+    wanted, items = [wanted[row] for row in filled], [items[row] for row in filled]
+    source = _source_of_items(files, wanted, items, undo)
     targets = [plain_target(each.target, key=each.key) for each in wanted]
     axes = source.index.tensors.shape.shape[1]
-    nbytes, decoded = _fill(
-        source,
-        np.arange(len(wanted)),
-        Boxes(
-            matrix_of([each.source.offsets for each in wanted], axes, 0),
-            matrix_of([each.source.sizes for each in wanted], axes, 1),
-        ),
-        targets,
-        threads=threads,
-        budget_nbytes=budget_nbytes,
-        undo=None if undo is None else lambda want, *stored: undo(wanted[want].request, *stored),
+    boxes = Boxes(
+        matrix_of([each.source.offsets for each in wanted], axes, 0),
+        matrix_of([each.source.sizes for each in wanted], axes, 1),
     )
+    decoded: dict[int, torch.dtype] = {}
+    rows = np.arange(len(wanted))
+    fill(source, rows, boxes, targets, threads=threads, budget_nbytes=budget_nbytes, decoded=decoded)
     casts: dict[str, str] = {}
     for row, (each, target) in enumerate(zip(wanted, targets, strict=True)):
         if target is not each.target:
@@ -294,96 +270,75 @@ def fill_items(
         stored = decoded.get(row, to_torch(source.index.dtype(row)))
         if stored != target.dtype:
             casts[each.key] = f"{stored} -> {target.dtype}".replace("torch.", "")
-    return nbytes, casts
+    return casts
 
 
-def _source_of_items(files: ItemFiles, wanted: Sequence[ChunkRequest]) -> TorchSource:
+def _source_of_items(
+    files: ItemFiles, wanted: Sequence[ChunkRequest], items: Sequence[Item], undo: Undo | None
+) -> TorchSource:
     """Make a source with one tensor for each requested chunk."""
-    items = [files.item(each.location, each.key) for each in wanted]
-    check_inside(files.entries, items)
-    archived: dict[int, ArchivedTensor | None] = {}
-    starts: list[int] = []
-    for row, each in enumerate(wanted):
-        starts.append(_known_start(each))
-        if starts[-1] < 0:
-            archived[row] = None
-    sought = {items[row]: row for row in archived if not wanted[row].location.descriptors}
-    found = dict(zip(sought, find_tensors(files, list(sought)), strict=True))
-    shapes, dtypes = [each.shape for each in wanted], [each.dtype for each in wanted]
-    for row in archived:
-        each, tensor = wanted[row], None if wanted[row].location.descriptors else found[items[row]]
+    starts, shapes, dtypes = [], [each.shape for each in wanted], [each.dtype for each in wanted]
+    for each in wanted:
+        # Where the metadata say that a chunk's bytes begin; -1 where they do not, or where that cannot be.
+        at, start = each.location, -1
+        if each.dtype is not None and not at.descriptors and at.data_start is not None:
+            last = at.offset + at.nbytes - math.prod(each.shape) * each.dtype.itemsize
+            start = at.data_start if at.offset <= at.data_start <= last else -1
+        starts.append(start)
+    unknown = [row for row, start in enumerate(starts) if start < 0]
+    sought = list({items[row]: None for row in unknown if not wanted[row].location.descriptors})
+    found = dict(zip(sought, find_tensors(files, sought), strict=True))
+    archived = {row: found.get(items[row]) for row in unknown}
+    for row, tensor in archived.items():
         if tensor is None:
             # Whether the box lies inside is checked when the item is decoded.
-            shapes[row] = tuple(o + n for o, n in zip(each.source.offsets, each.source.sizes, strict=True))
+            box = wanted[row].source
+            shapes[row] = tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True))
             # Only torch decodes it, so any dtype serves; a quantized target has none of ours.
-            dtypes[row] = known_to_torch().get(each.target.dtype, of_torch(torch.uint8))
+            dtypes[row] = known_to_torch().get(wanted[row].target.dtype, of_torch(torch.uint8))
             continue
-        archived[row], shapes[row], dtypes[row] = tensor, tensor.shape, tensor.dtype
+        shapes[row], dtypes[row] = tensor.shape, tensor.dtype
         if tensor.is_row_major:
             starts[row] = items[row].offset + tensor.start
-    for row, each in enumerate(wanted):
-        _check_box(each.source, shapes[row], items[row], each.location.file)
-    index = build_index(
-        keys=[each.key for each in wanted],
-        dtypes=[dtype for dtype in dtypes if dtype is not None],
-        shapes=shapes,
-        chunks=[
-            [(whole(shape), item.file, start)] if 0 not in shape else []
-            for shape, item, start in zip(shapes, items, starts, strict=True)
-        ],
-        where="the requested chunks",
-    )
-    filled = np.array([0 not in shape for shape in shapes], bool)
-    chunk_of = np.cumsum(filled) - 1
+    for each, shape, item in zip(wanted, shapes, items, strict=True):
+        _check_box(each.source, shape, item, each.location.file)
+    registry = ExtensionRegistry()
     return TorchSource(
         store=files.store,
-        record=_record_of_files(files),
-        index=index,
+        record=Record(
+            save_id="",
+            saved_at="",
+            writer="",
+            world_size=1,
+            totals=Totals(tensors=0, chunks=0, values=0, tensor_bytes=0),
+            index=IndexEntry(name="", nbytes=0, checksum=""),
+            files=files.entries,
+        ),
+        index=build_index(
+            keys=[each.key for each in wanted],
+            dtypes=[dtype for dtype in dtypes if dtype is not None],
+            shapes=shapes,
+            chunks=[
+                [(whole(shape), item.file, start)] for shape, item, start in zip(shapes, items, starts, strict=True)
+            ],
+            where="the requested chunks",
+        ),
         digests=files.digests,
         files=files,
         items=ChunkItems(
             np.array([item.offset for item in items], np.int64), np.array([item.nbytes for item in items], np.int64)
-        ).take(filled),
-        descriptors={
-            int(chunk_of[row]): each.location.descriptors
-            for row, each in enumerate(wanted)
-            if filled[row] and each.location.descriptors
-        },
+        ),
+        descriptors={row: each.location.descriptors for row, each in enumerate(wanted) if each.location.descriptors},
         objects={},
-        undo=lambda descriptors, stream: transformed_input(ExtensionRegistry(), descriptors, stream),
-        archived={int(chunk_of[row]): tensor for row, tensor in archived.items() if filled[row]},
+        undo=lambda row, *stored: undo(wanted[row].request, *stored) if undo else transformed_input(registry, *stored),
+        archived=archived,
     )
-
-
-def _record_of_files(files: ItemFiles) -> Record:
-    return Record(
-        save_id="",
-        saved_at="",
-        writer="",
-        world_size=1,
-        totals=Totals(tensors=0, chunks=0, values=0, tensor_bytes=0),
-        index=IndexEntry(name="", nbytes=0, checksum=""),
-        files=files.entries,
-    )
-
-
-def _known_start(each: ChunkRequest) -> int:
-    """Return where the metadata say that a chunk's bytes begin; -1 where they do not, or where that cannot be."""
-    at = each.location
-    if each.dtype is None or at.descriptors or at.data_start is None:
-        return -1
-    last = at.offset + at.nbytes - math.prod(each.shape) * each.dtype.itemsize
-    return at.data_start if at.offset <= at.data_start <= last else -1
 
 
 def plain_target(target: torch.Tensor, *, key: str) -> torch.Tensor:
     """
     Return a tensor to fill by its memory: the target itself, or, for a conjugated or negated view, a new tensor that is
-    to be copied into it.
-
-    Raises:
-        StateMismatch: several elements of the target share memory.
-
+    to be copied into it. Raise if several elements of the target share memory.
     """
     if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
         raise OverlappingTarget(
@@ -424,7 +379,8 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
         band = min(_BAND_NBYTES, budget // 4)
         shape = source.index.shape(row)
         strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
-        for parts in _batches(_parts(picks, strides, dtype.itemsize, band), dtype.itemsize, band):
+        parts_nbytes = partial(_held_nbytes, itemsize=dtype.itemsize, least=band // _MOST_PARTS)
+        for parts in item_batches(_parts(picks, strides, dtype.itemsize, band), parts_nbytes, most_nbytes=band):
             _fill_parts(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
     return out[tuple(0 if pick.drop else slice(None) for pick in picks)]
 
@@ -452,31 +408,20 @@ def _parts(picks: Picks, strides: Ints, itemsize: int, band_nbytes: int) -> Iter
             yield part
 
 
-def _batches(parts: Iterator[Picks], itemsize: int, band_nbytes: int) -> Iterator[list[Picks]]:
-    """Group parts to be read together: those with gaps are at most a band in all."""
-    batch: list[Picks] = []
-    held = 0
-    for part in parts:
-        nbytes = math.prod(pick.extent for pick in part) * itemsize if _has_gaps(part) else 0
-        if batch and (held + nbytes > band_nbytes or len(batch) == _MOST_PARTS):
-            yield batch
-            batch, held = [], 0
-        batch.append(part)
-        held += nbytes
-    yield batch
-
-
-def _places(part: Picks, picks: Picks) -> tuple[slice, ...]:
-    """Return where in the result of all picks a part of them goes."""
-    first = [(p.start - pick.start) // pick.step for p, pick in zip(part, picks, strict=True)]
-    return tuple(slice(i, i + p.count) for i, p in zip(first, part, strict=True))
+def _held_nbytes(part: Picks, *, itemsize: int, least: int) -> int:
+    """Return what is held in memory while a part is read: all of it if it has gaps, and a little in any case."""
+    return max(least, math.prod(pick.extent for pick in part) * itemsize if _has_gaps(part) else 0)
 
 
 def _fill_parts(
     source: Source, row: int, picks: Picks, parts: list[Picks], out: torch.Tensor, *, threads: int, budget_nbytes: int
 ) -> None:
     """Fill those places of `out`, which is for all picks, that the parts stand for."""
-    targets = [out[_places(part, picks)] for part in parts]
+    firsts = [[(p.start - pick.start) // pick.step for p, pick in zip(part, picks, strict=True)] for part in parts]
+    targets = [
+        out[tuple(slice(at, at + p.count) for at, p in zip(first, part, strict=True))]
+        for first, part in zip(firsts, parts, strict=True)
+    ]
     # With a gap inside a part, the whole of it is read and thinned out afterwards.
     into = [
         torch.empty([p.extent for p in part], dtype=out.dtype, device="cpu") if _has_gaps(part) else target

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -68,8 +68,8 @@ log = logging.getLogger("shardkeep")
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
-Undo = Callable[[Sequence[str], IO[bytes]], IO[bytes]]
-"""Reverts the stream extensions that an item was written through: their descriptors, and the stored stream."""
+Undo = Callable[[int, Sequence[str], IO[bytes]], IO[bytes]]
+"""Reverts the stream extensions of an item: the row of its chunk or object, their descriptors, and the stored stream."""
 
 FORMAT = "torch.distributed.checkpoint"
 _SMALL_NBYTES = 16 << 10
@@ -192,7 +192,7 @@ def read_items(files: ItemFiles, items: Sequence[Item], *, threads: int, budget_
 
 
 def item_batches(
-    items: Sequence[T], nbytes: Callable[[T], int], *, most_nbytes: int = _BATCH_NBYTES
+    items: Iterable[T], nbytes: Callable[[T], int], *, most_nbytes: int = _BATCH_NBYTES
 ) -> Iterator[list[T]]:
     """Group items so that a group takes a bounded amount of memory, unless a single item takes more."""
     batch: list[T] = []
@@ -363,7 +363,11 @@ def _open(store: ReadableStore, record: Record, metadata: TorchMetadata, options
     files = ItemFiles(store, metadata.sums)
     for name in _file_names(metadata):
         files.number(name)
-    undo = partial(transformed_input, ExtensionRegistry())
+    registry = ExtensionRegistry()
+
+    def undo(_: int, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+        return transformed_input(registry, descriptors, stream)
+
     index, items, descriptors = _index_of(metadata, files, StoredObjects(metadata.objects, files, options, undo))
     return TorchSource(
         store=store,
@@ -468,7 +472,7 @@ class StoredObjects(Strings):
             self._read(row)
         data, key, location = self._held[row], self._keys[row], self._locations[row]
         if location.descriptors:
-            data = self._undo(location.descriptors, io.BytesIO(data)).read(-1)
+            data = self._undo(row, location.descriptors, io.BytesIO(data)).read(-1)
         try:
             return encode_value(read_object(data, where=f"{location.file} ({key!r})"), key=key)
         except (CheckpointError, UnsupportedLeaf):

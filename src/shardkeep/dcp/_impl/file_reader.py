@@ -163,7 +163,7 @@ class _PlanReader:
                 box = Box(tuple(request.storage_offsets), tuple(request.lengths))
                 wanted.append(ChunkRequest(place, request.storage_index.fqn, shape, dtype, box, target, request))
             budget = self._options.host_budget_bytes
-            return fill_items(self._files, wanted, undo=self._plain_stream, threads=threads, budget_nbytes=budget)[1]
+            return fill_items(self._files, wanted, undo=self._plain_stream, threads=threads, budget_nbytes=budget)
 
         return fill_targets([request for request, _ in some], self._planner, fill)
 
