@@ -91,24 +91,9 @@ def decode_manifest(data: bytes) -> RankManifest:
     return msgspec.msgpack.decode(data, type=RankManifest)
 
 
-def decode_names(data: bytes) -> TensorNames:
-    """Decode a manifest's tensor names."""
-    return msgspec.msgpack.decode(data, type=TensorNames)
-
-
-def decode_values(data: bytes) -> PlainValues:
-    """Decode a manifest's plain values."""
-    return msgspec.msgpack.decode(data, type=PlainValues)
-
-
 def ints(data: bytes) -> IntArray:
     """View bytes as 64-bit integers."""
     return np.frombuffer(data, "<i8")
-
-
-def small_ints(data: bytes) -> npt.NDArray[np.uint8]:
-    """View bytes as 8-bit integers."""
-    return np.frombuffer(data, np.uint8)
 
 
 class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,22 +142,12 @@ class Shards(Rows):
 
 
 @dataclass(frozen=True)
-class PlannedChunks(Rows):
-    """The chunks that are written, one in each row: by which rank, from which of its shards, and where to."""
+class PlannedChunks(Shards):
+    """The chunks that are written: by which rank, from which of its shards, and where to."""
 
-    tensor: IntArray
-    rank: IntArray
-    row: IntArray
-    offsets: IntArray
-    sizes: IntArray
     nbytes: IntArray
     file: IntArray
     start: IntArray
-
-    @property
-    def boxes(self) -> Boxes:
-        """The boxes alone."""
-        return Boxes(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -220,7 +195,14 @@ def plan_save(
     manifests: Sequence[RankManifest], chain_of: ChainOf = lambda keys, _: [None] * len(keys)
 ) -> CheckpointPlan:
     """Plan which rank writes which part of which tensor into which file; a file has one codec chain."""
-    _check_arguments(manifests)
+    checking = [rank for rank, d in enumerate(manifests) if d.check_replicas]
+    if 0 < len(checking) < len(manifests):
+        other = next(rank for rank, d in enumerate(manifests) if not d.check_replicas)
+        raise RanksDisagree(
+            f"check_replicas was given on {len(checking)} of {len(manifests)} ranks: on rank {checking[0]},"
+            f" not on rank {other}",
+            hint="give it on all ranks or on none",
+        )
     merged = _merge(manifests)
     _check_sizes(merged)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
@@ -231,17 +213,6 @@ def plan_save(
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
     return CheckpointPlan(merged.keys, merged.tensors, pieces, files)
-
-
-def _check_arguments(manifests: Sequence[RankManifest]) -> None:
-    checking = [rank for rank, d in enumerate(manifests) if d.check_replicas]
-    if checking and len(checking) < len(manifests):
-        others = [rank for rank, d in enumerate(manifests) if not d.check_replicas]
-        raise RanksDisagree(
-            f"check_replicas was given on {len(checking)} of {len(manifests)} ranks: on rank {checking[0]},"
-            f" not on rank {others[0]}",
-            hint="give it on all ranks or on none",
-        )
 
 
 def _check_sizes(merged: _Merged) -> None:
@@ -259,15 +230,13 @@ def _check_sizes(merged: _Merged) -> None:
 
 def _merge(manifests: Sequence[RankManifest]) -> _Merged:
     axes = max((d.axes for d in manifests), default=0)
-    names = {d.names: decode_names(d.names) for d in manifests}
+    names = {d.names: msgspec.msgpack.decode(d.names, type=TensorNames) for d in manifests}
     keys = sorted({key for n in names.values() for key in n.keys}, key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     places = {raw: np.array([row_of[key] for key in n.keys], np.int64) for raw, n in names.items()}
     tensors = _merge_tensors(manifests, names, places, keys, axes)
-    groups = [""] * len(keys)
-    for raw, n in names.items():
-        for place, group in zip(places[raw].tolist(), n.groups, strict=True):
-            groups[place] = group
+    group_of = {key: group for n in names.values() for key, group in zip(n.keys, n.groups, strict=True)}
+    groups = [group_of[key] for key in keys]
     tables = []
     for rank, d in enumerate(manifests):
         local = ints(d.row_tensor)
@@ -305,7 +274,7 @@ def _merge_tensors(
         seen[d.names, d.shape] = rank
         n, place = names[d.names], places[d.names]
         shape = widen(ints(d.shape).reshape(len(place), d.axes), axes, 1)
-        columns = [small_ints(n.dtype), small_ints(n.ndim), small_ints(n.origin)]
+        columns = [np.frombuffer(column, np.uint8) for column in (n.dtype, n.ndim, n.origin)]
         mine = np.concatenate([np.stack(columns, axis=1).astype(np.int64).reshape(-1, 3), shape], axis=1)
         new = facts[place, 0] < 0
         differs = ~new & np.any(facts[place] != mine, axis=1)
@@ -372,11 +341,10 @@ def _assign_writers(merged: _Merged, shards: Shards, world_size: int) -> Planned
     # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
     load = np.bincount(unique.rank, weights=nbytes[lone], minlength=world_size).astype(np.int64)
     split = _share_replicas(merged, shards.take(members), first, nbytes[members[first]], load)
-    written = [np.concatenate(pair) for pair in zip(unique.columns(), split.columns(), strict=True)]
-    tensor, rank, row, offsets, sizes, _ = written
-    volumes = np.prod(sizes, axis=1, dtype=np.int64) * itemsizes[tensor]
-    zeros = np.zeros(len(tensor), np.int64)
-    return PlannedChunks(tensor, rank, row, offsets, sizes, volumes, zeros, zeros)
+    written = Shards(*(np.concatenate(pair) for pair in zip(unique.columns(), split.columns(), strict=True)))
+    zeros = np.zeros(len(written), np.int64)
+    nbytes = written.boxes.volumes() * itemsizes[written.tensor]
+    return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros)
 
 
 def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: IntArray, load: IntArray) -> Shards:
@@ -384,21 +352,16 @@ def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: I
     _compare_replicas(merged, members, first)
     count = np.diff(first, append=len(members))
     sizes = members.sizes[first]
-    axis = np.argmax(sizes > 1, axis=1) if sizes.shape[1] else np.zeros(len(first), np.int64)
-    group, holder, begin, end = assign_replicas(load, nbytes, first, count, members.rank, _along(sizes, axis))
-    slices = members.take(holder)
-    if sizes.shape[1]:
-        rows = np.arange(len(group))
-        slices = replace(slices, offsets=slices.offsets.copy(), sizes=slices.sizes.copy())
-        slices.offsets[rows, axis[group]] += begin
-        slices.sizes[rows, axis[group]] = end - begin
+    if not sizes.shape[1]:
+        _, holder, _, _ = assign_replicas(load, nbytes, first, count, members.rank, np.ones_like(first))
+        return members.take(holder)
+    axis = np.argmax(sizes > 1, axis=1)
+    rows = np.take_along_axis(sizes, axis[:, None], axis=1)[:, 0]
+    group, holder, begin, end = assign_replicas(load, nbytes, first, count, members.rank, rows)
+    slices = members.take(holder)  # copies
+    slices.offsets[np.arange(len(group)), axis[group]] += begin
+    slices.sizes[np.arange(len(group)), axis[group]] = end - begin
     return slices
-
-
-def _along(matrix: IntArray, axis: IntArray) -> IntArray:
-    if matrix.shape[1] == 0:
-        return np.ones(len(matrix), np.int64)
-    return np.take_along_axis(matrix, axis[:, None], axis=1)[:, 0]
 
 
 def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
@@ -475,7 +438,10 @@ def _assign_files(
         safe = dict.fromkeys(safe, "state")
     kind_of = [(safe[name], -1 if each is None else each) for name, each in zip(merged.groups, chain, strict=True)]
     kinds = sorted(set(kind_of))
-    labels, chains = _labels(kinds), [None if chain < 0 else chain for _, chain in kinds]
+    chains_of = Counter(name for name, _ in kinds)
+    # A label contains the chain if the group has several.
+    labels = [f"{name}-c{chain + 1}" if chains_of[name] > 1 else name for name, chain in kinds]
+    chains = [None if chain < 0 else chain for _, chain in kinds]
     row_of = {kind: row for row, kind in enumerate(kinds)}
     group = np.array([row_of[kind] for kind in kind_of], np.int64)
     slots, slot = np.unique(pieces.rank * len(kinds) + group[pieces.tensor], return_inverse=True)
@@ -507,12 +473,6 @@ def _assign_files(
     return files, pieces
 
 
-def _labels(kinds: list[tuple[str, int]]) -> list[str]:
-    """Return the label of the files of each group and chain; it contains the chain if the group has several."""
-    counts = Counter(name for name, _ in kinds)
-    return [f"{name}-c{chain + 1}" if counts[name] > 1 else name for name, chain in kinds]
-
-
 SLICE_NBYTES = 4 << 20
 """A box is split only into slices of at least this size: smaller ones cost more requests than they save time."""
 
@@ -524,18 +484,9 @@ def assign_replicas(
     Assign each group of replicas to the rank with least to write, largest first; divide large boxes over several ranks.
 
     A large box is divided along its first axis, so that all holders of a replicated tensor write a part of it at once.
-
-    Args:
-        load: bytes each rank has to write already; updated in place.
-        nbytes: size of each group's box.
-        first: where in `holder` each group's ranks begin.
-        count: how many they are.
-        holder: ranks, group after group, ascending in each.
-        rows: extent of each group's box along the axis it can be divided on; 1 if it cannot.
-
-    Returns:
-        Columns with one row for each slice: the group, the position in `holder` of its writer, first row, end row.
-
+    `load` is what each rank has to write already, and is updated in place. `first` and `count` are where each group's ranks
+    are in `holder`, ascending; `rows` is the extent of its box along the axis it can be divided on, or 1. Returns columns
+    with one row for each slice: the group, the position in `holder` of its writer, first row, end row.
     """
     slices: list[tuple[int, int, int, int]] = []
     order = np.argsort(-nbytes, kind="stable")
@@ -554,8 +505,8 @@ def assign_replicas(
         loads[ranks[at]] += size
         slices.append((group, at, 0, extents[group]))
     load[:] = loads
-    columns = np.array(slices, np.int64).reshape(-1, 4).T
-    return columns[0], columns[1], columns[2], columns[3]
+    group_of, at_of, begins, ends = np.array(slices, np.int64).reshape(-1, 4).T
+    return group_of, at_of, begins, ends
 
 
 def _pour(loads: list[int], ranks: list[int], nbytes: int, rows: int) -> list[tuple[int, int, int]]:
@@ -596,20 +547,7 @@ ENOUGH_FILES = 64
 def divide_into_parts(
     slot: IntArray, rank_of_slot: IntArray, tensor: IntArray, nbytes: IntArray, world_size: int
 ) -> IntArray:
-    """
-    Divide the chunks of every slot, the data of one rank and group, into parts of about equal size.
-
-    Args:
-        slot: of each chunk.
-        rank_of_slot: the rank of each slot.
-        tensor: of each chunk; neighbouring tensors are read together.
-        nbytes: of each chunk.
-        world_size: how many ranks there are.
-
-    Returns:
-        The part of each chunk, from 0.
-
-    """
+    """Divide the chunks of every slot, the data of one rank and group, into parts of about equal size, numbered from 0."""
     part = np.zeros(len(slot), np.int64)
     most = min(MOST_PARTS, ENOUGH_FILES // world_size)
     # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
@@ -674,7 +612,7 @@ def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str])
         if manifest.values in seen:
             continue
         seen.add(manifest.values)
-        values = decode_values(manifest.values)
+        values = msgspec.msgpack.decode(manifest.values, type=PlainValues)
         for key, data in zip(values.keys, values.data, strict=True):
             known, first_rank = merged.setdefault(key, (data, rank))
             if known != data:
@@ -686,7 +624,8 @@ def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str])
     for key, (_, first_rank) in merged.items():
         at = bisect_left(tensors, key.encode(), key=str.encode)
         if at < len(tensors) and tensors[at] == key:
-            holder = next(rank for rank, manifest in enumerate(manifests) if key in decode_names(manifest.names).keys)
+            named = (msgspec.msgpack.decode(manifest.names, type=TensorNames).keys for manifest in manifests)
+            holder = next(rank for rank, keys in enumerate(named) if key in keys)
             raise InvalidShards(
                 f"{key!r} is a plain value on rank {first_rank} but a tensor on rank {holder}",
                 hint="one key must name one thing; wrap state that differs by rank in sk.PerRank",
