@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
 from shardkeep.layouts.native import save_id_of
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import Edge, FileReads, Read, Scatter, check_tensors, chunk_rows
+from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows
 from shardkeep.storage.base import (
     BlobReader,
     Gets,
@@ -67,6 +67,7 @@ _CACHED_STEP_NBYTES = 2 * MAX_BLOCK_NBYTES
 _KEPT_DIGESTS_NBYTES = 64 << 20
 _MOST_NAMED = 4
 
+T = TypeVar("T")
 KeysAt = Callable[[int, int, int], str]
 """Names the tensors in a byte range (file, start, stop) of a file's data. Called only to explain damage."""
 
@@ -78,8 +79,7 @@ class ReadableStore(Opens, Gets, Protocol):
 class DigestCache:
     """The block digests of files whose headers were verified, so that a header is read once."""
 
-    def __init__(self, most_nbytes: int | None = _KEPT_DIGESTS_NBYTES) -> None:
-        """With `most_nbytes` None, everything is kept: for digests that cannot be read again from the data file."""
+    def __init__(self, most_nbytes: float = _KEPT_DIGESTS_NBYTES) -> None:
         self._digests: dict[FileEntry, bytes] = {}
         self._room_nbytes = most_nbytes
 
@@ -89,13 +89,9 @@ class DigestCache:
 
     def keep(self, entry: FileEntry, digests: bytes) -> None:
         """Add a file's digests if there is room."""
-        if entry in self._digests:
-            return
-        if self._room_nbytes is not None:
-            if len(digests) > self._room_nbytes:
-                return
+        if entry not in self._digests and len(digests) <= self._room_nbytes:
             self._room_nbytes -= len(digests)
-        self._digests[entry] = digests
+            self._digests[entry] = digests
 
 
 # -- an opened checkpoint ----------------------------------------------------------------------------------------------
@@ -233,68 +229,46 @@ def open_checked(store: Opens, entry: FileEntry, cache: DigestCache | None = Non
 
 def _read_digests(store: Opens, entry: FileEntry, reader: BlobReader) -> bytes:
     """Return the digests of all blocks of a file, from its verified header or from its sidecar file."""
-    header = bytearray(entry.header_nbytes)
-    reader.read_into(0, memoryview(header))
     blocks = count_blocks(entry.data_nbytes, entry.block_nbytes)
     sidecar = None if entry.blocks is None else read_sidecar(store, entry, blocks)
     chain = reader.chain if isinstance(reader, FrameReader) else None
 
     def decode(header: bytearray) -> bytes:
-        if sidecar is None:
-            found = checksum_text(digest(header)) if chain is None else checksum_of(header, chain)
-            expected = entry.checksum
-        else:
-            found, expected = checksum_text(digest(header)), checksum_text(sidecar[0])
-        if found != expected:
-            raise ChecksumMismatch(
-                f"{entry.name}: the header has checksum {found}, the commit record says {expected}",
-                hint="the file was damaged after the save",
-                file=entry.name,
-                offset=0,
-            )
-        return read_block_digests(header, blocks=blocks, where=entry.name) if sidecar is None else sidecar[1]
+        found = checksum_text(digest(header)) if chain is None or sidecar else checksum_of(header, chain)
+        _check_checksum(entry.name, "the header has", found, checksum_text(sidecar[0]) if sidecar else entry.checksum)
+        return sidecar[1] if sidecar else read_block_digests(header, blocks=blocks, where=entry.name)
 
-    with closing(SecondRead(entry.name, store)) as again:
-        return decode_or_reread(header, decode, lambda: again.read(0, len(header)), name=entry.name)
+    return _read_and_decode(store, reader, entry.name, entry.header_nbytes, decode)
 
 
 def read_sidecar(store: Opens, entry: FileEntry, blocks: int) -> tuple[bytes, bytes]:
-    """
-    Read a data file's sidecar; return the digest of the data file's header, and those of all its blocks.
-
-    Raises:
-        WrongSize: the sidecar is missing, or has the wrong size.
-        ChecksumMismatch: the sidecar is damaged.
-
-    """
+    """Read a data file's sidecar; return the digest of the data file's header, and those of all its blocks."""
     name = entry.blocks or ""
-    try:
-        reader = store.open(name)
-    except BlobNotFound as exc:
-        raise WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
-    with closing(reader):
-        if reader.nbytes != sidecar_nbytes(blocks):
-            raise WrongSize(
-                f"{name}: {reader.nbytes} bytes, but the digests of {entry.name} take {sidecar_nbytes(blocks)}",
-                hint="the file was cut short or changed after the save",
-                file=name,
-            )
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(data))
 
     def decode(data: bytearray) -> tuple[bytes, bytes]:
-        if checksum_text(digest(data)) != entry.checksum:
-            raise ChecksumMismatch(
-                f"{name}: the digests of {entry.name} have checksum {checksum_text(digest(data))}, the commit record says"
-                f" {entry.checksum}",
-                hint="the file was damaged after the save",
-                file=name,
-                offset=0,
-            )
+        _check_checksum(name, f"the digests of {entry.name} have", checksum_text(digest(data)), entry.checksum)
         return decode_sidecar(bytes(data), blocks=blocks, where=name)
 
+    with closing(open_sized(store, name, sidecar_nbytes(blocks))) as reader:
+        return _read_and_decode(store, reader, name, reader.nbytes, decode)
+
+
+def _check_checksum(name: str, what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise ChecksumMismatch(
+            f"{name}: {what} checksum {found}, the commit record says {expected}",
+            hint="the file was damaged after the save",
+            file=name,
+            offset=0,
+        )
+
+
+def _read_and_decode(store: Opens, reader: BlobReader, name: str, nbytes: int, decode: Callable[[bytearray], T]) -> T:
+    """Read and decode the first bytes of a file; if they are damaged, read them once more."""
+    data = bytearray(nbytes)
+    reader.read_into(0, memoryview(data))
     with closing(SecondRead(name, store)) as again:
-        return decode_or_reread(data, decode, lambda: again.read(0, len(data)), name=name)
+        return decode_or_reread(data, decode, lambda: again.read(0, nbytes), name=name)
 
 
 def _open_or_explain(store: ReadableStore, entry: FileEntry, cache: DigestCache | None) -> tuple[BlobReader, bytes]:
@@ -324,14 +298,10 @@ def explain_missing(store: Gets, name: str) -> WrongSize:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class _Task(NamedTuple):
-    file: _OpenFile
-    read: Read
-
-
 @dataclass
 class _OpenFile:
-    store: Opens
+    """A file that is opened before its first read, and closed after its last."""
+
     reads: FileReads
     entry: FileEntry
     reads_left: int
@@ -359,33 +329,45 @@ def read_files(
     their numbers are added to it.
     """
     copies = Copies(scattered)
-    opened = [_OpenFile(store, plan, files[plan.file], len(plan.reads)) for plan in plans]
+    opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
     # Every step takes the interpreter lock. With an accelerator there are many threads, so their steps are larger.
     on_accelerator = any(each.accelerator is not None for each in scattered.values())
     step_nbytes = window_nbytes if on_accelerator else _CACHED_STEP_NBYTES
 
-    def tasks() -> Iterator[_Task]:
-        for file in opened:
-            for read in file.reads.reads:
-                yield _Task(file, read)
-
-    def work(task: _Task, buffer: memoryview) -> bool:
+    def work(task: tuple[_OpenFile, Read], buffer: memoryview) -> bool:
+        """Read, verify and copy; return whether a disk may have been waited for."""
         file, read = task
         with file.lock:
             if file.reader is None:
                 file.reader, of_blocks = _open_or_explain(store, file.entry, digests)
                 file.digests = memoryview(of_blocks)
             reader = file.reader
-        cached = _execute(file, reader, read, buffer, copies, step_nbytes, keys_at, damaged)
+        offset = file.entry.header_nbytes
+        cached = reader.cached(offset + read.start, read.nbytes)
+        step = step_nbytes if cached else read.nbytes
+        for at in range(0, read.nbytes, step):
+            nbytes = min(step, read.nbytes - at)
+            part = Read(read.start + at, nbytes, read.address + at if read.address else 0)
+            window = view_memory(part.address, nbytes) if part.address else buffer[:nbytes]
+            reader.read_into(offset + part.start, window, cached=cached)
+            if bad := _bad_blocks(file.entry, file.digests, part.start, window):
+                bad, same = _reread_blocks(store, file, bad, part.start, window)
+                if bad and damaged is None:
+                    raise damage_of(file.entry, file.reads.file, adjacent_blocks(bad)[0], keys_at, same=same)
+                if damaged is not None:
+                    damaged.extend(bad)
+            if not part.address:
+                copies.copy(file.reads, part, window)
         with file.lock:
             file.reads_left -= 1
             if not file.reads_left:
                 reader.close()
         return not cached
 
+    tasks = ((file, read) for file in opened for read in file.reads.reads)
     try:
         with windows_for(scattered.values(), window_nbytes, threads) as lend:
-            run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
+            run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
     finally:
         for file in opened:
             if file.reader is not None:
@@ -393,45 +375,21 @@ def read_files(
     return sum(file.entry.header_nbytes + sum(read.nbytes for read in file.reads.reads) for file in opened)
 
 
-def _execute(
-    file: _OpenFile,
-    reader: BlobReader,
-    read: Read,
-    buffer: memoryview,
-    copies: Copies,
-    step_nbytes: int,
-    keys_at: KeysAt,
-    damaged: list[int] | None,
-) -> bool:
-    """Read, verify and copy; return whether the bytes were in the page cache, so that no disk was waited for."""
-    offset = file.entry.header_nbytes
-    cached = reader.cached(offset + read.start, read.nbytes)
-    step = step_nbytes if cached else read.nbytes
-    for at in range(0, read.nbytes, step):
-        nbytes = min(step, read.nbytes - at)
-        part = Read(read.start + at, nbytes, read.address + at if read.address else 0)
-        window = view_memory(part.address, nbytes) if part.address else buffer[:nbytes]
-        reader.read_into(offset + part.start, window, cached=cached)
-        if bad := _bad_blocks(file.entry, file.digests, part.start, window):
-            bad, same = _reread_blocks(file, bad, part.start, window)
-            if bad and damaged is None:
-                raise damage_of(file.entry, file.reads.file, adjacent_blocks(bad)[0], keys_at, same=same)
-            if damaged is not None:
-                damaged.extend(bad)
-        if not part.address:
-            copies.copy(file.reads, part, window)
-    return cached
-
-
-def _reread_blocks(file: _OpenFile, bad: Sequence[int], start: int, window: memoryview) -> tuple[list[int], bool]:
+def _reread_blocks(
+    store: Opens, file: _OpenFile, bad: Sequence[int], start: int, window: memoryview
+) -> tuple[list[int], bool]:
     """Read damaged blocks again, into place; return those that are still damaged, and whether both reads agree."""
     entry, damaged = file.entry, []
     same = True
-    with closing(SecondRead(entry.name, file.store)) as again:
+    with closing(SecondRead(entry.name, store)) as again:
         for block in bad:
             begin = block * entry.block_nbytes
             piece = window[begin - start : begin - start + entry.block_nbytes]
-            equal = again.repair(entry.header_nbytes + begin, piece, _has_digest(file, begin))
+
+            def fits(data: bytearray, begin: int = begin) -> bool:
+                return not _bad_blocks(entry, file.digests, begin, memoryview(data))
+
+            equal = again.repair(entry.header_nbytes + begin, piece, fits)
             if equal is not None:
                 damaged.append(block)
                 same = same and equal
@@ -439,10 +397,6 @@ def _reread_blocks(file: _OpenFile, bad: Sequence[int], start: int, window: memo
         at, nbytes = entry.header_nbytes + healed.start * entry.block_nbytes, len(healed) * entry.block_nbytes
         warn_reread_ok(entry.name, at, min(nbytes, entry.nbytes - at))
     return damaged, same
-
-
-def _has_digest(file: _OpenFile, start: int) -> Callable[[bytearray], bool]:
-    return lambda data: not _bad_blocks(file.entry, file.digests, start, memoryview(data))
 
 
 def _bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memoryview) -> list[int]:
@@ -507,7 +461,11 @@ class Copies:
     def copy(self, reads: FileReads, read: Read, window: memoryview) -> None:
         """Copy everything that is wanted of a window. The window may be reused when this returns."""
         stop = read.start + read.nbytes
-        _copy_edges(reads.edges.touching(read.start, stop), read, window)
+        source = address_of(window) - read.start
+        for start, nbytes, address in reads.edges.touching(read.start, stop):
+            low, high = max(start, read.start), min(start + nbytes, stop)
+            if high > low:
+                copy_memory(address + low - start, source + low, high - low)
         on_accelerators: dict[int, Scattered] = {}
         try:
             for scatter in reads.scatters.touching(read.start, stop):
@@ -574,13 +532,3 @@ def _copy_elements(scatter: Scatter, first: int, last: int, data: memoryview, ta
             offsets = tuple(t + i for t, i in zip(scatter.target.offsets, inside.offsets, strict=True))
             target.write(Box(offsets, common.sizes), data[at : at + nbytes], box.sizes, relative(common, box))
         at += nbytes
-
-
-def _copy_edges(edges: Iterable[Edge], read: Read, window: memoryview) -> None:
-    source = address_of(window) - read.start
-    stop = read.start + read.nbytes
-    for start, nbytes, address in edges:
-        low = max(start, read.start)
-        high = min(start + nbytes, stop)
-        if high > low:
-            copy_memory(address + low - start, source + low, high - low)

@@ -106,7 +106,7 @@ class ItemFiles:
     def __init__(self, store: ReadableStore, sums: Mapping[str, Sums]) -> None:
         self.store = store
         self.entries: list[FileEntry] = []
-        self.digests = DigestCache(most_nbytes=None)
+        self.digests = DigestCache(most_nbytes=math.inf)  # they cannot be read again from the data file
         self._sums = sums
         self._number: dict[str, int] = {}
 
