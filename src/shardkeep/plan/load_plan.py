@@ -21,7 +21,6 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import (
@@ -35,6 +34,7 @@ from shardkeep.format.boxes import (
     contiguous_run,
     intersect,
     relative,
+    strides_of,
     tiled,
 )
 from shardkeep.format.index import Chunks, Index
@@ -116,36 +116,27 @@ class ByteRanges(NamedTuple):
 
 
 def plan_load(index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True) -> ByteRanges:
-    """
-    Find the stored bytes of every request.
-
-    Raises:
-        MalformedFile: the stored chunks of a wanted tensor do not tile it, or lie outside their files.
-
-    """
+    """Find the stored bytes of every request, after checking the stored chunks of all wanted tensors."""
     owner = np.asarray(index.tensors.alias[requests.tensor], np.int64)
     check_tensors(index, np.unique(owner), data_nbytes, aligned=aligned)
     itemsize = ITEMSIZES[index.tensors.dtype[owner]]
     first, count = chunk_rows(index, owner)
-    single = (count == 1) & (requests.address != 0)
-    at = np.minimum(first, max(0, len(index.chunks) - 1))
-    if len(index.chunks):
-        chunk = index.chunks.take(at)
-        single &= np.all(chunk.offsets == requests.offsets, axis=1) & np.all(chunk.sizes == requests.sizes, axis=1)
-        single &= np.asarray(chunk.start, np.int64) >= 0
-    else:
-        single[:] = False
-    exact = np.flatnonzero(single)
+    # Requests of a whole chunk are by far the most, and need no look at each of them.
+    single = np.flatnonzero((count == 1) & (requests.address != 0))
+    chunks = index.chunks.take(first[single])
+    same = np.all(chunks.offsets == requests.offsets[single], axis=1)
+    same &= np.all(chunks.sizes == requests.sizes[single], axis=1) & (np.asarray(chunks.start, np.int64) >= 0)
+    exact, chunks = single[same], chunks.take(same)
     whole_chunks = Runs(
-        np.asarray(index.chunks.file[at[exact]], np.int64),
-        np.asarray(index.chunks.start[at[exact]], np.int64),
+        np.asarray(chunks.file, np.int64),
+        np.asarray(chunks.start, np.int64),
         requests.boxes.volumes()[exact] * itemsize[exact],
         requests.address[exact],
     )
     loose: list[tuple[int, int, int, int]] = []
     plan = ByteRanges(whole_chunks, [], [])
-    for want in np.flatnonzero(~single).tolist():
-        rows = range(int(first[want]), int(first[want] + count[want]))
+    for want in np.setdiff1d(np.arange(len(requests)), exact).tolist():
+        rows = slice(int(first[want]), int(first[want] + count[want]))
         _intersect_chunks(index, requests, want, rows, int(itemsize[want]), loose, plan)
     parts = Runs(*np.array(loose, np.int64).reshape(-1, 4).T)
     joined = zip(whole_chunks.columns(), parts.columns(), strict=True)
@@ -192,16 +183,19 @@ def _intersect_chunks(
     index: Index,
     requests: ReadRequests,
     want: int,
-    rows: range,
+    rows: slice,
     itemsize: int,
     runs: list[tuple[int, int, int, int]],
     plan: ByteRanges,
 ) -> None:
     ndim = int(index.tensors.ndim[int(requests.tensor[want])])
     box = requests.boxes.box(want, ndim)
-    chunks: Chunks = index.chunks.take(slice(rows.start, rows.stop))
+    chunks: Chunks = index.chunks.take(rows)
     address = int(requests.address[want])
-    for row in _overlapping(chunks, requests, want):
+    offsets, sizes = np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64)
+    low = np.maximum(offsets, requests.offsets[want])
+    high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
+    for row in np.flatnonzero(np.all(high > low, axis=1)).tolist():
         stored = chunks.boxes.box(row, ndim)
         common = intersect(stored, box)
         if common is None:
@@ -219,14 +213,6 @@ def _intersect_chunks(
             )
         else:
             plan.scatters.append(Scatter(file, start, stored.sizes, itemsize, source, want, target))
-
-
-def _overlapping(chunks: Chunks, requests: ReadRequests, want: int) -> list[int]:
-    offsets, sizes = np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64)
-    low = np.maximum(offsets, requests.offsets[want])
-    high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
-    rows: list[int] = np.flatnonzero(np.all(high > low, axis=1)).tolist()
-    return rows
 
 
 # -- from byte ranges to reads -----------------------------------------------------------------------------------------
@@ -323,9 +309,14 @@ def plan_reads(
         )
         for at in range(low, end, window_nbytes)
     ]
-    edge_low, edge_high, edge_address = _edges(runs, stop, inner, outer, direct)
-    spans = [span for scatter in scatters for span in _spans(scatter, gap_nbytes)]
-    span_columns = np.array(spans, np.int64).reshape(-1, 2)
+    # Edges are the parts of runs that share their block with something else: heads, tails, and whole small runs.
+    edge_low = np.concatenate([runs.start, outer[direct]])
+    edge_high = np.concatenate([np.where(direct, inner, stop), stop[direct]])
+    edge_address = np.concatenate([runs.address, (runs.address + outer - runs.start)[direct]])
+    keep = edge_high > edge_low
+    edge_low, edge_high, edge_address = edge_low[keep], edge_high[keep], edge_address[keep]
+    spans = [_spans(scatter, gap_nbytes) for scatter in scatters]
+    span_columns = np.concatenate([np.empty((0, 2), np.int64), *spans])
     low = np.concatenate([edge_low, span_columns[:, 0]]) // block_nbytes
     high = -(-np.concatenate([edge_high, span_columns[:, 1]]) // block_nbytes)
     for first, last in _union(low, high):
@@ -334,12 +325,11 @@ def plan_reads(
     reads.sort(key=lambda read: read.start)
     lows, highs = edge_low.tolist(), edge_high.tolist()
     edges = [Edge(at, end - at, address) for at, end, address in zip(lows, highs, edge_address.tolist(), strict=True)]
-    wanted = [wanted_bytes(scatter) for scatter in scatters]
     return FileReads(
         file=file,
         reads=reads,
         edges=Intervals(lows, highs, edges),
-        scatters=Intervals([first for first, _ in wanted], [last for _, last in wanted], scatters),
+        scatters=Intervals([int(span[0, 0]) for span in spans], [int(span[-1, 1]) for span in spans], scatters),
     )
 
 
@@ -347,21 +337,6 @@ def every_block(file: int, data_nbytes: int, *, window_nbytes: int) -> FileReads
     """Plan to read all of a file and keep nothing: to verify it."""
     reads = [Read(at, min(window_nbytes, data_nbytes - at), 0) for at in range(0, data_nbytes, window_nbytes)]
     return FileReads(file, reads, Intervals([], [], []), Intervals([], [], []))
-
-
-def _edges(
-    runs: Runs, stop: IntArray, inner: IntArray, outer: IntArray, direct: npt.NDArray[np.bool_]
-) -> tuple[IntArray, IntArray, IntArray]:
-    """
-    Find the parts of runs that share their block with something else: heads, tails, and whole small runs.
-
-    Returns where they begin and end, and their addresses.
-    """
-    low = np.concatenate([runs.start, outer[direct]])
-    high = np.concatenate([np.where(direct, inner, stop), stop[direct]])
-    address = np.concatenate([runs.address, (runs.address + outer - runs.start)[direct]])
-    keep = np.flatnonzero(high > low)
-    return low[keep], high[keep], address[keep]
 
 
 def _union(low: IntArray, high: IntArray) -> list[tuple[int, int]]:
@@ -375,42 +350,18 @@ def _union(low: IntArray, high: IntArray) -> list[tuple[int, int]]:
     return list(zip(low[new].tolist(), ends.tolist(), strict=True))
 
 
-def wanted_bytes(scatter: Scatter) -> tuple[int, int]:
-    """Return where the wanted bytes of a scatter begin and end in the file's data."""
-    first, last = _flat_extent(scatter.shape, scatter.source)
-    return scatter.start + first * scatter.itemsize, scatter.start + last * scatter.itemsize
-
-
-def _spans(scatter: Scatter, gap_nbytes: int) -> list[tuple[int, int]]:
-    """Return byte ranges that hold a scatter's wanted bytes, without gaps of more than a block."""
-    shape, box, size = scatter.shape, scatter.source, scatter.itemsize
-    strides = [size] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
+def _spans(scatter: Scatter, gap_nbytes: int) -> IntArray:
+    """Return byte ranges, in order, that hold a scatter's wanted bytes without gaps of more than a block."""
+    box, size, axes = scatter.source, scatter.itemsize, range(len(scatter.shape))
+    strides = [stride * size for stride in strides_of(scatter.shape)]
+    # From the first to the last wanted byte of the sub-box from each axis on.
+    inner = [size + sum((box.sizes[axis] - 1) * strides[axis] for axis in axes[first:]) for first in (*axes, len(axes))]
     # Along the leading axes, neighbours further apart than a block become ranges of their own.
     split = 0
-    inner = [_extent_nbytes(strides, box, axis) for axis in range(len(shape) + 1)]
-    while split < len(shape) and (box.sizes[split] == 1 or strides[split] - inner[split + 1] > gap_nbytes):
+    while split < len(axes) and (box.sizes[split] == 1 or strides[split] - inner[split + 1] > gap_nbytes):
         split += 1
-    bases = np.zeros(1, np.int64)
-    for axis in range(split):
+    starts = np.array([scatter.start + sum(box.offsets[axis] * strides[axis] for axis in axes[split:])], np.int64)
+    for axis in axes[:split]:
         steps = np.arange(box.offsets[axis], box.offsets[axis] + box.sizes[axis]) * strides[axis]
-        bases = (bases[:, None] + steps[None, :]).reshape(-1)
-    base = scatter.start + sum(o * s for o, s in zip(box.offsets[split:], strides[split:], strict=True))
-    length = inner[split] if split < len(shape) else size
-    return [(base + at, base + at + length) for at in bases.tolist()]
-
-
-def _extent_nbytes(strides: list[int], box: Box, axis: int) -> int:
-    """Return the bytes from the first to the last wanted element of the sub-box below `axis`."""
-    return sum((n - 1) * s for n, s in zip(box.sizes[axis:], strides[axis:], strict=True)) + (
-        strides[-1] if strides else 0
-    )
-
-
-def _flat_extent(shape: Ints, box: Box) -> tuple[int, int]:
-    first = last = 0
-    for offset, count, full in zip(box.offsets, box.sizes, shape, strict=True):
-        first = first * full + offset
-        last = last * full + offset + count - 1
-    return first, last + 1
+        starts = (starts[:, None] + steps[None, :]).reshape(-1)
+    return np.stack([starts, starts + inner[split]], axis=1)
