@@ -85,10 +85,10 @@ def load(
     events = LoadEvents(phases, rank=world.rank, where=store.url)
     load_filter = LoadFilter(include, exclude, rename, cast)
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
-        session = LoadSession(store, load_filter, world, ranks, phases, options, group, allow_pickle)
+        session = LoadSession(state, store, load_filter, world, ranks, phases, options, group, allow_pickle, strict)
         with phases.phase("open"):
-            opened = session.open(state)
-        matched = session.match(opened, state, strict=strict)
+            opened = session.open()
+        matched = session.match(opened)
         phases.mark_meeting()
         shared = session.share(matched)
         exchanges, has_objects = bool(shared and shared.plan), bool(opened.objects)

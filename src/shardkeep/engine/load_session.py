@@ -26,7 +26,6 @@ from shardkeep.engine.match import (
     compare_kinds,
     match_state,
     merge_findings,
-    raise_if_wrong,
 )
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases
@@ -88,10 +87,8 @@ class PreparedLoad(NamedTuple):
 class MatchedState(NamedTuple):
     """After `match`: how this rank's state and the checkpoint fit, and the plain values to put into the state."""
 
-    state: State
-    objects: Objects
+    opened: OpenedLoad
     source: Source
-    channel: Channel | None
     templates: dict[str, Any]
     description: Description
     match: Match
@@ -99,17 +96,11 @@ class MatchedState(NamedTuple):
     result: MatchResult
 
 
-class Targets(NamedTuple):
-    """All tensors to fill, and those among them that are new and must be put into the state."""
+class SharedLoad(NamedTuple):
+    """After `share`: the tensors to fill, those among them that are new, and rank 0's plan of who reads what."""
 
     destinations: Destinations
     made: dict[str, Any]
-
-
-class SharedLoad(NamedTuple):
-    """After `share`: the tensors to fill, and this rank's part in reading them, as rank 0 planned it."""
-
-    targets: Targets
     requests: list[SharedRequest]
     plan: bytes
     """Empty where ranks have nothing in common."""
@@ -128,6 +119,7 @@ class ReadTensors(NamedTuple):
 class LoadSession:
     """One rank's part of a load."""
 
+    state: State
     store: Store
     load_filter: LoadFilter
     world: World
@@ -136,13 +128,14 @@ class LoadSession:
     options: Options
     group: ProcessGroup | World | None
     allow_pickle: bool
+    strict: bool
 
-    def open(self, state: State) -> OpenedLoad:
+    def open(self) -> OpenedLoad:
         """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""
         on_rank_0: list[FoundCheckpoint] = []
 
         def look() -> tuple[tuple[Objects, Channel | None], bytes]:
-            objects = Objects(state, rank=self.world.rank, world_size=self.world.size)
+            objects = Objects(self.state, rank=self.world.rank, world_size=self.world.size)
             channel, cannot_share = None, None
             if self.options.share_reads:
                 found = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
@@ -179,7 +172,7 @@ class LoadSession:
         templates = opened.objects.templates(stored, load_filter.selects(), communicating=False)
         return PreparedLoad(source, load_filter, stored, templates)
 
-    def match(self, opened: OpenedLoad, state: State, *, strict: bool) -> MatchedState:
+    def match(self, opened: OpenedLoad) -> MatchedState:
         """Compare the state of every rank with the index, before anything is changed."""
         on_rank_0: list[PreparedLoad] = []
 
@@ -187,24 +180,23 @@ class LoadSession:
             with self.phases.phase("plan"):
                 prepared = opened.prepared or self._prepare(opened)
                 on_rank_0.append(prepared)
-                return self._compare(opened, prepared, state)
+                return self._compare(opened, prepared)
 
         def decide(payloads: list[bytes]) -> list[bytes]:
             index, load_filter = on_rank_0[0].source.index, on_rank_0[0].load_filter
             findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in payloads]
-            result = merge_findings(index, findings, load_filter)
-            raise_if_wrong(index, findings, result, load_filter, strict=strict, where=self.store.url)
+            result = merge_findings(index, findings, load_filter, strict=self.strict, where=self.store.url)
             return [_encode(result)] * len(payloads)
 
         matched, answer = self._agree("match", compare, decide)
         return matched._replace(result=msgspec.msgpack.decode(answer, type=MatchResult))
 
-    def _compare(self, opened: OpenedLoad, prepared: PreparedLoad, state: State) -> tuple[MatchedState, bytes]:
+    def _compare(self, opened: OpenedLoad, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
         source, load_filter, stored, templates = prepared
         selected = load_filter.selects()
         if stored is not None:
             templates = opened.objects.templates(stored, selected, communicating=True)
-        description = describe(state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
+        description = describe(self.state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
         match = match_state(source.index, description, load_filter)
         # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
         values: dict[str, Any] = {}
@@ -214,17 +206,8 @@ class LoadSession:
             data = source.index.value_data.raw(row)
             values[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
             other_kinds += compare_kinds(key, like, values[key])
-        matched = MatchedState(
-            state,
-            opened.objects,
-            source,
-            opened.channel,
-            templates,
-            description,
-            match,
-            values,
-            MatchResult(missing=[], unexpected=[]),
-        )
+        result = MatchResult(missing=[], unexpected=[])
+        matched = MatchedState(opened, source, templates, description, match, values, result)
         # So does a container that cannot be changed.
         made = {key: torch.empty(0) for key in match.tensors if needs_memory(description.leaves[key])}
         self._refill(matched, values | made, dry=True)
@@ -232,26 +215,27 @@ class LoadSession:
 
     def share(self, matched: MatchedState) -> SharedLoad | None:
         """Divide what several ranks want between them; None if reads are not shared."""
-        if matched.channel is None:
+        if matched.opened.channel is None:
             return None
 
-        def offer() -> tuple[tuple[Targets, list[SharedRequest]], bytes]:
-            targets = _find_targets(matched)
-            requests = shared_requests(matched.source, targets.destinations)
-            return (targets, requests), make_offer(requests, budget_nbytes=self.options.host_budget_bytes)
+        def offer() -> tuple[SharedLoad, bytes]:
+            to, made = _find_targets(matched)
+            requests = shared_requests(matched.source, to)
+            offered = make_offer(requests, budget_nbytes=self.options.host_budget_bytes)
+            return SharedLoad(to, made, requests, b""), offered
 
-        own, plan = self._agree("share", offer, lambda offers: plan_sharing(offers) or [b""] * len(offers))
-        return SharedLoad(*own, plan)
+        shared, plan = self._agree("share", offer, lambda offers: plan_sharing(offers) or [b""] * len(offers))
+        return shared._replace(plan=plan)
 
     def read(self, matched: MatchedState, shared: SharedLoad | None, *, place: bool) -> ReadTensors:
         """Fill every tensor, except for what other ranks read for this one."""
 
         def work() -> ReadTensors:
             began_s = self.phases.now()
-            targets = shared.targets if shared else _find_targets(matched)
-            to, exchange = targets.destinations, None
-            if shared and shared.plan and matched.channel:
-                part = accept_plan(matched.channel, shared.requests, shared.plan)
+            to, made = (shared.destinations, shared.made) if shared else _find_targets(matched)
+            exchange = None
+            if shared and shared.plan and matched.opened.channel:
+                part = accept_plan(matched.opened.channel, shared.requests, shared.plan)
                 to, exchange = remaining_reads(to, part.rows, part.cuts), part.exchange
             synchronize_devices(to.into)
             nbytes = fill(
@@ -268,8 +252,8 @@ class LoadSession:
             torch.autograd.graph.increment_version(to.into)
             self.phases.add("read", began_s, self.phases.now(), nbytes)
             if place:
-                self._place(matched, targets.made)
-            return ReadTensors(targets.made, nbytes, exchange)
+                self._place(matched, made)
+            return ReadTensors(made, nbytes, exchange)
 
         return self._timed("read", work)
 
@@ -286,22 +270,17 @@ class LoadSession:
         return self._timed("exchange", work)
 
     def place(self, matched: MatchedState, read: ReadTensors) -> None:
-        """
-        Put new leaves into the state, and give objects what is theirs.
-
-        This is a step of its own where there are objects: they may communicate, and must not wait for a rank that failed
-        to read.
-        """
+        """Put new leaves into the state, and give objects what is theirs, once no rank can have failed to read."""
         self._timed("place", lambda: self._place(matched, read.made))
 
     def _place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         with self.phases.phase("place"):
             self._refill(matched, matched.values | made)
-            matched.objects.load({*matched.match.tensors, *matched.match.values})
+            matched.opened.objects.load({*matched.match.tensors, *matched.match.values})
 
     def _refill(self, matched: MatchedState, leaves: dict[str, Any], *, dry: bool = False) -> None:
         refill(
-            matched.state,
+            self.state,
             leaves,
             rank=self.world.rank,
             is_tensor=is_tensor_or_object,
@@ -333,8 +312,8 @@ class LoadSession:
         return own[0], answer
 
 
-def _find_targets(matched: MatchedState) -> Targets:
-    """Allocate memory for tensors on the meta device, and return everything to fill."""
+def _find_targets(matched: MatchedState) -> tuple[Destinations, dict[str, Any]]:
+    """Allocate memory for tensors on the meta device; return all tensors to fill, and the new ones among them."""
     tensors, present, index = matched.match.tensors, matched.description.leaves, matched.source.index
     shared: dict[tuple[Any, ...], Any] = {}
     made: dict[str, Any] = {}
@@ -353,9 +332,5 @@ def _find_targets(matched: MatchedState) -> Targets:
     # Memory that several keys share is filled once.
     rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
     row_of = np.array([tensors[key] for key in description.keys], np.int64)
-    destinations = Destinations(
-        row_of[description.row_tensor[rows]],
-        description.boxes.take(rows),
-        [description.pieces[row] for row in rows.tolist()],
-    )
-    return Targets(destinations, made)
+    into = [description.pieces[row] for row in rows.tolist()]
+    return Destinations(row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made

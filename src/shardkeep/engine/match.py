@@ -102,10 +102,9 @@ class LoadFilter:
         if self.rename is None:
             return index.tensor_rows, index.value_rows
         rename = renamer(self.rename)
-        renamed: list[dict[str, int]] = []
+        renamed: tuple[dict[str, int], dict[str, int]] = ({}, {})
         taken: dict[str, str] = {}
-        for rows in (index.tensor_rows, index.value_rows):
-            table = {}
+        for rows, table in zip((index.tensor_rows, index.value_rows), renamed, strict=True):
             for name, row in rows.items():
                 new = rename(name)
                 if new is None:
@@ -116,8 +115,7 @@ class LoadFilter:
                     raise StateMismatch(f"rename gives {taken[new]!r} and {name!r} one name: {new!r}")
                 taken[new] = name
                 table[new] = row
-            renamed.append(table)
-        return renamed[0], renamed[1]
+        return renamed
 
     def renamed(self, name: str) -> str | None:
         """Return the state's name for a name of the checkpoint; None if it is dropped."""
@@ -142,24 +140,19 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
     tensors: dict[str, int] = {}
     values: dict[str, int] = {}
     consumed = np.zeros(len(index.keys) + len(index.value_keys), bool)
-    for key in description.keys:
-        row = tensor_rows.get(key)
-        if row is not None:
-            tensors[key] = row
-        elif key in value_rows:
-            consumed[len(index.keys) + value_rows[key]] = True
-            mismatched.append(f"{key}: a tensor in the state, a plain value in the checkpoint")
-        else:
-            missing.append(key)
-    for key in description.values:
-        row = value_rows.get(key)
-        if row is not None:
-            values[key] = row
-        elif key in tensor_rows:
-            consumed[tensor_rows[key]] = True
-            mismatched.append(f"{key}: a plain value in the state, a tensor in the checkpoint")
-        else:
-            missing.append(key)
+    as_tensor, as_value = "a tensor in the state, a plain value in the", "a plain value in the state, a tensor in the"
+    for keys, rows, other_rows, first_other, found, what in (
+        (description.keys, tensor_rows, value_rows, len(index.keys), tensors, as_tensor),
+        (description.values, value_rows, tensor_rows, 0, values, as_value),
+    ):
+        for key in keys:
+            if key in rows:
+                found[key] = rows[key]
+            elif key in other_rows:
+                consumed[first_other + other_rows[key]] = True
+                mismatched.append(f"{key}: {what} checkpoint")
+            else:
+                missing.append(key)
     cast = _compare_tensors(index, description, tensors, wishes.casts(), mismatched)
     consumed[list(tensors.values())] = True
     consumed[[len(index.keys) + row for row in values.values()]] = True
@@ -241,8 +234,10 @@ def _with_article(value: Any) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
-def merge_findings(index: Index, findings: Sequence[RankFindings], wishes: LoadFilter) -> MatchResult:
-    """Merge what all ranks found."""
+def merge_findings(
+    index: Index, findings: Sequence[RankFindings], wishes: LoadFilter, *, strict: bool, where: str
+) -> MatchResult:
+    """Merge what all ranks found; raise one error that lists every difference, if any of them matters."""
     count = len(index.keys) + len(index.value_keys)
     bits = np.zeros(-(-count // 8), np.uint8)
     for raw in {found.consumed for found in findings}:
@@ -251,15 +246,16 @@ def merge_findings(index: Index, findings: Sequence[RankFindings], wishes: LoadF
     selected = wishes.selects()
     unexpected: list[str] = []
     if not consumed.all():
-        tensor_rows, value_rows = wishes.names(index)
-        named = _rows(index, tensor_rows, value_rows)
+        named = _rows(index, *wishes.names(index))
         left = {name: row for name, row in named.items() if not consumed[row] and selected(name)}
         # Per-rank state of ranks that no longer exist is not unexpected.
         shared = _names_over_ranks(index) if left else {}
         known = {name for row, name in shared.items() if consumed[row]}
-        unexpected = [name for name, row in left.items() if shared.get(row) not in known]
+        unexpected = sorted(name for name, row in left.items() if shared.get(row) not in known)
     missing = list(dict.fromkeys(key for found in findings for key in found.missing))
-    return MatchResult(missing=missing, unexpected=sorted(unexpected))
+    result = MatchResult(missing=missing, unexpected=unexpected)
+    _raise_if_wrong(index, findings, result, wishes, strict=strict, where=where)
+    return result
 
 
 def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int]) -> dict[str, int]:
@@ -289,21 +285,20 @@ def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterat
             yield from _per_rank_leaves(child, own, None if shared is None else join(shared, node.kind, part))
 
 
-def raise_if_wrong(
+def _raise_if_wrong(
     index: Index,
     findings: Sequence[RankFindings],
-    verdict: MatchResult,
+    result: MatchResult,
     wishes: LoadFilter,
     *,
     strict: bool,
     where: str,
 ) -> None:
-    """Raise one error that lists every difference, if any of them matters."""
     mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
     missing, unexpected, unused = [], [], []
     forgivable = not mismatched
     if strict:
-        missing, unexpected = verdict.missing, verdict.unexpected
+        missing, unexpected = result.missing, result.unexpected
         unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
         mismatched += dict.fromkeys(line for found in findings for line in found.other_kinds)
     if not (mismatched or missing or unexpected or unused):
@@ -312,7 +307,8 @@ def raise_if_wrong(
     names = {*tensor_rows, *value_rows}
     meant, hint = suggestions(missing, names)
     lines = [f"the checkpoint {where} does not fit the state:"]
-    lines += _listed("missing from the checkpoint", [_with_guess(key, meant) for key in missing])
+    guessed = [f"{key} (did you mean {meant[key]!r}?)" if key in meant else key for key in missing]
+    lines += _listed("missing from the checkpoint", guessed)
     lines += _listed("in the checkpoint, but nothing in the state asks for it", unexpected)
     lines += _listed("different", mismatched)
     lines += _listed("arguments that match no name, here or there", _with_names(unused, names))
@@ -325,10 +321,6 @@ def raise_if_wrong(
         unexpected=unexpected,
         mismatched=mismatched,
     )
-
-
-def _with_guess(key: str, meant: dict[str, str]) -> str:
-    return f"{key} (did you mean {meant[key]!r}?)" if key in meant else key
 
 
 def _with_names(unused: list[tuple[str, str]], names: set[str]) -> list[str]:
