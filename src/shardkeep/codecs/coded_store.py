@@ -27,6 +27,7 @@ import numpy as np
 from shardkeep.codecs.base import FramePlace
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
+from shardkeep.format.boxes import IntArray
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import (
     FOOTER_NBYTES,
@@ -509,8 +510,8 @@ def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
     return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
 
 
-def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Opens) -> Iterator[int]:
-    """Read all stored bytes, without decoding them, and yield the frames that are damaged in two reads."""
+def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, order: IntArray, store: Opens) -> Iterator[int]:
+    """Read frames that follow each other in the file, without decoding them; yield those that are damaged in two reads."""
     magic = bytearray(len(MAGIC))
     reader.read_into(0, memoryview(magic))
     if (
@@ -518,7 +519,6 @@ def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, store: Op
         and (same := reread(entry.name, store, 0, memoryview(magic), lambda found: found == MAGIC)) is not None
     ):
         raise _no_magic(entry, same=same)
-    order = np.argsort(table.stored_start, kind="stable")
     starts = table.stored_start[order].tolist()
     ends = (table.stored_start + table.stored_nbytes)[order].tolist()
     buffer = memoryview(bytearray(MAX_STORED_NBYTES))

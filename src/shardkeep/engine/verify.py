@@ -28,7 +28,6 @@ from shardkeep.engine.reader import (
 )
 from shardkeep.errors import CheckpointError, DamagedCheckpoint
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.frames import FrameTable
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.plan.load_plan import every_block
 
@@ -50,13 +49,7 @@ def damage_of_file(
     threads: int,
     window_nbytes: int,
 ) -> Iterator[CheckpointError]:
-    """
-    Read a whole file and yield the damage in it.
-
-    Raises:
-        DamagedCheckpoint: its size is wrong, or its header is damaged.
-
-    """
+    """Read a whole file and yield the damage in it; raise if its size is wrong, or its header is damaged."""
     file = files[number]
     # The size must be checked first, because the plan relies on the size in the record.
     try:
@@ -64,13 +57,11 @@ def damage_of_file(
     except DamagedCheckpoint as exc:
         raise _with_offset(exc) from exc.__cause__
     coded: list[DamagedCheckpoint] = []
-    store = collecting_damage(store, coded)  # otherwise verification would stop at the first damaged frame
-    plan = every_block(number, file.data_nbytes, window_nbytes=window_nbytes)
     damaged: list[int] = []
     read_files(
-        store,
+        collecting_damage(store, coded),  # otherwise verification would stop at the first damaged frame
         files,
-        [plan],
+        [every_block(number, file.data_nbytes, window_nbytes=window_nbytes)],
         {},
         keys_at=keys_at,
         threads=threads,
@@ -78,10 +69,17 @@ def damage_of_file(
         digests=digests,
         damaged=damaged,
     )
-    if coded:
-        yield from _few(file, [_with_keys(error, file, number, keys_at) for error in _once(coded)])
+    if not coded:
+        yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
         return
-    yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
+    # Windows may share a frame, whose damage is reported once.
+    by_offset = {int(error.details.get("offset", 0)): error for error in coded}
+    errors: list[CheckpointError] = []
+    for _, error in sorted(by_offset.items()):
+        start, stop = (error.details.get(name, 0) - file.header_nbytes for name in ("plain_start", "plain_stop"))
+        keys = keys_at(number, start, stop) if stop > 0 else "the header"
+        errors.append(DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details))
+    yield from _few(file, errors)
 
 
 def _with_offset(error: DamagedCheckpoint) -> DamagedCheckpoint:
@@ -90,21 +88,6 @@ def _with_offset(error: DamagedCheckpoint) -> DamagedCheckpoint:
     if offset is None or _SAYS_WHERE.search(error.message):
         return error
     return type(error)(f"{error.message}, from byte {offset} on", hint=error.hint, **error.details)
-
-
-def _once(errors: list[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
-    """Return the damage of each frame once, in order; windows may share a frame."""
-    return [*{error.details.get("offset", 0): error for error in sorted(errors, key=_offset)}.values()]
-
-
-def _offset(error: DamagedCheckpoint) -> int:
-    return int(error.details.get("offset", 0))
-
-
-def _with_keys(error: DamagedCheckpoint, file: FileEntry, number: int, keys_at: KeysAt) -> DamagedCheckpoint:
-    start, stop = (error.details.get(name, 0) - file.header_nbytes for name in ("plain_start", "plain_stop"))
-    keys = keys_at(number, start, stop) if stop > 0 else "the header"
-    return DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details)
 
 
 def _few(file: Blob, errors: Sequence[CheckpointError]) -> Iterator[CheckpointError]:
@@ -126,27 +109,27 @@ def stored_damage(
     at_once = min(threads, len(blobs))
     each, over = threads // at_once, threading.Event()
 
+    def damage(number: int, blob: Blob) -> Iterator[CheckpointError]:
+        if blob.chain is not None:
+            yield from _few(blob, _coded_damage(store, blob, each if deep else 0, over))
+        elif isinstance(blob, FileEntry) and deep:
+            yield from damage_of_file(
+                store,
+                record.files,
+                number,
+                digests=DigestCache(),
+                keys_at=lambda *_: "tensors that only the encrypted index names",
+                threads=each,
+                window_nbytes=window_nbytes,
+            )
+        elif isinstance(blob, FileEntry):
+            open_checked(store, blob)[0].close()
+
     def look(number: int, blob: Blob) -> list[CheckpointError]:
         try:
-            if blob.chain is not None:
-                return list(_few(blob, _stored_damage(store, blob, each if deep else 0, over)))
-            if isinstance(blob, FileEntry) and deep:
-                return list(
-                    damage_of_file(
-                        store,
-                        record.files,
-                        number,
-                        digests=DigestCache(),
-                        keys_at=_no_key,
-                        threads=each,
-                        window_nbytes=window_nbytes,
-                    )
-                )
-            if isinstance(blob, FileEntry):
-                open_checked(store, blob)[0].close()
+            return list(damage(number, blob))
         except DamagedCheckpoint as exc:
             return [_with_offset(exc)]
-        return []
 
     with ThreadPoolExecutor(at_once, thread_name_prefix="shardkeep-verify") as pool:
         try:
@@ -157,20 +140,16 @@ def stored_damage(
             pool.shutdown(cancel_futures=True)
 
 
-def _no_key(*_: object) -> str:
-    return "tensors that only the encrypted index names"
-
-
-def _stored_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[CheckpointError]:
+def _coded_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[CheckpointError]:
     """Verify a coded file: all of its frames, or with 0 threads only its table."""
     with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as reader:
         table = read_table(reader, blob, store)
 
-        def look(rows: IntArray) -> list[int]:
+        def look(frames: IntArray) -> list[int]:
             if over.is_set():
                 return []
             try:
-                return [int(rows[row]) for row in damaged_frames(reader, blob, _some(table, rows), store)]
+                return list(damaged_frames(reader, blob, table, frames, store))
             except DamagedCheckpoint:
                 raise
             except BaseException:  # the store failed, so the rest need not be read
@@ -179,23 +158,9 @@ def _stored_damage(store: ReadableStore, blob: Blob, threads: int, over: threadi
 
         if not threads:
             return []
+        # In file order; a file without frames is one empty batch.
+        order = np.argsort(table.stored_start, kind="stable")
+        batches = [order[at : at + _BATCH] for at in range(0, max(1, len(order)), _BATCH)]
         with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-frames") as pool:
-            damaged = [frame for found in pool.map(look, _batches(table)) for frame in found]
+            damaged = [frame for found in pool.map(look, batches) for frame in found]
     return [damaged_frame(blob, table, frame) for frame in damaged]
-
-
-def _batches(table: FrameTable) -> list[IntArray]:
-    """Divide frames into batches in file order; a file without frames is one empty batch."""
-    order = np.argsort(table.stored_start, kind="stable")
-    return [order[at : at + _BATCH] for at in range(0, max(1, len(order)), _BATCH)]
-
-
-def _some(table: FrameTable, rows: IntArray) -> FrameTable:
-    return FrameTable(
-        start=table.start[rows],
-        nbytes=table.nbytes[rows],
-        stored_start=table.stored_start[rows],
-        stored_nbytes=table.stored_nbytes[rows],
-        number=table.number[rows],
-        digests=b"".join(table.digest(int(row)) for row in rows),
-    )
