@@ -11,15 +11,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.damage import doors
-from tests.damage.subjects import (
-    QUICK,
-    SUBJECTS,
-    blank_for,
-    flipped,
-    one_rank,
-    store_of,
-    three_ranks,
-)
+from tests.damage.subjects import QUICK, SUBJECTS, blank_for, flipped, one_rank, store_of, three_ranks
 
 
 @pytest.fixture(params=SUBJECTS, ids=lambda make: make.__name__)

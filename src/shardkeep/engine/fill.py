@@ -34,16 +34,7 @@ from shardkeep.engine.torch_source import (
 )
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, window_for
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
-from shardkeep.format.boxes import (
-    AxisSlice,
-    Box,
-    Boxes,
-    IntArray,
-    Ints,
-    matrix_of,
-    slices,
-    whole,
-)
+from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, matrix_of, slices, whole
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
 from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes

@@ -112,26 +112,25 @@ class ItemFiles:
 
     def number(self, name: str) -> int:
         """Return the position of a file in `entries`."""
-        found = self._number.get(name)
-        if found is None:
-            found = self._number[name] = len(self.entries)
+        if name not in self._number:
+            self._number[name] = len(self.entries)
             self.entries.append(self._entry(name))
-        return found
+        return self._number[name]
 
     def item(self, location: ItemLocation, key: str) -> Item:
         """Return an item by the number of its file."""
         return Item(self.number(location.file), location.offset, location.nbytes, key)
 
     def _entry(self, name: str) -> FileEntry:
-        known = self._sums.get(name)
         try:
-            reader = self.store.open(name)
+            with closing(self.store.open(name)) as reader:
+                nbytes = reader.nbytes
         except BlobNotFound as exc:
             raise FileGone(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
-        nbytes = reader.nbytes
-        reader.close()
+        entry = FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=0, checksum="")
+        known = self._sums.get(name)
         if known is None:
-            return FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=0, checksum="")
+            return entry
         if nbytes != known.nbytes:
             raise WrongSize(
                 f"{name}: {nbytes} bytes, the metadata say {known.nbytes}",
@@ -141,10 +140,9 @@ class ItemFiles:
         digests = read_sums(self.store, name, known)
         if digests is None:
             log.warning("%s.sums is missing, so %s is read without verifying it", name, name)
-        block = 0 if digests is None else known.block_nbytes
-        entry = FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=block, checksum=known.checksum)
-        if digests is not None:
-            self.digests.keep(entry, digests)
+            return entry
+        entry = msgspec.structs.replace(entry, block_nbytes=known.block_nbytes, checksum=known.checksum)
+        self.digests.keep(entry, digests)
         return entry
 
 
@@ -251,13 +249,9 @@ class TorchSource(Source):
         self.archived.update(dict.fromkeys(unknown))
         plain = [row for row in unknown if row not in self.descriptors]
         for row, found in zip(plain, find_tensors(self.files, list(map(self.item, plain))), strict=True):
-            box = index.chunks.boxes.box(row, len(found.shape) if found else 0)
             tensor = self._tensor_of(row)
-            if found and (found.dtype, found.shape, len(found.shape)) == (
-                index.dtype(tensor),
-                box.sizes,
-                int(index.tensors.ndim[tensor]),
-            ):
+            box = index.chunks.boxes.box(row, int(index.tensors.ndim[tensor]))
+            if found and (found.dtype, found.shape) == (index.dtype(tensor), box.sizes):
                 self.archived[row] = found
                 if found.is_row_major:
                     start[row] = self.items.offset[row] + found.start
@@ -298,30 +292,22 @@ class TorchSource(Source):
 
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors and objects in a byte range of a file; used only to explain damage."""
-        offset, nbytes = self.items.offset, self.items.nbytes
-        hit = np.flatnonzero((self.index.chunks.file == file) & (offset < end) & (offset + nbytes > at)).tolist()
-        keys = [self.index.keys.raw(self._tensor_of(chunk)).decode() for chunk in hit]
-        name = self.record.files[file].name
-        keys += [
-            key
-            for key, each in self.objects.items()
-            if each.file == name and each.offset < end and each.offset + each.nbytes > at
-        ]
-        return list_keys(keys)
+        items = (item for item, _ in self._items_in(file))
+        return list_keys(item.key for item in items if item.offset < end and item.offset + item.nbytes > at)
 
     def damage_without_digests(self, file: int) -> Iterator[CheckpointError] | None:
         """Verify the checksums in the archives of a file without digests. What an extension changed cannot be verified."""
         if self.record.files[file].block_nbytes:
             return None
-        chunks = np.flatnonzero(self.index.chunks.file == file).tolist()
-        items = [self.item(chunk) for chunk in chunks if chunk not in self.descriptors]
-        name = self.record.files[file].name
-        items += [
-            self.files.item(location, key)
-            for key, location in self.objects.items()
-            if location.file == name and not location.descriptors
-        ]
-        return bad_archives(self.files, items)
+        return bad_archives(self.files, [item for item, descriptors in self._items_in(file) if not descriptors])
+
+    def _items_in(self, file: int) -> Iterator[tuple[Item, tuple[str, ...]]]:
+        """Yield the items of a file, and the stream extensions of each."""
+        for chunk in np.flatnonzero(self.index.chunks.file == file).tolist():
+            yield self.item(chunk), self.descriptors.get(chunk, ())
+        for key, location in self.objects.items():
+            if location.file == self.record.files[file].name:
+                yield self.files.item(location, key), location.descriptors
 
     def position(self, chunk: int) -> tuple[int, int]:
         """Return the file of a chunk, and where its item begins."""
