@@ -243,7 +243,7 @@ def _plan_of(
                 hint="only shards of a distributed checkpoint can be consolidated; move other files elsewhere",
                 file=file.path,
             )
-    source = open_shards(folder, shards, options)
+    source = open_shards(folder, shards)
     rows = source.index.tensor_rows
     numbers = dict.fromkeys(rows, 1) if mapping is None else mapping
     last = _last(numbers)
