@@ -32,8 +32,11 @@ def empty_state() -> dict[str, Any]:
     return {"w": torch.zeros(64), "step": 0}
 
 
-def checkpointer(root: Any, **more: Any) -> sk.Checkpointer:
-    return sk.Checkpointer(root, **{"seams": QUICK, "options": OPTIONS, **more})
+def checkpointer(root: Any, *, clock: Clock = QUICK, **more: Any) -> sk.Checkpointer:
+    class Timed(sk.Checkpointer):
+        _clock = clock
+
+    return Timed(root, **{"options": OPTIONS, **more})
 
 
 def train(ckpt: sk.Checkpointer, steps: range, **more: Any) -> list[int]:

@@ -68,8 +68,8 @@ def test_a_handle_or_a_report_or_nothing(tmp_path: Path) -> None:
 def test_by_the_clock(tmp_path: Path) -> None:
     """N minutes after the last save, whatever caused that one."""
     now = [0.0]
-    seams = Clock(monotonic=lambda: now[0], interval_s=0.0)
-    with checkpointer(tmp_path, every_minutes=1, every_steps=10, seams=seams) as ckpt:
+    clock = Clock(monotonic=lambda: now[0], interval_s=0.0)
+    with checkpointer(tmp_path, every_minutes=1, every_steps=10, clock=clock) as ckpt:
         saved = []
         for step in range(1, 25):
             now[0] += 12.0

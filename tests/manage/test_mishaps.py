@@ -289,7 +289,7 @@ def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
         leave(tmp_path, name, "far", save * 20)
     holder = {"id": "x", "machine": "pod", "host": "gone", "pid": 1, "started": "1", "since": "long ago"}
     (tmp_path / "lease.json").write_text(json.dumps(holder))
-    with checkpointer(tmp_path, seams=Clock(sleep=time.sleep, interval_s=0.0, lease_s=0.5)) as ckpt:
+    with checkpointer(tmp_path, clock=Clock(sleep=time.sleep, interval_s=0.0, lease_s=0.5)) as ckpt:
         assert ckpt.restore_latest(empty_state()) == 1
         ckpt.save(4, state_at(4))
         ckpt.wait()

@@ -27,7 +27,7 @@ import shardkeep as sk
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import Fault, FaultyStore, InjectedCrash
-from tests.manage.scene import OPTIONS
+from tests.manage.scene import OPTIONS, checkpointer
 
 RECORD = "shardkeep.json"
 AHEAD = st.integers(-1, 3)
@@ -195,15 +195,14 @@ class Machine(RuleBasedStateMachine):
             "keep_hours": data.draw(st.sampled_from([None, None, 1.0]), "keep_hours"),
         }
         view, off = View(self.root), [timedelta(0)]
-        ckpt = sk.Checkpointer(
+        ckpt = checkpointer(
             view,
             **keep,
             asynchronous=data.draw(st.booleans(), "asynchronous"),
             max_in_flight=data.draw(st.sampled_from([1, 2]), "max_in_flight"),
             takeover=takeover,
             retries=0,
-            options=OPTIONS,
-            seams=Clock(sleep=lambda _: None, interval_s=0.0, now=lambda: datetime.now(timezone.utc) + off[0]),
+            clock=Clock(sleep=lambda _: None, interval_s=0.0, now=lambda: datetime.now(timezone.utc) + off[0]),
         )
         return Job(ckpt, view, keep, off)
 

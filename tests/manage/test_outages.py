@@ -306,7 +306,7 @@ def test_what_is_cancelled_is_not_tried_again(tmp_path: Path) -> None:
         asynchronous=False,
         promote_to=far_root(broken),
         retries=1000,
-        seams=replace(QUICK, sleep=sleep),
+        clock=replace(QUICK, sleep=sleep),
         on_event=seen.append,
     )
     ckpt.save(1, state_at(1))

@@ -14,9 +14,8 @@ import torch
 import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.manage.decisions import Decision, StepDecisions
-from shardkeep.manage.schedule import Clock
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
-from tests.manage.scene import OPTIONS, checkpointer, damage, empty_state, state_at, tear, train
+from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train
 from tests.support.rank_pool import RankPool
 
 
@@ -279,9 +278,7 @@ def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, logger="shardkeep")
 
     def main(world: World) -> list[int]:
-        with sk.Checkpointer(
-            tmp_path, every_steps=2, group=world, options=OPTIONS, asynchronous=False, seams=Clock(interval_s=0.0)
-        ) as ckpt:
+        with checkpointer(tmp_path, every_steps=2, group=world, asynchronous=False) as ckpt:
             train(ckpt, range(1, 6))
             return ckpt.all_steps()
 

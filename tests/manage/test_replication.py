@@ -54,7 +54,7 @@ def test_a_save_goes_first(tmp_path: Path) -> None:
             go.set()
 
     near.before, far.before = hold_the_save, hold_the_promotion
-    with checkpointer(near, promote_to=far, seams=replace(QUICK, sleep=sleep)) as ckpt:
+    with checkpointer(near, promote_to=far, clock=replace(QUICK, sleep=sleep)) as ckpt:
         ckpt.save(1, state_at(1))
         assert copying.wait(20)
         assert not slept

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkeep.manage.schedule import SaveRequests, SignalHandlers, StepSchedule, Timer
+from shardkeep.manage.schedule import Clock, SaveRequests, SignalHandlers, StepSchedule
 from shardkeep.storage.memory import MemoryStore
 
 
@@ -58,20 +58,19 @@ def test_due_once_for_each_point_that_is_passed(every: int, at: list[int], steps
 def test_time_since_the_last_save() -> None:
     """By a clock that the test moves."""
     now = [100.0]
-    timer = Timer(2, lambda: now[0])
-    assert not timer.due()
+    requests = SaveRequests(MemoryStore(), None, Clock(monotonic=lambda: now[0]), every_minutes=2)
+    assert requests.why([]) == ("", False)
     now[0] += 119
-    assert not timer.due()
+    assert requests.why([]) == ("", False)
     now[0] += 1
-    assert timer.due()
-    timer.restart()
-    assert not timer.due()
-    assert not Timer(None, lambda: now[0]).due()
+    assert requests.why([]) == ("every_minutes has passed", False)
+    requests.restart_timer()
+    assert requests.why([]) == ("", False)
 
 
 def test_a_request_is_taken_once() -> None:
     """Requests of one kind are one request."""
-    requests = SaveRequests(MemoryStore(), None, Timer(None, float), clock=float, interval_s=0.0)
+    requests = SaveRequests(MemoryStore(), None, Clock())
     assert not requests.take()
     for kind in ("save", "save", "stop"):
         requests.request(kind)
@@ -100,7 +99,7 @@ def test_training_does_not_wait_for_a_root_that_does_not_answer():
     """A look that takes long is made aside, one at a time; what it finds counts when it is there, and only once."""
     root = SilentRoot()
     root.put("save-now", b"")
-    requests = SaveRequests(root, "save-now", Timer(None, time.monotonic), clock=time.monotonic, interval_s=0.0)
+    requests = SaveRequests(root, "save-now", Clock(interval_s=0.0))
     began = threading.active_count()
     assert [requests.why([]) for _ in range(5)] == [("", False)] * 5
     assert threading.active_count() <= began + 1

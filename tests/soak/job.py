@@ -17,6 +17,7 @@ import torch.distributed as dist
 import shardkeep as sk
 from shardkeep.events import Event, PromotionFinished
 from shardkeep.manage.schedule import Clock
+from tests.manage.scene import checkpointer
 from tests.soak.contents import KEY, bits, keys, kinds_of, loss, part
 from tests.soak.places import glance
 from tests.soak.rough import JumpyClock, Luck, RoughRoot, wrong_clock
@@ -122,7 +123,7 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
     plain = Clock(lease_s=LEASE_S, sleep=lambda s: time.sleep(min(s, 0.005)) if plan.rough else time.sleep(s))
     with (
         wrong_clock(clock),
-        sk.Checkpointer(
+        checkpointer(
             root,
             every_steps=1,
             keep_last=KEEP_LAST,
@@ -140,7 +141,7 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
                 timeout_s=plan.timeout_s,
                 keys=sk.KeyRing.from_text(KEY),
             ),
-            seams=Clock(**{**vars(plain), "now": clock.now}) if clock else plain,
+            clock=Clock(**{**vars(plain), "now": clock.now}) if clock else plain,
             **more,
         ) as ckpt,
     ):

@@ -1,65 +1,15 @@
-"""Background work of a Checkpointer: a worker thread that may be left behind, and numbered tasks that are pending."""
+"""The background tasks of a Checkpointer that are pending: saves and replication rounds."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Any
 
 from shardkeep.engine.queue import SaveHandle
 
 BackgroundTask = SaveHandle[Any] | Future[Any]
 """A save, or a replication round."""
-_Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
-
-
-class DaemonWorker:
-    """
-    One daemon thread that runs tasks in order. Used by one thread.
-
-    Python waits at exit for the threads of an executor, however long that takes. It does not wait for daemon threads,
-    so a store that does not answer cannot block the end of the process.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.closed = False
-        self.abandoned = False
-        """Whether it was closed while a task was still running."""
-        self._name = name
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._tasks.put, None)  # ends the thread of a worker that was never closed
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run `work` after everything that was submitted before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name=self._name)
-            self._thread.start()
-        future: Future[Any] = Future()
-        self._tasks.put((future, work, arguments))
-        return future
-
-    def close(self, within_s: float) -> bool:
-        """End the thread after its tasks; return False if they take longer than `within_s`, and leave it running."""
-        self.closed = True
-        if not self.abandoned and self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join(within_s)
-            self.abandoned = self._thread.is_alive()
-        return not self.abandoned
-
-
-def _serve(tasks: SimpleQueue[_Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        future, work, arguments = task
-        try:
-            future.set_result(work(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised by the future
-            future.set_exception(error)
-        del task, future, work, arguments  # do not keep them alive until the next task arrives
 
 
 class PendingTasks:
@@ -99,10 +49,6 @@ class PendingTasks:
         """Return whether a task has not ended; may be called by any thread."""
         return any(not task.done() for task in list(self._tasks.values()))
 
-    def before(self, number: int) -> list[int]:
-        """Return the numbers of tasks that were begun before one."""
-        return [each for each in self._tasks if each < number]
-
     def end(self, numbers: Collection[int]) -> list[BaseException]:
         """Wait for tasks to end, forget them, and return their errors."""
         errors = []
@@ -118,9 +64,9 @@ class PendingTasks:
                 errors.append(error)
         return errors
 
-    def end_all(self) -> list[BaseException]:
-        """Wait for all tasks to end, forget them, and return their errors."""
-        return self.end(list(self._tasks))
+    def end_all(self, but: int = 0) -> list[BaseException]:
+        """Wait for all tasks to end, except for the last `but`; forget them, and return their errors."""
+        return self.end([number for number in self._tasks if number < self.count - but])
 
 
 def _error_of(task: BackgroundTask) -> BaseException | None:

@@ -109,17 +109,26 @@ class Entry:
 
 def entry_from_record(name: str, step: int, record: Record, *, pinned: bool) -> Entry:
     """Describe a committed checkpoint by its record."""
+    timeline, origin = record.meta.get(TIMELINE), None
+    match record.meta.get(BEGAN_AFTER):
+        case [int(before), int(after)] if min(before, after) >= 0:
+            origin = before, after
+    try:
+        saved_at = datetime.fromisoformat(record.saved_at)
+        saved_at = saved_at if saved_at.tzinfo else saved_at.replace(tzinfo=timezone.utc)
+    except ValueError:
+        saved_at = None
     return Entry(
         name=name,
         step=step,
         status="committed",
         layout="native",
-        saved_at=_parse_time(record.saved_at),
+        saved_at=saved_at,
         nbytes=record.stored_nbytes,
         metrics=metrics_in(record.meta),
         pinned=pinned,
-        timeline=_timeline_in(record.meta),
-        began_after=_began_after_in(record.meta),
+        timeline=timeline if type(timeline) is int and timeline > 0 else 0,
+        began_after=origin,
         record=record,
     )
 
@@ -130,13 +139,7 @@ def build_meta(
     timeline: int,
     began_after: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """
-    Add metrics and the timeline to the user's meta.
-
-    Raises:
-        StateError: the user's meta has a reserved key, or a metric is not a number.
-
-    """
+    """Add metrics and the timeline to the user's meta; raise `StateError` for a reserved key, or a metric of no number."""
     if meta is not None and not isinstance(meta, Mapping):
         raise StateError(f"meta is a {type(meta).__name__}", hint="give a dict of JSON values")
     if metrics is not None and not isinstance(metrics, Mapping):
@@ -162,18 +165,6 @@ def metrics_in(meta: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if type(value) in (int, float) or value in _NOT_FINITE}
 
 
-def _timeline_in(meta: Mapping[str, Any]) -> int:
-    found = meta.get(TIMELINE)
-    return found if type(found) is int and found > 0 else 0
-
-
-def _began_after_in(meta: Mapping[str, Any]) -> tuple[int, int] | None:
-    found = meta.get(BEGAN_AFTER)
-    if not isinstance(found, list) or len(found) != 2 or any(type(each) is not int or each < 0 for each in found):
-        return None
-    return found[0], found[1]
-
-
 def _stored_metric(name: Any, value: Any) -> float | str:
     try:
         number = float(value)  # also accepts a tensor or an array of one element
@@ -184,14 +175,6 @@ def _stored_metric(name: Any, value: Any) -> float | str:
             shown = f"a {type(value).__name__}"
         raise StateError(f"metric {name!r} is {shown}, not a number", hint="give one number per metric") from exc
     return number if math.isfinite(number) else str(number)  # JSON cannot represent infinity or NaN
-
-
-def _parse_time(text: str) -> datetime | None:
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
 # -- the order of checkpoints -------------------------------------------------------------------------------------
@@ -205,7 +188,15 @@ def newest_first(entries: Iterable[Entry]) -> list[Entry]:
     used, 100 is wanted next, not 200. The records of a timeline say after which timeline and step it began.
     """
     known = list(entries)
-    reach = _reach(known)
+    timeline: int = max((entry.timeline for entry in known), default=0)
+    step = math.inf
+    reach: dict[int, float] = {}
+    """Up to which step each timeline is an ancestor of the newest one; other timelines are left out."""
+    while timeline not in reach:
+        reach[timeline] = step
+        origin = began_after(known, timeline)
+        if origin is not None and origin[0] < timeline:
+            timeline, step = origin[0], min(step, origin[1])
 
     def order(entry: Entry) -> tuple[bool, int, int, str]:
         return entry.step <= reach.get(entry.timeline, -1), entry.timeline, entry.step, entry.name
@@ -228,26 +219,23 @@ def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Ent
     """
     Return the entries if the store gave the record of each, or the record is known to be damaged.
 
-    `roots` are the URLs of the roots, by tier.
-
-    Raises:
-        StorageError: the store fails to give a record at the moment. That checkpoint may be whole, and the newest. To go
-            on without it would lose work, so the user has to decide that, by moving it away.
-
+    Otherwise, raise `StorageError`: a checkpoint whose record the store fails to give at the moment may be whole, and the
+    newest. To go on without it would lose work, so the user has to decide that, by moving it away. `roots` are URLs, by tier.
     """
     known = list(entries)
     for entry in known:
         problem = entry.problem
         if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
             where = f"{roots[entry.tier]}/{entry.name}"
-            ways = [problem.hint] if problem.hint else []
-            ways.append("try again when the store answers")
-            ways.append(f"to go on without this checkpoint, move {where} out of the root")
-            if entry.tier:
-                ways.append("to go on without the far root, leave promote_to out")
+            ways = [
+                problem.hint,
+                "try again when the store answers",
+                f"to go on without this checkpoint, move {where} out of the root",
+                "to go on without the far root, leave promote_to out" if entry.tier else "",
+            ]
             raise StorageError(
                 f"{where} cannot be read at the moment, and may be the newest checkpoint: {problem.message}",
-                hint="; ".join(ways),
+                hint="; ".join(filter(None, ways)),
                 **problem.details,
             ) from problem
     return known
@@ -256,19 +244,6 @@ def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Ent
 def began_after(entries: Iterable[Entry], timeline: int) -> tuple[int, int] | None:
     """Return the timeline and step after which a timeline began, if one of its records says so."""
     return next((entry.began_after for entry in entries if entry.timeline == timeline and entry.began_after), None)
-
-
-def _reach(entries: list[Entry]) -> dict[int, float]:
-    """Return up to which step each timeline is an ancestor of the newest one; other timelines are left out."""
-    timeline: int = max((entry.timeline for entry in entries), default=0)
-    step = math.inf
-    reach: dict[int, float] = {}
-    while timeline not in reach:
-        reach[timeline] = step
-        origin = began_after(entries, timeline)
-        if origin is not None and origin[0] < timeline:
-            timeline, step = origin[0], min(step, origin[1])
-    return reach
 
 
 # -- names and pins -----------------------------------------------------------------------------------------------
@@ -293,9 +268,6 @@ class Naming:
         self._pattern = re.compile(f"{re.escape(before)}([0-9]{{1,251}}){re.escape(after)}")
         if not is_name(template.format(step=_MAX_STEP)):
             raise StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
-
-    def __repr__(self) -> str:
-        return f"Naming({self.template!r})"
 
     def name(self, step: int) -> str:
         """Return the name of a step's checkpoint."""
@@ -475,25 +447,10 @@ class Tiers:
 
     def __init__(self, near: Catalog, far: Catalog | None = None) -> None:
         self.near = near
-        self.far = far
 
-    def __repr__(self) -> str:
-        return f"Tiers({', '.join(repr(each) for each in self.all)})"
-
-    @property
-    def all(self) -> list[Catalog]:
+        self.all = [near] if far is None else [near, far]
         """The catalogs, by tier."""
-        return [self.near] if self.far is None else [self.near, self.far]
-
-    @property
-    def urls(self) -> list[str]:
-        """The URLs of the roots, by tier."""
-        return [each.root.url for each in self.all]
-
-    @property
-    def where(self) -> str:
-        """The roots, in messages."""
-        return " and ".join(self.urls)
+        self.urls = [each.root.url for each in self.all]
 
     def entries(self) -> list[Entry]:
         """Return the entries of all roots: of one step the newest save first, and of one save the near copy first."""

@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,7 +47,6 @@ from shardkeep.manage.schedule import (
     SaveRequests,
     SignalHandlers,
     StepSchedule,
-    Timer,
     parse_signals,
 )
 from shardkeep.options import Options
@@ -81,6 +80,9 @@ class Checkpointer:
 
     """
 
+    _clock = Clock()
+    """Tests replace it, in a subclass."""
+
     def __init__(
         self,
         root: str | os.PathLike[str] | Root,
@@ -112,7 +114,6 @@ class Checkpointer:
         promote_every: int = 1,
         keep_promoted: Policy | None = None,
         promote_required: bool = True,
-        seams: Clock | None = None,
     ) -> None:
         """
         Write nothing yet: the first save creates the root if it does not exist.
@@ -154,18 +155,19 @@ class Checkpointer:
             promote_every: promote steps that are a multiple of it, pinned ones, and at `close` the newest.
             keep_promoted: what is kept in the second root; by default the same as in the first.
             promote_required: keep a checkpoint in the first root until it is promoted, whatever the policies say.
-            seams: clocks and intervals, which tests replace.
 
         Raises:
             StateError: an argument is invalid.
 
         """
-        options, clock = options or Options(), seams or Clock()
-        roots = _open_roots(root, promote_to, direct=options.direct_io)
-        every_steps = _int_or_none("every_steps", every_steps, 1)
-        every_minutes = _positive_or_none("every_minutes", every_minutes)
-        max_in_flight, retries = _int("max_in_flight", max_in_flight, 1), _int("retries", retries, 0)
-        promote_every = _int("promote_every", promote_every, 1)
+        options, clock = options or Options(), self._clock
+        roots = [open_root(each, direct=options.direct_io) for each in (root, promote_to) if each is not None]
+        if len(roots) > 1 and same_place(*roots):
+            hint = "give another place to promote to, or None"
+            raise StateError(f"promote_to={promote_to!r} is the root itself", hint=hint)
+        every_steps = None if every_steps is None else _whole("every_steps", every_steps)
+        every_minutes = None if every_minutes is None else _positive("every_minutes", every_minutes)
+        max_in_flight, retries = _whole("max_in_flight", max_in_flight), _whole("retries", retries, least=0)
         at = sorted(map(_valid_step, at_steps))
         wanted_signals = parse_signals(signals)
         retry_policy = RetryPolicy(retries, sleep=clock.sleep)
@@ -174,13 +176,7 @@ class Checkpointer:
         self._best = parse_best(keep_best)
         self._errors = _ErrorReporter(on_error, self._root.url)
         self._schedule = StepSchedule(every_steps, at)
-        self._requests = SaveRequests(
-            self._root,
-            request_file,
-            Timer(every_minutes, clock.monotonic),
-            clock=clock.monotonic,
-            interval_s=clock.interval_s,
-        )
+        self._requests = SaveRequests(self._root, request_file, clock, every_minutes=every_minutes)
         self._ranks = RankContext(
             self._root.url,
             clock,
@@ -190,12 +186,13 @@ class Checkpointer:
             arguments=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight, len(roots)],
         )
         policy = build_policy(
-            last=_int_or_none("keep_last", keep_last, 1),
-            every=_int_or_none("keep_every", keep_every, 1),
+            last=None if keep_last is None else _whole("keep_last", keep_last),
+            every=None if keep_every is None else _whole("keep_every", keep_every),
             best=self._best,
-            hours=_positive_or_none("keep_hours", keep_hours),
+            hours=None if keep_hours is None else _positive("keep_hours", keep_hours),
             more=retention,
         )
+        promote_every = _whole("promote_every", promote_every)
         terms = ReplicationTerms(every=promote_every, policy=keep_promoted or policy, required=promote_required)
         self._load_options = {"allow_pickle": allow_pickle, "options": options, "group": group}
         self._saves = Saves(
@@ -373,7 +370,7 @@ class Checkpointer:
             self._errors.report(error)
             return None
         finally:
-            self._requests.timer.restart()
+            self._requests.restart_timer()
         return saved
 
     # -- restoring -----------------------------------------------------------------------------------------------
@@ -398,7 +395,7 @@ class Checkpointer:
         def choose() -> list[Entry]:
             found = restore_order(require_readable(self._tiers.entries(), self._tiers.urls))
             if not found:
-                self._warn_of_strangers()
+                self._warn_of_other_templates()
             return found
 
         return self._restore(state, "the latest checkpoint", choose, load_options)
@@ -472,25 +469,20 @@ class Checkpointer:
                 log.info("step %d is restored from %s%s", found.step, found.where, why)
             self._schedule.begin_after(found.step)
             self._saves.restored(found)
-            self._requests.timer.restart()
+            self._requests.restart_timer()
         self._errors.report_earlier(errors)
         return None if found is None else found.step
 
-    def _warn_of_strangers(self) -> None:
+    def _warn_of_other_templates(self) -> None:
         """Training starts afresh: warn if the root has checkpoints with other names."""
         try:
-            strangers = self._tiers.near.strangers()
+            found = self._tiers.near.strangers()
         except CheckpointError as error:  # only a warning depends on it
             log.info("%s: cannot look for checkpoints of other names: %s", self._root.url, error)
             return
-        for name, template in strangers.items():
-            log.warning(
-                "%s has no checkpoint of the template %r, but %s: is template=%r meant?",
-                self._root.url,
-                self._tiers.near.naming.template,
-                name,
-                template,
-            )
+        text = "%s has no checkpoint of the template %r, but %s: is template=%r meant?"
+        for name, template in found.items():
+            log.warning(text, self._root.url, self._tiers.near.naming.template, name, template)
 
     # -- looking: each rank by itself ----------------------------------------------------------------------------
 
@@ -555,9 +547,8 @@ class Checkpointer:
 
     def _not_found(self, step: int) -> CheckpointNotFound:
         have = ", ".join(map(str, self.all_steps()[-20:])) or "none"
-        return CheckpointNotFound(
-            f"{self._tiers.where}: there is no checkpoint of step {step}", hint=f"there are: {have}"
-        )
+        where = " and ".join(self._tiers.urls)
+        return CheckpointNotFound(f"{where}: there is no checkpoint of step {step}", hint=f"there are: {have}")
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -711,43 +702,21 @@ def _valid_step(step: Any) -> int:
     return number
 
 
-def _int(name: str, value: Any, least: int) -> int:
+def _whole(name: str, value: Any, least: int = 1) -> int:
     """Return an integer of any type (numpy has its own); raise `StateError` for anything else, or if it is too small."""
-    hint = f"give a whole number, {least} or more"
-    try:
+    with suppress(TypeError):
         number = operator.index(value)
-    except TypeError as exc:
-        raise StateError(f"{name}={value!r}", hint=hint) from exc
-    if number < least or isinstance(value, bool):
-        raise StateError(f"{name}={value!r}", hint=hint)
-    return int(number)
+        if number >= least and not isinstance(value, bool):
+            return int(number)
+    raise StateError(f"{name}={value!r}", hint=f"give a whole number, {least} or more")
 
 
-def _int_or_none(name: str, value: Any, least: int) -> int | None:
-    return None if value is None else _int(name, value, least)
-
-
-def _positive_or_none(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    hint = "give a number, more than 0, or None"
-    try:
+def _positive(name: str, value: Any) -> float:
+    with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise StateError(f"{name}={value!r}", hint=hint) from exc
-    if not number > 0:
-        raise StateError(f"{name}={value!r}", hint=hint)
-    return number
-
-
-def _open_roots(
-    near: str | os.PathLike[str] | Root, far: str | os.PathLike[str] | Root | None, *, direct: bool
-) -> list[Root]:
-    """Open the root to save to, and the one to promote to, if any; raise `StateError` if they are the same."""
-    roots = [open_root(each, direct=direct) for each in (near, far) if each is not None]
-    if len(roots) > 1 and same_place(*roots):
-        raise StateError(f"promote_to={far!r} is the root itself", hint="give another place to promote to, or None")
-    return roots
+        if number > 0:
+            return number
+    raise StateError(f"{name}={value!r}", hint="give a number, more than 0, or None")
 
 
 def _listen_below(callback: Callback, urls: Sequence[str]) -> Listening:

@@ -79,11 +79,11 @@ class StepDecisions:
     def request(self, kinds: Collection[str]) -> None:
         """Pass the requests that reached this rank on to rank 0."""
 
-        def errand(mailbox: KVMailbox) -> None:
+        def ask(mailbox: KVMailbox) -> None:
             for kind in kinds:
                 mailbox.put(f"asks/{kind}", b"")
 
-        self._visit(errand, doing="send a request to rank 0")
+        self._visit(ask, doing="send a request to rank 0")
 
     def decision(self, step: int, decide: Decide, kinds: Collection[str]) -> Decision:
         """Make the decision for a step on rank 0, or wait for it on other ranks."""
@@ -100,7 +100,15 @@ class StepDecisions:
     def _lead(self, decide: Decide, kinds: Collection[str]) -> Decision:
         if self._world.solo:
             return msgspec.structs.replace(decide(()), again=1)
-        requested = self._visit(lambda mailbox: _take_requests(mailbox, kinds), doing="look for requests")
+
+        def take_requests(mailbox: KVMailbox) -> list[str]:
+            # A request that arrives between `there` and `drop` is honoured too, because the decision is made after both.
+            requested = [kind for kind in kinds if mailbox.there(f"asks/{kind}")]
+            for kind in requested:
+                mailbox.drop(f"asks/{kind}")
+            return requested
+
+        requested = self._visit(take_requests, doing="look for requests")
         made = msgspec.structs.replace(decide(requested), again=self._calls_per_interval())
         body = msgspec.msgpack.encode(made)
         self._visit(lambda mailbox: mailbox.put(str(self._number), body), doing="publish a decision")
@@ -148,14 +156,6 @@ class StepDecisions:
             ) from lost
 
 
-def _take_requests(mailbox: KVMailbox, kinds: Collection[str]) -> list[str]:
-    # A request that arrives between `there` and `drop` is honoured too, because the decision is made after both.
-    requested = [kind for kind in kinds if mailbox.there(f"asks/{kind}")]
-    for kind in requested:
-        mailbox.drop(f"asks/{kind}")
-    return requested
-
-
 class RankContext:
     """The ranks of a Checkpointer. Nothing is exchanged before `world` or `decisions` is first used."""
 
@@ -196,17 +196,17 @@ class RankContext:
             if not self.world.solo:
                 with rendezvous(self.world, f"steps of {self._url}") as meeting:
                     mine = msgspec.json.encode(self._arguments)
-                    session = meeting.agree("begin", lambda: mine, self._session).decode()
+                    session = meeting.agree("begin", lambda: mine, _new_session).decode()
             self._decisions = StepDecisions(self.world, session, interval_s=clock.interval_s, clock=clock.monotonic)
         return self._decisions
 
-    @staticmethod
-    def _session(arguments: list[bytes]) -> list[bytes]:
-        for rank, each in enumerate(arguments):
-            if each != arguments[0]:
-                raise RanksDisagree(
-                    f"the Checkpointer of rank {rank} was made with {each.decode()}, that of rank 0 with"
-                    f" {arguments[0].decode()}",
-                    hint="make it with the same arguments on all ranks",
-                )
-        return [secrets.token_hex(8).encode()] * len(arguments)
+
+def _new_session(arguments: list[bytes]) -> list[bytes]:
+    for rank, each in enumerate(arguments):
+        if each != arguments[0]:
+            raise RanksDisagree(
+                f"the Checkpointer of rank {rank} was made with {each.decode()}, that of rank 0 with"
+                f" {arguments[0].decode()}",
+                hint="make it with the same arguments on all ranks",
+            )
+    return [secrets.token_hex(8).encode()] * len(arguments)

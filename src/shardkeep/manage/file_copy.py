@@ -92,8 +92,7 @@ class DigestedRange(NamedTuple):
             )
 
 
-@dataclass(frozen=True)
-class ExpectedDigests:
+class ExpectedDigests(NamedTuple):
     """A file, and the digests of all its bytes."""
 
     name: str
@@ -117,14 +116,13 @@ class ExpectedDigests:
 def expected_digests(store: Store, record: Record, name: str) -> ExpectedDigests:
     """Find the digests of one of a record's files, in headers, tables and sidecars, which may be damaged themselves."""
     nbytes = record.at_rest[name]
-    for entry in (record.index, *record.files):
-        if name == entry.name and entry.chain is not None:
-            return ExpectedDigests(name, nbytes, _frame_digests(store, entry, nbytes))
-        if name == entry.name and isinstance(entry, FileEntry):
-            return ExpectedDigests(name, nbytes, _block_digests(store, entry))
-        if name in dict(entry.at_rest):  # the index, or a sidecar
-            return ExpectedDigests(name, nbytes, [DigestedRange(0, nbytes, _digest_in(entry.checksum))])
-    raise KeyError(name)  # unreachable: `at_rest` has no others
+    entry = next(entry for entry in (record.index, *record.files) if name in dict(entry.at_rest))
+    ranges = [DigestedRange(0, nbytes, _digest_in(entry.checksum))]  # of the index, or of a sidecar
+    if name == entry.name and entry.chain is not None:
+        ranges = _frame_digests(store, entry, nbytes)
+    elif name == entry.name and isinstance(entry, FileEntry):
+        ranges = _block_digests(store, entry)
+    return ExpectedDigests(name, nbytes, ranges)
 
 
 def _frame_digests(store: Store, entry: Blob, nbytes: int) -> list[DigestedRange]:
@@ -188,13 +186,7 @@ def copy_files(
 
     On return all of them are sound in the target: they were read back there, or the service has verified them. `wanted`
     (whether to go on) and `pause` (which may wait) are called before each window, by the thread that copies it. Copying uses
-    half of the memory budget.
-
-    Raises:
-        DamagedCheckpoint: the source is not what was saved.
-        StorageError: a store fails, or the target does not return what was written.
-        SaveCancelled: the copy is not wanted any more.
-
+    half of the memory budget. A `DamagedCheckpoint` is always one of the source.
     """
 
     def damaged_in(store: Store, files: Sequence[ExpectedDigests]) -> dict[str, DamagedCheckpoint]:
@@ -222,14 +214,14 @@ def copy_files(
     return Copied(nbytes=sum(file.nbytes for file in rest), files=len(rest))
 
 
+@dataclass
 class _OpenFile:
     """A file that is being copied or checked."""
 
-    def __init__(self, expected: ExpectedDigests, windows: int, reader: BlobReader, writer: BlobWriter | None) -> None:
-        self.expected = expected
-        self.reader = reader
-        self.writer = writer
-        self.left = windows
+    name: str
+    reader: BlobReader
+    writer: BlobWriter | None
+    windows_left: int
 
 
 class _Pass:
@@ -277,7 +269,7 @@ class _Pass:
                 if writer is not None:
                     writer.abandon()
                 raise
-            file = _OpenFile(expected, len(windows), reader, writer)
+            file = _OpenFile(expected.name, reader, writer, len(windows))
             with self._lock:
                 self._open[expected.name] = file
             for number, window in enumerate(windows):
@@ -290,9 +282,17 @@ class _Pass:
         try:
             if not self._wanted():
                 raise SaveCancelled("copying was cancelled")
-            if file.expected.name not in self.damaged:
+            if file.name not in self.damaged:
                 self._move_ranges(file, ranges, buffer)
-            self._end_window(file)
+            with self._lock:
+                file.windows_left -= 1
+                last = not file.windows_left
+            if last:
+                file.reader.close()
+                if file.writer is not None:
+                    file.writer.finish()
+                with self._lock:
+                    self._open.pop(file.name, None)
         except BaseException as error:
             with self._lock:
                 first, self._failed = not self._failed, True
@@ -304,28 +304,25 @@ class _Pass:
         return True  # it waited for a disk or a network
 
     def _move_ranges(self, file: _OpenFile, ranges: list[DigestedRange], buffer: memoryview) -> None:
-        name = file.expected.name
         try:
             if ranges[0].nbytes > len(buffer):
-                [each] = ranges
-                self._move_long(file, each, buffer)
+                self._move_long(file, ranges[0], buffer)
                 return
             start = ranges[0].start
             window = buffer[: ranges[-1].start + ranges[-1].nbytes - start]
             file.reader.read_into(start, window)
             for each in ranges:
-                each.verify(window[each.start - start :][: each.nbytes], self._source, name)
+                each.verify(window[each.start - start :][: each.nbytes], self._source, file.name)
         except DamagedCheckpoint as error:
             if self._target is not None:
                 raise
-            self.damaged.setdefault(name, error)
+            self.damaged.setdefault(file.name, error)
             return
         if file.writer is not None:
             file.writer.write_at(start, window)
 
     def _move_long(self, file: _OpenFile, whole: DigestedRange, buffer: memoryview) -> None:
         """Move a range that does not fit into the buffer: read it once to verify its digest, then again to copy it."""
-        name = file.expected.name
 
         def read(offset: int, nbytes: int) -> memoryview:
             file.reader.read_into(offset, buffer[:nbytes])
@@ -333,27 +330,16 @@ class _Pass:
 
         parts, found = _split(whole, read, len(buffer))
         if found != whole.digest:
-            with closing(SecondRead(name, self._source)) as again:
+            with closing(SecondRead(file.name, self._source)) as again:
                 parts, found = _split(whole, again.read, len(buffer))
-            whole.check(found, f"{self._source.url}/{name}")
-            warn_reread_ok(name, whole.start, whole.nbytes)
+            whole.check(found, f"{self._source.url}/{file.name}")
+            warn_reread_ok(file.name, whole.start, whole.nbytes)
         if file.writer is None:
             return
         for part in parts:
             window = read(part.start, part.nbytes)
-            part.verify(window, self._source, name)
+            part.verify(window, self._source, file.name)
             file.writer.write_at(part.start, window)
-
-    def _end_window(self, file: _OpenFile) -> None:
-        with self._lock:
-            file.left -= 1
-            if file.left:
-                return
-        file.reader.close()
-        if file.writer is not None:
-            file.writer.finish()
-        with self._lock:
-            self._open.pop(file.expected.name, None)
 
     def _abandon(self) -> None:
         """Close all open files, and leave nothing of what was written."""

@@ -112,19 +112,11 @@ class Lease:
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    @property
-    def held(self) -> bool:
-        """Whether the lease was acquired, and is not known to be lost."""
-        return self._thread is not None and not self._lost and not self._ended.is_set()
-
     def acquire(self) -> None:
         """
         Acquire the lease, and renew it from now on; where it is held already, check it.
 
-        Raises:
-            RootInUse: another job holds it.
-            LeaseLost: another job took it from this one.
-
+        Raises `RootInUse` if another job holds it, and `LeaseLost` if another job took it from this one.
         """
         if self._thread is not None:
             self.check()
@@ -291,22 +283,18 @@ class Lease:
 
     def _read(self) -> bytes | None:
         """Read the lease; another job's until two answers agree, because a network may corrupt what is read."""
-        seen = self._read_once()
-        for _ in range(_READS - 1):
-            if seen is None or self._is_mine(seen):
+        before: bytes | None = None
+        for _ in range(_READS):
+            try:
+                seen = self._root.get(LEASE_NAME, limit=_MAX_NBYTES)
+            except BlobNotFound:
+                return None
+            except MalformedFile:  # far too long
+                seen = b"unreadable"
+            if seen == before or self._is_mine(seen):
                 break
-            before, seen = seen, self._read_once()
-            if seen == before:
-                break
+            before = seen
         return seen
-
-    def _read_once(self) -> bytes | None:
-        try:
-            return self._root.get(LEASE_NAME, limit=_MAX_NBYTES)
-        except BlobNotFound:
-            return None
-        except MalformedFile:  # far too long
-            return b"unreadable"
 
     def _is_mine(self, seen: bytes | None) -> bool:
         holder = _decoded(seen or b"")

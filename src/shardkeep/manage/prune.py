@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 from shardkeep.errors import CheckpointError, LeaseLost
 from shardkeep.events import Pruned, PruneFailed, emit
@@ -68,10 +69,10 @@ class CheckpointLocks:
         try:
             yield free
         finally:
-            with self._changed:
-                if free:
+            if free:
+                with self._changed:
                     self._deleting.discard(name)
-                self._changed.notify_all()
+                    self._changed.notify_all()
 
 
 class Pruner:
@@ -96,14 +97,10 @@ class Pruner:
         """
         self.distrusted: set[str] = set()
         """Checkpoints that could not be restored: they do not count as kept, and are not deleted."""
-        self._catalog = catalog
-        self._root = catalog.root
-        self._policy = policy
-        self._lease = lease
-        self._locks = locks
-        self._now = now
-        self._spared = spared
-        self._resumed = resumed
+        self._catalog, self._root = catalog, catalog.root
+        self._policy, self._now = policy, now
+        self._lease, self._locks = lease, locks
+        self._spared, self._resumed = spared, resumed
         self._known_empty: set[str] = set()
         """Directories that were found empty: they are not swept again until something is in them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
@@ -164,26 +161,19 @@ class Pruner:
     # -- what no policy wants ------------------------------------------------------------------------------------
 
     def prune(self, name: str, latest: str | None = None) -> set[str]:
-        """
-        Point to the latest checkpoint, if there is a new one, then delete and sweep; never raises.
-
-        Return what was deleted.
-        """
+        """Point to the latest checkpoint, if there is a new one, delete, sweep; return what was deleted; never raises."""
         deleted: set[str] = set()
         try:
             if latest is not None:
-                self._point_to(latest)
+                # The version must be read before the lease: a job that takes the root over later is not overwritten then.
+                seen = self._root.version(LATEST_NAME)
+                self._lease.check()
+                self._root.put(LATEST_NAME, f"{latest}\n".encode(), over=seen)
             if not isinstance(self._policy, KeepAll):
                 self.sweep(self._delete_unwanted(name, deleted, is_new=latest is not None))
         except Exception as error:  # noqa: BLE001 - a committed save must not fail because of this
             self._report_failure(self._root.url, error, None)
         return deleted
-
-    def _point_to(self, name: str) -> None:
-        # The version must be read before the lease: a job that takes the root over later is not overwritten then.
-        seen = self._root.version(LATEST_NAME)
-        self._lease.check()
-        self._root.put(LATEST_NAME, f"{name}\n".encode(), over=seen)
 
     def _delete_unwanted(self, just: str, deleted: set[str], *, is_new: bool) -> list[Entry]:
         """Delete what no policy wants, and return what there was."""
@@ -212,27 +202,37 @@ class Pruner:
             self._report_failure(where, error, entry.step)
             return False
         log.info("removed %s", where)
-        emit(Pruned, lambda: Pruned(rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason="retention"))
+        emit(Pruned, partial(Pruned, rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason="retention"))
         return True
 
     # -- what dead saves left ------------------------------------------------------------------------------------
 
     def sweep(self, entries: Sequence[Entry]) -> None:
         """Remove what dead saves and interrupted removals left; never raises anything but LeaseLost."""
-        for name in self._to_sweep(entries):
+        known = {entry.name for entry in entries}
+        try:
+            places = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
+        except CheckpointError as error:
+            self._report_failure(self._root.url, error, None)
+            places = []
+        # Empty directories are not among the entries. Some object stores list them for ever.
+        self._known_empty -= known
+        empty = [name for name in places if name not in known and name not in self._known_empty]
+        for name in [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]:
             self._carefully(name, partial(self._sweep, name))
 
     def sweep_one(self, name: str) -> None:
         """Remove what dead saves left in one directory, with or without a checkpoint; raises nothing but LeaseLost."""
-        self._carefully(name, partial(self._sweep_one, name))
 
-    def _sweep_one(self, name: str) -> None:
-        step = self._catalog.naming.step(name)
-        entry = None if step is None else self._catalog.find(step)
-        if entry is None or entry.status == "unfinished":
-            self._sweep(name)
-        else:
-            self._sweep_beside(entry)
+        def sweep() -> None:
+            step = self._catalog.naming.step(name)
+            entry = None if step is None else self._catalog.find(step)
+            if entry is None or entry.status == "unfinished":
+                self._sweep(name)
+            else:
+                self._sweep_beside(entry)
+
+        self._carefully(name, sweep)
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a directory that is not in use, while the lease is held; report a failure."""
@@ -246,18 +246,6 @@ class Pruner:
                 raise
             except CheckpointError as error:
                 self._report_failure(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
-
-    def _to_sweep(self, entries: Sequence[Entry]) -> list[str]:
-        known = {entry.name for entry in entries}
-        try:
-            places = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
-        except CheckpointError as error:
-            self._report_failure(self._root.url, error, None)
-            places = []
-        # Empty directories are not among the entries. Some object stores list them for ever.
-        self._known_empty -= known
-        empty = [name for name in places if name not in known and name not in self._known_empty]
-        return [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]
 
     def _sweep_beside(self, entry: Entry) -> None:
         """Remove what dead saves left beside a checkpoint; lists its files only, if there is nothing else."""
@@ -289,5 +277,5 @@ class Pruner:
 
     def _report_failure(self, where: str, error: BaseException, step: int | None) -> None:
         log.warning("%s could not be cleaned up: %s", where, error, exc_info=error)
-        kind, message = type(error).__name__, str(error)
-        emit(PruneFailed, lambda: PruneFailed(rank=0, where=where, step=step, kind=kind, message=message))
+        about: dict[str, Any] = {"where": where, "step": step, "kind": type(error).__name__, "message": str(error)}
+        emit(PruneFailed, partial(PruneFailed, rank=0, **about))

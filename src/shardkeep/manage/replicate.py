@@ -15,6 +15,7 @@ unless the near copy was deleted or replaced meanwhile.
 from __future__ import annotations
 
 import errno
+import heapq
 import logging
 import os
 import threading
@@ -52,7 +53,7 @@ from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished,
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import claim_name, read_record
-from shardkeep.manage.background import DaemonWorker, PendingTasks
+from shardkeep.manage.background import PendingTasks
 from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
 from shardkeep.manage.decisions import RankContext
 from shardkeep.manage.file_copy import copy_files, throttle
@@ -62,7 +63,7 @@ from shardkeep.manage.retention import Policy, plan
 from shardkeep.manage.schedule import Clock
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, Store, Version, decode_or_reread, free_nbytes
-from shardkeep.storage.cancel import run_with_deadline
+from shardkeep.storage.cancel import run_with_deadline, spawn_daemon
 from shardkeep.storage.retry import RetryingRoot, RetryPolicy
 
 log = logging.getLogger("shardkeep")
@@ -82,15 +83,6 @@ class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
     def decoded(self) -> Record:
         """Decode the record."""
         return decode_record(self.record, RECORD_NAME)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """What rank 0 keeps of an order until it is carried out."""
-
-    order: ReplicationOrder
-    over: Version | None
-    """The version of the far record that the commit replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,20 +120,20 @@ def to_replicate(
         if entry.committed and entry.record is not None and (entry.name, entry.save_id) not in left_out
     ]
     due = [entry for at, entry in enumerate(mine) if entry.step % every == 0 or entry.pinned or (newest and at == 0)]
-    fresh = {entry.name: entry for entry in due if _may_replace(entry, there.get(entry.name))}
+
+    def may_copy(entry: Entry, over: Entry | None) -> bool:
+        """Return whether a checkpoint may be put where another one is: only over an older save or a damaged one."""
+        if over is None or over.status == "unfinished":
+            return True
+        if over.problem is not None:
+            return isinstance(over.problem, DamagedCheckpoint)
+        return over.record is not None and over.save_order < entry.save_order
+
+    fresh = {entry.name: entry for entry in due if may_copy(entry, there.get(entry.name))}
     # Apply the policy to what the far root would have after all copies.
     after = [entry for name, entry in there.items() if name not in fresh]
     kept = {entry.name for entry in plan([*after, *fresh.values()], policy, now).kept}
     return [entry for entry in fresh.values() if entry.name in kept]
-
-
-def _may_replace(entry: Entry, there: Entry | None) -> bool:
-    """Return whether a checkpoint may be put where another one is: only over an older save or a damaged one."""
-    if there is None or there.status == "unfinished":
-        return True
-    if there.problem is not None:
-        return isinstance(there.problem, DamagedCheckpoint)
-    return there.record is not None and there.save_order < entry.save_order
 
 
 class ReplicationCoordinator:
@@ -158,15 +150,11 @@ class ReplicationCoordinator:
         now: Callable[[], datetime],
     ) -> None:
         """`far` is the far root of `tiers` once more, through a store that stops working when replication is cancelled."""
-        if tiers.far is None:  # unreachable: nothing is replicated without a far root
-            raise ValueError("there is no far root")
         self.lease = lease
         self.pruner = Pruner(far, terms.policy, lease, CheckpointLocks(), now, resumed=self._resumes)
-        self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.far
-        self._terms = terms
-        self._near_pruner = near_pruner
-        self._near_locks = near_locks
-        self._now = now
+        self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.all[FAR]
+        self._terms, self._now = terms, now
+        self._near_pruner, self._near_locks = near_pruner, near_locks
         self._lock = threading.Lock()
         self._there: dict[str, Entry] = {}
         """What the far root has. Only this job changes it, because it holds the lease."""
@@ -188,10 +176,6 @@ class ReplicationCoordinator:
         with self._lock:
             self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
             return list(self._there.values())
-
-    def distrust(self, names: Collection[str]) -> None:
-        """Do not count these far checkpoints as kept, because they could not be restored."""
-        self.pruner.distrusted = set(names)
 
     def has(self, name: str) -> bool:
         """Return whether the far root has a checkpoint of this name."""
@@ -220,8 +204,12 @@ class ReplicationCoordinator:
 
     # -- one checkpoint ------------------------------------------------------------------------------------------
 
-    def choose(self, held: ExitStack, *, newest: bool) -> Chosen | None:
-        """Choose the checkpoint to copy next, and keep it from being deleted while `held` is open."""
+    def choose(self, held: ExitStack, *, newest: bool) -> tuple[ReplicationOrder, Version | None] | None:
+        """
+        Choose the checkpoint to copy next, and keep it from being deleted while `held` is open.
+
+        Returns the order, and the version of the far record that the commit replaces.
+        """
         self.lease.check()
         near = self._near.entries()
         wanted = self._wanted(near, newest=newest)
@@ -241,7 +229,7 @@ class ReplicationCoordinator:
                 continue
             self._sweep_partial()  # before the free space is checked
             over = self._prepare(entry, self._far.root.place(entry.name), held)
-            return Chosen(order=ReplicationOrder(name=entry.name, step=entry.step, record=data), over=over)
+            return ReplicationOrder(name=entry.name, step=entry.step, record=data), over
         self._sweep_partial()
         return None
 
@@ -298,9 +286,8 @@ class ReplicationCoordinator:
             self._damaged.add((order.name, order.decoded().save_id))
         self._near_pruner.distrusted.add(order.name)
 
-    def commit(self, chosen: Chosen) -> None:
+    def commit(self, order: ReplicationOrder, over: Version | None) -> None:
         """Make the copy a checkpoint, once all its files are there; raise `CheckpointExists` if another one is there."""
-        order = chosen.order
         record, place = order.decoded(), self._far.root.place(order.name)
         _require_files(place, record)
         pinned = is_pinned(self._near.root, order.name)
@@ -309,7 +296,7 @@ class ReplicationCoordinator:
         data = self._current_record(order)
         self.lease.check()
         try:
-            place.put(RECORD_NAME, data, over=chosen.over)
+            place.put(RECORD_NAME, data, over=over)
         except StorageError as exc:
             if exc.errno != errno.EEXIST:
                 raise
@@ -320,10 +307,9 @@ class ReplicationCoordinator:
         _require_record(place, data)
         orphans.discard(place, [claim_name(record.save_id)])
         self._partial.discard(order.name)
+        entry = entry_from_record(order.name, order.step, record, pinned=pinned)
         with self._lock:
-            self._there[order.name] = replace(
-                entry_from_record(order.name, order.step, record, pinned=pinned), tier=FAR
-            )
+            self._there[order.name] = replace(entry, tier=FAR)
 
     def _current_record(self, order: ReplicationOrder) -> bytes:
         """Return the near record of the same save: its keys may have been rotated while its files were copied."""
@@ -405,22 +391,13 @@ GRACE_S = 3.0
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank reports of its share."""
+    """What one rank reports of its share, and rank 0 of all shares."""
 
     copied: int = 0
     files: int = 0
     damage: str = ""
-    """What is wrong with the near copy."""
+    """What is wrong with the near copy; of all shares: it was deleted or replaced meanwhile."""
     spans: SentPhases = []
-
-
-class _Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 reports of a copy that did not fail."""
-
-    copied: int = 0
-    files: int = 0
-    gone: bool = False
-    """Whether the near checkpoint was deleted or replaced meanwhile."""
 
 
 class Replicator:
@@ -458,8 +435,10 @@ class Replicator:
         self._near_pruner = near_pruner
         self._world: World | None = None
         """The ranks, once `begin` was called."""
-        self._worker = DaemonWorker("shardkeep-promote")
         self._futures: list[Future[None]] = []
+        self._stopped = False
+        self._abandoned = False
+        """Whether a round was still running when all were stopped."""
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
@@ -475,16 +454,18 @@ class Replicator:
 
     def after(self, saved: Any, *, newest: bool = False) -> None:
         """Begin a round once a save has ended; `newest`: copy the newest checkpoint whatever its step."""
-        if self._world is None or self._worker.closed:
+        if self._world is None or self._stopped:
             return
-        future = self._worker.submit(self._run_round, self.rounds.count, saved, newest, self._world)
+        # A daemon thread: Python does not wait for it at exit, so that a store that does not answer cannot block the exit.
+        arguments = (self.rounds.count, self._futures[-1:], saved, newest, self._world)
+        future = spawn_daemon(partial(self._run_round, *arguments), "shardkeep-promote")
         self.rounds.add(future)
         self._futures = [each for each in self._futures if not each.done()] + [future]
 
     def wait(self, timeout_s: float | None = None) -> list[BaseException]:
         """Wait for all rounds that `stop` has not abandoned, and for the deletes after them; return their errors."""
         errors: list[BaseException] = []
-        if not self._worker.abandoned:
+        if not self._abandoned:
             if futures.wait(self._futures, timeout_s).not_done:
                 raise TimeoutError(f"not all checkpoints were promoted to {self._urls[FAR]} within {timeout_s:g} s")
             errors = self.rounds.end_all()
@@ -513,7 +494,9 @@ class Replicator:
 
         A round that does not end in time waits for an answer of the store. It is abandoned, and does nothing after that.
         """
-        if not self._worker.abandoned and not self._worker.close(GRACE_S):
+        self._stopped = True
+        if not self._abandoned and futures.wait(self._futures, GRACE_S).not_done:
+            self._abandoned = True
             log.warning("%s does not answer: the request to it is abandoned", self._urls[FAR])
 
     def close(self) -> None:
@@ -538,7 +521,8 @@ class Replicator:
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
-    def _run_round(self, number: int, saved: Any, newest: bool, world: World) -> None:
+    def _run_round(self, number: int, before: Sequence[Future[None]], saved: Any, newest: bool, world: World) -> None:
+        futures.wait(before)
         self._running_round = number
         if isinstance(saved, SaveHandle):
             saved.wait_for_end()
@@ -551,10 +535,15 @@ class Replicator:
                 log.info("promotions to %s were cancelled", self._urls[FAR])
                 return
             except Exception as error:
-                if self._worker.abandoned:  # the far root was released, and no caller waits for this round
+                if self._abandoned:  # the far root was released, and no caller waits for this round
                     log.info("a cancelled promotion to %s has ended: %s", self._urls[FAR], error)
                     return
-                failed = self._failure(error)
+                intact = "they are intact, and are tried again after the next save, or by the next job"
+                failed = NotPromoted(
+                    f"checkpoints of {self._urls[NEAR]} could not be promoted to {self._urls[FAR]}: "
+                    + (error.message if isinstance(error, CheckpointError) else repr(error)),
+                    hint=error.hint if isinstance(error, NearCopyDamaged) else intact,
+                )
                 if world.rank == 0:  # now, because the next save that would report it may be far away
                     log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
                 if not isinstance(error, NearCopyDamaged):
@@ -563,19 +552,12 @@ class Replicator:
         if damaged is not None:
             raise damaged
 
-    def _failure(self, error: Exception) -> NotPromoted:
-        what = f"checkpoints of {self._urls[NEAR]} could not be promoted to {self._urls[FAR]}"
-        hint = "they are intact, and are tried again after the next save, or by the next job"
-        if isinstance(error, NearCopyDamaged):
-            hint = error.hint
-        return NotPromoted(f"{what}: {error.message if isinstance(error, CheckpointError) else repr(error)}", hint=hint)
-
     # -- one checkpoint ------------------------------------------------------------------------------------------
 
     def _copy_next(self, title: str, *, newest: bool, world: World) -> bool:
         """Copy one checkpoint, together with all ranks; return False if there is none to copy."""
         phases, order, chosen_s = Phases(), None, 0.0
-        chosen: list[Chosen] = []
+        over: Version | None = None
 
         def work() -> bytes:
             self._check_wanted()
@@ -584,9 +566,9 @@ class Replicator:
         with ExitStack() as held:
 
             def choose(payloads: list[bytes]) -> list[bytes]:
-                found = self.coordinator.choose(held, newest=newest)
-                chosen.extend([] if found is None else [found])
-                return [b"" if found is None else msgspec.msgpack.encode(found.order)] * len(payloads)
+                nonlocal over
+                found, over = self.coordinator.choose(held, newest=newest) or (None, None)
+                return [b"" if found is None else msgspec.msgpack.encode(found)] * len(payloads)
 
             try:
                 with rendezvous(world, f"promotion {title} to {self._urls[FAR]}") as meeting:
@@ -596,7 +578,7 @@ class Replicator:
                     chosen_s = phases.mark_meeting()
                     phases.add("choose", 0.0, chosen_s)
                     order = msgspec.msgpack.decode(answer, type=ReplicationOrder)
-                    if self._copy_together(meeting, order, chosen, phases, world) and world.rank == 0:
+                    if self._copy_together(meeting, order, over, phases, world) and world.rank == 0:
                         self.coordinator.clean_up(order, held)
             except BaseException as error:
                 if order is not None or not isinstance(error, SaveCancelled):
@@ -605,19 +587,19 @@ class Replicator:
         return True
 
     def _copy_together(
-        self, meeting: Rendezvous, order: ReplicationOrder, chosen: list[Chosen], phases: Phases, world: World
+        self, meeting: Rendezvous, order: ReplicationOrder, over: Version | None, phases: Phases, world: World
     ) -> bool:
-        """Copy and commit one checkpoint; return False if the near copy is gone. `chosen` has one element on rank 0."""
+        """Copy and commit one checkpoint; return False if the near copy is gone."""
         record, about, began_s = order.decoded(), self._about(order, world.rank), phases.now()
         total, files = record.stored_nbytes, len(record.at_rest)
-        emit(PromotionBegan, lambda: PromotionBegan(**about, bytes_total=total))
+        emit(PromotionBegan, partial(PromotionBegan, **about, bytes_total=total))
         answer = meeting.agree(
             "copy",
             lambda: self._copy_share(order, record, phases, world),
-            lambda shares: self._commit(chosen[0], phases, shares),
+            lambda shares: self._commit(order, over, phases, shares),
         )
-        outcome, seconds = msgspec.msgpack.decode(answer, type=_Outcome), phases.now() - began_s
-        if outcome.gone:
+        outcome, seconds = msgspec.msgpack.decode(answer, type=_Share), phases.now() - began_s
+        if outcome.damage:
             gone = SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
             log.info("%s", gone)
             self._report_failure(order, gone, seconds, world.rank)
@@ -657,31 +639,33 @@ class Replicator:
         self._check_wanted()
         return msgspec.msgpack.encode(_Share(copied=copied.nbytes, files=copied.files, spans=phases.sent()))
 
-    def _commit(self, chosen: Chosen, phases: Phases, shares: list[bytes]) -> list[bytes]:
+    def _commit(
+        self, order: ReplicationOrder, over: Version | None, phases: Phases, shares: list[bytes]
+    ) -> list[bytes]:
         """On rank 0, once all ranks have copied."""
         parts = [msgspec.msgpack.decode(each, type=_Share) for each in shares]
         phases.collect([part.spans for part in parts])
         phases.add("wait", phases.spans[-1].end_s, phases.now())
-        damage = [part.damage for part in parts if part.damage]
-        if damage and not self.coordinator.is_gone(chosen.order):
-            self.coordinator.leave_out(chosen.order)
+        damage = next((part.damage for part in parts if part.damage), "")
+        if damage and not self.coordinator.is_gone(order):
+            self.coordinator.leave_out(order)
             raise NearCopyDamaged(
-                f"{self._urls[NEAR]}/{chosen.order.name} is damaged: {damage[0]}",
+                f"{self._urls[NEAR]}/{order.name} is damaged: {damage}",
                 hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
             )
         if not damage:
             with phases.phase("commit"):
-                self.coordinator.commit(chosen)
+                self.coordinator.commit(order, over)
         copied, files = sum(part.copied for part in parts), sum(part.files for part in parts)
-        return [msgspec.msgpack.encode(_Outcome(copied=copied, files=files, gone=bool(damage)))] * len(shares)
+        return [msgspec.msgpack.encode(_Share(copied=copied, files=files, damage=damage))] * len(shares)
 
     def _report_failure(self, order: ReplicationOrder | None, error: BaseException, seconds: float, rank: int) -> None:
-        kind, message, cancelled = type(error).__name__, str(error), isinstance(error, SaveCancelled)
-        about = self._about(order, rank)
-        emit(
-            PromotionFailed,
-            lambda: PromotionFailed(**about, kind=kind, message=message, cancelled=cancelled, seconds=seconds),
-        )
+        what: dict[str, Any] = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "cancelled": isinstance(error, SaveCancelled),
+        }
+        emit(PromotionFailed, partial(PromotionFailed, **self._about(order, rank), **what, seconds=seconds))
 
     def _about(self, order: ReplicationOrder | None, rank: int) -> dict[str, Any]:
         source, where = (url if order is None else f"{url}/{order.name}" for url in self._urls)
@@ -690,11 +674,11 @@ class Replicator:
 
 def share_files(sizes: dict[str, int], ranks: int) -> list[list[str]]:
     """Assign files to ranks by size, the largest first, each to the rank that has least; the same on all ranks."""
-    loads = [0] * ranks
+    loads = [(0, rank) for rank in range(ranks)]
     found: list[list[str]] = [[] for _ in range(ranks)]
     for name, nbytes in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
-        rank = loads.index(min(loads))
-        loads[rank] += nbytes + 1  # one more, so that empty files are spread, too
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + nbytes + 1, rank))  # one more, so that empty files are spread, too
         found[rank].append(name)
     return found
 

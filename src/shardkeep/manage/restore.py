@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -84,13 +85,7 @@ class Restored:
 
 
 def candidates(entries: Sequence[Entry]) -> list[Candidate]:
-    """
-    Return what may be restored, in order, including checkpoints with damaged records.
-
-    Raises:
-        UnsupportedVersion, StorageError: the first of them cannot be examined.
-
-    """
+    """Return what may be restored, in order, damaged ones too; raise the error of the first if it cannot be examined."""
     found: list[Candidate] = []
     for entry in entries:
         if entry.status == "unfinished":
@@ -139,21 +134,21 @@ def restore(
     found, choices = chosen(), 1
     skipped: list[Skipped] = []
     cause: Exception | None = None
-    while each := _next(found, skipped):
+    while left := _untried(found, skipped):
+        each, *others = left
         reason = each.reason
         if not reason:
             try:
                 report = load(state, open_store(each), **load_options)
             except (*_DAMAGE, StorageError) as error:  # the same error on all ranks
-                last = _next(found, [*skipped, _skipped(each, "", roots)]) is None
-                if not isinstance(error, _DAMAGE) and not _has_copy(each, found, skipped):
-                    raise
-                if last and not may_skip:
+                # A copy of the very same save can be tried where the disk of this one fails.
+                copies = [copy for copy in others if copy.save_id == each.save_id != "" and not copy.reason]
+                if (not isinstance(error, _DAMAGE) and not copies) or not (others or may_skip):
                     raise
                 if isinstance(error, _GONE) and choices < _MAX_CHOICES:
                     # Perhaps the job that saves here deleted it after it had saved a newer one.
                     found, choices = chosen(), choices + 1
-                    if _key(each) not in set(map(_key, found)):
+                    if each not in _untried(found, skipped):
                         continue
                 cause, reason = error, f"{type(error).__name__}: {error}"
             else:
@@ -166,8 +161,11 @@ def restore(
                     where=roots[each.tier],
                     why=_why_not_near(each, skipped, roots),
                 )
-        skipped.append(_skipped(each, reason, roots))
-        _report(skipped[-1], rank=world.rank)
+        skipped.append(Skipped(name=each.name, step=each.step, reason=reason, where=roots[each.tier], tier=each.tier))
+        url = _url(skipped[-1])
+        if world.rank == 0:
+            log.warning("%s cannot be restored, and is skipped: %s", url, reason)
+        emit(StepSkipped, partial(StepSkipped, rank=world.rank, where=url, step=each.step, reason=reason))
     if not found:
         return None
     reasons = "".join(f"\n  {each.name if len(roots) == 1 else _url(each)}: {each.reason}" for each in skipped)
@@ -177,23 +175,9 @@ def restore(
     ) from cause
 
 
-def _next(found: Sequence[Candidate], skipped: Sequence[Skipped]) -> Candidate | None:
-    tried = set(map(_key, skipped))
-    return next((each for each in found if _key(each) not in tried), None)
-
-
-def _key(each: Candidate | Skipped) -> tuple[int, str]:
-    return each.tier, each.name
-
-
-def _has_copy(each: Candidate, found: Sequence[Candidate], skipped: Sequence[Skipped]) -> bool:
-    """Return whether another copy of the very same save can be tried."""
-    tried = {_key(each), *map(_key, skipped)}
-    return any(other.save_id == each.save_id != "" and _key(other) not in tried for other in found if not other.reason)
-
-
-def _skipped(each: Candidate, reason: str, roots: Sequence[str]) -> Skipped:
-    return Skipped(name=each.name, step=each.step, reason=reason, where=roots[each.tier], tier=each.tier)
+def _untried(found: Sequence[Candidate], skipped: Sequence[Skipped]) -> list[Candidate]:
+    tried = {(each.tier, each.name) for each in skipped}
+    return [each for each in found if (each.tier, each.name) not in tried]
 
 
 def _url(skipped: Skipped) -> str:
@@ -205,10 +189,3 @@ def _why_not_near(taken: Candidate, skipped: Sequence[Skipped], roots: Sequence[
         return ""
     passed = [each for each in skipped if each.name == taken.name and each.tier < taken.tier]
     return f"{_url(passed[-1])}: {passed[-1].reason}" if passed else f"{roots[0]} has no whole copy of it"
-
-
-def _report(skipped: Skipped, *, rank: int) -> None:
-    where = _url(skipped)
-    if rank == 0:
-        log.warning("%s cannot be restored, and is skipped: %s", where, skipped.reason)
-    emit(StepSkipped, lambda: StepSkipped(rank=rank, where=where, step=skipped.step, reason=skipped.reason))

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from shardkeep.dist.rendezvous import rendezvous
@@ -84,12 +85,8 @@ def find_timeline(
     """
     Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step.
 
-    Raises:
-        CheckpointExists: nothing was restored, and the root has this step or later ones.
-        StateError: the step is lower than the restored one.
-        StorageError: a record cannot be read at the moment. It may belong to the newest timeline, whose number would be
-            used twice.
-
+    A record that cannot be read at the moment is an error: it may belong to the newest timeline, whose number would be used
+    twice.
     """
     where = " and ".join(roots)
     there = [entry for entry in restore_order(require_readable(entries, roots)) if entry.status != "unfinished"]
@@ -146,16 +143,11 @@ class Saves:
         self._last: tuple[int, Saved | None] | None = None
         """The step that was restored or saved last, and its save."""
         self._highest: int | None = None
-        self._roots = roots
-        self._root = roots[NEAR]
-        self._tiers = tiers
-        self._catalog = tiers.near
-        self._ranks = ranks
-        self._clock = clock
-        self._retries = retries
-        self._max_in_flight = max_in_flight
-        self._how = how
-        self._how_asynchronous = how_asynchronous
+        self._roots, self._root = roots, roots[NEAR]
+        self._tiers, self._catalog = tiers, tiers.near
+        self._ranks, self._clock = ranks, clock
+        self._retries, self._max_in_flight = retries, max_in_flight
+        self._how, self._how_asynchronous = how, how_asynchronous
         leases = [
             Lease(each.root, lasts_s=clock.lease_s, takeover=takeover, clock=clock.monotonic, sleep=clock.sleep)
             for each in tiers.all
@@ -198,7 +190,7 @@ class Saves:
         self._last, self._highest = (restored.step, None), restored.step
         self._pruner.distrusted = {each.name for each in restored.skipped if each.tier == NEAR}
         if self.replicator is not None:
-            self.replicator.coordinator.distrust({each.name for each in restored.skipped if each.tier == FAR})
+            self.replicator.coordinator.pruner.distrusted = {e.name for e in restored.skipped if e.tier == FAR}
 
     def check(self, step: int) -> None:
         """Raise `StateError` for a step below the last one: it would count as older, and be deleted first."""
@@ -228,7 +220,7 @@ class Saves:
 
     def make_room(self) -> list[BaseException]:
         """Wait until another save may begin, and return the errors of those that ended."""
-        errors = self._pending.end(self._pending.before(self._pending.count - self._max_in_flight + 1))
+        errors = self._pending.end_all(but=self._max_in_flight - 1)
         # One round of deletes may run beside a save, so that old checkpoints never pile up; the other ranks wait.
         self._pruner.catch_up(self._max_in_flight, within_s=self._ranks.world.timeout_s / 2)
         return errors
@@ -264,14 +256,7 @@ class Saves:
         return self._timeline is not None
 
     def begin(self, step: int) -> None:
-        """
-        Before the first save, and the first after a restore: acquire the root, sweep it, and read what it has.
-
-        Raises:
-            RootInUse: another job saves to it.
-            CheckpointExists: it has this step or later ones, and nothing was restored.
-
-        """
+        """Before the first save, and the first after a restore: acquire the root, sweep it, and read what it has."""
         if self._timeline is not None:
             return
         # Rank 0 may have to wait until the lease of a dead job expires.
@@ -355,39 +340,29 @@ class Saves:
 
     def _may_overwrite(self, name: str, step: int, timeline: Timeline) -> bool:
         """Return whether to overwrite a checkpoint of this step; raise `CheckpointExists` where the save must not."""
+        coordinator = None if self.replicator is None else self.replicator.coordinator
+        is_far = coordinator is not None and coordinator.has(name)
         if timeline.may_overwrite(step):
-            if not self._is_pinned(name):
-                return True
-            if self._exists(step):
+            try:
+                if not (coordinator and coordinator.is_pinned(name)) and name not in pinned(self._catalog.root):
+                    return True
+                near = self._catalog.find(step)
+                exists = is_far or (near is not None and near.status != "unfinished")
+            except CheckpointError as error:
+                log.warning("%s: cannot look for pins of step %d: %s", self._root.url, step, error)
+                exists = True
+            if exists:
                 raise CheckpointExists(
                     f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
                     hint=f"unpin({step}), or save(..., overwrite=True)",
                     **{PINNED: True},
                 )
-        elif self.replicator is not None and self.replicator.coordinator.has(name):
+        elif is_far:
             raise CheckpointExists(
                 f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
                 hint="save(..., overwrite=True) replaces it, or choose other roots",
             )
         return False
-
-    def _exists(self, step: int) -> bool:
-        try:
-            if self.replicator is not None and self.replicator.coordinator.has(self._catalog.naming.name(step)):
-                return True
-            found = self._catalog.find(step)
-        except CheckpointError as error:
-            log.warning("%s: cannot look for step %d: %s", self._root.url, step, error)
-            return True
-        return found is not None and found.status != "unfinished"
-
-    def _is_pinned(self, name: str) -> bool:
-        try:
-            far = self.replicator is not None and self.replicator.coordinator.is_pinned(name)
-            return far or name in pinned(self._catalog.root)
-        except CheckpointError as error:
-            log.warning("%s: cannot look for pins: %s", self._root.url, error)
-            return True
 
     # -- stores --------------------------------------------------------------------------------------------------
 
@@ -399,20 +374,20 @@ class Saves:
 
     def _store_to_write(self, name: str, step: int) -> Store:
         place = self._root.place(name)
-        before_put: Callable[[], None] | None = self._lease.check if self._ranks.world.rank == 0 else None
+        before_put = self._lease.check if self._ranks.world.rank == 0 else None
         return RetryingStore(place, self._retry_policy(place, step), before_put=before_put)
 
     def _retry_policy(self, place: Store, step: int) -> RetryPolicy:
-        rank = self._ranks.world.rank
+        about: dict[str, Any] = {"rank": self._ranks.world.rank, "where": place.url, "step": step}
 
         def on_retry(attempt: int, error: StorageError, wait_s: float) -> None:
-            kind, message = type(error).__name__, str(error)
-            emit(
-                Retried,
-                lambda: Retried(
-                    rank=rank, where=place.url, step=step, attempt=attempt, kind=kind, message=message, wait_s=wait_s
-                ),
-            )
+            what: dict[str, Any] = {
+                "attempt": attempt,
+                "kind": type(error).__name__,
+                "message": str(error),
+                "wait_s": wait_s,
+            }
+            emit(Retried, partial(Retried, **about, **what))
 
         return RetryPolicy(self._retries, on_retry=on_retry, sleep=self._clock.sleep)
 

@@ -40,16 +40,12 @@ _SAME_SIGNAL_S = 5.0
 _MAIN_THREAD_HINT = "make the Checkpointer in the main thread, or without signals"
 
 
-def _utc_now() -> datetime:
-    return datetime.now(timezone.utc)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Clock:
     """The clocks and intervals of a Checkpointer; tests replace them."""
 
     monotonic: Callable[[], float] = time.monotonic
-    now: Callable[[], datetime] = _utc_now
+    now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)
     """The time of day, with its time zone."""
     sleep: Callable[[float], object] = time.sleep
     interval_s: float = 1.0
@@ -81,39 +77,21 @@ class StepSchedule:
         return ""
 
 
-class Timer:
-    """Is due once `minutes` have passed since the last save, by a monotonic clock."""
-
-    def __init__(self, minutes: float | None, clock: Callable[[], float]) -> None:
-        self._seconds = math.inf if minutes is None else 60 * minutes
-        self._clock = clock
-        self._since = clock()
-
-    def due(self) -> bool:
-        """Return whether the time has passed."""
-        return self._clock() - self._since >= self._seconds
-
-    def restart(self) -> None:
-        """Count from now."""
-        self._since = self._clock()
-
-
 class SaveRequests:
-    """The requests that reached this rank; on rank 0 also those that other ranks pass on."""
+    """The requests that reached this rank; on rank 0 also the time, and those that other ranks pass on."""
 
-    def __init__(
-        self, root: Store, file: str | None, timer: Timer, *, clock: Callable[[], float], interval_s: float
-    ) -> None:
+    def __init__(self, root: Store, file: str | None, clock: Clock, *, every_minutes: float | None = None) -> None:
         if file is not None and (not is_name(file) or _RESERVED_NAMES.fullmatch(file)):
             hint = "give the name of a file in the root that is not used for something else, or None"
             raise StateError(f"request_file={file!r}", hint=hint)
-        self.timer = timer
         self._received: deque[str] = deque()
         self._root = root
         self._file = file
-        self._clock = clock
-        self._interval_s = interval_s
-        self._looked_s = clock() - interval_s
+        self._clock = clock.monotonic
+        self._every_s = math.inf if every_minutes is None else 60 * every_minutes
+        self.restart_timer()
+        self._interval_s = clock.interval_s
+        self._looked_s = self._clock() - self._interval_s
         self._stuck = False
         """Whether the request file was honoured but could not be deleted."""
         self._look: Future[bool] | None = None
@@ -125,6 +103,10 @@ class SaveRequests:
     def request(self, kind: str) -> None:
         """Record a request. Any thread or signal handler may call this: it takes no lock, because a handler must not wait."""
         self._received.append(kind)
+
+    def restart_timer(self) -> None:
+        """Count `every_minutes` from now."""
+        self._saved_s = self._clock()
 
     def stop_again(self) -> None:
         """Honour the last signal again, because the save that it requested failed."""
@@ -143,7 +125,8 @@ class SaveRequests:
             return "it was requested", False
         if self._file_found():
             return f"the file {self._file} was found", False
-        return ("every_minutes has passed", False) if self.timer.due() else ("", False)
+        due = self._clock() - self._saved_s >= self._every_s
+        return ("every_minutes has passed", False) if due else ("", False)
 
     def _signalled(self, requested: Collection[str], *, own: bool) -> bool:
         again, self._stop_again = self._stop_again, False
@@ -238,25 +221,21 @@ class SignalHandlers:
         self._removed = True
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may; until then `_handle` behaves like the previous handler
-        for each in self._before:
-            self._reinstall(each)
-
-    def _reinstall(self, each: signal.Signals) -> None:
-        if signal.getsignal(each) == self._handle:
-            # None: the previous handler was not installed by Python, and cannot be reinstalled.
-            before = self._before[each]
-            signal.signal(each, signal.SIG_DFL if before is None else before)
+        for each, before in self._before.items():
+            if signal.getsignal(each) == self._handle:
+                # None: the previous handler was not installed by Python, and cannot be reinstalled.
+                signal.signal(each, signal.SIG_DFL if before is None else before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         each = signal.Signals(number)
         before = self._before.get(each)
-        if not self._removed and os.getpid() == self._pid:
+        active = not self._removed and os.getpid() == self._pid
+        if active:
             self._on_signal()
-            if callable(before) and before is not signal.default_int_handler:
+        if callable(before):
+            if not active or before is not signal.default_int_handler:
                 before(number, frame)
-        elif callable(before):
-            before(number, frame)
-        elif before != signal.SIG_IGN:
+        elif not active and before != signal.SIG_IGN:
             # Take the default action, as if there had never been a handler. It often ends the process.
             signal.signal(each, signal.SIG_DFL)
             signal.raise_signal(each)
