@@ -102,17 +102,13 @@ class _FloatCodec:
     def room_nbytes(self, nbytes: int) -> int:
         return nbytes + MOST_HEAD_NBYTES
 
-    def encode(self, data: memoryview, place: FramePlace) -> Buffer:  # noqa: ARG002 - the same at any place
-        room = np.empty((1, self.room_nbytes(data.nbytes)), np.uint8)
-        return next(self._encoded(data, data.nbytes, room))
+    def encode(self, data: memoryview, place: FramePlace) -> Any:  # noqa: ARG002 - the same at any place
+        rooms = np.empty((1, self.room_nbytes(data.nbytes)), np.uint8)
+        return next(self._encoder.get().encode(np.frombuffer(data, np.uint8), data.nbytes, rooms))
 
-    def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Buffer]:
+    def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Any]:
         rooms: Bytes = np.frombuffer(room, np.uint8).reshape(len(places), -1)
-        return self._encoded(data, places[0].nbytes, rooms)
-
-    def _encoded(self, data: memoryview, nbytes: int, rooms: Bytes) -> Iterator[Buffer]:
-        for stored in self._encoder.get().encode(np.frombuffer(data, np.uint8), nbytes, rooms):
-            yield stored if isinstance(stored, bytes) else stored.data
+        return self._encoder.get().encode(np.frombuffer(data, np.uint8), places[0].nbytes, rooms)
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
         plain = np.empty(_nbytes_of(data, place, most_nbytes), np.uint8)
@@ -126,7 +122,12 @@ class _FloatCodec:
         if stored[0] == RAW:
             np.copyto(plain, stored[1:])
         elif stored[0] == SAME:
-            _repeat(stored[KIND.size :], plain, place)
+            word = stored[KIND.size :]
+            if word.size not in WIDTHS:
+                raise _damaged(place, "the word it repeats has an invalid size")
+            whole, count = np.resize(word, 8), nbytes // 8 * 8
+            plain[:count].view(np.uint64)[:] = whole.view(np.uint64)[0]
+            plain[count:] = whole[: nbytes - count]
         else:
             self._merge(data, plain, place)
         return nbytes
@@ -136,49 +137,32 @@ class _FloatCodec:
         parts, width, rotate = _read_parts(data, plain.size, place)
         count = plain.size // width
         words: list[Words] = []
-        for part in parts:
-            body = part.body
-            if part.coder == ZSTD:
-                body = np.frombuffer(decompress_frame(self._zstd, body.data, count), np.uint8)
+        for size, coder, body in parts:
+            if coder == ZSTD:
+                body = np.frombuffer(decompress_frame(self._zstd, body.data, count), np.uint8)  # noqa: PLW2901
                 if body.size != count:
                     raise _damaged(place, f"a plane has {body.size} bytes instead of {count}")
-            words.append(_as_words(body, part.nbytes))
+            words.append(_as_words(body, size))
         whole = plain[: count * width]
         view: Words = whole.view(word_type(width))
-        scratch = self._scratch.get().get(whole.size)
-        if view.flags.aligned:
-            merge(words, view, scratch, rotate=rotate)
-        else:
-            held: Words = np.empty(count, word_type(width))
-            merge(words, held, scratch, rotate=rotate)
-            np.copyto(whole, held.view(np.uint8))
-        tail = plain.size - count * width
-        if tail:
-            plain[count * width :] = np.frombuffer(data, np.uint8)[-tail:]
-
-
-def _repeat(word: Bytes, plain: Bytes, place: FramePlace) -> None:
-    if word.size not in WIDTHS:
-        raise _damaged(place, "the word it repeats has an invalid size")
-    whole = np.resize(word, 8)
-    count = plain.size // 8 * 8
-    plain[:count].view(np.uint64)[:] = whole.view(np.uint64)[0]
-    plain[count:] = whole[: plain.size - count]
+        # numpy is slow on words that are not aligned.
+        into: Words = view if view.flags.aligned else np.empty(count, word_type(width))
+        merge(words, into, self._scratch.get().get(whole.size), rotate=rotate)
+        if into is not view:
+            np.copyto(whole, into.view(np.uint8))
+        if tail := plain.size - whole.size:
+            plain[whole.size :] = np.frombuffer(data, np.uint8)[-tail:]
 
 
 # -- reading stored frames ---------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """Some bytes of every word, as they are stored."""
+def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[tuple[int, int, Bytes]], int, bool]:
+    """
+    Return the parts of a frame of planes (bytes of every word, coder, body), the width of words, and if they are rotated.
 
-    nbytes: int
-    coder: int
-    body: Bytes
-
-
-def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[Part], int, bool]:
-    """Read the parts of a frame of planes; checks every number, because the frame may be damaged or forged."""
+    Checks every number, because the frame may be damaged or forged.
+    """
     stored: Bytes = np.frombuffer(data, np.uint8)
     at = KIND.size + LAYOUT.size
     if stored.size < at:
@@ -197,11 +181,11 @@ def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[
             raise _damaged(place, "its header is invalid")
         if length > stored.size - at or (coder == STORED and length != size * count):
             raise _damaged(place, "its parts have invalid sizes")
-        parts.append(Part(size, coder, stored[at : at + length]))
+        parts.append((size, coder, stored[at : at + length]))
         at += length
-    if sum(part.nbytes for part in parts) != width or stored.size - at != tail:
+    if sum(size for size, _, _ in parts) != width or stored.size - at != tail:
         raise _damaged(place, "its parts have invalid sizes")
-    if rotate and (len(parts) == 1 or parts[-1].nbytes > 1):
+    if rotate and (len(parts) == 1 or parts[-1][0] > 1):
         raise _damaged(place, "its header is invalid")
     return parts, width, bool(rotate)
 
@@ -254,15 +238,9 @@ def _as_words(data: Bytes, width: int) -> Words:
 
 def split(words: Words, begin: int, into: Words, scratch: Bytes, *, rotate: bool) -> None:
     """
-    Fill `into`, numbers of some bytes, with as many bytes of every word, from the `begin`-th on.
+    Fill `into`, numbers of some bytes, with as many bytes of every word, from the `begin`-th on (of the rotated word).
 
-    Args:
-        words: unsigned numbers, in rows or not.
-        begin: the first byte, counted in the rotated word.
-        into: as many numbers, in the same order.
-        scratch: at least as many bytes as `into` has.
-        rotate: whether to rotate words first; their top byte has to be a part of its own.
-
+    `scratch` has at least as many bytes as `into`. If words are rotated, their top byte has to be a part of its own.
     """
     nbytes, width = into.itemsize, words.itemsize
     end = begin + nbytes
@@ -305,10 +283,23 @@ def rotated(words: Words) -> Words:
 def merge(parts: list[Words], into: Words, scratch: Bytes, *, rotate: bool) -> None:
     """Fill `into` with words made of parts, the lowest first: undo `split`. Needs as much scratch as `into`."""
     held: Words = scratch[: into.nbytes].view(into.dtype)
-    if rotate and into.itemsize > 1:
-        _merge_rotated(parts, into, held)
-    else:
+    if not rotate or into.itemsize == 1:
         _merge(parts, into, held)
+        return
+    *low, signed, top = parts
+    # The part below the top begins with the sign: as a signed number, it fills all bits above with the sign.
+    signs: Words = signed.view(f"<i{signed.itemsize}")
+    if low:
+        _merge(low, into, held)
+        shift, wide = 8 * (into.itemsize - 1 - signed.itemsize), f"<i{into.itemsize}"
+        np.multiply(signs, 1 << shift, out=held.view(wide), dtype=wide)
+        np.bitwise_or(into, held, out=into)
+    else:
+        np.copyto(into, signs, casting="unsafe")
+    kind, exponent = into.dtype.type, 8 * into.itemsize - 9
+    np.bitwise_and(into, ~kind(0xFF << exponent), out=into)
+    np.multiply(top, kind(1 << exponent), out=held, dtype=into.dtype)
+    np.bitwise_or(into, held, out=into)
 
 
 def _merge(parts: list[Words], into: Words, held: Words) -> None:
@@ -319,23 +310,6 @@ def _merge(parts: list[Words], into: Words, held: Words) -> None:
         np.multiply(part, into.dtype.type(1 << shift), out=held, dtype=into.dtype)
         np.bitwise_or(into, held, out=into)
         shift += 8 * part.itemsize
-
-
-def _merge_rotated(parts: list[Words], into: Words, held: Words) -> None:
-    *low, signed, top = parts
-    # The part below the top begins with the sign: as a signed number, it fills all bits above with the sign.
-    signs: Words = signed.view(f"<i{signed.itemsize}")
-    shift = 8 * (into.itemsize - 1 - signed.itemsize)
-    if low:
-        _merge(low, into, held)
-        np.multiply(signs, 1 << shift, out=held.view(f"<i{into.itemsize}"), dtype=f"<i{into.itemsize}")
-        np.bitwise_or(into, held, out=into)
-    else:
-        np.copyto(into, signs, casting="unsafe")
-    kind, exponent = into.dtype.type, 8 * into.itemsize - 9
-    np.bitwise_and(into, ~kind(0xFF << exponent), out=into)
-    np.multiply(top, kind(1 << exponent), out=held, dtype=into.dtype)
-    np.bitwise_or(into, held, out=into)
 
 
 # -- analysis: which bytes of words are worth coding? ------------------------------------------------------------------
@@ -453,11 +427,7 @@ class _Plan(NamedTuple):
     has_matches: bool
 
     def parts(self) -> list[tuple[int, int, bool]]:
-        """
-        Cut words: bytes to code one by one, those between them together.
-
-        Returns: for each part its first byte, how many it has, and whether to code it.
-        """
+        """Cut words: bytes to code one by one, those between them together. Returns (first byte, bytes, whether to code)."""
         parts = []
         begin, end = 0, self.width - self.rotate  # the top byte of rotated words is a part of its own
         while begin < self.width:
@@ -501,13 +471,9 @@ class Encoder:
 
     def encode(self, plain: Bytes, nbytes: int, rooms: Bytes) -> Iterator[Bytes | bytes]:
         """
-        Yield the stored form of each frame.
+        Yield the stored form of each frame of `plain`. All have `nbytes`, but the last may be smaller.
 
-        Args:
-            plain: the frames, one behind the other.
-            nbytes: their size; the last may be smaller.
-            rooms: a row for each, with `MOST_HEAD_NBYTES` more than a frame has.
-
+        `rooms` has a row for each, with `MOST_HEAD_NBYTES` more than a frame has.
         """
         frames = [plain[at : at + nbytes] for at in range(0, max(plain.size, 1), max(nbytes, 1))]
         plans = self._plans(frames)
@@ -525,7 +491,12 @@ class Encoder:
                 block = plain[begin * nbytes :][: (end - begin) * size].reshape(end - begin, size)
                 coded = self._planes(block, plan, rooms[begin:end])
             for row, stored in zip(rows, coded, strict=True):
-                yield _raw(frames[row], rooms[row]) if stored is None else stored
+                if stored is not None:
+                    yield stored
+                    continue
+                rooms[row, 0] = RAW
+                np.copyto(rooms[row, 1 : 1 + size], frames[row])
+                yield rooms[row, : 1 + size]
 
     def _plans(self, frames: list[Bytes]) -> list[bytes | _Plan | None]:
         """Decide about frames: the word that one repeats, or how to split it; None: store it raw."""
@@ -547,9 +518,9 @@ class Encoder:
 
     def _planes(self, plain: Bytes, plan: _Plan, rooms: Bytes) -> list[Bytes | None]:
         """
-        Split and code frames of one size, a row of `plain` for each.
+        Split and code frames of one size, a row of `plain` for each, into the rows of `rooms`.
 
-        Returns: each stored frame, somewhere in its row of `rooms`; None for those that would not be smaller.
+        Returns None for those that would not be smaller.
         """
         number, nbytes = plain.shape
         count = nbytes // plan.width
@@ -584,12 +555,6 @@ class Encoder:
         for frame, tail in zip(frames, tails, strict=True):
             np.copyto(frame.take(tail.size), tail)
         return [frame.done() if frame.end <= nbytes * _MAX_RATIO else None for frame in frames]
-
-
-def _raw(plain: Bytes, room: Bytes) -> Bytes:
-    room[0] = RAW
-    np.copyto(room[1 : 1 + plain.size], plain)
-    return room[: 1 + plain.size]
 
 
 def _repeated(plain: Bytes) -> bytes | None:
