@@ -15,14 +15,14 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, check_below, short_read
-from shardkeep.storage.local import LocalStore
+from shardkeep.storage.local import LocalStore, storage_errors
 from shardkeep.storage.object_client import SCHEMES
 from shardkeep.storage.resolve import open_store
 
@@ -121,19 +121,13 @@ class FsspecFileSystem(FileSystemBase):
 
     def __init__(self) -> None:
         self.fs: AbstractFileSystem | None = None
-        self._url: str | None = None
-
-    @classmethod
-    def at(cls, url: str) -> FsspecFileSystem:
-        """Return the file system of a URL, which is opened when it is first used."""
-        made = cls()
-        made._url = url
-        return made
+        self.url: str | None = None
+        """Where it is opened when it is first used, unless `init_path` was called."""
 
     @property
     def _opened(self) -> AbstractFileSystem:
-        if self.fs is None and self._url is not None:
-            self.fs = _url_to_fs(self._url)
+        if self.fs is None and self.url is not None:
+            self.fs = _url_to_fs(self.url)
         if self.fs is None:
             raise CheckpointError("the file system is not open yet", hint="call init_path with its URL")
         return self.fs
@@ -145,19 +139,15 @@ class FsspecFileSystem(FileSystemBase):
         try:
             yield stream
         except BaseException:
-            if writes:
-                self._discard(stream, path)
+            if writes:  # remove the incomplete file; errors of any class matter less than the one that led here
+                with suppress(Exception):
+                    stream.discard() if hasattr(stream, "discard") else stream.close()
+                with suppress(Exception):
+                    self.rm_file(path)
             raise
         finally:
             if not stream.closed:
                 stream.close()
-
-    def _discard(self, stream: Any, path: PathLike) -> None:
-        """Remove an incomplete file."""
-        with suppress(Exception):  # of any class; the error that led here matters more
-            stream.discard() if hasattr(stream, "discard") else stream.close()
-        with suppress(Exception):
-            self.rm_file(path)
 
     def concat_path(self, path: PathLike, suffix: str) -> PathLike:
         return os.path.join(path, suffix)
@@ -217,19 +207,15 @@ class StreamStore:
         self.url = os.fspath(path)
 
     def open(self, name: str) -> StreamReader:
-        """Open a file for reads at any offset, from any thread."""
-        return StreamReader(self._fs, self._below(name), name)
+        return StreamReader(self._fs, self._fs.concat_path(self._path, check_below(name)), self.url, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        """Read a whole small file."""
-        with stream_errors(str(self._below(name)), name), self._fs.create_stream(self._below(name), "rb") as stream:
+        path = self._fs.concat_path(self._path, check_below(name))
+        with storage_errors("cannot get", self.url, name), self._fs.create_stream(path, "rb") as stream:
             data = read_up_to(stream, limit + 1)
         if len(data) > limit:
-            raise MalformedFile(f"{self._below(name)}: more than {limit} bytes", name=name)
+            raise MalformedFile(f"{path}: more than {limit} bytes", name=name)
         return data
-
-    def _below(self, name: str) -> PathLike:
-        return self._fs.concat_path(self._path, check_below(name))
 
 
 def read_up_to(stream: Any, limit: int) -> bytes:
@@ -257,87 +243,58 @@ def sync_stream(stream: Any, *, sync: bool) -> None:
             os.fsync(stream.fileno())
 
 
-@contextmanager
-def stream_errors(path: str, name: str, offset: int | None = None) -> Iterator[None]:
-    """Convert errors of a file system to ours, with the file and the offset."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except FileNotFoundError as exc:
-        raise BlobNotFound(f"{path}: there is no such file", name=name, errno=exc.errno) from exc
-    except OSError as exc:
-        at = "" if offset is None else f" at offset {offset}"
-        raise StorageError(f"{path}: cannot read{at}: {exc}", name=name, offset=offset, errno=exc.errno) from exc
-
-
 class StreamReader:
     """A file that is read through as many streams as threads read at once."""
 
-    def __init__(self, fs: FileSystemBase, path: PathLike, name: str) -> None:
-        self._fs = fs
-        self._path = path
-        self._name = name
+    def __init__(self, fs: FileSystemBase, path: PathLike, url: str, name: str) -> None:
+        self._fs, self._path, self._url, self._name = fs, path, url, name
         self._lock = threading.Lock()
-        self._idle: list[tuple[AbstractContextManager[Any], Any]] = []
-        self._open: list[AbstractContextManager[Any]] = []
+        self._idle: list[Any] = []
+        self._open = ExitStack()
         with self._stream() as stream:
-            self._nbytes = int(stream.seek(0, io.SEEK_END) if stream.seekable() else len(stream.read()))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file when it was opened."""
-        return self._nbytes
+            self.nbytes = int(stream.seek(0, io.SEEK_END))
 
     def cached(self, offset: int, nbytes: int) -> bool:
         """Return False: only the file system knows what it has cached."""
         return False
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        """Fill all of `into`."""
         view = into.cast("B")
         done = 0
-        with stream_errors(str(self._path), self._name, offset), self._stream() as stream:
+        with storage_errors("cannot read", self._url, self._name, offset), self._stream() as stream:
             stream.seek(offset)
             while done < len(view):
-                got = self._some(stream, view[done:])
+                if hasattr(stream, "readinto"):
+                    got = int(stream.readinto(view[done:]) or 0)
+                else:
+                    data = stream.read(len(view) - done)
+                    got = len(data)
+                    view[done : done + got] = data
                 if not got:
                     raise short_read(str(self._path), self._name, offset, len(view), done)
                 done += got
 
-    @staticmethod
-    def _some(stream: Any, view: memoryview) -> int:
-        if hasattr(stream, "readinto"):
-            return int(stream.readinto(view) or 0)
-        data = stream.read(len(view))
-        view[: len(data)] = data
-        return len(data)
-
     @contextmanager
     def _stream(self) -> Iterator[Any]:
         with self._lock:
-            found = self._idle.pop() if self._idle else None
-        if found is None:
-            with stream_errors(str(self._path), self._name):
+            stream = self._idle.pop() if self._idle else None
+        if stream is None:
+            with storage_errors("cannot open", self._url, self._name):
                 manager = self._fs.create_stream(self._path, "rb")
-                found = (manager, _seekable(manager.__enter__()))
-            with self._lock:
-                self._open.append(manager)
-        yield found[1]
+                stream = manager.__enter__()
+                with self._lock:
+                    self._open.push(manager)
+                stream = stream if stream.seekable() else io.BytesIO(stream.read())
+        yield stream
         with self._lock:  # not after a failure, which leaves the stream at an unknown position
-            self._idle.append(found)
+            self._idle.append(stream)
 
     def close(self) -> None:
         """Close all streams; safe when called twice."""
         with self._lock:
-            managers, self._open, self._idle = self._open, [], []
-        for manager in managers:
-            with suppress(Exception):  # nothing is lost for a file that was only read
-                manager.__exit__(None, None, None)
-
-
-def _seekable(stream: Any) -> Any:
-    return stream if stream.seekable() else io.BytesIO(stream.read())
+            streams, self._idle = self._open.pop_all(), []
+        with suppress(Exception):  # nothing is lost for a file that was only read
+            streams.close()
 
 
 # -- blobs of a store as streams: for extensions, planners and writers of users ----------------------------------------
@@ -467,24 +424,21 @@ class StoreFileSystem(FileSystemBase):
     def __init__(self, *stores: Store) -> None:
         """Use these stores for their URLs; others are opened on first use."""
         self._lock = threading.Lock()
-        self._stores = {_trimmed(store.url): store for store in stores}
+        self._stores = {store.url.rstrip("/"): store for store in stores}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # connections are not pickled: another process opens its own
-
-    def __setstate__(self, _: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]  # as if newly created
+    def __reduce__(self) -> tuple[type[StoreFileSystem], tuple[()]]:
+        return StoreFileSystem, ()  # connections are not pickled: another process opens its own
 
     def store(self, path: PathLike) -> Store:
         """Return the store of a place."""
-        url = _trimmed(os.fspath(path))
+        url = os.fspath(path).rstrip("/")
         with self._lock:
             if url not in self._stores:
                 self._stores[url] = open_store(url, direct=Options().direct_io)
             return self._stores[url]
 
     def _blob(self, path: PathLike) -> tuple[Store, str]:
-        above, _, name = _trimmed(os.fspath(path)).rpartition("/")
+        above, _, name = os.fspath(path).rstrip("/").rpartition("/")
         return self.store(above), name
 
     @contextmanager
@@ -505,10 +459,10 @@ class StoreFileSystem(FileSystemBase):
         stream.close()
 
     def concat_path(self, path: PathLike, suffix: str) -> PathLike:
-        return f"{_trimmed(os.fspath(path))}/{suffix}"
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
 
     def init_path(self, path: PathLike) -> PathLike:
-        return _trimmed(os.fspath(path))
+        return os.fspath(path).rstrip("/")
 
     def rename(self, path: PathLike, new_path: PathLike) -> None:
         """Copy a small blob to another name and delete it: stores cannot rename."""
@@ -540,10 +494,6 @@ class StoreFileSystem(FileSystemBase):
         return [cast("str", self.concat_path(path, info.name)) for info in self.store(path).list()]
 
 
-def _trimmed(url: str) -> str:
-    return url.rstrip("/")
-
-
 # -- choosing a file system --------------------------------------------------------------------------------------------
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")
@@ -562,28 +512,23 @@ def is_local(fs: FileSystemBase) -> bool:
 
 
 def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
-    """
-    Return the file system of a path or URL, and the path in its form. Nothing is opened yet.
-
-    Raises:
-        CheckpointError: the path is a `Path` made from a URL, which it cannot hold.
-
-    """
+    """Return the file system of a path or URL, and the path in its form. Nothing is opened yet."""
     where = os.fspath(path)
     if not isinstance(path, str):
         if _BROKEN_URL.match(where):
             raise CheckpointError(f"{where}: a Path cannot hold a URL", hint="pass the URL as a str")
-        return FileSystem(), FileSystem().init_path(path)
+        return FileSystem(), Path(path)
     scheme = _scheme(where)
     if scheme == "file":
-        where = open_store(where, direct=False).url
-        return FileSystem(), FileSystem().init_path(where)
+        return FileSystem(), Path(open_store(where, direct=False).url)
     if scheme in SCHEMES:
         stores = StoreFileSystem()
         return stores, stores.init_path(where)
     if scheme is not None:
-        return FsspecFileSystem.at(where), where
-    return FileSystem(), FileSystem().init_path(path)
+        lazy = FsspecFileSystem()
+        lazy.url = where
+        return lazy, where
+    return FileSystem(), Path(path)
 
 
 def file_system_at(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLike]:
@@ -606,12 +551,7 @@ def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreig
     """
     Return the store for a path of a file system; None if only the file system can open its files.
 
-    Args:
-        fs: the file system.
-        path: the path.
-        durable: whether local files are made durable.
-        foreign: whether local files may have any name and be symbolic links, for reading.
-
+    `foreign`: local files may have any name and be symbolic links, for reading.
     """
     if is_local(fs):
         return LocalStore(path, direct=Options().direct_io, durable=durable, foreign=foreign)

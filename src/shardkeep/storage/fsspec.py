@@ -77,34 +77,20 @@ def fs_errors(
     `looks`: the action looks for a blob that may not exist, so that "not a directory" means "not found".
     """
     try:
-        with storage_errors(action, url, name, offset), _numbered(looks=looks):
-            yield
+        yield
     except CheckpointError:
         raise
     except Exception as exc:  # noqa: BLE001 - raised as ours
-        where = f"{url}/{name}" if name else url
-        message = without_user(f"{where}: {action}: {type(exc).__name__}: {exc}")
-        raise StorageError(message, name=name, offset=offset, errno=errno.EIO) from (exc if _is_clean(exc) else None)
-
-
-@contextmanager
-def _numbered(*, looks: bool) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        number = _NUMBERS.get(type(exc)) if exc.errno is None else exc.errno
+        cause = exc if without_user(str(exc)) == str(exc) else None  # its text may contain a password
+        if not isinstance(exc, OSError):
+            where = f"{url}/{name}" if name else url
+            message = without_user(f"{where}: {action}: {type(exc).__name__}: {exc}")
+            raise StorageError(message, name=name, offset=offset, errno=errno.EIO) from cause
+        number = exc.errno or _NUMBERS.get(type(exc), errno.EIO)
         if looks and isinstance(exc, NotADirectoryError):
             number = errno.ENOENT
-        if _is_clean(exc) and number == exc.errno:
-            raise
-        number = number or errno.EIO
-        text = without_user(exc.strerror or str(exc)) or os.strerror(number)
-        raise OSError(number, text) from (exc if _is_clean(exc) else None)
-
-
-def _is_clean(exc: Exception) -> bool:
-    """Return whether the text of an exception contains no password."""
-    return without_user(str(exc)) == str(exc)
+        with storage_errors(action, url, name, offset):
+            raise OSError(number, without_user(exc.strerror or str(exc)) or os.strerror(number)) from cause
 
 
 class FsspecWriter:
@@ -140,17 +126,22 @@ class FsspecWriter:
                 copy(memoryview(memory), view)
                 self._early[offset] = memory
                 return
-            self._append(view)
-            while (early := self._early.pop(self._at, None)) is not None:
-                self._append(memoryview(early))
+            while view:
+                self._file.write(view)
+                self._at += len(view)
+                view = memoryview(self._early.pop(self._at, b""))
             self._state.notify_all()
 
     def _memory_for(self, offset: int, view: memoryview) -> Any:
         """Return memory for early bytes when the budget allows it; None once it is their turn."""
         at, since = self._at, time.monotonic()
         while True:
-            self._check(offset, view)
-            if offset <= self._at or not view:
+            if self._scope is not None and self._scope.cancelled:
+                raise self._error(CANCELLED, errno.ECANCELED)
+            check_fits(self._where, self._name, offset, len(view), self._nbytes, is_open=self._open)
+            if view and (offset < self._at or offset in self._early):
+                raise self._error(f"the bytes at offset {offset} were written already")
+            if offset == self._at or not view:
                 return None
             if self._at > at:
                 at, since = self._at, time.monotonic()
@@ -159,28 +150,15 @@ class FsspecWriter:
             if memory is not None:
                 return memory
             if in_vain:
-                raise self._too_early(offset, view)
+                held = sum(map(len, self._early.values()))
+                raise self._error(
+                    f"no room for {len(view)} bytes at offset {offset}: the file is written in order, the bytes at offset"
+                    f" {self._at} have been missing for {_PATIENCE_S:g} s, and {held} bytes of at most"
+                    f" {self._budget.nbytes} wait for them",
+                    errno.ENOBUFS,
+                    hint="write its parts nearly in order of offset",
+                )
             self._state.wait(_POLL_S)  # not woken when other files release memory: look again
-
-    def _check(self, offset: int, view: memoryview) -> None:
-        if self._scope is not None and self._scope.cancelled:
-            raise self._error(CANCELLED, errno.ECANCELED)
-        check_fits(self._where, self._name, offset, len(view), self._nbytes, is_open=self._open)
-        if view and (offset < self._at or offset in self._early):
-            raise self._error(f"the bytes at offset {offset} were written already")
-
-    def _too_early(self, offset: int, view: memoryview) -> StorageError:
-        held = sum(map(len, self._early.values()))
-        what = (
-            f"no room for {len(view)} bytes at offset {offset}: the file is written in order, the bytes at offset {self._at}"
-            f" have been missing for {_PATIENCE_S:g} s, and {held} bytes of at most {self._budget.nbytes} wait for them"
-        )
-        return self._error(what, errno.ENOBUFS, hint="write its parts nearly in order of offset")
-
-    def _append(self, view: memoryview) -> None:
-        if view:
-            self._file.write(view)
-            self._at += len(view)
 
     def finish(self, nbytes: int | None = None) -> None:
         end = checked_end(self._where, self._name, nbytes, self._nbytes)
@@ -378,14 +356,6 @@ class FsspecStoreSpec(msgspec.Struct, frozen=True, tag=True):
         return f"FsspecStoreSpec({self.url!r})"  # without passwords
 
     def open(self) -> Store:
-        """
-        Open it in this process.
-
-        Raises:
-            CheckpointError: the file system's class cannot be imported here.
-            StorageError: it cannot be opened.
-
-        """
         try:
             kind = getattr(importlib.import_module(self.module), self.kind)
         except (ImportError, AttributeError) as exc:
