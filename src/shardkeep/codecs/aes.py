@@ -47,7 +47,8 @@ class Aes(CodecConfig, frozen=True):
                 hint=_KEY_HINT.format("a key") + "; shardkeep.new_key() makes one",
             )
         key_id, wrapped = keys.wrap(secrets.token_bytes(KEY_NBYTES))
-        return {**super().begin(keys), "salt": secrets.token_hex(_SALT_NBYTES), WRAPPED: _written(key_id, wrapped)}
+        salt, written = secrets.token_hex(_SALT_NBYTES), {"key_id": key_id, "key": wrapped.hex()}
+        return {**super().begin(keys), "salt": salt, WRAPPED: written}
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:
@@ -60,7 +61,8 @@ class Aes(CodecConfig, frozen=True):
 
     @classmethod
     def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:
-        return {**recorded, WRAPPED: _written(*keys.wrap(_data_key(recorded, keys)))}
+        key_id, wrapped = keys.wrap(_data_key(recorded, keys))
+        return {**recorded, WRAPPED: {"key_id": key_id, "key": wrapped.hex()}}
 
 
 class _AesCodec:
@@ -108,13 +110,9 @@ class _AesCodec:
         try:
             work.update_into(data[_NONCE_NBYTES : data.nbytes - _TAG_NBYTES], into)
             work.finalize()
-        except _exceptions().InvalidTag as exc:
-            raise NotAuthentic(
-                f"encrypted {place.named} failed authentication: it is not what was written there",
-                hint=_HINT,
-                file=place.file,
-                offset=place.offset,
-            ) from exc
+        except require_module("cryptography.exceptions", extra="crypto", wanted_by="the codec 'aes'").InvalidTag as exc:
+            message = f"encrypted {place.named} failed authentication: it is not what was written there"
+            raise NotAuthentic(message, hint=_HINT, file=place.file, offset=place.offset) from exc
         return nbytes
 
     def mac(self, data: bytes) -> bytes:
@@ -130,14 +128,6 @@ class _AesCodec:
 
 def _ciphers() -> Any:
     return require_module("cryptography.hazmat.primitives.ciphers", extra="crypto", wanted_by="the codec 'aes'")
-
-
-def _exceptions() -> Any:
-    return require_module("cryptography.exceptions", extra="crypto", wanted_by="the codec 'aes'")
-
-
-def _written(key_id: str, wrapped: bytes) -> dict[str, str]:
-    return {"key_id": key_id, "key": wrapped.hex()}
 
 
 def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:

@@ -75,13 +75,12 @@ class Codec(Protocol):
         ...
 
 
+# What a codec may have besides: methods that save time or memory, and a secret key.
+
+
 @runtime_checkable
 class EncodesMany(Codec, Protocol):
-    """
-    A codec that prefers to encode several frames at once, into memory that it is given.
-
-    Only the first codec of a chain is used this way.
-    """
+    """Encodes several frames at once, into memory that it is given. Only the first codec of a chain is used this way."""
 
     def room_nbytes(self, nbytes: int) -> int:
         """Return how much memory it needs for a frame of so many bytes."""
@@ -91,19 +90,14 @@ class EncodesMany(Codec, Protocol):
         """
         Yield what `encode` would return for each frame. Results and `room` stay in use until all frames are written.
 
-        Args:
-            data: the frames, one behind the other.
-            places: the place of each. All frames have one size, except that the last may be smaller.
-            room: as many equal parts as there are frames, each of at least `room_nbytes` and aligned to 8 bytes.
-
+        `data` has the frames one behind the other, all of one size, except that the last may be smaller. `room` has an
+        equal part for each, of at least `room_nbytes` and aligned to 8 bytes.
         """
         ...
 
 
 @runtime_checkable
 class EncodesInto(Protocol):
-    """A codec that can encode into given memory, which saves an allocation for every frame."""
-
     def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         """Encode into the beginning of `into`, which has at least `bound` bytes; return how many were filled."""
         ...
@@ -111,8 +105,6 @@ class EncodesInto(Protocol):
 
 @runtime_checkable
 class DecodesInto(Protocol):
-    """A codec that can decode into given memory, which saves a copy."""
-
     def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         """Decode into the beginning of `into`; return how many bytes were filled. More than it holds is an error."""
         ...
@@ -120,10 +112,8 @@ class DecodesInto(Protocol):
 
 @runtime_checkable
 class Authenticates(Protocol):
-    """A codec with a secret key, which can also authenticate other data of the checkpoint."""
-
     def mac(self, data: bytes) -> bytes:
-        """Return the message authentication code of `data`."""
+        """Return the message authentication code of `data`, made with a secret key."""
         ...
 
 

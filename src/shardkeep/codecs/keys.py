@@ -150,7 +150,6 @@ class CachedKeys:
         """Data keys by their wrapped form, both in hex."""
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
-        """Wrap a data key."""
         if self._source is None:
             raise KeyMissing("there is no key to encrypt with")
         key_id, wrapped = self._source.wrap(data_key)
@@ -158,7 +157,6 @@ class CachedKeys:
         return key_id, wrapped
 
     def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
-        """Return a data key, from the cache or the source."""
         found = self.known.get(wrapped.hex())
         if found is not None:
             return bytes.fromhex(found)
@@ -169,7 +167,7 @@ class CachedKeys:
         return data_key
 
     def __repr__(self) -> str:
-        return f"RememberedKeys({self._source!r}, {len(self.known)} known)"
+        return f"CachedKeys({self._source!r}, {len(self.known)} known)"
 
 
 Keys = Union[KeySource, Callable[[], str | bytes], "os.PathLike[str]", str, None]
@@ -181,11 +179,6 @@ def key_source(keys: Keys) -> KeySource | None:
     Return the key source for what a user passed.
 
     A function is called at once; it returns a key (32 bytes), or text as in a key file.
-
-    Raises:
-        InvalidKey: it is none of these, or does not contain a key.
-        KeyMissing: a file cannot be read, or the function returns nothing.
-
     """
     if keys is None or isinstance(keys, KeySource):
         return keys

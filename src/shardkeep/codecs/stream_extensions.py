@@ -15,10 +15,11 @@ each stream once and all of them in order, and returns to every reader all it as
 from __future__ import annotations
 
 import io
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from shardkeep.codecs.compression import MODULES, zstd_module
 from shardkeep.errors import ExtensionUnavailable, MalformedFile, StorageError, UnknownExtension
@@ -70,14 +71,6 @@ class StreamTransformExtension(Extension):
 # -- several extensions on one stream ----------------------------------------------------------------------------------
 
 
-class DescriptorRegistry(Protocol):
-    """Makes extensions from descriptors: ours, or torch's."""
-
-    def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Any]:
-        """Make the extensions that left these descriptors, in their order."""
-        ...
-
-
 def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
     """
     Return a stream that writes through all extensions, and the descriptors to store.
@@ -91,15 +84,11 @@ def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[b
     return cast("IO[bytes]", stream), [extension.get_descriptor() for extension in reversed(extensions)]
 
 
-def transformed_input(registry: DescriptorRegistry, descriptors: Sequence[str], raw: IO[bytes]) -> IO[bytes]:
+def transformed_input(registry: Any, descriptors: Sequence[str], raw: IO[bytes]) -> IO[bytes]:
     """
-    Return a stream that returns what was written through the extensions that left these descriptors.
+    Return a stream that returns what was written through the extensions that left these descriptors; `registry` makes them.
 
     Closing it leaves `raw` open. Without descriptors it is `raw` itself.
-
-    Raises:
-        ValueError: the registry does not know a descriptor.
-
     """
     stream = raw
     for extension in reversed(registry.from_descriptor_list(descriptors)):
@@ -152,13 +141,10 @@ class _OutputAdapter(io.RawIOBase):
     def close(self) -> None:
         if self._closing:
             return
+        # The stream below writes its rest to the adapter beneath, not to this one.
+        self._closing = self._beneath is not None
         try:
-            if self._beneath is not None:
-                self._closing = True  # the stream below writes its rest to the adapter beneath, not to this one
-                self._below.close()
-            else:
-                self.flush()
-                self._closing = True
+            self._below.close() if self._beneath is not None else self.flush()
         finally:
             self._closing = True
             super().close()
@@ -197,29 +183,23 @@ class _InputAdapter(io.RawIOBase):
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
-        wanted = -1 if size is None else size
-        first = self._some(_COPY_NBYTES if wanted < 0 else min(wanted, _COPY_NBYTES))
-        if not first or len(first) == wanted:
-            return first
+        left = sys.maxsize if size is None or size < 0 else size
+        piece = self._some(left)
+        if not piece or len(piece) == left:
+            return piece
         held = io.BytesIO()
-        held.write(first)
-        while wanted < 0 or held.tell() < wanted:
-            piece = self._some(_COPY_NBYTES if wanted < 0 else min(wanted - held.tell(), _COPY_NBYTES))
-            if not piece:
-                break
-            held.write(piece)
+        while piece:
+            left -= held.write(piece)
+            piece = self._some(left)
         return held.getvalue()
 
     def readall(self) -> bytes:
-        return self.read(-1)
+        return self.read()
 
     def readinto(self, b: Buffer, /) -> int:
         view = memoryview(b).cast("B")
         filled = 0
-        while filled < len(view):
-            piece = self._some(min(len(view) - filled, _COPY_NBYTES))
-            if not piece:
-                break
+        while piece := self._some(len(view) - filled):
             view[filled : filled + len(piece)] = piece
             filled += len(piece)
         return filled
@@ -245,6 +225,7 @@ class _InputAdapter(io.RawIOBase):
         """Close nothing: the stream below may still be in use."""
 
     def _some(self, most: int) -> bytes:
+        most = min(most, _COPY_NBYTES)
         # `read`, not `readinto`: a stream that transforms bytes may have inherited a `readinto` that does not.
         piece: bytes | None = self._below.read(most) if most else b""
         if piece is None:
@@ -258,13 +239,7 @@ class _InputAdapter(io.RawIOBase):
 
 
 class ZStandard(StreamTransformExtension):
-    """
-    Compresses what is written, as one zstd frame; reads any number of frames.
-
-    Raises:
-        ExtensionUnavailable: (a ValueError) no module of zstd is installed; see `is_available`.
-
-    """
+    """Compresses what is written, as one zstd frame; reads any number of frames. Needs a module of zstd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,12 +252,10 @@ class ZStandard(StreamTransformExtension):
 
     @staticmethod
     def registry_name() -> str:
-        """Return the name, which torch's extension has, too."""
         return "stream.zstd"
 
     @staticmethod
     def from_descriptor(version: str) -> ZStandard:
-        """Make the extension for streams of version 1 or 1.x, which are plain zstd."""
         if version.partition(".")[0] != "1":
             raise UnknownExtension(f"Unknown extension {version=} of {ZStandard.registry_name()}; known is 1")
         return ZStandard()
@@ -291,11 +264,9 @@ class ZStandard(StreamTransformExtension):
         return f"{self.registry_name()}/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """Return a stream that compresses to `output`, and closes it when it is closed itself."""
         return cast("IO[bytes]", _ZstdWriter(self._module(), output))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        """Return a stream that returns what was compressed to `input`."""
         return cast("IO[bytes]", _ZstdReader(self._module(), input))
 
     @staticmethod
@@ -326,7 +297,7 @@ class _ZstdWriter(io.RawIOBase):
         view = memoryview(b).cast("B")
         for start in range(0, len(view), _WRITE_NBYTES):
             self._pending = True
-            self._pass_on(self._compressor.compress(view[start : start + _WRITE_NBYTES]))
+            self._output.write(self._compressor.compress(view[start : start + _WRITE_NBYTES]))
         return len(view)
 
     def flush(self) -> None:
@@ -334,7 +305,7 @@ class _ZstdWriter(io.RawIOBase):
             return
         if self._pending:
             self._pending = False
-            self._pass_on(self._compressor.flush(self._compressor.FLUSH_BLOCK))
+            self._output.write(self._compressor.flush(self._compressor.FLUSH_BLOCK))
         self._output.flush()
 
     def close(self) -> None:
@@ -342,14 +313,10 @@ class _ZstdWriter(io.RawIOBase):
             return
         self._ended = True
         try:
-            self._pass_on(self._compressor.flush(self._compressor.FLUSH_FRAME))
+            self._output.write(self._compressor.flush(self._compressor.FLUSH_FRAME))
         finally:
             super().close()
             self._output.close()
-
-    def _pass_on(self, data: bytes) -> None:
-        if data:
-            self._output.write(data)
 
 
 class _ZstdReader(io.RawIOBase):
@@ -406,27 +373,18 @@ class ExtensionRegistry:
         self.extensions[cls.registry_name()] = cls
 
     def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]:
-        """
-        Make the extensions that left these descriptors, in their order.
-
-        An exception that an extension raises because of a version passes through.
-
-        Raises:
-            UnknownExtension: (a ValueError) no extension of this name is registered.
-
-        """
-        return [self._from_descriptor(descriptor) for descriptor in descriptors]
-
-    def _from_descriptor(self, descriptor: str) -> Extension:
-        name, _, version = descriptor.partition("/")
-        extension = self.extensions.get(name)
-        if extension is None:
-            raise UnknownExtension(
-                f"Unknown extension {name=}; known are {sorted(self.extensions)}",
-                hint="pass the reader a registry (_extension_registry) on which the extension's class is registered",
-                descriptor=descriptor,
-            )
-        return extension.from_descriptor(version)
+        """Make the extensions that left these descriptors, in their order; raises a ValueError for unknown ones."""
+        found = []
+        for descriptor in descriptors:
+            name, _, version = descriptor.partition("/")
+            if name not in self.extensions:
+                raise UnknownExtension(
+                    f"Unknown extension {name=}; known are {sorted(self.extensions)}",
+                    hint="pass the reader a registry (_extension_registry) on which the extension's class is registered",
+                    descriptor=descriptor,
+                )
+            found.append(self.extensions[name].from_descriptor(version))
+        return found
 
 
 class _StorageWriterTransforms:

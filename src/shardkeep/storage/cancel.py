@@ -44,18 +44,14 @@ class CancelScope:
         """
         Make a scope. If another scope is active, it is the parent: cancelling the parent cancels this one.
 
-        Args:
-            budget: memory for the bytes that stores buffer; None: the parent's budget, or else the store's own.
-            wanted: whether the blobs are still wanted; must neither block nor raise.
-
+        `budget` is memory for the bytes that stores buffer; None: the parent's, or else the store's own. `wanted` says
+        whether the blobs are still wanted, and must neither block nor raise.
         """
         self.wanted = wanted
-        """Whether the blobs are still wanted; code that waits for them asks from time to time."""
         parent = current_scope()
         self.budget: MemoryBudget | None = parent.budget if budget is None and parent is not None else budget
-        """Memory for the bytes that stores buffer; None: no budget of its own."""
         self._lock = threading.Lock()
-        self._cancelled = False
+        self.cancelled = False
         self._callbacks: list[weakref.WeakMethod[Callable[[], object]]] = []
         if parent is not None:
             parent.on_cancel(self.cancel)
@@ -69,23 +65,18 @@ class CancelScope:
         finally:
             _ACTIVE.reset(token)
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled
-
     def on_cancel(self, callback: Callable[[], object]) -> None:
         """Call a bound method when the scope is cancelled, or now if it was; does not keep its object alive."""
         with self._lock:
             self._callbacks.append(weakref.WeakMethod(callback))
-            cancelled = self._cancelled
+            cancelled = self.cancelled
         if cancelled:
             callback()
 
     def cancel(self) -> None:
         """Cancel everything in the scope. Does not wait; can be called again."""
         with self._lock:
-            self._cancelled = True
+            self.cancelled = True
             callbacks = list(self._callbacks)
         for each in callbacks:
             if (callback := each()) is not None:
@@ -132,13 +123,7 @@ def run_with_deadline(work: Callable[[], object], name: str, within_s: float | N
 
 
 def run_cancellable(work: Callable[[], T], where: str, scope: CancelScope | None) -> T:
-    """
-    Run a request that changes nothing in the store, and stop waiting for it when the scope is cancelled.
-
-    Raises:
-        StorageError: the scope was cancelled; or the exception that `work` raises.
-
-    """
+    """Run a request that changes nothing in the store; stop waiting for it, and raise, when the scope is cancelled."""
     if scope is None:
         return work()
     future = spawn_daemon(work, f"request {where}")

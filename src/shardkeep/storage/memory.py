@@ -39,7 +39,7 @@ class _MemoryBlob:
         self._where = f"{store.url}/{name}"
         self.data = bytearray(nbytes)
         self.modified_s = time.time()
-        self.version = store.next_version()
+        self.version = Version(str(next(store.versions)))
         self._open = True
 
     @property
@@ -84,12 +84,8 @@ class MemoryStore:
         self.url = url or f"memory://{id(self):x}"
         self._lock = threading.Lock()
         self._blobs: dict[str, _MemoryBlob] = {}
-        self._versions = itertools.count(1)
+        self.versions = itertools.count(1)
         self._places: dict[str, MemoryStore] = {}
-
-    def next_version(self) -> Version:
-        """Return a version that no other blob has."""
-        return Version(str(next(self._versions)))
 
     def same_place(self, other: object) -> bool:
         """Only the same object is the same place: two stores may have the same URL."""
@@ -151,11 +147,7 @@ class MemoryStore:
     def places(self) -> Iterator[str]:
         with self._lock:
             places = list(self._places.items())
-        return iter([name for name, store in places if store.holds_any()])
-
-    def holds_any(self) -> bool:
-        """Return whether there is a blob here or further below."""
-        return next(self.list(), None) is not None or next(self.places(), None) is not None
+        return iter([name for name, store in places if any(store.list()) or any(store.places())])
 
     def place(self, name: str) -> MemoryStore:
         with self._lock:

@@ -31,15 +31,9 @@ _HINT = (
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """
-    Return the store for a place. Does no I/O.
+    Return the store for a place; does no I/O. An object with the verbs of a store is returned as it is.
 
-    Args:
-        where: a path, a URL, or an object with the verbs of a store, which is returned as it is.
-        direct: whether local files may bypass the page cache.
-
-    Raises:
-        CheckpointError: shardkeep does not support this kind of place.
-
+    `direct`: local files may bypass the page cache.
     """
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
         return where
@@ -119,24 +113,11 @@ def _by_url(url: str, options: dict[str, Any]) -> Root | None:
     if scheme == "memory":
         if options:
             raise CheckpointError(f"{url}: memory:// has no option {min(options)!r}")
-        return _in_memory(url)
+        name, *below = _segments(url)
+        return functools.reduce(MemoryStore.place, below, _memory(name))
     if scheme in SCHEMES:
-        _refuse_keys(url, scheme)
         return _in_bucket(url, scheme, options)
     return _by_fsspec(url, scheme, options)
-
-
-def _refuse_keys(url: str, scheme: str) -> None:
-    """Refuse keys in the URL of a bucket, without showing them."""
-    rest = url.partition("://")[2]
-    name = rest.partition("/")[0]
-    # A secret may contain slashes; the name of a bucket has no colon. Azure has container@account.
-    if ("@" in name and SCHEMES[scheme] != "az") or (":" in name and "@" in rest):
-        shown = f"{scheme}://{rest.rpartition('@')[2]}"
-        raise CheckpointError(
-            f"{shown}: a URL must not contain keys, and this one has something before the '@'",
-            hint="pass access_key_id= and so on to shardkeep.open_place, or set the environment variables of the service",
-        )
 
 
 def _local_path(path: str) -> str:
@@ -164,29 +145,25 @@ def _segments(url: str) -> list[str]:
 
 
 def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectStore:
+    rest = url.partition("://")[2]
+    name = rest.partition("/")[0]
+    # A secret may contain slashes; the name of a bucket has no colon. Azure has container@account.
+    if ("@" in name and SCHEMES[scheme] != "az") or (":" in name and "@" in rest):
+        shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without the keys
+        raise CheckpointError(
+            f"{shown}: a URL must not contain keys, and this one has something before the '@'",
+            hint="pass access_key_id= and so on to shardkeep.open_place, or set the environment variables of the service",
+        )
     name, *below = _segments(url)
     if "@" in name:  # abfss://container@account.dfs.core.windows.net/path
         name, _, host = name.partition("@")
-        options = {**_account_at(host), **options}
+        account, _, cloud = host.partition(".")
+        options = {"account_name": account, **options}
+        suffix = cloud.partition(".")[2] if cloud.startswith(("dfs.", "blob.")) else ""
+        if suffix not in {"", "core.windows.net"}:  # one of the separate national clouds
+            options = {"endpoint": f"https://{account}.blob.{suffix}", **options}
     prefix = "".join(f"{segment}/" for segment in below)
     return ObjectStore(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
-
-
-def _account_at(host: str) -> dict[str, str]:
-    """Return the Azure account of a host, and the endpoint of the separate national clouds."""
-    account, _, cloud = host.partition(".")
-    suffix = cloud.partition(".")[2] if cloud.startswith(("dfs.", "blob.")) else ""
-    if suffix in {"", "core.windows.net"}:
-        return {"account_name": account}
-    return {"account_name": account, "endpoint": f"https://{account}.blob.{suffix}"}
-
-
-def _in_memory(url: str) -> MemoryStore:
-    name, *below = _segments(url)
-    place = _memory(name)
-    for segment in below:
-        place = place.place(segment)
-    return place
 
 
 @functools.cache

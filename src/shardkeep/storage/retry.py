@@ -60,13 +60,7 @@ class RetryPolicy:
         self._wanted = wanted
 
     def attempt(self, what: str, work: Callable[[int], T]) -> T:
-        """
-        Call `work` with the number of attempts that failed before, until it succeeds or the retries are used up.
-
-        Raises:
-            SaveCancelled: the work is no longer wanted.
-
-        """
+        """Call `work` with the number of attempts that failed before, until it succeeds or the retries are used up."""
         for failed in range(self._retries):
             self._check_wanted(what)
             try:

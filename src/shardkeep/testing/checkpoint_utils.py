@@ -28,11 +28,7 @@ _SWAPPED = bytes(byte ^ _CASE if chr(byte).isascii() and chr(byte).isalpha() els
 
 
 class Rot13Example(StreamTransformExtension):
-    """
-    An example of a stream extension, for tests: swaps the case of letters.
-
-    Name and behaviour are torch's, so each reads what the other wrote.
-    """
+    """An example of a stream extension, for tests: swaps the case of letters, as torch's example of this name does."""
 
     def __init__(self, chunk_size: int = io.DEFAULT_BUFFER_SIZE) -> None:
         super().__init__()
@@ -40,18 +36,15 @@ class Rot13Example(StreamTransformExtension):
 
     @staticmethod
     def registry_name() -> str:
-        """Return the name of torch's example."""
         return "stream.rot13"
 
     @staticmethod
     def from_descriptor(version: str) -> Rot13Example:
-        """Return the extension for version 1 or 1.x."""
         if version.partition(".")[0] != "1":
             raise UnknownExtension(f"Unknown extension {version=} of {Rot13Example.registry_name()}; known is 1")
         return Rot13Example()
 
     def get_descriptor(self) -> str:
-        """Return the descriptor that is stored with the data."""
         return f"{self.registry_name()}/1"
 
     @staticmethod
@@ -61,11 +54,9 @@ class Rot13Example(StreamTransformExtension):
         view[:count] = bytes(view[:count]).translate(_SWAPPED)
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """Return a stream that transforms what is written to it."""
         return cast("IO[bytes]", self.Writer(output))
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
-        """Return a stream that restores what was written."""
         return cast("IO[bytes]", self.Reader(input))
 
     class Writer(io.RawIOBase):
@@ -80,13 +71,11 @@ class Rot13Example(StreamTransformExtension):
         writeable = writable  # spelled so in torch
 
         def write(self, b: Buffer, /) -> int | None:
-            """Write a transformed copy."""
             chunk = bytearray(b)
             Rot13Example._rot13bytes(chunk, len(chunk))
             return self.output.write(chunk)
 
         def flush(self) -> None:
-            """Flush the inner stream."""
             self.output.flush()
 
     class Reader(io.RawIOBase):
@@ -129,13 +118,7 @@ def get_test_extension_registry() -> ExtensionRegistry:
 
 
 def with_temp_dir(func: F | None = None) -> F | None:
-    """
-    Set `self.temp_dir` of a test method: a new folder that all ranks share, deleted after the last of them.
-
-    Raises:
-        BrokenProtocol: (an AssertionError) it is used with brackets.
-
-    """
+    """Set `self.temp_dir` of a test method: a new folder that all ranks share, deleted after the last of them."""
     if func is None:
         raise BrokenProtocol("with_temp_dir was given no function", hint="write @with_temp_dir, without brackets")
 
@@ -153,19 +136,13 @@ def with_temp_dir(func: F | None = None) -> F | None:
         try:
             return func(self, *args, **kwargs)
         finally:
-            _leave(root[0], rank, ranks)
+            # Delete the folder if all other ranks have left it; no rank waits here for one that failed.
+            left = os.path.join(root[0], "left", str(rank))
+            os.makedirs(left, exist_ok=True)
+            if len(os.listdir(os.path.dirname(left))) == ranks:
+                shutil.rmtree(root[0], ignore_errors=True)
 
     return cast("F", wrapper)
-
-
-def _leave(root: str, rank: int, ranks: int) -> None:
-    """Delete the folder if all other ranks have left it; no rank waits here for one that failed."""
-    left = os.path.join(root, "left")
-    os.makedirs(left, exist_ok=True)
-    with open(os.path.join(left, str(rank)), "w", encoding="ascii"):
-        pass
-    if len(os.listdir(left)) == ranks:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def with_checkpoint_logging(
@@ -173,13 +150,7 @@ def with_checkpoint_logging(
     logger_name: str = "torch.distributed.checkpoint",
     level: int = logging.INFO,
 ) -> F | None:
-    """
-    Set the level of a logger while a test method runs.
-
-    Raises:
-        BrokenProtocol: (an AssertionError) it is used with brackets.
-
-    """
+    """Set the level of a logger while a test method runs."""
     if func is None:
         raise BrokenProtocol("with_checkpoint_logging was given no function", hint="write it without brackets")
 

@@ -85,17 +85,19 @@ class PutContract:
         """Make a new, empty store."""
         raise NotImplementedError
 
+    @pytest.fixture
+    def store(self) -> Store:
+        return self.make_store()
+
     @pytest.mark.parametrize("data", [b"", b"abc", sample(1_000_001)])
-    def test_put_get(self, data: bytes) -> None:
+    def test_put_get(self, store: Store, data: bytes) -> None:
         """`get` and `open` return what was put."""
-        store = self.make_store()
         store.put("a", data)
         same(data, store.get("a", limit=len(data)))
         same(data, read_blob(store, "a"))
 
-    def test_put_keeps_what_is_there(self) -> None:
+    def test_put_keeps_what_is_there(self, store: Store) -> None:
         """Without `replace`, an existing blob is an error and is not changed."""
-        store = self.make_store()
         store.put("a", b"old")
         with pytest.raises(StorageError) as caught:
             store.put("a", b"new")
@@ -103,23 +105,20 @@ class PutContract:
         same(b"old", store.get("a", limit=10))
         same(["a"], [blob.name for blob in store.list()])
 
-    def test_put_replaces_on_request(self) -> None:
+    def test_put_replaces_on_request(self, store: Store) -> None:
         """With `replace`, the new bytes replace the old ones, if there are any."""
-        store = self.make_store()
         store.put("a", b"old, and longer", replace=True)
         store.put("a", b"new", replace=True)
         same(b"new", store.get("a", limit=3))
 
-    def test_one_of_many_puts_wins(self) -> None:
+    def test_one_of_many_puts_wins(self, store: Store) -> None:
         """Of puts racing for one name, exactly one succeeds, and its bytes are complete."""
-        store = self.make_store()
         won = winners(lambda i: store.put("a", bytes([i]) * 10_000), 8)
         same(1, len(won))
         same(bytes([won[0]]) * 10_000, store.get("a", limit=10_000))
 
-    def test_put_over_a_version(self) -> None:
+    def test_put_over_a_version(self, store: Store) -> None:
         """With `over`, a blob is replaced only if it still has that version; a deleted one is not created again."""
-        store = self.make_store()
         same(None, store.version("a"))
         store.put("a", b"one")
         first = store.version("a")
@@ -138,9 +137,8 @@ class PutContract:
         same(errno.EEXIST, caught.value.errno)
         same([], list(store.list()))
 
-    def test_one_of_many_swaps_wins(self) -> None:
+    def test_one_of_many_swaps_wins(self, store: Store) -> None:
         """Of puts racing to replace one version, exactly one succeeds."""
-        store = self.make_store()
         store.put("a", b"begin")
         for turn in range(2):
             seen, said = store.version("a"), sample(1000, seed=turn)
@@ -148,9 +146,9 @@ class PutContract:
             same(1, len(won))
             same(bytes([won[0]]) + said, store.get("a", limit=1001))
 
-    def test_put_is_atomic(self) -> None:
+    def test_put_is_atomic(self, store: Store) -> None:
         """A reader during a replacement sees the old bytes or the new ones, never a mix."""
-        store, versions = self.make_store(), [bytes([i]) * (10_000 + i) for i in range(2)]
+        versions = [bytes([i]) * (10_000 + i) for i in range(2)]
         store.put("a", versions[0])
 
         def replace() -> None:
@@ -164,9 +162,8 @@ class PutContract:
                 same(True, read_blob(store, "a") in versions)
             done.result()
 
-    def test_get_limit(self) -> None:
+    def test_get_limit(self, store: Store) -> None:
         """A blob of exactly the limit is read; one byte more is an error."""
-        store = self.make_store()
         store.put("a", b"12345")
         same(b"12345", store.get("a", limit=5))
         with pytest.raises(MalformedFile, match="a: 5 bytes, expected at most 4"):
@@ -182,21 +179,21 @@ class StoreContract(PutContract):
     # -- blobs written in parts
 
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3_000_001])
-    def test_round_trip(self, nbytes: int) -> None:
+    def test_round_trip(self, store: Store, nbytes: int) -> None:
         """Reading returns what was written."""
-        store, data = self.make_store(), sample(nbytes)
+        data = sample(nbytes)
         write_blob(store, "a", data)
         same(data, read_blob(store, "a"))
 
-    def test_parts_in_any_order_from_threads(self) -> None:
+    def test_parts_in_any_order_from_threads(self, store: Store) -> None:
         """Parts of odd sizes, shuffled, from several threads, from any memory, make one blob."""
-        store, data = self.make_store(), sample(2_500_003)
+        data = sample(2_500_003)
         _write_shuffled(store, data, {4096, 8192, 1 << 20}, 20)
         same(data, read_blob(store, "a"))
 
-    def test_a_large_blob(self) -> None:
+    def test_a_large_blob(self, store: Store) -> None:
         """A blob of several upload parts is written in shuffled pieces and read in ranges across the parts."""
-        store, data = self.make_store(), sample(LARGE_NBYTES)
+        data = sample(LARGE_NBYTES)
         _write_shuffled(store, data, {8 << 20, 16 << 20}, 9)
         step = 3_000_001
 
@@ -210,9 +207,9 @@ class StoreContract(PutContract):
             same(True, all(pool.map(matches, range(0, len(data), step))))
         same([("a", LARGE_NBYTES)], [(blob.name, blob.nbytes) for blob in store.list()])
 
-    def test_reads_from_threads(self) -> None:
+    def test_reads_from_threads(self, store: Store) -> None:
         """One reader serves several threads at once, at any offset."""
-        store, data = self.make_store(), sample(2_500_003)
+        data = sample(2_500_003)
         write_blob(store, "a", data)
 
         def matches(i: int) -> bool:
@@ -225,10 +222,10 @@ class StoreContract(PutContract):
 
     @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12345])
     @pytest.mark.parametrize("shift", [0, 1, 64])
-    def test_any_alignment(self, offset: int, shift: int) -> None:
+    def test_any_alignment(self, store: Store, offset: int, shift: int) -> None:
         """Offsets and memory need no alignment, written or read."""
         nbytes = (1 << 20) + 4097
-        store, data = self.make_store(), sample(nbytes, seed=offset + shift)
+        data = sample(nbytes, seed=offset + shift)
         memory = aligned_buffer(nbytes + shift)[shift:]
         memory[:] = data
         writer = store.create("a", offset + nbytes)
@@ -240,9 +237,9 @@ class StoreContract(PutContract):
             reader.read_into(offset, memory)
         same(data, bytes(memory))
 
-    def test_buffers_of_other_items(self) -> None:
+    def test_buffers_of_other_items(self, store: Store) -> None:
         """A contiguous buffer of any shape and item type is as good as bytes."""
-        store, array = self.make_store(), np.arange(6000, dtype=np.float32).reshape(20, 300)
+        array = np.arange(6000, dtype=np.float32).reshape(20, 300)
         writer = store.create("a", array.nbytes)
         writer.write_at(0, array.data)
         writer.finish()
@@ -251,9 +248,8 @@ class StoreContract(PutContract):
             reader.read_into(0, into.data)
         same(array.tolist(), into.tolist())
 
-    def test_empty(self) -> None:
+    def test_empty(self, store: Store) -> None:
         """A blob without bytes exists; an empty part or read is not an error."""
-        store = self.make_store()
         writer = store.create("a", 0)
         writer.write_at(0, memoryview(b""))
         writer.finish()
@@ -261,24 +257,22 @@ class StoreContract(PutContract):
         same(b"", store.get("a", limit=0))
         same([("a", 0)], [(blob.name, blob.nbytes) for blob in store.list()])
 
-    def test_create_refuses_an_existing_name(self) -> None:
+    def test_create_refuses_an_existing_name(self, store: Store) -> None:
         """A blob is never written over by `create`."""
-        store = self.make_store()
         write_blob(store, "a", b"old")
         with pytest.raises(StorageError) as caught:
             store.create("a", 3)
         same(errno.EEXIST, caught.value.errno)
         same(b"old", read_blob(store, "a"))
 
-    def test_one_of_many_creates_wins(self) -> None:
+    def test_one_of_many_creates_wins(self, store: Store) -> None:
         """Of creates racing for one name, one succeeds and the others fail with EEXIST."""
-        store = self.make_store()
         same(1, len(winners(lambda i: write_blob(store, "a", bytes([i])), 8)))
 
     @pytest.mark.parametrize("end", [0, 1, 4097, 2_000_001, 3_000_000])
-    def test_a_blob_may_end_early(self, end: int) -> None:
+    def test_a_blob_may_end_early(self, store: Store, end: int) -> None:
         """`finish` decides where the blob ends, and it has no bytes that were not written."""
-        store, data = self.make_store(), sample(end)
+        data = sample(end)
         writer = store.create("a", 3_000_000)
         writer.write_at(0, memoryview(data))
         writer.finish(end)
@@ -286,9 +280,8 @@ class StoreContract(PutContract):
         same([("a", end)], [(blob.name, blob.nbytes) for blob in store.list()])
 
     @pytest.mark.parametrize("end", [-1, 11])
-    def test_a_blob_ends_inside(self, end: int) -> None:
+    def test_a_blob_ends_inside(self, store: Store, end: int) -> None:
         """An end outside the declared size is refused, and the blob can be abandoned."""
-        store = self.make_store()
         writer = store.create("a", 10)
         writer.write_at(0, memoryview(bytes(10)))
         with pytest.raises(StorageError, match="cannot end") as caught:
@@ -298,26 +291,15 @@ class StoreContract(PutContract):
         same([], list(store.list()))
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 11), (10, 1), (1 << 40, 1)])
-    def test_parts_stay_inside(self, offset: int, nbytes: int) -> None:
+    def test_parts_stay_inside(self, store: Store, offset: int, nbytes: int) -> None:
         """A part that does not fit the declared size is refused."""
-        writer = self.make_store().create("a", 10)
+        writer = store.create("a", 10)
         with pytest.raises(StorageError):
             writer.write_at(offset, memoryview(bytes(nbytes)))
         writer.abandon()
 
-    def test_no_parts_after_finish(self) -> None:
-        """A finished blob does not change."""
-        store = self.make_store()
-        writer = store.create("a", 3)
-        writer.write_at(0, memoryview(b"abc"))
-        writer.finish()
-        with pytest.raises(StorageError):
-            writer.write_at(0, memoryview(b"xyz"))
-        same(b"abc", read_blob(store, "a"))
-
-    def test_abandon_removes(self) -> None:
+    def test_abandon_removes(self, store: Store) -> None:
         """An abandoned blob is gone, its name is free, and abandoning again is harmless."""
-        store = self.make_store()
         writer = store.create("a", 3)
         writer.write_at(0, memoryview(b"abc"))
         writer.abandon()
@@ -327,29 +309,22 @@ class StoreContract(PutContract):
         writer.abandon()
         same(b"new", read_blob(store, "a"))
 
-    def test_abandon_after_finish_keeps(self) -> None:
-        """A finished blob outlives `abandon`."""
-        store = self.make_store()
+    def test_finished_is_final(self, store: Store) -> None:
+        """A finished blob does not change, and outlives `abandon`."""
         writer = store.create("a", 3)
         writer.write_at(0, memoryview(b"abc"))
         writer.finish()
+        with pytest.raises(StorageError):
+            writer.write_at(0, memoryview(b"xyz"))
         writer.abandon()
         same(b"abc", read_blob(store, "a"))
 
     # -- readers
 
-    def test_reader_knows_its_size(self) -> None:
-        """`nbytes` is the size of the blob."""
-        store = self.make_store()
-        write_blob(store, "a", bytes(12345))
-        with closing(store.open("a")) as reader:
-            same(12345, reader.nbytes)
-
     @pytest.mark.parametrize("nbytes", [10, 5 << 20])
     @pytest.mark.parametrize("beyond", [1, 5000])
-    def test_reading_past_the_end(self, nbytes: int, beyond: int) -> None:
+    def test_reading_past_the_end(self, store: Store, nbytes: int, beyond: int) -> None:
         """A read the blob cannot fill is an error that names blob, offset, wanted and got."""
-        store = self.make_store()
         write_blob(store, "a", bytes(nbytes))
         with closing(store.open("a")) as reader, pytest.raises(WrongSize, match="/a: wanted") as caught:
             reader.read_into(3, memoryview(bytearray(nbytes - 3 + beyond)))
@@ -358,24 +333,18 @@ class StoreContract(PutContract):
             caught.value.details,
         )
 
-    def test_reading_before_the_start(self) -> None:
-        """A negative offset is an error, not the end of the blob."""
-        store = self.make_store()
-        write_blob(store, "a", b"abc")
-        with closing(store.open("a")) as reader, pytest.raises(CheckpointError):
-            reader.read_into(-1, memoryview(bytearray(1)))
-
-    def test_close_twice(self) -> None:
-        """Closing a reader again is harmless."""
-        store = self.make_store()
+    def test_readers_at_their_limits(self, store: Store) -> None:
+        """A negative offset is an error, not the end of the blob; closing a reader again is harmless."""
         write_blob(store, "a", b"abc")
         reader = store.open("a")
+        same(3, reader.nbytes)
+        with pytest.raises(CheckpointError):
+            reader.read_into(-1, memoryview(bytearray(1)))
         reader.close()
         reader.close()
 
-    def test_reader_and_delete(self) -> None:
+    def test_reader_and_delete(self, store: Store) -> None:
         """An open reader of a deleted blob gives the right bytes or `BlobNotFound`, nothing else."""
-        store = self.make_store()
         write_blob(store, "a", b"abc")
         into = bytearray(3)
         with closing(store.open("a")) as reader:
@@ -387,9 +356,8 @@ class StoreContract(PutContract):
         same(b"abc", bytes(into))
 
     @pytest.mark.parametrize("verb", ["open", "get"])
-    def test_missing(self, verb: str) -> None:
+    def test_missing(self, store: Store, verb: str) -> None:
         """A missing blob raises `BlobNotFound`, which is a FileNotFoundError."""
-        store = self.make_store()
         with pytest.raises(BlobNotFound, match="nothing-here") as caught:
             _call(store, verb, "nothing-here")
         same(True, isinstance(caught.value, FileNotFoundError))
@@ -397,9 +365,8 @@ class StoreContract(PutContract):
 
     # -- names
 
-    def test_list(self) -> None:
+    def test_list(self, store: Store) -> None:
         """A listing has each blob once, in order of name, with its size and a time that is about now."""
-        store = self.make_store()
         same([], list(store.list()))
         before = time.time()
         store.put("b", b"12")
@@ -409,9 +376,8 @@ class StoreContract(PutContract):
         same([("a", 1), ("b", 2), ("c", 3)], [(blob.name, blob.nbytes) for blob in blobs])
         same(True, all(abs(blob.modified_s - before) < 60 for blob in blobs))
 
-    def test_delete(self) -> None:
+    def test_delete(self, store: Store) -> None:
         """A deleted blob is gone, the others stay, and deleting it again is not an error."""
-        store = self.make_store()
         store.delete("a")
         store.put("a", b"1")
         store.put("b", b"2")
@@ -421,53 +387,41 @@ class StoreContract(PutContract):
         with pytest.raises(BlobNotFound):
             store.get("a", limit=1)
 
-    def test_delete_all(self) -> None:
-        """Many blobs are deleted at once, even if some do not exist; the others stay."""
-        store = self.make_store()
-        for name in ("a", "b", "c"):
-            store.put(name, b"1")
-        delete_all(store, ["a", "nothing-here", "c"])
-        delete_all(store, [])
-        same(["b"], [blob.name for blob in store.list()])
-
-    def test_many(self) -> None:
-        """More blobs than are listed or deleted in one request are all listed, in order of name, and deleted."""
-        store, names = self.make_store(), [f"blob-{i:05}" for i in range(self.MANY)]
+    def test_many(self, store: Store) -> None:
+        """More blobs than fit in one request are listed, in order of name, and deleted, even if some do not exist."""
+        names = [f"blob-{i:05}" for i in range(self.MANY)]
         shuffled = random.Random(1).sample(names, len(names))  # noqa: S311 -- test data, no secret
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda name: store.put(name, b"x", replace=True), shuffled))
         same(names, [blob.name for blob in store.list()])
+        delete_all(store, [])
         delete_all(store, [*names[:-1], "nothing-here"])
         same(names[-1:], [blob.name for blob in store.list()])
 
     @pytest.mark.parametrize("name", BAD_NAMES, ids=[ascii(name[:9]) for name in BAD_NAMES])
-    def test_bad_names(self, name: str) -> None:
+    def test_bad_names(self, store: Store, name: str) -> None:
         """A name that could reach outside the store is refused by every verb."""
-        store = self.make_store()
         for verb in ("create", "open", "put", "get", "version", "delete"):
             with pytest.raises(MalformedFile, match="is not a blob name"):
                 _call(store, verb, name)
         same([], list(store.list()))
 
     @pytest.mark.parametrize("name", GOOD_NAMES, ids=[name[:9] for name in GOOD_NAMES])
-    def test_good_names(self, name: str) -> None:
+    def test_good_names(self, store: Store, name: str) -> None:
         """Every allowed name works with every verb."""
-        store = self.make_store()
         store.put(name, b"1")
         same([name], [blob.name for blob in store.list()])
         store.delete(name)
         write_blob(store, name, b"2")
         same(b"2", store.get(name, limit=1))
 
-    def test_preferences(self) -> None:
+    def test_preferences(self, store: Store) -> None:
         """A store says whether it wants parts in order, and how many concurrent requests it prefers, at least one."""
-        store = self.make_store()
         same(True, is_sequential(store) in {True, False})
         same(True, preferred_requests(store, 3) >= 1)
 
-    def test_url(self) -> None:
+    def test_url(self, store: Store) -> None:
         """Messages begin with the store's url."""
-        store = self.make_store()
         with pytest.raises(BlobNotFound) as caught:
             store.open("a")
         same(True, str(caught.value).startswith(store.url))
