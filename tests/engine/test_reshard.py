@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep.format.boxes import slices
-from shardkeep.state.placement import Cut, local_boxes, local_shape
+from shardkeep.state.placement import Cut, local_layout
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.engine.samples import all_dtypes, bits, random_tensor, raw_view
 
@@ -59,9 +59,9 @@ def local_part(full, layout, rank, *, blank=False):
     shape = tuple(full.shape)
     if coordinate is None:
         return sk.ShardedBox.of([], shape=shape, dtype=full.dtype)
-    local = torch.empty(local_shape(shape, mesh, coordinate, cuts), dtype=full.dtype)
+    local = torch.empty(local_layout(shape, mesh, coordinate, cuts)[0], dtype=full.dtype)
     pieces = []
-    for there, here in local_boxes(shape, mesh, coordinate, cuts):
+    for there, here in local_layout(shape, mesh, coordinate, cuts)[1]:
         if not blank:
             raw_view(local)[slices(here)] = raw_view(full)[slices(there)]
         pieces.append((local[slices(here)], there.offsets))

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
 from shardkeep.format.boxes import Box, slices
 from shardkeep.state.leaves import describe_leaf
-from shardkeep.state.placement import Cut, dtensor_boxes, local_boxes, local_shape, possible_cuts
+from shardkeep.state.placement import Cut, dtensor_boxes, local_layout, possible_cuts
 from tests.support.rank_pool import RankPool
 
 Ints = tuple[int, ...]
@@ -96,8 +96,8 @@ def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> No
     for at in coordinates(mesh):
         local = left_to_right(full, mesh, at, placements)
 
-        assert local_shape(shape, mesh, at, cuts) == tuple(local.shape)
-        check(full, local, local_boxes(shape, mesh, at, cuts))
+        assert local_layout(shape, mesh, at, cuts)[0] == tuple(local.shape)
+        check(full, local, local_layout(shape, mesh, at, cuts)[1])
 
 
 @settings(deadline=None, max_examples=80)
@@ -109,9 +109,9 @@ def test_agrees_with_torchs_offsets(sharding: tuple[Ints, Ints, tuple[Placement,
     for at in coordinates(mesh):
         size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
 
-        assert local_shape(shape, mesh, at, cuts) == tuple(size)
+        assert local_layout(shape, mesh, at, cuts)[0] == tuple(size)
         if 0 not in size:
-            assert local_boxes(shape, mesh, at, cuts)[0][0].offsets == tuple(offset)
+            assert local_layout(shape, mesh, at, cuts)[1][0][0].offsets == tuple(offset)
 
 
 @settings(deadline=None, max_examples=80)
@@ -121,7 +121,7 @@ def test_plain_shards_are_one_box(sharding: tuple[Ints, Ints, tuple[Placement, .
     shape, mesh, placements = sharding
     count = torch.zeros(shape, dtype=torch.int64)
     for at in coordinates(mesh):
-        local = local_shape(shape, mesh, at, as_written(placements))
+        local = local_layout(shape, mesh, at, as_written(placements))[0]
         boxes = dtensor_boxes("k", spec_of(shape, mesh, at, placements), local)
         assert len(boxes) <= 1
         for there, _ in boxes:
@@ -189,9 +189,9 @@ def test_strided_without_its_partner() -> None:
 
 def test_runs_that_touch_are_one() -> None:
     """Parts that follow one another in the whole tensor are one box, not several."""
-    assert local_boxes((8,), (1,), (0,), [Cut(0, 0, 4)]) == [(Box((0,), (8,)), Box((0,), (8,)))]
-    assert local_boxes((4,), (2,), (0,), [Cut(0, 0, 4)]) == [(Box((0,), (4,)), Box((0,), (4,)))]
-    assert local_boxes((4,), (2,), (1,), [Cut(0, 0, 4)]) == []
+    assert local_layout((8,), (1,), (0,), [Cut(0, 0, 4)])[1] == [(Box((0,), (8,)), Box((0,), (8,)))]
+    assert local_layout((4,), (2,), (0,), [Cut(0, 0, 4)])[1] == [(Box((0,), (4,)), Box((0,), (4,)))]
+    assert local_layout((4,), (2,), (1,), [Cut(0, 0, 4)])[1] == []
 
 
 def test_strided_on_two_dimensions_is_a_grid() -> None:
@@ -247,10 +247,11 @@ def test_negative_dimensions() -> None:
 def test_huge_dimensions_cost_nothing() -> None:
     """Runs are worked out, not listed: a dimension of a million million elements is no different."""
     n = 10**12 + 7
-    boxes = local_boxes((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])
+    boxes = local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[1]
 
     assert (
-        sum(there.sizes[0] for there, _ in boxes) == local_shape((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[0]
+        sum(there.sizes[0] for there, _ in boxes)
+        == local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[0][0]
     )
     assert boxes[-1][0].offsets[0] + boxes[-1][0].sizes[0] == n
 
@@ -295,7 +296,9 @@ def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
     """One rank in fifty thousand has two readings of one shape; it is read as FSDP's, and a wrong tiling would show."""
     spec = spec_of((27,), (3, 4), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
 
-    assert [local_boxes((27,), (3, 4), (2, 2), cuts)[0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))] == [
+    assert [
+        local_layout((27,), (3, 4), (2, 2), cuts)[1][0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))
+    ] == [
         (20,),
         (26,),
     ]

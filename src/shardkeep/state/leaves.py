@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -208,6 +209,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 
 # Looked up once and not for every leaf.
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_TRACING_HINT = "save the tensor outside of tracing and fake modes"
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: masked and record arrays hold more than elements
 
 
@@ -259,11 +261,7 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
     Describe a leaf for which `is_tensor` is true; `key` is its name in errors.
 
     `allow_meta` accepts tensors on the meta device. `writable` refuses a leaf that writes to its pieces would not change.
-
-    Raises:
-        UnsupportedLeaf: it has no plain form.
-        InvalidShards: its pieces contradict its metadata.
-
+    Raises `UnsupportedLeaf` if it has no plain form, `InvalidShards` if its pieces contradict its metadata.
     """
     found = describe_ordinary(obj)
     if found is not None:
@@ -272,18 +270,22 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
         alias = (dtype, shape, origin, pointer, shape, obj.stride(), obj.device)
         return TensorLeaf(dtype, shape, (Piece(origin, plain),), alias)
     request = _Request(key, allow_meta, writable)
-    kind = type(obj)
-    if kind is _TENSOR or kind is _PARAMETER:
-        return _describe_plain(request, obj)
-    if kind in _ARRAYS:
-        return _describe_plain(request, _from_numpy(request, obj))
     if isinstance(obj, ShardedBox):
-        return _describe_box(request, obj)
+        parts = _shards(request, obj.shape, [(tensor, offsets, None) for tensor, offsets in obj.pieces])
+        return _describe_parts(request, obj.dtype, obj.shape, parts)
     if is_dtensor(obj):
-        return _describe_dtensor(request, obj)
+        local = _unwrap(request, obj._local_tensor).detach()  # to_local() would be recorded by autograd
+        whole = tuple(local.shape)
+        boxes = dtensor_boxes(key, obj._spec, whole)
+        parts = [(there.offsets, local if here.sizes == whole else local[slices(here)]) for there, here in boxes]
+        return _describe_parts(request, obj.dtype, tuple(obj.shape), parts)
     if is_sharded_tensor(obj):
-        return _describe_sharded_tensor(request, obj)
-    return _describe_plain(request, _unwrap(request, obj))
+        shape = tuple(obj.metadata().size)
+        shards = [(each.tensor, each.metadata) for each in obj.local_shards()]
+        sized = [(tensor, tuple(data.shard_offsets), tuple(data.shard_sizes)) for tensor, data in shards]
+        return _describe_parts(request, obj.dtype, shape, _shards(request, shape, sized))
+    plain = _unwrap(request, _from_numpy(request, obj) if type(obj) in _ARRAYS else obj)
+    return _describe_parts(request, plain.dtype, tuple(plain.shape), [((0,) * plain.dim(), plain)])
 
 
 def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
@@ -364,18 +366,14 @@ def with_attributes_of(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor
         return fresh.requires_grad_(model.requires_grad)
 
 
-def _describe_plain(request: _Request, tensor: torch.Tensor) -> TensorLeaf:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        _refuse_layout(request, tensor)
-    shape = tuple(tensor.shape)
-    return _describe_parts(request, tensor.dtype, shape, [((0,) * len(shape), tensor)])
-
-
 def _describe_parts(
     request: _Request, dtype: torch.dtype, shape: Ints, parts: Iterable[tuple[Ints, torch.Tensor]]
 ) -> TensorLeaf:
     """Describe a tensor of which this rank holds `parts`, each of plain strided layout and the same dtype."""
-    _check_dtype(request, dtype)
+    try:
+        of_torch(dtype)
+    except UnsupportedLeaf as error:
+        request.refuse(f"is of dtype {dtype}, which has no stored form", error.hint)
     pieces: list[Piece] = []
     alias: list[Any] = [dtype, shape]
     on_meta = False
@@ -397,49 +395,29 @@ def _describe_parts(
     return TensorLeaf(dtype, shape, tuple(pieces), tuple(alias) if pieces and not on_meta else None)
 
 
-def _describe_box(request: _Request, box: ShardedBox) -> TensorLeaf:
+def _shards(
+    request: _Request, shape: Ints, pieces: Iterable[tuple[Any, Ints, Ints | None]]
+) -> list[tuple[Ints, torch.Tensor]]:
+    """Return pieces, each given with its offsets and the size said of it, as plain tensors that lie inside `shape`."""
     parts = []
-    for tensor, offsets in box.pieces:
+    for tensor, offsets, said in pieces:
         plain = _unwrap(request, tensor)
-        _check_inside(request, box.shape, offsets, tuple(plain.shape))
-        parts.append((offsets, plain))
-    return _describe_parts(request, box.dtype, box.shape, parts)
-
-
-def _describe_dtensor(request: _Request, obj: Any) -> TensorLeaf:
-    local = _unwrap(request, obj._local_tensor).detach()  # to_local() would be recorded by autograd
-    whole = tuple(local.shape)
-    boxes = dtensor_boxes(request.key, obj._spec, whole)
-    parts = ((there.offsets, local if here.sizes == whole else local[slices(here)]) for there, here in boxes)
-    return _describe_parts(request, obj.dtype, tuple(obj.shape), parts)
-
-
-def _describe_sharded_tensor(request: _Request, obj: Any) -> TensorLeaf:
-    shape = tuple(obj.metadata().size)
-    parts = []
-    for shard in obj.local_shards():
-        plain = _unwrap(request, shard.tensor)
-        offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
-        if tuple(plain.shape) != sizes:
+        sizes = tuple(plain.shape)
+        if said not in (None, sizes):
             raise InvalidShards(
-                f"{request.key!r}: the shard at {offsets} is {tuple(plain.shape)}, its metadata say {sizes}",
+                f"{request.key!r}: the shard at {offsets} is {sizes}, its metadata say {said}", key=request.key
+            )
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            o >= 0 and o + n <= full for o, n, full in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            raise InvalidShards(
+                f"{request.key!r}: a piece of size {sizes} at {offsets} does not lie inside {shape}",
+                hint="offsets and size of a piece are counted in elements of the whole tensor",
                 key=request.key,
             )
-        _check_inside(request, shape, offsets, sizes)
         parts.append((offsets, plain))
-    return _describe_parts(request, obj.dtype, shape, parts)
-
-
-def _check_inside(request: _Request, shape: Ints, offsets: Ints, sizes: Ints) -> None:
-    if len(offsets) == len(sizes) == len(shape) and all(
-        o >= 0 and o + n <= full for o, n, full in zip(offsets, sizes, shape, strict=True)
-    ):
-        return
-    raise InvalidShards(
-        f"{request.key!r}: a piece of size {sizes} at {offsets} does not lie inside {shape}",
-        hint="offsets and size of a piece are counted in elements of the whole tensor",
-        key=request.key,
-    )
+    return parts
 
 
 def _plain_view(request: _Request, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
@@ -448,26 +426,26 @@ def _plain_view(request: _Request, tensor: torch.Tensor) -> tuple[torch.Tensor, 
     # A freed storage has address 0, so a view into it has its offset as address.
     if pointer == 0 or (tensor.storage_offset() and tensor.untyped_storage().nbytes() == 0):
         if not tensor.is_meta:
-            _refuse_without_memory(request, tensor)
+            if torch._is_functional_tensor(tensor):
+                request.refuse("is a functional tensor, which exists while torch traces", _TRACING_HINT)
+            request.refuse(
+                f"has shape {tuple(tensor.shape)} but no memory behind it",
+                "its storage was freed (a parameter FSDP has resharded?): save the state dict of the wrapped module",
+            )
         if not request.allow_meta:
             request.refuse("is on the meta device: it has no values", "materialize and initialise it before saving")
         return tensor.detach(), None
-    stride = tensor.stride()
-    memory = (pointer, tuple(tensor.shape), stride, tensor.device)
+    memory = (pointer, tuple(tensor.shape), tensor.stride(), tensor.device)
     if request.writable and overlaps_itself(tensor):
         request.refuse("is expanded: several elements share memory, so it cannot be filled", "load into t.contiguous()")
-    if tensor.is_conj() or tensor.is_neg():
-        return _resolve(request, tensor), (*memory, tensor.is_conj(), tensor.is_neg())
-    return tensor.detach(), memory
-
-
-def _resolve(request: _Request, tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.detach(), memory
     if request.writable:
         request.refuse(
             "is a conjugate or negative view, which cannot be filled in place",
             "load into t.resolve_conj().resolve_neg()",
         )
-    return tensor.detach().resolve_conj().resolve_neg()
+    return tensor.detach().resolve_conj().resolve_neg(), (*memory, tensor.is_conj(), tensor.is_neg())
 
 
 def _unwrap(request: _Request, obj: Any) -> torch.Tensor:
@@ -477,7 +455,8 @@ def _unwrap(request: _Request, obj: Any) -> torch.Tensor:
     kind = type(obj)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         if not isinstance(obj, torch.Tensor):
-            request.refuse(f"has a piece that is a {_name(kind)}, not a torch.Tensor", "give pieces as tensors")
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            request.refuse(f"has a piece that is a {name}, not a torch.Tensor", "give pieces as tensors")
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             _refuse_subclass(request, obj)
         if torch.nn.parameter.is_lazy(obj):
@@ -509,23 +488,10 @@ def _from_numpy(request: _Request, array: np.ndarray[Any, Any]) -> torch.Tensor:
         if request.writable:
             request.refuse("is a reversed or unaligned numpy array", "give np.ascontiguousarray(a) to load into")
         array = np.array(array, subok=False)  # rebuilt in memory torch can view
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unlocked(array)))
-
-
-class _Unlocked:
-    """Offers the memory of a read-only array as writable, because torch warns about read-only arrays."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        interface = array.__array_interface__
-        self.owner = array
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
-def _check_dtype(request: _Request, dtype: torch.dtype) -> None:
-    try:
-        of_torch(dtype)
-    except UnsupportedLeaf as error:
-        request.refuse(f"is of dtype {dtype}, which has no stored form", error.hint)
+    if not array.flags.writeable:  # torch warns about read-only arrays, so the memory is offered as writable
+        interface = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+        array = np.asarray(SimpleNamespace(owner=array, __array_interface__=interface))
+    return torch.from_numpy(array)
 
 
 def _refuse_layout(request: _Request, tensor: torch.Tensor) -> NoReturn:
@@ -536,19 +502,10 @@ def _refuse_layout(request: _Request, tensor: torch.Tensor) -> NoReturn:
     request.refuse(f"has layout {tensor.layout}", "save its indices and values, or t.to_dense()")
 
 
-def _refuse_without_memory(request: _Request, tensor: torch.Tensor) -> NoReturn:
-    if torch._is_functional_tensor(tensor):
-        request.refuse("is a functional tensor, which exists while torch traces", "save the tensor outside of tracing")
-    request.refuse(
-        f"has shape {tuple(tensor.shape)} but no memory behind it",
-        "its storage was freed (a parameter FSDP has resharded?): save the state dict of the wrapped module",
-    )
-
-
 def _refuse_subclass(request: _Request, obj: torch.Tensor) -> NoReturn:
-    name = _name(type(obj))
+    name = f"{type(obj).__module__}.{type(obj).__qualname__}"
     if type(obj).__name__ in ("FakeTensor", "FunctionalTensor"):
-        request.refuse(f"is a {name}, which has no values", "save the tensor outside of tracing and fake modes")
+        request.refuse(f"is a {name}, which has no values", _TRACING_HINT)
     if type(obj).__name__ in ("DTensor", "ShardedTensor"):
         request.refuse(
             f"is sharded in two ways: a piece of it is itself a {name}", "save it as one DTensor over a 2-d mesh"
@@ -559,7 +516,3 @@ def _refuse_subclass(request: _Request, obj: torch.Tensor) -> NoReturn:
     request.refuse(
         f"is a {name}, whose inner tensors are not plain", "save t.dequantize(), or its parts, each as a tensor"
     )
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

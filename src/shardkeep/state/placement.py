@@ -37,14 +37,16 @@ class Cut(NamedTuple):
     """
 
 
-def local_boxes(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[tuple[Box, Box]]:
-    """Return `(box in the whole tensor, box in the local tensor)` for each part a rank holds; empty parts are left out."""
-    return _pair(_runs_after(shape, mesh_shape, coordinate, cuts))
+def local_layout(
+    shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]
+) -> tuple[Ints, list[tuple[Box, Box]]]:
+    """
+    Return the shape of the local tensor at a coordinate, and its boxes.
 
-
-def local_shape(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> Ints:
-    """Return the shape the local tensor has at a coordinate."""
-    return _lengths(_runs_after(shape, mesh_shape, coordinate, cuts))
+    Each part that the rank holds is a box in the whole tensor and one in the local tensor; empty parts are left out.
+    """
+    runs = _runs_after(shape, mesh_shape, coordinate, cuts)
+    return tuple([sum([n for _, n in axis]) for axis in runs]), _pair(runs)
 
 
 def _runs_after(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[list[Run]]:
@@ -87,10 +89,6 @@ def _extend(kept: list[Run], axis: list[Run], start: int, stop: int) -> None:
             kept.append((offset + lo, hi - lo))
 
 
-def _lengths(runs: list[list[Run]]) -> Ints:
-    return tuple([sum([n for _, n in axis]) for axis in runs])
-
-
 def _pair(runs: list[list[Run]]) -> list[tuple[Box, Box]]:
     """Pair each box of the product of the runs with its box in the local tensor, where they follow one another."""
     if all(len(axis) == 1 for axis in runs):  # one box, the usual case; the rest handles any number
@@ -107,10 +105,7 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
     """
     Return the boxes of a DTensor's local tensor, which has shape `local`; none for a rank outside the mesh.
 
-    Raises:
-        UnsupportedLeaf: under one of the placements no rank holds final values.
-        InvalidShards: the local tensor does not have the shape that its placements imply.
-
+    Raises `UnsupportedLeaf` if under one of the placements no rank holds final values.
     """
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
@@ -118,10 +113,9 @@ def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, B
     where, mesh_shape, shape = tuple(coordinate), tuple(spec.mesh.shape), tuple(spec.shape)
     expected: Ints = ()
     for cuts in possible_cuts(key, spec, mesh_shape):
-        runs = _runs_after(shape, mesh_shape, where, cuts)
-        expected = _lengths(runs)
+        expected, boxes = local_layout(shape, mesh_shape, where, cuts)
         if expected == local:
-            return _pair(runs)
+            return boxes
         if 0 in local and 0 in expected:  # FSDP may narrow another dimension of an empty tensor
             return []
     raise InvalidShards(
