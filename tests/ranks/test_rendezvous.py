@@ -15,11 +15,11 @@ from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.errors import CheckpointError, StateMismatch, StorageFull
-from tests.ranks.told import Told, ask, ask_once, echo, rank
+from tests.ranks.outcome import Outcome, ask, ask_once, echo, rank
 from tests.support.rank_pool import RankPool
 
 
-def ask_for_rank() -> Told:
+def ask_for_rank() -> Outcome:
     return ask_once(lambda: b"%d" % rank())
 
 
@@ -28,7 +28,7 @@ def test_each_rank_gets_its_answer(rank_pool: RankPool, size: int):
     """Contributions reach `decide` in the order of ranks, and each rank gets the answer meant for it."""
     everyone = b",".join(b"%d" % number for number in range(size))
 
-    answers = [told.answer for told in rank_pool.run(size, ask_for_rank)]
+    answers = [outcome.answer for outcome in rank_pool.run(size, ask_for_rank)]
 
     assert answers == [everyone + b">%d" % number for number in range(size)]
 
@@ -67,7 +67,7 @@ def test_long_contributions_and_answers_arrive_whole(rank_pool: RankPool, shared
     assert heard == [(digests, "" if shared else str(number)) for number in range(3)]
 
 
-def fail_on(failing: list[int]) -> Told:
+def fail_on(failing: list[int]) -> Outcome:
     def work() -> bytes:
         if rank() in failing:
             raise StorageFull(f"no space for part {rank()}", hint="free some", errno=28, unsendable=object())
@@ -78,9 +78,9 @@ def fail_on(failing: list[int]) -> Told:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_failure_reaches_every_rank(rank_pool: RankPool, failing: int):
-    told = rank_pool.run(3, fail_on, [failing])
+    outcomes = rank_pool.run(3, fail_on, [failing])
 
-    for number, one in enumerate(told):
+    for number, one in enumerate(outcomes):
         assert one.kind == "StorageFull"
         assert one.message == f"rank {failing}: no space for part {failing}\n(during 'write' of save to a)"
         assert one.hint == "free some"
@@ -91,15 +91,15 @@ def test_a_failure_reaches_every_rank(rank_pool: RankPool, failing: int):
 
 
 def test_failures_of_several_ranks_arrive_together(rank_pool: RankPool):
-    told = rank_pool.run(4, fail_on, [1, 3])
+    outcomes = rank_pool.run(4, fail_on, [1, 3])
 
-    assert {one.message for one in told} == {
+    assert {one.message for one in outcomes} == {
         "rank 1: no space for part 1\nrank 3: no space for part 3\n(during 'write' of save to a)"
     }
-    assert [set(one.by_rank) for one in told] == [{1, 3}] * 4
+    assert [set(one.by_rank) for one in outcomes] == [{1, 3}] * 4
 
 
-def fail_alike() -> Told:
+def fail_alike() -> Outcome:
     def work() -> bytes:
         if rank() == 2:
             raise KeyError("layer")
@@ -108,18 +108,18 @@ def fail_alike() -> Told:
     return ask_once(work)
 
 
-def test_failures_alike_are_told_once(rank_pool: RankPool):
-    told = rank_pool.run(4, fail_alike)
+def test_equal_failures_are_merged(rank_pool: RankPool):
+    outcomes = rank_pool.run(4, fail_alike)
 
-    assert {one.message for one in told} == {
+    assert {one.message for one in outcomes} == {
         "ranks 0-1, 3: shapes differ\nrank 2: KeyError: 'layer'\n(during 'write' of save to a)"
     }
-    assert {one.kind for one in told} == {"StateMismatch"}
-    assert told[2].details == {"missing": ["a", "b"]}
-    assert told[2].cause == "KeyError('layer')"
+    assert {one.kind for one in outcomes} == {"StateMismatch"}
+    assert outcomes[2].details == {"missing": ["a", "b"]}
+    assert outcomes[2].cause == "KeyError('layer')"
 
 
-def fail_deciding(wrong: str) -> Told:
+def fail_deciding(wrong: str) -> Outcome:
     def decide(payloads: list[bytes]) -> list[bytes]:
         if wrong == "count":
             return payloads[:-1]
@@ -133,11 +133,11 @@ def fail_deciding(wrong: str) -> Told:
     [("raise", "ZeroDivisionError: cannot balance"), ("count", "ValueError: 2 answers were decided on for 3 ranks")],
 )
 def test_a_failing_decision_reaches_every_rank(rank_pool: RankPool, wrong: str, text: str):
-    told = rank_pool.run(3, fail_deciding, wrong)
+    outcomes = rank_pool.run(3, fail_deciding, wrong)
 
-    assert {one.kind for one in told} == {"CheckpointError"}
-    assert {one.message for one in told} == {f"rank 0: {text}\n(during 'write' of save to a)"}
-    assert [bool(one.cause) for one in told] == [True, False, False]
+    assert {one.kind for one in outcomes} == {"CheckpointError"}
+    assert {one.message for one in outcomes} == {f"rank 0: {text}\n(during 'write' of save to a)"}
+    assert [bool(one.cause) for one in outcomes] == [True, False, False]
 
 
 def fail_and_go_on() -> tuple[str, bytes | None, bytes | None]:
@@ -163,7 +163,7 @@ class Stop(BaseException):
     pass
 
 
-def be_stopped(kind: type[BaseException], stopped: int, where: str) -> Told | str:
+def be_stopped(kind: type[BaseException], stopped: int, where: str) -> Outcome | str:
     def stop() -> bytes:
         if rank() == stopped:
             raise kind("stop")
@@ -182,13 +182,13 @@ def be_stopped(kind: type[BaseException], stopped: int, where: str) -> Told | st
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Stop])
 @pytest.mark.parametrize(("stopped", "where"), [(0, "work"), (1, "work"), (0, "decide")])
-def test_an_interrupt_goes_on_and_the_others_are_told(
+def test_an_interrupt_goes_on_and_reaches_the_others(
     rank_pool: RankPool, kind: type[BaseException], stopped: int, where: str
 ):
-    told = rank_pool.run(3, be_stopped, kind, stopped, where)
+    outcomes = rank_pool.run(3, be_stopped, kind, stopped, where)
 
-    assert told.pop(stopped) == f"{kind.__name__}('stop')"
-    for one in told:
+    assert outcomes.pop(stopped) == f"{kind.__name__}('stop')"
+    for one in outcomes:
         assert one.message.startswith(f"rank {stopped}: {kind.__name__}: stop\n")
         assert one.seconds < 2
 
@@ -204,17 +204,17 @@ def stay_when_stopped(stopped: int) -> list[str]:
 
     with rendezvous(current_world(timeout_s=50), "save to a") as meeting:
         try:
-            told = ask(meeting, "write", work)
+            outcome = ask(meeting, "write", work)
         except KeyboardInterrupt:
-            signs.wait([f"told {other}" for other in range(3) if other != stopped], timedelta(seconds=10))
+            signs.wait([f"done {other}" for other in range(3) if other != stopped], timedelta(seconds=10))
             return []
-        after = ask(meeting, "undo", bytes) if stopped > 0 else told
-        signs.set(f"told {rank()}", "")
-        return [told.message.splitlines()[0], after.message.splitlines()[0]]
+        after = ask(meeting, "undo", bytes) if stopped > 0 else outcome
+        signs.set(f"done {rank()}", "")
+        return [outcome.message.splitlines()[0], after.message.splitlines()[0]]
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_an_interrupt_is_told_before_the_call_ends(rank_pool: RankPool, stopped: int):
+def test_an_interrupt_reaches_the_others_before_the_call_ends(rank_pool: RankPool, stopped: int):
     heard = rank_pool.run(3, stay_when_stopped, stopped)
 
     assert heard.pop(stopped) == []

@@ -18,7 +18,7 @@ from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
 from shardkeep.errors import CheckpointError, RanksSilent
-from tests.ranks.told import Told, ask, ask_once, echo, rank
+from tests.ranks.outcome import Outcome, ask, ask_once, echo, rank
 from tests.support.rank_pool import RankPool
 
 TIMEOUT_S = 1.0
@@ -31,34 +31,36 @@ def signs() -> Store:
     return PrefixStore("signs", dist.distributed_c10d._get_default_store())
 
 
-def oversleep(sleeper: int) -> tuple[Told, float]:
-    """Sleep on one rank until the others have given up; say what was told, and how long it took after the work."""
+def oversleep(sleeper: int) -> tuple[Outcome, float]:
+    """Sleep on one rank until the others have given up; return the outcome, and how long it took after the work."""
     done = 0.0
 
     def work() -> bytes:
         nonlocal done
         if rank() == sleeper:
-            signs().wait([f"told {other}" for other in range(dist.get_world_size()) if other != sleeper])
+            signs().wait([f"done {other}" for other in range(dist.get_world_size()) if other != sleeper])
         done = time.monotonic()
         if rank() == 1:
             raise OSError("also this")
         return b""
 
-    told = ask_once(work, timeout_s=TIMEOUT_S)
+    outcome = ask_once(work, timeout_s=TIMEOUT_S)
     after_s = time.monotonic() - done
-    signs().set(f"told {rank()}", "")
-    return told, after_s
+    signs().set(f"done {rank()}", "")
+    return outcome, after_s
 
 
-def test_a_sleeping_rank_is_named_and_told_when_it_wakes(rank_pool: RankPool):
+def test_a_sleeping_rank_is_named_and_learns_of_it_when_it_wakes(rank_pool: RankPool):
     heard = rank_pool.run(4, oversleep, 2)
 
-    for told, _ in heard:
-        assert told.kind == "RanksSilent"
-        assert told.details == {"ranks": [2]}
-        assert told.message.startswith(f"rank 2: did not answer within {TIMEOUT_S:g} s; it was last seen in 'write'\n")
-        assert told.by_rank[1].message == "also this"
-        assert set(told.by_rank) == {1, 2}
+    for outcome, _ in heard:
+        assert outcome.kind == "RanksSilent"
+        assert outcome.details == {"ranks": [2]}
+        assert outcome.message.startswith(
+            f"rank 2: did not answer within {TIMEOUT_S:g} s; it was last seen in 'write'\n"
+        )
+        assert outcome.by_rank[1].message == "also this"
+        assert set(outcome.by_rank) == {1, 2}
     assert TIMEOUT_S <= heard[0][1] < SOON_S
     assert heard[2][1] < TIMEOUT_S
 
@@ -66,10 +68,10 @@ def test_a_sleeping_rank_is_named_and_told_when_it_wakes(rank_pool: RankPool):
 def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
     heard = rank_pool.run(3, oversleep, 0)
 
-    for told, after_s in heard[1:]:
-        assert told.kind == "RanksSilent"
-        assert told.details == {"ranks": [0]}
-        assert told.message.startswith(f"rank 0: did not answer within {2 * TIMEOUT_S:g} s; it was last seen in ")
+    for outcome, after_s in heard[1:]:
+        assert outcome.kind == "RanksSilent"
+        assert outcome.details == {"ranks": [0]}
+        assert outcome.message.startswith(f"rank 0: did not answer within {2 * TIMEOUT_S:g} s; it was last seen in ")
         assert 2 * TIMEOUT_S <= after_s < SOON_S
     assert heard[1][0].by_rank[1].message == "also this"
     assert "rank 1: OSError: also this" in heard[1][0].message
@@ -78,7 +80,7 @@ def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
     assert after_s < TIMEOUT_S
 
 
-def die(doomed: int, timeout_s: float) -> Told:
+def die(doomed: int, timeout_s: float) -> Outcome:
     def work() -> bytes:
         if rank() == doomed:
             signs().wait([f"at work {other}" for other in range(dist.get_world_size()) if other != doomed])
@@ -91,17 +93,17 @@ def die(doomed: int, timeout_s: float) -> Told:
 
 @pytest.mark.parametrize("doomed", [0, 3])
 def test_a_rank_killed_in_a_phase_is_named(rank_pool: RankPool, doomed: int):
-    told = rank_pool.run(4, die, doomed, TIMEOUT_S, expect_death=[doomed])
+    outcomes = rank_pool.run(4, die, doomed, TIMEOUT_S, expect_death=[doomed])
 
     for number in {0, 1, 2, 3} - {doomed}:
-        assert (told[number].kind, told[number].details) == ("RanksSilent", {"ranks": [doomed]})
+        assert (outcomes[number].kind, outcomes[number].details) == ("RanksSilent", {"ranks": [doomed]})
 
 
 def test_the_death_of_the_store_is_noticed_at_once(rank_pool: RankPool):
     """The store lives in rank 0's process, as torchrun has it, so its connection breaks with it."""
-    told = rank_pool.run(3, die, 0, 5 * SOON_S, expect_death=[0], store_on="rank0")
+    outcomes = rank_pool.run(3, die, 0, 5 * SOON_S, expect_death=[0], store_on="rank0")
 
-    for one in told[1:]:
+    for one in outcomes[1:]:
         assert (one.kind, one.details) == ("RanksSilent", {"ranks": [0]})
         assert one.message.startswith("rank 0: cannot be reached: ")
         assert "frame #" not in one.message
@@ -129,7 +131,7 @@ def test_a_call_begun_after_the_death_of_the_store_fails(rank_pool: RankPool):
     assert heard[1].startswith("rank 0: cannot be reached: ")
 
 
-def freeze() -> tuple[Told, float]:
+def freeze() -> tuple[Outcome, float]:
     """Rank 0 stops as a machine does that loses its power: no connection breaks, and nothing answers."""
 
     def work() -> bytes:
@@ -142,20 +144,20 @@ def freeze() -> tuple[Told, float]:
 
     began = time.monotonic()
     with mock.patch.object(mailbox, "GRACE_S", 0.5):
-        told = ask_once(work, timeout_s=0.5)
-    return told, time.monotonic() - began
+        outcome = ask_once(work, timeout_s=0.5)
+    return outcome, time.monotonic() - began
 
 
 def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool: RankPool):
     heard = rank_pool.run(2, freeze, store_on="rank0")
 
-    told, seconds = heard[1]
-    assert (told.kind, told.details) == ("RanksSilent", {"ranks": [0]})
-    assert "the store did not answer" in told.message
+    outcome, seconds = heard[1]
+    assert (outcome.kind, outcome.details) == ("RanksSilent", {"ranks": [0]})
+    assert "the store did not answer" in outcome.message
     assert seconds < 3.8
 
 
-def vanish_after(failing: list[int]) -> Told:
+def vanish_after(failing: list[int]) -> Outcome:
     def work() -> bytes:
         if rank() == 0:
             time.sleep(0.6)  # by now the others look at the store but ten times a second
@@ -163,26 +165,26 @@ def vanish_after(failing: list[int]) -> Told:
             raise OSError("no space")
         return b""
 
-    told = ask_once(work)
+    outcome = ask_once(work)
     if rank() == 0:
         os._exit(0)
-    return told
+    return outcome
 
 
 def test_rank_0_stays_until_the_others_have_its_answer(rank_pool: RankPool):
     """A script may end right after its save, and on rank 0 that ends the store."""
-    told = rank_pool.run(3, vanish_after, [], expect_death=[0], store_on="rank0")
+    outcomes = rank_pool.run(3, vanish_after, [], expect_death=[0], store_on="rank0")
 
-    assert [one.answer for one in told[1:]] == [b",,>1", b",,>2"]
+    assert [one.answer for one in outcomes[1:]] == [b",,>1", b",,>2"]
 
 
 def test_rank_0_stays_until_the_others_know_of_the_failure(rank_pool: RankPool):
-    told = rank_pool.run(3, vanish_after, [1], expect_death=[0], store_on="rank0")
+    outcomes = rank_pool.run(3, vanish_after, [1], expect_death=[0], store_on="rank0")
 
-    assert {one.message for one in told[1:]} == {"rank 1: OSError: no space\n(during 'write' of save to a)"}
+    assert {one.message for one in outcomes[1:]} == {"rank 1: OSError: no space\n(during 'write' of save to a)"}
 
 
-def differ(what: str) -> tuple[Told, Told]:
+def differ(what: str) -> tuple[Outcome, Outcome]:
     odd = rank() == 1
     title = "load from b" if odd and what == "title" else "save to a"
     phase = "read" if odd and what == "phase" else "write"
@@ -196,12 +198,12 @@ def differ(what: str) -> tuple[Told, Told]:
         ("phase", "ranks 0, 2: called phase 'write' of save to a\nrank 1: called phase 'read' of save to a\n"),
     ],
 )
-def test_ranks_in_different_calls_are_told_who_called_what(rank_pool: RankPool, what: str, message: str):
-    for told, next_told in rank_pool.run(3, differ, what):
-        assert told.kind == "RanksDisagree"
-        assert told.message.startswith(message)
-        assert told.seconds < 4
-        assert next_told.kind == ""
+def test_ranks_in_different_calls_learn_who_called_what(rank_pool: RankPool, what: str, message: str):
+    for outcome, next_outcome in rank_pool.run(3, differ, what):
+        assert outcome.kind == "RanksDisagree"
+        assert outcome.message.startswith(message)
+        assert outcome.seconds < 4
+        assert next_outcome.kind == ""
 
 
 def last_seen(absent: str) -> str:
@@ -210,11 +212,11 @@ def last_seen(absent: str) -> str:
     if rank() == 1:
         if absent == "in the call":
             with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a"):
-                signs().wait(["told"])
+                signs().wait(["done"])
         return ""
-    told = ask_once(bytes, timeout_s=TIMEOUT_S)
-    signs().set("told", "")
-    return told.message.splitlines()[0]
+    outcome = ask_once(bytes, timeout_s=TIMEOUT_S)
+    signs().set("done", "")
+    return outcome.message.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -234,11 +236,11 @@ def skip_one(skipping: list[int]) -> list[str]:
     heard = []
     for step in (1, 2, 3):
         if step == 1 and rank() in skipping:
-            signs().wait([f"told {other}" for other in range(dist.get_world_size()) if other not in skipping])
+            signs().wait([f"done {other}" for other in range(dist.get_world_size()) if other not in skipping])
             continue
-        told = ask_once(lambda: b"%d" % rank(), timeout_s=TIMEOUT_S, title=f"save to {step}")
-        signs().set(f"told {rank()}", "")
-        heard.append(told.kind or told.answer.decode())
+        outcome = ask_once(lambda: b"%d" % rank(), timeout_s=TIMEOUT_S, title=f"save to {step}")
+        signs().set(f"done {rank()}", "")
+        heard.append(outcome.kind or outcome.answer.decode())
     return heard
 
 
@@ -251,15 +253,15 @@ def test_a_missed_call_spoils_no_later_one(rank_pool: RankPool, skipping: list[i
         assert said == (fine if number in skipping else ["RanksSilent", *fine])
 
 
-def ask_on_after_silence() -> list[Told]:
+def ask_on_after_silence() -> list[Outcome]:
     def work() -> bytes:
         if rank() == 1:
-            signs().wait(["told 0", "told 2"])
+            signs().wait(["done 0", "done 2"])
         return b""
 
     with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
         heard = [ask(meeting, "write", work), ask(meeting, "undo", bytes)]
-        signs().set(f"told {rank()}", "")
+        signs().set(f"done {rank()}", "")
     return heard
 
 
@@ -273,19 +275,19 @@ def test_a_silent_rank_is_not_waited_for_twice(rank_pool: RankPool):
 def count_keys_when_late(late: bool) -> tuple[str, int]:
     def work() -> bytes:
         if late and rank() == 1:
-            signs().wait(["told 0"])
+            signs().wait(["done 0"])
         return b"x" * 2 * PIECE_BYTES
 
     dist.barrier()
     before = current_world(timeout_s=TIMEOUT_S).store.num_keys()
     dist.barrier()
-    told = ask_once(work, timeout_s=TIMEOUT_S)
-    signs().set(f"told {rank()}", "")
+    outcome = ask_once(work, timeout_s=TIMEOUT_S)
+    signs().set(f"done {rank()}", "")
     dist.barrier()
-    return told.kind, current_world(timeout_s=TIMEOUT_S).store.num_keys() - before
+    return outcome.kind, current_world(timeout_s=TIMEOUT_S).store.num_keys() - before
 
 
-def test_a_rank_told_late_takes_its_keys_away(rank_pool: RankPool):
+def test_a_late_rank_removes_its_keys(rank_pool: RankPool):
     kind, in_time = rank_pool.run(2, count_keys_when_late, False)[0]
     late_kind, late = rank_pool.run(2, count_keys_when_late, True)[0]
 

@@ -83,7 +83,8 @@ class KVMailbox:
         for start in range(0, len(keys), BATCH):
             batch = keys[start : start + BATCH]
             for key, head in zip(batch, self._get(batch), strict=True):
-                bodies.append(head[1:] if head[:1] == _WHOLE else b"".join(self._get(_pieces(key, head))))
+                pieces = [] if head[:1] == _WHOLE else [f"{key}/{piece}" for piece in range(int(head[1:]))]
+                bodies.append(b"".join(self._get(pieces)) if pieces else head[1:])
         return bodies
 
     def take(self, keys: Sequence[str]) -> list[bytes]:
@@ -109,42 +110,29 @@ class KVMailbox:
         return [self._store.get(key) for key in keys]
 
 
-def _pieces(key: str, head: bytes) -> list[str]:
-    return [f"{key}/{piece}" for piece in range(int(head[1:]))]
-
-
 def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, within_s: float) -> T:
     """
     Run `errand` with the mailbox of a world of `ranks`, for at most `within_s` and `GRACE_S`.
 
-    Raises:
-        MailLost: the store did not answer in time, or its connection broke.
-
+    Raises `StoreUnreachable` if the store did not answer in time, or its connection broke.
     """
     stop = threading.Event()
     outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(errand(KVMailbox(store, ranks, stop)))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            outcome.set_exception(error)
+
     # A daemon, not an executor's thread: a thread stuck in a dead connection must not keep the process from ending.
-    threading.Thread(
-        target=_run, args=(KVMailbox(store, ranks, stop), errand, outcome), daemon=True, name="shardkeep-ranks"
-    ).start()
+    threading.Thread(target=run, daemon=True, name="shardkeep-ranks").start()
     try:
         error = outcome.exception(within_s + GRACE_S)
     except Exception as late:  # the future's own TimeoutError, whose class changed in Python 3.11
         raise StoreUnreachable(f"the store did not answer for {within_s + GRACE_S:g} s") from late
     finally:
         stop.set()  # also after Ctrl-C: the errand ends at its next check
-    if isinstance(error, (RuntimeError, OSError)):  # what torch's stores raise
-        raise StoreUnreachable(_first_line(error)) from error
+    if isinstance(error, (RuntimeError, OSError)):  # what torch's stores raise; torch appends a C++ stack
+        raise StoreUnreachable((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
     return outcome.result()
-
-
-def _run(mailbox: KVMailbox, errand: Callable[[KVMailbox], T], outcome: Future[T]) -> None:
-    try:
-        outcome.set_result(errand(mailbox))
-    except BaseException as error:  # noqa: BLE001 - read by `visit`
-        outcome.set_exception(error)
-
-
-def _first_line(error: BaseException) -> str:
-    # torch appends a C++ stack to the message.
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -91,38 +91,22 @@ def merge_failures(failures: dict[int, Failure], *, phase: str, title: str) -> G
     """Make the error of at least one rank that failed."""
     groups = _group(failures)
     first = groups[0].failure
-    return GroupError(
-        kind=first.kind,
-        message=_message(groups, f"during {phase!r} of {title}"),
-        title=title,
-        hint=first.hint,
-        details=first.details,
-        groups=_without_traces(groups),
-    )
+    message = _message(groups, f"during {phase!r} of {title}")
+    return _error(first.kind, message, title, groups, hint=first.hint, details=first.details)
 
 
 def merge_silence(silent: dict[int, str], failures: dict[int, Failure], *, phase: str, title: str) -> GroupError:
     """Make the error of ranks that did not answer; `silent` has what is known of each."""
-    unheard = {rank: Failure("RanksSilent", text) for rank, text in silent.items()}
-    groups = _group(unheard) + _group(failures)
-    return GroupError(
-        kind="RanksSilent",
-        message=_message(groups, f"during {phase!r} of {title}"),
-        title=title,
-        details={"ranks": sorted(silent)},
-        groups=_without_traces(groups),
-    )
+    groups = _group({rank: Failure("RanksSilent", text) for rank, text in silent.items()}) + _group(failures)
+    message = _message(groups, f"during {phase!r} of {title}")
+    return _error("RanksSilent", message, title, groups, details={"ranks": sorted(silent)})
 
 
 def merge_disagreement(said: dict[int, str], failures: dict[int, Failure], *, title: str) -> GroupError:
     """Make the error of ranks that are not in the same call or phase; `said` has what each one called."""
     strays = {rank: Failure("RanksDisagree", f"called {what}") for rank, what in said.items()}
-    return GroupError(
-        kind="RanksDisagree",
-        message=_message(_group(strays), "all ranks must make the same calls in the same order"),
-        title=title,
-        groups=_without_traces(_group({**strays, **failures})),
-    )
+    message = _message(_group(strays), "all ranks must make the same calls in the same order")
+    return _error("RanksDisagree", message, title, _group({**strays, **failures}))
 
 
 def format_ranks(ranks: list[int]) -> str:
@@ -145,29 +129,26 @@ def _group(failures: dict[int, Failure]) -> list[FailedRanks]:
 
 
 def _message(groups: list[FailedRanks], where: str) -> str:
-    lines = [f"{format_ranks(group.ranks)}: {_text(group.failure)}" for group in groups[:MOST_GROUPS]]
+    lines = []
+    for group in groups[:MOST_GROUPS]:
+        kind, text = group.failure.kind, group.failure.message
+        # A foreign exception becomes a CheckpointError on the other ranks, so the text has to name its class.
+        if error_class(kind).__name__ != kind:
+            text = kind if text == f"{kind}()" else f"{kind}: {text}"
+        lines.append(f"{format_ranks(group.ranks)}: {text}")
     omitted = sum(len(group.ranks) for group in groups[MOST_GROUPS:])
     if omitted:
         lines.append(f"and {omitted} more rank{'s' * (omitted > 1)}")
     return "\n".join([*lines, f"({where})"])
 
 
-def _text(failure: Failure) -> str:
-    ours = error_class(failure.kind)
-    if ours.__name__ == failure.kind:
-        return failure.message
-    # A foreign exception becomes a CheckpointError on the other ranks, so the text has to name its class.
-    bare = failure.message == f"{failure.kind}()"
-    return failure.kind if bare else f"{failure.kind}: {failure.message}"
-
-
-def _without_traces(groups: list[FailedRanks]) -> list[FailedRanks]:
-    """Drop tracebacks beyond the first few: a thousand different ones, sent to a thousand ranks, would be gigabytes."""
+def _error(kind: str, message: str, title: str, groups: list[FailedRanks], **more: Any) -> GroupError:
+    # Without tracebacks beyond the first few: a thousand different ones, sent to a thousand ranks, would be gigabytes.
     light = [
         FailedRanks(group.ranks, Failure(group.failure.kind, group.failure.message, "", group.failure.hint))
         for group in groups[MOST_GROUPS:]
     ]
-    return groups[:MOST_GROUPS] + light
+    return GroupError(kind=kind, message=message, title=title, groups=groups[:MOST_GROUPS] + light, **more)
 
 
 def _plain_text(text: str) -> str:

@@ -135,10 +135,8 @@ class Rendezvous:
         """
         Run `work` on every rank, then `decide` on rank 0, and return what was decided for this rank.
 
-        Args:
-            phase: What this step is called in messages; all ranks must give the same.
-            work: Makes this rank's contribution.
-            decide: Gets the contributions in the order of ranks and returns one answer for each rank.
+        `phase` names this step in messages, the same on all ranks. `decide` gets the contributions in the order of ranks
+        and returns one answer for each rank.
 
         Raises:
             CheckpointError: some rank failed. All ranks raise the same, of the class of the first failure, with the
@@ -165,7 +163,10 @@ class Rendezvous:
         cause: Exception | None = None
         try:
             self._visit(lambda mailbox: self._note(mailbox, phase))
-            message, cause = self._try(message, work)
+            try:
+                message = replace(message, payload=work())
+            except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
+                message, cause = replace(message, failure=describe_error(error)), error
             if self._world.rank == 0:
                 answer, cause = self._lead(message, cause, decide)
             else:
@@ -177,12 +178,6 @@ class Rendezvous:
             self._shared_error = answer.error()
             raise self._shared_error from cause
         return answer
-
-    def _try(self, message: RankMessage, work: Callable[[], bytes]) -> tuple[RankMessage, Exception | None]:
-        try:
-            return replace(message, payload=work()), None
-        except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
-            return replace(message, failure=describe_error(error)), error
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
 
@@ -233,16 +228,12 @@ class Rendezvous:
     def _find_error(self, messages: dict[int, RankMessage]) -> GroupError | None:
         failures = {rank: message.failure for rank, message in messages.items() if message.failure} | self._departed
         phase = messages[0].phase
-        if len({message.title for message in messages.values()}) > 1:
-            said = {rank: repr(message.title) for rank, message in messages.items()}
-            return merge_disagreement(said, failures, title=self._title)
-        if len({message.phase for message in messages.values() if not message.left}) > 1:
-            said = {
-                rank: f"phase {message.phase!r} of {message.title}"
-                for rank, message in messages.items()
-                if not message.left
-            }
-            return merge_disagreement(said, failures, title=self._title)
+        titles = {rank: repr(message.title) for rank, message in messages.items()}
+        here = {rank: message for rank, message in messages.items() if not message.left}
+        phases = {rank: f"phase {message.phase!r} of {message.title}" for rank, message in here.items()}
+        for said in (titles, phases):
+            if len(set(said.values())) > 1:
+                return merge_disagreement(said, failures, title=self._title)
         if self._silent:
             return merge_silence(self._silent, failures, phase=phase, title=self._title)
         if failures:
@@ -312,7 +303,8 @@ class Rendezvous:
 
         def errand(mailbox: KVMailbox) -> CoordinatorReply | bytes:
             if not mailbox.wait([answer], timeout_s):
-                mailbox.put(mine, encode(self._giving_up(message, timeout_s)))
+                failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
+                mailbox.put(mine, encode(replace(message, payload=b"", failure=failure, left=True, gave_up=True)))
                 return _last_activity(mailbox, 0)
             return self._receive(mailbox, answer, unread=(mine, len(body)))
 
@@ -332,10 +324,6 @@ class Rendezvous:
             mailbox.drop(reply.shared, len(body))
             mailbox.drop(f"{reply.shared}/read")
         return replace(reply, body=body)
-
-    def _giving_up(self, message: RankMessage, timeout_s: float) -> RankMessage:
-        failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
-        return RankMessage(title=message.title, phase=message.phase, failure=failure, left=True, gave_up=True)
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
@@ -419,11 +407,7 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
 
     A rank that leaves by an exception notifies the others, so that they do not wait for it. Ranks must make their calls in the same
     order; calls are compared by their `title` ("save to runs/a/step-10"). A rank that missed a call catches up in the next
-    one, if the titles differ.
-
-    Raises:
-        RanksSilent: the store the ranks talk through cannot be reached.
-
+    one, if the titles differ. Raises `RanksSilent` if the store the ranks talk through cannot be reached.
     """
     call = Rendezvous(world, title)
     if world.solo:

@@ -15,7 +15,7 @@ from shardkeep.errors import CheckpointError, Failure
 
 
 @dataclass(frozen=True)
-class Told:
+class Outcome:
     """An answer, or the error in its place."""
 
     seconds: float
@@ -40,12 +40,12 @@ def echo(payloads: list[bytes]) -> list[bytes]:
 
 def ask(
     meeting: Rendezvous, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]] = echo
-) -> Told:
+) -> Outcome:
     began = time.monotonic()
     try:
         answer = meeting.agree(phase, work, decide)
     except CheckpointError as error:
-        return Told(
+        return Outcome(
             time.monotonic() - began,
             None,
             type(error).__name__,
@@ -55,7 +55,7 @@ def ask(
             error.by_rank,
             repr(error.__cause__) if error.__cause__ else "",
         )
-    return Told(time.monotonic() - began, answer)
+    return Outcome(time.monotonic() - began, answer)
 
 
 def ask_once(
@@ -65,7 +65,7 @@ def ask_once(
     timeout_s: float = 5.0,
     title: str = "save to a",
     phase: str = "write",
-) -> Told:
+) -> Outcome:
     """Make one call of one phase."""
     with rendezvous(current_world(timeout_s=timeout_s), title) as meeting:
         return ask(meeting, phase, work, decide)
