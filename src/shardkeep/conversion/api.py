@@ -23,7 +23,7 @@ from shardkeep.conversion.pipeline import Progress
 from shardkeep.conversion.select import cast_target, drop_leaves, select, selection_contents
 from shardkeep.conversion.to_file import write_torch_file
 from shardkeep.conversion.to_hf import model_files, names_in, tie_metadata, write_model, write_safetensors
-from shardkeep.conversion.to_native import Contents, write_native
+from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.engine.codecs import Codecs
 from shardkeep.engine.reader import DigestCache, Source
@@ -140,7 +140,7 @@ def convert(
     how: dict[str, Any] = {"overwrite": overwrite, "options": options, "progress": progress}
     with replacing_other_layouts(target, layout, overwrite=overwrite):
         if layout == "native":
-            written = write_native(target, source, Contents.all_of(source), codecs=codecs, **how)
+            written = write_native(target, source, source.index, range(len(source.index.keys)), codecs=codecs, **how)
         elif layout == "dcp":
             written = write_torch_layout(target, source, **how)
         else:
@@ -311,7 +311,7 @@ def export(
     else:
         check_different_place(origin, target)
         with replacing_other_layouts(target, "native", overwrite=overwrite):
-            written = write_native(target, source, selection_contents(chosen, source.index), codecs=codecs, **how)
+            written = write_native(target, source, *selection_contents(chosen, source.index), codecs=codecs, **how)
     report = ExportReport(
         to=shown,
         format=format,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from shardkeep.conversion.pipeline import TensorPart
-from shardkeep.conversion.to_native import Contents
 from shardkeep.engine.reader import Source
 from shardkeep.errors import KeyCollision, StateError
 from shardkeep.format.boxes import IntArray, concat_ranges, whole
@@ -136,8 +135,8 @@ def _select(index: Index, names: dict[str, str], dtype: DType | None) -> Selecti
     return Selection(tensors, ties, values, list(names))
 
 
-def selection_contents(chosen: Selection, index: Index) -> Contents:
-    """Return a selection as the contents of a native checkpoint: a flat dict under the exported names."""
+def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int]]:
+    """Return the index of a selection, a flat dict under the exported names, and where its tensors come from."""
     keys = sorted([*chosen.tensors, *chosen.ties], key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     parts = [chosen.tensors[chosen.ties.get(key, key)] for key in keys]
@@ -155,7 +154,7 @@ def selection_contents(chosen: Selection, index: Index) -> Contents:
         make_tree=lambda: encode_tree(Container("dict", tuple((name, None) for name in chosen.names))),
         where="the selection",
     )
-    return Contents(chosen_index, [part.row for part in parts])
+    return chosen_index, [part.row for part in parts]
 
 
 def drop_leaves(source: Source, drop: Patterns) -> Source:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,43 +39,33 @@ from shardkeep.state.describe import file_groups
 from shardkeep.storage.base import Store
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The contents of the new checkpoint."""
-
-    index: Index
-    """Names, shapes, dtypes, ties, values and nesting; its locations are not used."""
-    rows: Sequence[int]
-    """For each tensor, the row of its source in the index of the old checkpoint."""
-
-    @classmethod
-    def all_of(cls, source: Source) -> Contents:
-        """Return all of a checkpoint as it is."""
-        return cls(source.index, range(len(source.index.keys)))
-
-
 def write_native(
     store: Store,
     source: Source,
-    contents: Contents,
+    index: Index,
+    rows: Sequence[int],
     *,
     overwrite: bool,
     codecs: Codecs,
     options: Options,
     progress: Progress | None,
 ) -> Written:
-    """Write a checkpoint, with the step and meta of the source; `CheckpointExists` if one is there already."""
+    """
+    Write a checkpoint, with the step and meta of the source; `CheckpointExists` if one is there already.
+
+    `index` has names, shapes, dtypes, ties, values and nesting; its locations are not used. For each tensor, `rows` has
+    the row of its source in the index of the old checkpoint.
+    """
     keys = keys_for(options)
     coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
     labels = RecordLabels.checked(source.record.step, source.record.meta)
     with orphans.holding_claim(coordinator.save_id):
         try:
-            index = contents.index
-            rows = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]  # with elements
-            planned = coordinator.plan([encode(_draft(index, rows))])
+            filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
+            planned = coordinator.plan([encode(_draft(index, filled))])
             [orders] = planned.rank_plans
             coding = FileCodecs(orders, keys)
-            files = _files(contents, rows, orders)
+            files = _files(index, [(row, rows[row]) for row in filled], orders)
             digests, infinite = write_parts(coding.over(store), files, source, options, progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
@@ -125,9 +114,8 @@ def _draft(index: Index, rows: list[int]) -> RankManifest:
     )
 
 
-def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[FileParts]:
+def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePlan) -> list[FileParts]:
     """Turn orders into files: headers, and which box of which tensor each of their bytes comes from."""
-    index = contents.index
     file, row = ints(orders.file), ints(orders.row)
     shape = (len(row), orders.axes)
     boxes = Boxes(ints(orders.offsets).reshape(shape), ints(orders.sizes).reshape(shape))
@@ -137,10 +125,10 @@ def _files(contents: Contents, rows: list[int], orders: RankWritePlan) -> list[F
         entries: list[HeaderEntry] = []
         start = 0
         for piece in np.flatnonzero(file == at).tolist():
-            tensor = rows[int(row[piece])]
+            tensor, stored_row = filled[int(row[piece])]
             box = boxes.box(piece, int(index.tensors.ndim[tensor]))
             dtype = by_code(int(index.tensors.dtype[tensor]))
-            part = TensorPart(index.keys.raw(tensor).decode(), contents.rows[tensor], box, dtype)
+            part = TensorPart(index.keys.raw(tensor).decode(), stored_row, box, dtype)
             kind, stored_shape = dtype.in_safetensors(box.sizes)
             chunk = native.chunk_name(part.key, None if box.sizes == index.shape(tensor) else box)
             entries.append(HeaderEntry(chunk, kind, stored_shape, start, start + part.nbytes))

@@ -2,14 +2,8 @@
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
-from torch.distributed.fsdp import FullOptimStateDictConfig as FullOptimStateDictConfig
-from torch.distributed.fsdp import FullStateDictConfig as FullStateDictConfig
+from torch.distributed.fsdp import *
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import OptimStateDictConfig as OptimStateDictConfig
-from torch.distributed.fsdp import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
-from torch.distributed.fsdp import ShardedStateDictConfig as ShardedStateDictConfig
-from torch.distributed.fsdp import StateDictConfig as StateDictConfig
-from torch.distributed.fsdp import StateDictType as StateDictType
 from torch.distributed.tensor import DTensor as DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -36,17 +30,12 @@ from shardkeep.state.names import get_fqns as _get_fqns
 from shardkeep.state.names import own_method as _state_dict_fn
 from shardkeep.state.offload import offload_state_dict_to_cpu as _offload_state_dict_to_cpu
 from shardkeep.state.optimizers import init_optim_state as _init_optim_state
+from shardkeep.state.state_dict import *
 from shardkeep.state.state_dict import flatten_optimizer_state as _flatten_optim_state_dict
-from shardkeep.state.state_dict import get_model_state_dict as get_model_state_dict
-from shardkeep.state.state_dict import get_optimizer_state_dict as get_optimizer_state_dict
-from shardkeep.state.state_dict import get_state_dict as get_state_dict
 from shardkeep.state.state_dict import load_optimizers as _load_optim_state_dict
 from shardkeep.state.state_dict import optimizer_state as _get_optim_state_dict
 from shardkeep.state.state_dict import patch_model_state_dict as _patch_model_state_dict
 from shardkeep.state.state_dict import patch_optimizer_state_dict as _patch_optimizer_state_dict
-from shardkeep.state.state_dict import set_model_state_dict as set_model_state_dict
-from shardkeep.state.state_dict import set_optimizer_state_dict as set_optimizer_state_dict
-from shardkeep.state.state_dict import set_state_dict as set_state_dict
 
 FQNS_T = set[str]
 PrimitiveType = DTensor | ShardedTensor | torch.Tensor | int | float | str

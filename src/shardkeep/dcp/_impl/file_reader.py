@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, TypeVar, cast
 
 import torch
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 def fill_targets(requests: Sequence[ReadItem], planner: LoadPlanner, fill: Callable[[Sequence[torch.Tensor]], T]) -> T:
     """Resolve the target tensors of some requests, fill them, and commit them to the planner."""
-    targets = [_target(request, planner) for request in requests]
+    targets = [target_of(request, planner) for request in requests]
     synchronize_devices(targets)
     result = fill(targets)
     synchronize_devices(targets)
@@ -76,7 +76,8 @@ def fill_targets(requests: Sequence[ReadItem], planner: LoadPlanner, fill: Calla
     return result
 
 
-def _target(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+def target_of(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    """Ask the planner for the tensor that a request fills."""
     target = planner.resolve_tensor(request).detach()
     if tuple(target.shape) != tuple(request.lengths):
         raise _WrongTarget(
@@ -91,13 +92,20 @@ class _WrongTarget(StateMismatch, AssertionError):
     """A planner returned a tensor of another size than it requested."""
 
 
-class _PlanReader:
+def batches_for(planner: LoadPlanner, items: Sequence[T], nbytes: Callable[[T], int]) -> Iterable[Sequence[T]]:
     """
-    Reads the items of a load plan from files of torch's layout.
+    Divide items into batches of a bounded number of bytes if the planner allocates tensors in `resolve_tensor`.
 
-    A planner that allocates tensors in `resolve_tensor` is asked for a bounded number of bytes at a time. The default planner
-    has its tensors in place and is asked for all of them at once.
+    The default planner has its tensors in place and is asked for all of them at once.
     """
+    own = getattr(type(planner), "resolve_tensor", None)
+    if own is DefaultLoadPlanner.resolve_tensor and "resolve_tensor" not in vars(planner):
+        return [items]
+    return item_batches(items, nbytes)
+
+
+class _PlanReader:
+    """Reads the items of a load plan from files of torch's layout."""
 
     def __init__(
         self,
@@ -123,12 +131,9 @@ class _PlanReader:
         for some in item_batches(objects, lambda each: each[1].nbytes):
             self._read_objects(some)
         planner = self._planner
-        resolves_in_place = getattr(
-            type(planner), "resolve_tensor", None
-        ) is DefaultLoadPlanner.resolve_tensor and "resolve_tensor" not in vars(planner)
         casts: dict[str, str] = {}
-        for some in [tensors] if resolves_in_place else item_batches(tensors, lambda each: each[1].nbytes):
-            casts |= self._read_tensors(some)
+        for batch in batches_for(planner, tensors, lambda each: each[1].nbytes):
+            casts |= self._read_tensors(batch)
         if isinstance(planner, DefaultLoadPlanner):
             return  # it has logged conversions itself
         for change in sorted(set(casts.values())):
@@ -152,7 +157,7 @@ class _PlanReader:
                 stream = io.BytesIO(self._plain_stream(request, place.descriptors, stream).read(-1))
             self._planner.load_bytes(request, stream)
 
-    def _read_tensors(self, some: list[tuple[ReadItem, ItemLocation]]) -> dict[str, str]:
+    def _read_tensors(self, some: Sequence[tuple[ReadItem, ItemLocation]]) -> dict[str, str]:
         """Read tensors, and return which keys were converted from one dtype to another."""
         threads = preferred_requests(self._files.store, self._options.io_threads)
 

@@ -14,19 +14,15 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from shardkeep.dcp._impl.file_reader import batches_for, fill_targets, target_of
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
-from shardkeep.dcp._impl.hf_reader import (
-    HuggingFaceStorageReader,
-    chunk_request,
-    in_batches,
-    storage_place,
-    target_tensor,
-)
+from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader, chunk_request, most_nbytes, storage_place
 from shardkeep.engine.fill import fill_items
 from shardkeep.engine.safetensors_source import CatalogEntry, read_weight_map
 from shardkeep.engine.workers import run_workers
@@ -109,15 +105,17 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             entry.properties.dtype = self.target_dtype  # type: ignore[union-attr]  # all are tensors
             if key.endswith(_BLOCKS_SUFFIX):
                 self._tensor_full_shapes[key + "_quantized"] = torch.Size(stored.shape)
-                self._tensor_full_shapes[key] = _expanded(key, stored.shape)
-                self._describe_expanded(key, stored, metadata)
+                self._tensor_full_shapes[key] = self._describe_expanded(key, stored, metadata)
         return metadata
 
-    def _describe_expanded(self, key: str, stored: CatalogEntry, metadata: Metadata) -> None:
+    def _describe_expanded(self, key: str, stored: CatalogEntry, metadata: Metadata) -> torch.Size:
         """Give the metadata of packed groups the sizes of the values in them; torch leaves the chunks as they are."""
+        if len(stored.shape) < 2:
+            raise MalformedFile(f"{key!r} has shape {list(stored.shape)}, and not one of groups of bytes", key=key)
+        *lead, groups, width = stored.shape
         entry: Any = metadata.state_dict_metadata[key]
-        values = 2 * stored.shape[-1]
-        entry.size = _expanded(key, stored.shape)
+        values = 2 * width
+        entry.size = torch.Size([*lead, groups * values])
         entry.chunks = []
         for chunk in stored.chunks:
             if chunk.box.sizes[-1] != stored.shape[-1]:
@@ -129,15 +127,17 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             metadata.storage_data[MetadataIndex(key, offsets)] = _HFStorageInfo(
                 chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype)
             )
+        size: torch.Size = entry.size
+        return size
 
     def _load_quantization_metadata(self) -> None:
         """Find the quantized tensors by the names in the index file or, without one, in the files."""
         folder = list_model(storage_place(self))
         if folder.index is not None:
-            self._build_weight_scale_mapping(read_weight_map(folder.index, folder.opens))
+            homes = read_weight_map(folder.index, folder.opens)
         else:
             homes = {key: os.path.basename(stored.chunks[0].path) for key, stored in self._catalog.items()}
-            self._build_weight_scale_mapping(homes)
+        self._build_weight_scale_mapping(homes)
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
         """Keep the file of each tensor, and pair quantized tensors with their scales."""
@@ -166,21 +166,22 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         chosen = set(map(id, quantized))
         self.read_plain([req for req in items if id(req) not in chosen], planner)
 
+        for batch in batches_for(planner, quantized, most_nbytes):
+            fill_targets(batch, planner, partial(self._fill_dequantized, batch))
+
+    def _fill_dequantized(self, batch: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
+        cut = (
+            (_strip_of(req, strip), target[slices(strip)])
+            for req, target in zip(batch, targets, strict=True)
+            for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
+        )
+
         def work(task: tuple[ReadItem, torch.Tensor], _: memoryview) -> bool:
             strip, into = task
             into.copy_(self._read_quantized_tensor_with_block_alignment(strip, None))
             return True
 
-        for batch in in_batches(quantized, planner):
-            targets = [target_tensor(req, planner) for req in batch]
-            cut = (
-                (_strip_of(req, strip), target[slices(strip)])
-                for req, target in zip(batch, targets, strict=True)
-                for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
-            )
-            run_workers(cut, work, threads=self._threads(), buffer_nbytes=0)
-            for req, target in zip(batch, targets, strict=True):
-                planner.commit_tensor(req, target)
+        run_workers(cut, work, threads=self._threads(), buffer_nbytes=0)
 
     def _check(self, key: str) -> None:
         """Make sure that there are scales for all of a quantized tensor."""
@@ -234,7 +235,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         if not self._is_tensor_quantized(req.storage_index.fqn):
             super()._process_read_request(f, req, planner)
             return
-        target = target_tensor(req, planner)
+        target = target_of(req, planner)
         target.copy_(self._read_quantized_tensor_with_block_alignment(req, f))
         planner.commit_tensor(req, target)
 
@@ -338,10 +339,3 @@ def _begin_of(req: ReadItem) -> Ints:
     if len(chunk) != len(req.storage_offsets):
         chunk = (0,) * len(req.storage_offsets)  # torch's index of packed groups has one axis more
     return tuple(a + b for a, b in zip(chunk, req.storage_offsets, strict=True))
-
-
-def _expanded(key: str, shape: Ints) -> torch.Size:
-    if len(shape) < 2:
-        raise MalformedFile(f"{key!r} has shape {list(shape)}, and not one of groups of bytes", key=key)
-    *lead, groups, width = shape
-    return torch.Size([*lead, groups * width * 2])

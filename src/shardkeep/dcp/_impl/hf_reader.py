@@ -7,18 +7,19 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.futures import Future
 
-from shardkeep.dcp._impl.file_reader import FileSystemReader
+from shardkeep.dcp._impl.file_reader import FileSystemReader, batches_for, fill_targets, target_of
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.reader import ReadableStore
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog
-from shardkeep.engine.torch_source import ItemFiles, item_batches
+from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
 from shardkeep.errors import BrokenProtocol, MalformedFile, NoSuchValue, UnsupportedLeaf
 from shardkeep.format.boxes import Box, whole
@@ -217,28 +218,16 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Read items that are not quantized; they are converted to the dtype of their targets."""
-        files, options = self.open_files(), Options()
-        for batch in in_batches(items, planner):
-            wanted, targets, filled = [], [], []
-            for req in batch:
-                dtype, chunk = self.stored_chunk(req.storage_index)
-                targets.append(target_tensor(req, planner))
-                # A tensor subclass may use its memory in its own way: fill it through its `copy_`.
-                plain = type(targets[-1]) is torch.Tensor
-                filled.append(
-                    targets[-1] if plain else torch.empty(tuple(req.lengths), dtype=to_torch(dtype), device="cpu")
-                )
-                box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-                wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, filled[-1]))
-            synchronize_devices(filled)
-            fill_items(files, wanted, threads=self._threads(), budget_nbytes=options.host_budget_bytes)
-            synchronize_devices(filled)
-            # Autograd did not see the write: what it saved of these tensors is no longer valid.
-            torch.autograd.graph.increment_version(filled)
-            for req, target, made in zip(batch, targets, filled, strict=True):
-                if made is not target:
-                    target.copy_(made)
-                planner.commit_tensor(req, target)
+        for batch in batches_for(planner, items, most_nbytes):
+            fill_targets(batch, planner, partial(self._fill, batch))
+
+    def _fill(self, batch: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
+        wanted = []
+        for req, target in zip(batch, targets, strict=True):
+            dtype, chunk = self.stored_chunk(req.storage_index)
+            box = Box(tuple(req.storage_offsets), tuple(req.lengths))
+            wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, target))
+        fill_items(self.open_files(), wanted, threads=self._threads(), budget_nbytes=Options().host_budget_bytes)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
@@ -270,7 +259,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         """Read one item from an open file."""
         index = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets, req.lengths, strict=True))
         tensor = f.get_slice(req.storage_index.fqn)[index]
-        target = target_tensor(req, planner)
+        target = target_of(req, planner)
         target.copy_(tensor)
         planner.commit_tensor(req, target)
 
@@ -376,19 +365,6 @@ def storage_place(storage: Any) -> Store:
     return store
 
 
-def target_tensor(req: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    """Ask the planner for the tensor that a request fills."""
-    target = planner.resolve_tensor(req).detach()
-    if tuple(target.shape) != tuple(req.lengths):
-        raise BrokenProtocol(
-            f"req {req.storage_index} mismatch sizes {target.size()} vs {torch.Size(req.lengths)}",
-            key=req.dest_index.fqn,
-        )
-    return target
-
-
-def in_batches(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterable[Sequence[ReadItem]]:
-    """Divide requests into batches of bounded size if the planner makes tensors on request."""
-    if getattr(type(planner), "resolve_tensor", None) is DefaultLoadPlanner.resolve_tensor:
-        return [items]
-    return item_batches(items, lambda req: torch.Size(req.lengths).numel() * _LARGEST_NBYTES)
+def most_nbytes(req: ReadItem) -> int:
+    """Return the most bytes that the target of a request takes."""
+    return torch.Size(req.lengths).numel() * _LARGEST_NBYTES
