@@ -4,10 +4,10 @@ import datetime as dt
 import os
 import pickle
 import threading
-import time
 import warnings
 import zipfile
 from collections import defaultdict
+from contextlib import contextmanager
 from decimal import Decimal
 
 import pytest
@@ -208,39 +208,35 @@ def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):
     assert seen(into) == seen({"model": {"weight": plain_state()["model"]["weight"]}, "step": 5})
 
 
-def test_there_and_back_again(tmp_path):
-    """A file that went through a checkpoint holds what it held: keys and values, bit for bit."""
-    torch.save(plain_state(), tmp_path / "file.pt")
+def there_and_back(tmp_path, state, **how):
+    """Return what a file of `torch.save` holds after it went through a checkpoint."""
+    torch.save(state, tmp_path / "file.pt", **how)
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
     ours.dcp_to_torch_save(str(tmp_path / "ck"), str(tmp_path / "back.pt"))
-    assert seen(torch.load(tmp_path / "back.pt")) == seen(plain_state())
+    return torch.load(tmp_path / "back.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("form", ["legacy", "without checksums"])
-def test_other_forms_of_files_are_read(tmp_path, form):
-    """Those from before archives, which cannot be mapped, and those that were written without checksums."""
+@pytest.mark.parametrize("form", ["archive", "legacy", "without checksums"])
+def test_there_and_back_again(tmp_path, form):
+    """
+    A file that went through a checkpoint holds what it held: keys and values, bit for bit; also one from before archives,
+    which cannot be mapped, and one that was written without checksums.
+    """
     state = plain_state()
     if form == "legacy":
         del state["model"]["eighth"], state["model"]["wide"]  # torch itself cannot read these from such a file
-        torch.save(state, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
-    else:
-        torch.serialization.set_crc32_options(False)
-        try:
-            torch.save(state, tmp_path / "file.pt")
-        finally:
-            torch.serialization.set_crc32_options(True)
-    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
-    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
-    assert seen(torch.load(tmp_path / "back.pt")) == seen(state)
+    torch.serialization.set_crc32_options(form != "without checksums")
+    try:
+        back = there_and_back(tmp_path, state, _use_new_zipfile_serialization=form != "legacy")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert seen(back) == seen(state)
 
 
 def test_plain_values_that_torch_does_not_hold_for_safe_are_read(tmp_path):
     """Dates and sets need no permission, in either direction."""
     state = {"when": dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc), "seen": {1, 2}, "w": numbered(3)}
-    torch.save(state, tmp_path / "file.pt")
-    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
-    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
-    back = torch.load(tmp_path / "back.pt", weights_only=False)
+    back = there_and_back(tmp_path, state)
     assert (back["when"], back["seen"]) == (state["when"], state["seen"])
 
 
@@ -248,10 +244,7 @@ def test_plain_values_that_torch_does_not_hold_for_safe_are_read(tmp_path):
 def test_defaultdicts_are_read_with_their_factory(tmp_path, factory):
     """In a tuple they are objects, which come back as they were; elsewhere they are walked as any dict."""
     state = {"kept": (defaultdict(factory, a=1), b""), "walked": defaultdict(factory, a=numbered(3))}
-    torch.save(state, tmp_path / "file.pt")
-    quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
-    ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "back.pt")
-    back = torch.load(tmp_path / "back.pt", weights_only=False)
+    back = there_and_back(tmp_path, state)
     assert back["kept"] == state["kept"]
     assert (type(back["kept"][0]), back["kept"][0].default_factory) == (defaultdict, factory)
     assert seen(back["walked"]) == seen(dict(state["walked"]))
@@ -305,32 +298,25 @@ def test_what_was_at_the_destination_is_replaced_through_links(tmp_path):
     assert list(torch.load(tmp_path / "real.pt")) == ["v"]
 
 
-class AnonymousMemory(threading.Thread):
-    """Watches how much memory of this process no file backs, and keeps the most."""
+@contextmanager
+def anonymous_memory():
+    """Give a list with the memory of this process that no file backs, and at the end of the block the most there was."""
 
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.first = self.most = self._now()
-        self._over = threading.Event()
-
-    @staticmethod
-    def _now():
+    def now():
         with open("/proc/self/status") as status:
-            line = next(line for line in status if line.startswith("RssAnon"))
-        return int(line.split()[1]) << 10
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
-    def run(self):
-        while not self._over.is_set():
-            self.most = max(self.most, self._now())
-            time.sleep(0.002)
+    def watch():
+        while not over.wait(0.002):
+            most.append(now())
 
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_):
-        self._over.set()
-        self.join()
+    over, most = threading.Event(), [now()]
+    watcher, held = threading.Thread(target=watch, daemon=True), [most[0]]
+    watcher.start()
+    yield held
+    over.set()
+    watcher.join()
+    held.append(max(most))
 
 
 MIB = 1 << 20
@@ -346,18 +332,17 @@ def convert_big(folder):
     taken = {}
     try:
         state = {"one": torch.randn(BIG // 8), **{f"{i}": torch.randn(BIG // 80) for i in range(10)}}
-        with AnonymousMemory() as held:
-            first = held.first
-        assert first > BIG  # the watch sees tensors
+        with anonymous_memory() as held:
+            assert held[0] > BIG  # the watch sees tensors
         torch.save(state, f"{folder}/file.pt")
         del state
         for name, convert, src, dst in (
             ("to dcp", ours.torch_save_to_dcp, "file.pt", "ck"),
             ("to torch", ours.dcp_to_torch_save, "ck", "back.pt"),
         ):
-            with AnonymousMemory() as held:
+            with anonymous_memory() as held:
                 convert(f"{folder}/{src}", f"{folder}/{dst}")
-            taken[name] = held.most - held.first
+            taken[name] = held[1] - held[0]
         files = [torch.load(f"{folder}/{name}", mmap=True) for name in ("file.pt", "back.pt")]
         return taken, all(torch.equal(files[0][key], files[1][key]) for key in files[0])
     finally:

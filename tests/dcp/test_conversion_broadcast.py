@@ -58,21 +58,21 @@ def zeros(tree):
     return torch.zeros_like(tree.float()).to(tree.dtype)
 
 
+def broadcast(state, path, planner=ours.DynamicMetaLoadPlanner):
+    """Load a state from a file that one rank reads."""
+    quietly(load, state, storage_reader=ours.BroadcastingTorchSaveReader(path), planner=planner())
+
+
 def loaded(path, coordinator):
     want, into = spread_state(full_state()), spread_state(zeros(full_state()))
-    reader = ours.BroadcastingTorchSaveReader(path, coordinator)
     before, stream.BATCH_BYTES = stream.BATCH_BYTES, 1000
     try:
         if coordinator:
+            planner = ours.DynamicMetaLoadPlanner()
             with pytest.warns(FutureWarning):
-                load_state_dict(
-                    into,
-                    NoReset(path, coordinator),
-                    coordinator_rank=coordinator,
-                    planner=ours.DynamicMetaLoadPlanner(),
-                )
+                load_state_dict(into, NoReset(path, coordinator), coordinator_rank=coordinator, planner=planner)
         else:
-            quietly(load, into, storage_reader=reader, planner=ours.DynamicMetaLoadPlanner())
+            broadcast(into, path)
     finally:
         stream.BATCH_BYTES = before
     found, wanted = seen(into), seen(want)
@@ -99,13 +99,7 @@ def model_from(path, device):
         model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
     fully_shard(model, mesh=mesh_of(dist.get_world_size()))
     state = {"model": model.state_dict()}
-    quietly(
-        load,
-        state,
-        checkpoint_id=path,
-        storage_reader=ours.BroadcastingTorchSaveReader(),
-        planner=ours.DynamicMetaLoadPlanner(),
-    )
+    broadcast(state, path)
     if device == "meta":
         model.load_state_dict(state["model"], assign=True)
     return {key: value.full_tensor() for key, value in model.state_dict().items()}
@@ -139,7 +133,7 @@ def test_torchs_reader_does_the_same_with_plain_tensors(rank_pool, tmp_path):
 
 def converted(path):
     state = {"a": torch.zeros(3, dtype=torch.float64)}
-    quietly(load, state, storage_reader=ours.BroadcastingTorchSaveReader(path), planner=ours.DynamicMetaLoadPlanner())
+    broadcast(state, path)
     return state["a"].tolist()
 
 
@@ -151,9 +145,8 @@ def test_another_dtype_is_converted(rank_pool, tmp_path):
 
 def failure(path, state, planner=ours.DynamicMetaLoadPlanner):
     """What a rank raises."""
-    reader = ours.BroadcastingTorchSaveReader(path)
     try:
-        quietly(load, state, storage_reader=reader, planner=planner())
+        broadcast(state, path, planner)
     except CheckpointException as error:
         kinds = {type(each) for each, _ in error.failures.values()}
         return kinds, str(error)
@@ -275,12 +268,7 @@ def counted(path):
     before, stream.BATCH_BYTES = stream.BATCH_BYTES, BATCH
     try:
         with LiveBytes() as live:
-            quietly(
-                load,
-                into,
-                storage_reader=ours.BroadcastingTorchSaveReader(path),
-                planner=ours.DynamicMetaLoadPlanner(),
-            )
+            broadcast(into, path)
     finally:
         stream.BATCH_BYTES = before
     return live.peak, all(float(value._local_tensor.mean()) == i for i, value in enumerate(into.values()))

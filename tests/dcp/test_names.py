@@ -213,6 +213,9 @@ def compared(name, theirs, own):
         return {name: f"is a {type(own).__name__}, not a {type(theirs).__name__}"}
     if inspect.isroutine(theirs):
         return parameters_differ(name, theirs, own)
+    if isinstance(theirs, (str, int, float, dict)):
+        differs = {key: own.get(key) for key in theirs} != theirs if isinstance(theirs, dict) else own != theirs
+        return {name: f"is {own!r}, not {theirs!r}"} if differs else {}
     if not inspect.isclass(theirs) or not isinstance(theirs, type):
         return {}
     found = dict(members_differ(name, theirs, own))

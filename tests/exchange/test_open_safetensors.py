@@ -38,12 +38,23 @@ def in_two_files(where):
     return tensors
 
 
-def test_a_model_in_several_files_is_opened(tmp_path):
+@pytest.mark.parametrize("where", ["directory", "links", "memory"])
+def test_a_model_in_several_files_is_opened(tmp_path, where):
     """
-    Keys, shapes, slices, whole tensors and the nested form are what the files hold, and verify finds nothing wrong.
+    Keys, shapes, slices, whole tensors and the nested form are what the files hold, and verify finds nothing wrong: in a
+    directory, in a snapshot of Hugging Face's cache, all links into another directory, and in any store.
     """
-    tensors = in_two_files(tmp_path)
-    ck = sk.open(tmp_path)
+    for name in ("blobs", "links"):
+        (tmp_path / name).mkdir()
+    tensors = in_two_files(tmp_path / "blobs")
+    place = {"directory": tmp_path / "blobs", "links": tmp_path / "links", "memory": sk.MemoryStore()}[where]
+    for number, file in enumerate(list((tmp_path / "blobs").iterdir())):
+        if where == "memory":
+            place.put(file.name, file.read_bytes())
+        elif where == "links":
+            file.rename(tmp_path / "blobs" / str(number))
+            (tmp_path / "links" / file.name).symlink_to(f"../blobs/{number}")
+    ck = sk.open(place)
     assert list(ck) == sorted(tensors)
     assert {key: ck[key].shape for key in ck} == {key: tuple(value.shape) for key, value in tensors.items()}
     assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
@@ -74,30 +85,6 @@ def test_a_file_that_is_no_checkpoint_says_so(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "torch.pt")
     with pytest.raises(sk.DamagedCheckpoint, match=r"torch\.pt"):
         sk.open(tmp_path / "torch.pt")
-
-
-def test_files_of_a_hub_cache_are_links(tmp_path):
-    """A snapshot of Hugging Face's cache, all symbolic links into another directory, is opened."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    tensors = in_two_files(tmp_path / "blobs")
-    for file in (tmp_path / "blobs").iterdir():
-        file.rename(tmp_path / "blobs" / (digest := f"{abs(hash(file.name)):x}"))
-        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{digest}")
-    ck = sk.open(tmp_path / "snapshot")
-    assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
-    ck.verify()
-
-
-def test_a_store_of_another_kind_holds_a_model(tmp_path):
-    """Files in any store, here in memory, are opened as those in a directory are."""
-    tensors = in_two_files(tmp_path)
-    store = sk.MemoryStore()
-    for file in tmp_path.iterdir():
-        store.put(file.name, file.read_bytes())
-    ck = sk.open(store)
-    assert {key: bits(ck[key].tensor()) for key in ck} == {key: bits(value) for key, value in tensors.items()}
-    ck.verify()
 
 
 def test_names_are_seen_without_torch(tmp_path):
@@ -171,43 +158,22 @@ def test_a_save_beside_a_model_leaves_it_alone(tmp_path):
     assert {key: bits(value) for key, value in held.items()} == {key: bits(value) for key, value in tensors.items()}
 
 
-def cut_short(where):
-    file = where / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-3])
-
-
-def lose(where):
-    (where / "model-00002-of-00002.safetensors").unlink()
-
-
-def scramble(where):
-    file = where / "model-00002-of-00002.safetensors"
-    data = bytearray(file.read_bytes())
-    data[9] ^= 0xFF
-    file.write_bytes(bytes(data))
-
-
-def misplace(where):
-    index = json.loads((where / INDEX).read_text())
-    index["weight_map"]["gone"] = "model-00002-of-00002.safetensors"
-    (where / INDEX).write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (cut_short, "model-00002-of-00002.safetensors"),
-        (lose, "missing"),
-        (scramble, "model-00002-of-00002.safetensors"),
-        (misplace, "'gone'"),
-    ],
-)
-def test_damage_is_found_when_it_is_opened(tmp_path, damage, says):
+@pytest.mark.parametrize("damage", ["cut short", "lost", "scrambled", "misplaced"])
+def test_damage_is_found_when_it_is_opened(tmp_path, damage):
     """A file that is cut short, lost, scrambled, or lacks what the index says is in it is an error that names it."""
     in_two_files(tmp_path)
     opened = sk.open(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(sk.DamagedCheckpoint, match=says):
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    data = file.read_bytes()
+    if damage == "lost":
+        file.unlink()
+    elif damage == "misplaced":
+        index = json.loads((tmp_path / INDEX).read_text())
+        index["weight_map"]["gone"] = file.name
+        (tmp_path / INDEX).write_text(json.dumps(index))
+    else:
+        file.write_bytes(data[:-3] if damage == "cut short" else data[:9] + bytes([data[9] ^ 0xFF]) + data[10:])
+    with pytest.raises(sk.DamagedCheckpoint, match={"lost": "missing", "misplaced": "'gone'"}.get(damage, file.name)):
         sk.open(tmp_path)
     with pytest.raises(sk.DamagedCheckpoint):
         opened.verify()

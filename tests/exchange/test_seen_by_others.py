@@ -67,7 +67,7 @@ def test_in_a_directory(tmp_path, sources, monkeypatch, before, after):
 
     get = reading(tmp_path)
     views = [seen(get)]
-    monkeypatch.setattr(safetensors_publish, "os", Looking(lambda _: views.append(seen(get))))
+    monkeypatch.setattr(safetensors_publish, "os", Watched(after=lambda _: views.append(seen(get))))
     report = sk.export(sources[1], tmp_path, max_shard_bytes=MOST[after], overwrite=True)
     assert len(report.files) == after
     assert len(views) > 2
@@ -77,22 +77,24 @@ def test_in_a_directory(tmp_path, sources, monkeypatch, before, after):
     assert [views[0], views[-1]] == [0, 1]
 
 
-class Looking:
-    """The functions of a system, with somebody who looks after each that changes names, and may end it all."""
+class Watched:
+    """The functions of a system, with something that one thread does before or after each that changes names."""
 
-    def __init__(self, look):
-        self._look, self._step = look, itertools.count()
+    def __init__(self, *, before=lambda: None, after=lambda _: None):
+        self._before, self._after = before, after
+        self._step, self._thread = itertools.count(), threading.get_ident()
 
     def __getattr__(self, name):
         real = getattr(os, name)
-        if name not in {"replace", "unlink"}:
+        if name not in {"replace", "unlink"} or threading.get_ident() != self._thread:
             return real
 
-        def then_look(*args):
+        def watched(*args):
+            self._before()
             real(*args)
-            self._look(next(self._step))
+            self._after(next(self._step))
 
-        return then_look
+        return watched
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1)])
@@ -116,7 +118,7 @@ def test_another_that_begins_in_the_middle(tmp_path, sources, monkeypatch, befor
                 others[0].join(0.2)  # as long as it would take, if it did not wait
 
         with monkeypatch.context() as patch:
-            patch.setattr(safetensors_publish, "os", Before(first))
+            patch.setattr(safetensors_publish, "os", Watched(before=first))
             report = sk.export(sources[1], path, max_shard_bytes=MOST[after], overwrite=True)
         if not others:
             break
@@ -125,24 +127,6 @@ def test_another_that_begins_in_the_middle(tmp_path, sources, monkeypatch, befor
         assert seen(reading(path)) == 1
         assert bits(sk.open(path).to_dict()) == bits(state_of(1))
     assert at > 2
-
-
-class Before:
-    """The functions of a system, with something that is done by one thread before each that changes names."""
-
-    def __init__(self, first):
-        self._first, self._thread = first, threading.get_ident()
-
-    def __getattr__(self, name):
-        real = getattr(os, name)
-        if name not in {"replace", "unlink"} or threading.get_ident() != self._thread:
-            return real
-
-        def first(*args):
-            self._first()
-            real(*args)
-
-        return first
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 4), (1, 2), (2, 1)])
@@ -164,7 +148,7 @@ def test_in_a_directory_after_a_death(tmp_path, sources, monkeypatch, before, af
         sk.export(sources[0], path, max_shard_bytes=MOST[before])
         steps = [0]
         with monkeypatch.context() as patch:
-            patch.setattr(safetensors_publish, "os", Looking(die))
+            patch.setattr(safetensors_publish, "os", Watched(after=die))
             try:
                 sk.export(sources[1], path, max_shard_bytes=MOST[after], overwrite=True)
             except InjectedCrash:
@@ -174,7 +158,7 @@ def test_in_a_directory_after_a_death(tmp_path, sources, monkeypatch, before, af
         assert bits(sk.open(path).to_dict()) == bits(state_of(1))
         for _ in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(safetensors_publish, "os", Looking(die_at_once))
+                patch.setattr(safetensors_publish, "os", Watched(after=die_at_once))
                 with suppress(InjectedCrash):
                     safetensors_publish.prepare_directory(LocalStore(path))
             assert seen(get) in (0, 1, None)

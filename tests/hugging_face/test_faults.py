@@ -376,68 +376,6 @@ def test_a_full_disk_fails_the_save_and_keeps_the_old_model(tmp_path, monkeypatc
     assert same(load("ours", {k: torch.zeros_like(v) for k, v in old.items()}, tmp_path, no_dist=True), old) == []
 
 
-class Died(BaseException):
-    """The process ends here."""
-
-
-def dying(monkeypatch, after):
-    """Let the process die at its n-th change of the directory while it publishes."""
-    calls = []
-    for name in ("replace", "unlink"):
-        real = getattr(os, name)
-
-        def step(*args, real=real, **kwargs):
-            calls.append(args)
-            if len(calls) > after:
-                raise Died
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(safetensors_publish.os, name, step)
-    return calls
-
-
-@pytest.mark.parametrize("kind", ["shards", "whole", "consolidated"])
-def test_a_death_while_publishing_leaves_the_old_or_the_new(tmp_path, monkeypatch, kind):
-    """
-    Wherever the process dies, the directory is read as the older model or the new one, never as a mixture; the next
-    save is complete and leaves nothing of either.
-    """
-    old = {"a": numbered(5, 4), "b": numbered(7), "c": numbered(2)}
-    new = {key: value + 100 for key, value in old.items()}
-    options = {"fqn_to_index_mapping": {"a": 1, "b": 2, "c": 3}}
-    if kind != "whole":
-        options["save_distributed"] = True
-    if kind == "consolidated":
-        options["enable_consolidation"] = True
-    seen_states = set()
-    for after in range(30):
-        folder = tmp_path / str(after)
-        save("ours", old, folder, no_dist=True, **options)
-        names = sorted(os.listdir(folder))
-        calls = dying(monkeypatch, after)
-        try:
-            save("ours", new, folder, no_dist=True, **options)
-        except (Died, CheckpointException):
-            died = True
-        else:
-            died = False
-        monkeypatch.undo()
-        for place in [folder, folder / "sharded"] if kind == "consolidated" else [folder]:
-            into = load("ours", {key: torch.zeros_like(value) for key, value in old.items()}, place, no_dist=True)
-            is_new = same(into, new) == []
-            assert is_new or same(into, old) == []
-            seen_states.add(is_new)
-        save("ours", old, folder, no_dist=True, **options)
-        # What a store calls `.tmp` it removes once the process that made it is gone; this one lives.
-        assert sorted(name for name in os.listdir(folder) if not name.startswith(".tmp-")) == names
-        assert same(load("ours", into, folder, no_dist=True), old) == []
-        if not died:
-            assert len(calls) <= after
-            break
-    assert not died
-    assert seen_states == {True, False}
-
-
 def test_a_note_that_is_not_ours_is_refused(tmp_path):
     """A forged note cannot make a save rename or delete what is outside the directory."""
     save("ours", {"a": numbered(3)}, tmp_path / "ck", no_dist=True)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 
+from shardkeep import dcp
 from shardkeep.dcp import filesystem, hf_storage, state_dict_loader, state_dict_saver
 from shardkeep.dcp.api import CheckpointException
 from tests.hugging_face.samples import LOADERS, READERS, SAVERS, WRITERS, load, same, save
@@ -95,6 +96,14 @@ def test_a_writer_that_splits_items_itself(tmp_path, distributed):
         assert same(load("ours", into, tmp_path / side, no_dist=True), state) == []
     assert len(names["ours"]) == (2 if distributed else 3)
     assert names["ours"] == names["theirs"]
+
+
+@pytest.mark.parametrize("name", ["StorageWriter", "StorageReader", "QuantizedStorageReader"])
+def test_attributes_are_torchs(tmp_path, name):
+    """What people read and set on readers and writers is there."""
+    kind = name.replace("Storage", "HuggingFaceStorage")
+    own, torchs = (getattr(module, kind)(str(tmp_path)) for module in (dcp, theirs))
+    assert vars(torchs).keys() - vars(own).keys() == set()
 
 
 class Elsewhere(filesystem.FileSystem):
