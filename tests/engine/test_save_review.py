@@ -427,6 +427,21 @@ def test_a_damaged_checkpoint_is_replaced_when_asked(tmp_path):
     assert not old & set(names(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [(b"\x80\x04broken", "a checkpoint that cannot be read is"), (None, "a committed checkpoint is")],
+)
+def test_metadata_of_torch_in_the_target(tmp_path, contents, said):
+    """A save says that a checkpoint of torch's layout is there, and whether it is damaged."""
+    sk.save({"x": torch.ones(3)}, tmp_path / "native")
+    sk.convert(tmp_path / "native", tmp_path / "torch", layout="dcp")
+    if contents is not None:
+        (tmp_path / "torch" / ".metadata").write_bytes(contents)
+
+    with pytest.raises(sk.CheckpointExists, match=f"{said} already there"):
+        sk.save({"x": torch.zeros(3)}, tmp_path / "torch")
+
+
 def test_seconds_end_with_the_commit(tmp_path, monkeypatch):
     """Removing what was replaced is not counted."""
     tidy = Coordinator.tidy

@@ -35,7 +35,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
-from shardkeep.layouts.torch_publish import Commit, commit_target, first_number
+from shardkeep.layouts.torch_publish import commit_to
 from shardkeep.layouts.torch_values import (
     CURRENT_DCP_VERSION,
     BytesStorageMetadata,
@@ -70,12 +70,12 @@ def write_torch_layout(
             f"{store.url}: a checkpoint is already there ({found[0]})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
-    began_s = time.time()
+    began_s, commit = time.time(), commit_to(store)
     metadata, items = _describe(source, store.url, options)
     made: list[str] = []
     try:
         # A checkpoint that is there must stay whole until the commit: no file has a name of another.
-        numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(first_number(commit_target(store))))
+        numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
         names = (name for name in numbered if name not in taken)
         files = [_lay_out(next(names), group, metadata.storage_data) for group in _groups(items)]
         digests, _ = write_parts(store, files, source, options, progress)
@@ -95,9 +95,7 @@ def write_torch_layout(
                     store.delete(each)
         raise
     # From here on only `Commit` removes files: it alone knows whether they were committed.
-    Commit(commit_target(store)).publish(
-        METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s
-    )
+    commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s)
     return Written(list(sums), sum(each.nbytes for each in sums.values()), set())
 
 

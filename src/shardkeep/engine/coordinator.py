@@ -22,6 +22,7 @@ from shardkeep.errors import (
     CheckpointExists,
     CheckpointNotFound,
     DamagedCheckpoint,
+    PickleRefused,
     StorageError,
     StorageFull,
     UnsupportedVersion,
@@ -241,10 +242,14 @@ class Coordinator:
 
     def _check_no_checkpoint(self) -> None:
         try:
-            native.record_in(self.store)
-        except BlobNotFound:
-            if self._nbytes(torch_files.METADATA_NAME) is None:
-                return
+            try:
+                native.record_in(self.store)
+            except BlobNotFound:
+                if self._nbytes(torch_files.METADATA_NAME) is None:
+                    return
+                with contextlib.suppress(PickleRefused):
+                    data = self.store.get(torch_files.METADATA_NAME, limit=torch_files.MAX_METADATA_NBYTES)
+                    torch_files.decode_torch_metadata(data, where=torch_files.METADATA_NAME)
         except (DamagedCheckpoint, UnsupportedVersion) as exc:
             raise CheckpointExists(
                 f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",

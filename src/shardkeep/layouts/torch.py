@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -90,13 +90,7 @@ def encode_sums(nbytes: int, block_nbytes: int, digests: bytes) -> tuple[Sums, b
 
 
 def read_sums(store: Gets, name: str, sums: Sums) -> bytes | None:
-    """
-    Read the digests of a data file; None if their file is missing.
-
-    Raises:
-        ChecksumMismatch: the file with the digests is damaged.
-
-    """
+    """Read the digests of a data file; None if their file is missing."""
     own = f"{name}{SUMS_SUFFIX}"
     try:
         data = store.get(own, limit=_MAX_SUMS_NBYTES)
@@ -129,23 +123,14 @@ T = TypeVar("T")
 
 _PACKAGE = "torch.distributed.checkpoint"
 _SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
-_METADATA_HOMES = (f"{_PACKAGE}.metadata", "shardkeep.layouts.torch_values", "shardkeep.protocol.metadata")
-_FILE_HOMES = (f"{_PACKAGE}.filesystem", "shardkeep.layouts.torch_values", "shardkeep.protocol.stored_items")
-_HOMES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "MetadataIndex",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        _METADATA_HOMES,
-    ),
-    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILE_HOMES),
+HOMES: dict[str, tuple[str, ...]] = {
+    name: (f"{_PACKAGE}.{module}", "shardkeep.layouts.torch_values", f"shardkeep.protocol.{earlier}")
+    for module, earlier, names in (
+        ("metadata", "metadata", "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
+        ("metadata", "metadata", "TensorProperties StorageMeta MetadataIndex _MEM_FORMAT_ENCODING"),
+        ("filesystem", "stored_items", "_StorageInfo _StoragePrefix"),
+    )
+    for name in names.split()
 }
 """The modules of each class: torch's, and ours by their present and earlier names, under which torch's writer pickles them."""
 
@@ -158,12 +143,6 @@ def unpickle_metadata(data: bytes, names: Names, *, where: str) -> Any:
     Load the pickle in `.metadata`, verified by its seal if it has one.
 
     Only `names`, plain values and what the user declared safe may occur in it, unless the user allows pickles.
-
-    Raises:
-        ChecksumMismatch: the seal does not match the pickle.
-        PickleRefused: the pickle names anything else.
-        MalformedFile: the bytes are not a pickle.
-
     """
     raw = unsealed(data, where)
     if Options().allow_pickle:
@@ -177,7 +156,7 @@ def unpickle_metadata(data: bytes, names: Names, *, where: str) -> Any:
 
 def class_names(kinds: Mapping[str, T]) -> dict[tuple[str, str], T]:
     """Return values, given for classes by name, under every module and name that a pickle may have for the class."""
-    found = {(home, name): kind for name, kind in kinds.items() for home in _HOMES[name]}
+    found = {(home, name): kind for name, kind in kinds.items() for home in HOMES[name]}
     # Where torch before 2.3 had them.
     found[_SHARDS, "TensorProperties"] = kinds["TensorProperties"]
     found[_SHARDS, "MEM_FORMAT_ENCODING"] = kinds["_MEM_FORMAT_ENCODING"]
@@ -230,20 +209,12 @@ class TorchMetadata:
     objects: dict[str, ItemLocation]
     paths: dict[str, tuple[str | int, ...]]
     """The keys and positions that lead to each value in the nested state."""
-    sums: dict[str, Sums] = field(default_factory=dict)
-    save_id: str = ""
+    sums: dict[str, Sums]
+    save_id: str
 
 
 def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
-    """
-    Read `.metadata`.
-
-    Raises:
-        ChecksumMismatch: the seal does not match the pickle.
-        PickleRefused: the pickle names what does not belong into such a file.
-        MalformedFile: it is not such a file, or contradicts itself.
-
-    """
+    """Read `.metadata`; raise `DamagedCheckpoint`, or `PickleRefused` if it names what does not belong there."""
     found = unpickle_metadata(data, _stand_ins(), where=where)
     try:
         return _metadata_of(found)
@@ -264,15 +235,14 @@ class _Fields:
         else:
             vars(self).update(state)
 
+    def _index(self) -> tuple[Any, Any]:
+        return getattr(self, "fqn", None), getattr(self, "offset", None)
+
     def __hash__(self) -> int:
-        return hash(_index(self))
+        return hash(self._index())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Fields) and _index(self) == _index(other)
-
-
-def _index(value: _Fields) -> tuple[Any, Any]:
-    return getattr(value, "fqn", None), getattr(value, "offset", None)
+        return isinstance(other, _Fields) and self._index() == other._index()
 
 
 class _DTypeName(NamedTuple):
@@ -281,46 +251,62 @@ class _DTypeName(NamedTuple):
     name: str
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 @cache
 def _stand_ins() -> Names:
+    unchanged = Call(lambda value: value)
     names: dict[tuple[str, str], Any] = class_names(
-        {name: Call(_unchanged) if name == "_MEM_FORMAT_ENCODING" else New(_Fields) for name in _HOMES}
+        {name: unchanged if name == "_MEM_FORMAT_ENCODING" else New(_Fields) for name in HOMES}
     )
     names["torch", "Size"] = Call(tuple)
-    names["torch.serialization", "_get_layout"] = Call(_unchanged)
+    names["torch.serialization", "_get_layout"] = unchanged
     names.update({("torch", dtype.name): _DTypeName(dtype.name) for dtype in DTYPES})
     return names
 
 
 def _metadata_of(found: Any) -> TorchMetadata:
-    locations = {_key(index): item_location(info) for index, info in found.storage_data.items()}
+    locations: dict[tuple[str, Ints | None], ItemLocation] = {}
+    for index, info in found.storage_data.items():
+        offset = getattr(index, "offset", None)
+        locations[index.fqn, None if offset is None else _ints(offset)] = item_location(info)
+
+    def locate(name: str, offsets: Ints | None) -> ItemLocation:
+        location = locations.get((name, offsets))
+        if location is None and offsets is not None and not any(offsets):
+            location = locations.get((name, None))
+        if location is None:
+            at = "" if offsets is None else f" at {offsets}"
+            raise MalformedFile(f"the metadata do not say where {name!r}{at} is", key=name)
+        return location
+
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ItemLocation] = {}
     for name, entry in found.state_dict_metadata.items():
         if type(name) is not str:
             raise MalformedFile(f"a name that is a {type(name).__name__}")
-        if hasattr(entry, "chunks"):
-            shape = _ints(entry.size)
-            tensors[name] = TensorEntry(_dtype(entry.properties), shape, list(_chunks(name, entry.chunks, locations)))
-        else:
-            objects[name] = _location_of(locations, name, None)
-    meta = getattr(found, "storage_meta", None)
-    paths = getattr(found, "planner_data", None)
-    return TorchMetadata(
-        tensors=tensors,
-        objects=objects,
-        paths=_paths(paths if isinstance(paths, Mapping) else {}, [*tensors, *objects]),
-        sums=sums_of(getattr(found, "shardkeep_sums", None) or {}),
-        save_id=str(getattr(meta, "save_id", None) or ""),
-    )
+        if not hasattr(entry, "chunks"):
+            objects[name] = locate(name, None)
+            continue
+        dtype = entry.properties.dtype
+        if type(dtype) is not _DTypeName:
+            raise MalformedFile(f"{dtype!r} is not a dtype")
+        boxes = [Box(_ints(chunk.offsets), _ints(chunk.sizes)) for chunk in entry.chunks]
+        chunks = [(box, locate(name, box.offsets)) for box in boxes if box.volume]
+        tensors[name] = TensorEntry(by_name(dtype.name), _ints(entry.size), chunks)
+    said = getattr(found, "planner_data", None)
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for name in (*tensors, *objects):
+        path = said.get(name) if isinstance(said, Mapping) else None
+        sound = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+        paths[name] = path if sound and path is not None else (name,)
+    save_id = getattr(getattr(found, "storage_meta", None), "save_id", None)
+    return TorchMetadata(tensors, objects, paths, sums_of(found), str(save_id or ""))
 
 
-def _key(index: Any) -> tuple[str, Ints | None]:
-    return index.fqn, None if getattr(index, "offset", None) is None else _ints(index.offset)
+def _ints(numbers: Any) -> Ints:
+    made = tuple(numbers)
+    if any(type(n) is not int or n < 0 for n in made):
+        raise MalformedFile(f"{made} are not sizes")
+    return made
 
 
 def item_location(info: Any) -> ItemLocation:
@@ -333,52 +319,9 @@ def item_location(info: Any) -> ItemLocation:
     return ItemLocation(info.relative_path, offset, nbytes, start if type(start) is int else None, descriptors)
 
 
-def _chunks(
-    name: str, chunks: Any, locations: Mapping[tuple[str, Ints | None], ItemLocation]
-) -> Iterator[tuple[Box, ItemLocation]]:
-    for chunk in chunks:
-        offsets, sizes = _ints(chunk.offsets), _ints(chunk.sizes)
-        if 0 not in sizes:
-            yield Box(offsets, sizes), _location_of(locations, name, offsets)
-
-
-def _location_of(
-    locations: Mapping[tuple[str, Ints | None], ItemLocation], name: str, offsets: Ints | None
-) -> ItemLocation:
-    location = locations.get((name, offsets))
-    if location is None and offsets is not None and not any(offsets):
-        location = locations.get((name, None))
-    if location is None:
-        at = "" if offsets is None else f" at {offsets}"
-        raise MalformedFile(f"the metadata do not say where {name!r}{at} is", key=name)
-    return location
-
-
-def _ints(numbers: Any) -> Ints:
-    made = tuple(numbers)
-    if any(type(n) is not int or n < 0 for n in made):
-        raise MalformedFile(f"{made} are not sizes")
-    return made
-
-
-def _dtype(properties: Any) -> DType:
-    if type(properties.dtype) is not _DTypeName:
-        raise MalformedFile(f"{properties.dtype!r} is not a dtype")
-    return by_name(properties.dtype.name)
-
-
-def _paths(said: Mapping[Any, Any], names: list[str]) -> dict[str, tuple[str | int, ...]]:
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for name in names:
-        path = said.get(name)
-        sound = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
-        paths[name] = path if sound and path is not None else (name,)
-    return paths
-
-
-def sums_of(said: Any) -> dict[str, Sums]:
-    """Return what the metadata say of each data file."""
+def sums_of(metadata: Any) -> dict[str, Sums]:
+    """Return what metadata say of each data file."""
     return {
         name: Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
-        for name, (nbytes, block_nbytes, checksum) in said.items()
+        for name, (nbytes, block_nbytes, checksum) in (getattr(metadata, "shardkeep_sums", None) or {}).items()
     }

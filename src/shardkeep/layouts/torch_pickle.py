@@ -13,47 +13,45 @@ import pickle
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.pickles import (
-    Call,
-    Names,
-    New,
-    collector_paused,
-    plain_names,
-    sealed,
-)
+from shardkeep.format.pickles import Call, Names, New, collector_paused, plain_names, sealed
 from shardkeep.layouts import torch_values as metadata
-from shardkeep.layouts.torch import MAX_METADATA_NBYTES, SUMS_SUFFIX, Sums, class_names, safe_globals, unpickle_metadata
+from shardkeep.layouts.torch import (
+    HOMES,
+    MAX_METADATA_NBYTES,
+    SUMS_SUFFIX,
+    Sums,
+    class_names,
+    safe_globals,
+    unpickle_metadata,
+)
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo, _StoragePrefix
 from shardkeep.storage.base import Gets
 
 log = logging.getLogger("shardkeep")
 
-_PACKAGE = "torch.distributed.checkpoint"
 _CLASSES: dict[type, tuple[str, str]] = {
-    kind: (f"{_PACKAGE}.{module}", kind.__name__)
-    for module, kinds in {
-        "metadata": (
-            metadata.Metadata,
-            metadata.TensorStorageMetadata,
-            metadata.BytesStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.TensorProperties,
-            metadata.StorageMeta,
-            metadata._MEM_FORMAT_ENCODING,
-            MetadataIndex,
-        ),
-        "filesystem": (_StorageInfo, _StoragePrefix),
-    }.items()
-    for kind in kinds
+    kind: (HOMES[kind.__name__][0], kind.__name__)
+    for kind in (
+        Metadata,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata.StorageMeta,
+        metadata._MEM_FORMAT_ENCODING,
+        MetadataIndex,
+        _StorageInfo,
+        _StoragePrefix,
+    )
 }
 
 
-def encode_metadata(value: metadata.Metadata) -> bytes:
+def encode_metadata(value: Metadata) -> bytes:
     """Pickle metadata as torch does, under the names of torch's classes, and seal it; warn of classes no reader knows."""
     file = io.BytesIO()
     writer = _Writer(file, protocol=4)
@@ -69,14 +67,7 @@ def encode_metadata(value: metadata.Metadata) -> bytes:
 
 
 def read_metadata(store: Gets, name: str, *, where: str) -> Metadata:
-    """
-    Read `.metadata`, or the metadata of one rank.
-
-    Raises:
-        BlobNotFound: there is no such file.
-        DamagedCheckpoint: the file is not what was saved.
-
-    """
+    """Read `.metadata`, or the metadata of one rank."""
     return decode_metadata(store.get(name, limit=MAX_METADATA_NBYTES), where=where)
 
 
@@ -94,21 +85,17 @@ def set_sums(metadata: Metadata, sums: Mapping[str, Sums]) -> None:
     }
 
 
-def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
+def decode_metadata(data: bytes, *, where: str) -> Metadata:
     """
     Read metadata that we or torch wrote.
 
-    Raises:
-        ChecksumMismatch: the seal is not that of the pickle.
-        PickleRefused: it names a class that is neither torch's for this purpose nor among torch's safe globals.
-        MalformedFile: it is no such file.
-
+    Raises `DamagedCheckpoint`, or `PickleRefused` for a class that is neither torch's for this purpose nor a safe global.
     """
     found = unpickle_metadata(data, _known(), where=where)
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
-    for name, default in (("planner_data", None), ("storage_data", None), ("storage_meta", None), ("version", None)):
-        vars(found).setdefault(name, default)  # of an older torch
+    for name in ("planner_data", "storage_data", "storage_meta", "version"):
+        vars(found).setdefault(name, None)  # of an older torch
     try:
         _check_entries(found)
     except (AttributeError, TypeError) as exc:
@@ -116,7 +103,7 @@ def decode_metadata(data: bytes, *, where: str) -> metadata.Metadata:
     return found
 
 
-def _check_entries(found: metadata.Metadata) -> None:
+def _check_entries(found: Metadata) -> None:
     """Check the types of all fields that we compute with; planner data are left to the planner."""
     for key, entry in found.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
@@ -125,9 +112,7 @@ def _check_entries(found: metadata.Metadata) -> None:
                 raise TypeError(f"{key!r} has malformed sizes or offsets")
             if not isinstance(entry.properties.dtype, torch.dtype):
                 raise TypeError(f"{key!r} has no dtype")
-    if found.storage_data is None:
-        return
-    for index, place in found.storage_data.items():
+    for index, place in ({} if found.storage_data is None else found.storage_data).items():
         if isinstance(place, _StorageInfo):
             numbers, descriptors = (place.offset, place.length), place.transform_descriptors
             if type(place.relative_path) is not str or not all(type(n) is int and n >= 0 for n in numbers):
@@ -145,22 +130,14 @@ def _known() -> Names:
     """Return what a pickle may name, besides plain values and what the user declared safe."""
     kinds = {kind.__name__: New(kind) for kind in _CLASSES if kind is not _GetLayout}
     encoding = metadata._MEM_FORMAT_ENCODING
-    names: dict[tuple[str, str], Any] = class_names({**kinds, encoding.__name__: Call(_memory_format, encoding)})
+    # A copy of each member, because a pickle could modify the enum's own.
+    named = Call(lambda number: types.SimpleNamespace(name=encoding(number).name), encoding)
+    names: dict[tuple[str, str], Any] = class_names({**kinds, encoding.__name__: named})
     # All dtypes, including those of quantized tensors, which only torch reads.
     names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
     names["torch", "Size"] = Call(torch.Size)
     names["torch.serialization", "_get_layout"] = Call(_layout)
     return names
-
-
-class _MemoryFormat(NamedTuple):
-    """Stands for a member of the enum, which a pickle could modify."""
-
-    name: str
-
-
-def _memory_format(number: Any) -> _MemoryFormat:
-    return _MemoryFormat(metadata._MEM_FORMAT_ENCODING(number).name)
 
 
 def _layout(name: Any) -> torch.layout:
@@ -228,10 +205,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         held = [self._ref(key) + value for key, value in fields.items()]
         return self._ref(kind) + b")\x81}(" + b"".join(held) + b"ub"
 
-    def _save_size(self, obj: torch.Size) -> None:
-        self.write(self._size(obj))
-
-    dispatch[torch.Size] = _save_size
+    dispatch[torch.Size] = lambda self, size: self.write(self._size(size))
 
     def _save_plainly(self, obj: Any) -> None:
         """Pickle an object by its `__reduce_ex__`, because it has more attributes than its class defines."""
@@ -245,7 +219,9 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         properties = self._properties.get(state)
         if properties is None:
             dtype, layout, requires_grad, memory_format, pin_memory = state
-            parts = [self._ref(dtype), self._layout(layout), _bool(requires_grad), self._ref(memory_format)]
+            # Torch pickles a layout as a call with its name.
+            named = self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
+            parts = [self._ref(dtype), named, _bool(requires_grad), self._ref(memory_format)]
             properties = self._ref(type(obj.properties)) + b")\x81(" + b"".join([*parts, _bool(pin_memory)]) + b"tb"
             self._properties[state] = properties
         kind = metadata.ChunkStorageMetadata
@@ -256,10 +232,6 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         self.write(self._fields(type(obj), properties=properties, size=self._size(obj.size), chunks=held))
 
     dispatch[metadata.TensorStorageMetadata] = _save_tensor
-
-    def _layout(self, layout: torch.layout) -> bytes:
-        # Torch pickles a layout as a call with its name.
-        return self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
 
     def _save_index(self, obj: MetadataIndex) -> None:
         if not is_plain_index(obj):
@@ -284,20 +256,14 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     dispatch[_StorageInfo] = _save_place
 
 
-_ENTRY = {"properties", "size", "chunks"}
-_CHUNK = {"offsets", "sizes"}
-_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
-_INDEX = {"fqn", "offset", "index"}
-
-
 def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
     """Return whether an entry and everything in it has exactly our classes and fields, with nothing added."""
-    if type(entry) is not metadata.TensorStorageMetadata or vars(entry).keys() != _ENTRY:
-        return False
     properties, chunks = entry.properties, entry.chunks
     return (
-        type(properties) is metadata.TensorProperties
-        and vars(properties).keys() == _PROPERTIES
+        type(entry) is metadata.TensorStorageMetadata
+        and vars(entry).keys() == {"properties", "size", "chunks"}
+        and type(properties) is metadata.TensorProperties
+        and vars(properties).keys() == {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
         and type(properties.requires_grad) is type(properties.pin_memory) is bool
         and type(entry.size) is torch.Size
         and type(chunks) is list
@@ -308,6 +274,10 @@ def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
             for chunk in chunks
         )
     )
+
+
+_CHUNK = {"offsets", "sizes"}
+_INDEX = {"fqn", "offset", "index"}
 
 
 def is_plain_index(index: Any) -> bool:

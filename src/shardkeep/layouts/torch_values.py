@@ -525,7 +525,7 @@ class StorageReader(abc.ABC):
 
 Classes = Mapping[str, type]
 
-_CLASSES = {
+_CLASSES: dict[str, tuple[type, ...]] = {
     "metadata": (
         ChunkStorageMetadata,
         TensorProperties,
@@ -554,8 +554,11 @@ _LEAVES = {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "BytesIO
 """Classes whose fields never need translation."""
 _COMPLETE = _LEAVES | {"Metadata"}
 """Classes whose instances, if of the right class themselves, contain only instances of the right classes."""
-_OPAQUE = {"planner_data", "storage_data", "storage_meta", "modules"}
-"""Fields whose contents belong to a planner or a storage."""
+_OPAQUE = {(name, key) for name in OURS for key in ("planner_data", "storage_data", "storage_meta", "modules")} - {
+    ("Metadata", "storage_data"),  # its keys are indices of the protocol
+    ("Metadata", "storage_meta"),
+}
+"""Classes and fields whose contents belong to a planner or a storage."""
 _DRIVERS = {"torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint.optimizer"}
 """The modules of torch that call readers."""
 
@@ -586,7 +589,7 @@ def _torchs_classes() -> Classes:
 
 
 def translator(source: object, target: object) -> Callable[[Any], Any]:
-    """Return a function that translates values of one object's classes to another's."""
+    """Return a function that translates values of one object's classes to another's; None stands for our classes."""
     from_classes, to_classes = protocol_classes_of(source), protocol_classes_of(target)
     if from_classes["Metadata"] is to_classes["Metadata"]:
         return lambda value: value
@@ -617,12 +620,6 @@ def to_classes_of_caller(value: Metadata) -> Metadata:
     return value
 
 
-def translator_to(party: object) -> Callable[[Any], Any]:
-    """Return a function that translates our values to the classes that a planner or a storage expects."""
-    classes = protocol_classes_of(party)
-    return (lambda value: value) if classes is OURS else (lambda value: _translated(value, classes))
-
-
 def _translated(value: Any, classes: Classes) -> Any:
     kind = type(value)
     if kind is list:
@@ -641,13 +638,8 @@ def _translated(value: Any, classes: Classes) -> Any:
     names = [each.name for each in fields(target)]  # type: ignore[arg-type]  # all are dataclasses
     held = {key: getattr(value, key, None) for key in names}
     if name not in _LEAVES:
-        held = {key: each if _opaque(name, key) else _translated(each, classes) for key, each in held.items()}
+        held = {key: each if (name, key) in _OPAQUE else _translated(each, classes) for key, each in held.items()}
     made = target(**held)
     for key in vars(value).keys() - held.keys():  # of another version of torch
         object.__setattr__(made, key, getattr(value, key))
     return made
-
-
-def _opaque(name: str, key: str) -> bool:
-    # The keys of the storage's table are indices of the protocol.
-    return key in _OPAQUE and (name, key) not in {("Metadata", "storage_data"), ("Metadata", "storage_meta")}

@@ -192,7 +192,7 @@ class _PlanReader:
 
 def _sums_in(metadata: Metadata | None) -> dict[str, Sums]:
     try:
-        return sums_of(getattr(metadata, "shardkeep_sums", None) or {})
+        return sums_of(metadata)
     except (AttributeError, TypeError, ValueError) as exc:
         raise MalformedFile(f"the checksums of the data files in the metadata are malformed: {exc}") from exc
 

@@ -40,7 +40,7 @@ from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, 
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
-from shardkeep.layouts.torch_publish import Commit, commit_target_for, first_number
+from shardkeep.layouts.torch_publish import Commit, commit_at
 from shardkeep.layouts.torch_values import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
@@ -445,7 +445,7 @@ class _FileSystemWriter(StorageWriter):
             else [[item] for item in plan.items]
         )
         files: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
-        number = first_number(commit_target_for(self.fs, self.path, sync=self.sync_files))
+        number = self._commit().first_number()
         for bucket in filter(None, self._split_formats(buckets)):
             # An existing file belongs to a checkpoint that must stay intact until this save is committed.
             while True:
@@ -510,7 +510,7 @@ class _FileSystemWriter(StorageWriter):
         )
 
     def _commit(self) -> Commit:
-        return Commit(commit_target_for(self.fs, self.path, sync=self.sync_files))
+        return commit_at(self.fs, self.path, sync=self.sync_files)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)

@@ -51,7 +51,7 @@ from shardkeep.layouts.torch_values import (
     WriteItem,
     WriteItemType,
     is_tensor_entry,
-    translator_to,
+    translator,
 )
 from shardkeep.options import Options
 from shardkeep.state.flatten import (
@@ -360,7 +360,7 @@ class DefaultSavePlanner(SavePlanner):
             self.global_plan, self.metadata = self._create_global_plan(all_plans)
             answers = self.global_plan
         # Our driver translates for torch's storages, torch's driver does not. The class of `storage_meta` shows whose it is.
-        in_its_words = translator_to(self._storage_meta)
+        in_its_words = translator(None, self._storage_meta)
         return in_its_words(answers), in_its_words(self.metadata)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
