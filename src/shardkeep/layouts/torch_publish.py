@@ -20,7 +20,18 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
-from shardkeep.storage.base import BlobInfo, Deletes, Gets, Lists, Puts, Store, Version, local_path, with_any_names
+from shardkeep.storage.base import (
+    BlobInfo,
+    Deletes,
+    Gets,
+    Lists,
+    Puts,
+    Store,
+    Version,
+    check_below,
+    local_path,
+    with_any_names,
+)
 from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, write_all
 from shardkeep.storage.local import storage_errors
 
@@ -134,7 +145,13 @@ class Commit:
         """
         if self._store is None:
             return
-        sizes = {info.name: info.nbytes for info in self._store.list()}
+        sizes: dict[str, int] = {}
+        if self._path is None:
+            sizes = {info.name: info.nbytes for info in self._store.list()}
+        else:  # a user's writer may have put files into directories below
+            for name in sums:
+                with suppress(FileNotFoundError), storage_errors("cannot look at", self._files.url, name):
+                    sizes[name] = os.stat(os.path.join(self._path, name)).st_size
         for name, each in sums.items():
             found = sizes.get(name, -1)
             if found != each.nbytes and (found >= 0 or name in own or self._shared):
@@ -216,7 +233,7 @@ class Commit:
                     continue
                 # Not made durable: a file that reappears after a crash is removed by a later save.
                 with suppress(FileNotFoundError), storage_errors("cannot delete", self._files.url, name):
-                    os.unlink(os.path.join(self._path, name))
+                    os.unlink(os.path.join(self._path, check_below(name)))
             except Exception as exc:  # noqa: BLE001 - as above
                 log.warning(
                     "could not remove %s/%s, which no checkpoint needs any more: %s", self._files.url, name, exc
