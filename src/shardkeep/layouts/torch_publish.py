@@ -48,19 +48,22 @@ class _StreamFiles(StreamStore):
         super().__init__(fs, path)
         self._sync = sync
 
+    def _at(self, name: str) -> PathLike:
+        return self._fs.concat_path(self._path, name)
+
     def list(self) -> Iterator[BlobInfo]:
         ls = getattr(self._fs, "ls", None)
         for path in ls(self._path) if callable(ls) else ():
             yield BlobInfo(os.path.basename(os.fspath(path).rstrip("/")), nbytes=-1, modified_s=math.inf)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        if not self._fs.exists(self._below(name)):
+        if not self._fs.exists(self._at(name)):
             raise BlobNotFound(f"{self.url}/{name}: there is no such file", name=name)
         return super().get(name, limit=limit)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         """Create or replace a file, in one step if the file system's `rename` can replace."""
-        path, temporary = self._below(name), self._below(f"{name}.tmp")
+        path, temporary = self._at(name), self._at(f"{name}.tmp")
         with self._fs.create_stream(temporary, "wb") as stream:
             write_all(stream, data, sync=self._sync)
         try:
@@ -70,8 +73,8 @@ class _StreamFiles(StreamStore):
             self._fs.rename(temporary, path)
 
     def delete(self, name: str) -> None:
-        if self._fs.exists(self._below(name)):
-            self._fs.rm_file(self._below(name))
+        if self._fs.exists(self._at(name)):
+            self._fs.rm_file(self._at(name))
 
 
 class _Files(Gets, Puts, Lists, Deletes, Protocol):
