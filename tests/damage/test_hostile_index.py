@@ -16,7 +16,7 @@ from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.damage import doors
 from tests.damage.bounds import bounded
 from tests.damage.forge import U64_MAX, Forgery, Section, take_apart
-from tests.damage.subjects import blank_for, one_rank, store_of, three_ranks
+from tests.damage.subjects import blank_for, store_of, three_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,7 +28,24 @@ def case(forge):
     return forge
 
 
-# Sizes
+def _widen(f: Forgery, axes: int) -> None:
+    for name, fill in (("shape", 1), ("offsets", 0), ("sizes", 1)):
+        column = f.get(name)
+        wide = np.full((len(column), axes), fill, object)
+        wide[:, : column.shape[1]] = column
+        f.set(name, wide)
+
+
+def _nothing(f: Forgery, *names: str) -> None:
+    """Sections of 2**31 rows that take no bytes."""
+    f.sections.update({name: Section("|u1", (2**31, 0), b"") for name in names})
+
+
+def _rename(f: Forgery, of: str, at: int, new: bytes) -> None:
+    """Change a key of a tensor (`key`) or of a value (`value_key`)."""
+    keys = f.strings(f"{of}s", f"{of}_ends")
+    keys[at] = new
+    f.set_strings(f"{of}s", f"{of}_ends", keys)
 
 
 def _resize(f: Forgery, key: str, shape, *, chunk: bool = True) -> None:
@@ -46,35 +63,16 @@ def a_huge_tensor_in_a_file_said_to_be_huge(f):
 @case
 def an_infinite_tensor_times_zero(f):
     """inf * 0 is nan, and nan is not too large."""
-    rows = len(f.rows)
-    f.set("shape", np.concatenate([f.get("shape"), np.ones((rows, 30), object)], axis=1))
+    _widen(f, 32)
     f.put("shape", f.rows["model.empty"], [0] + [2**62] * 31)
-    for name, fill in (("offsets", 0), ("sizes", 1)):
-        column = f.get(name)
-        f.set(name, np.concatenate([column, np.full((len(column), 30), fill, object)], axis=1))
-    f.put("shape", f.rows["model.weight"], [2**60, 1] + [1] * 30)
-    f.put("sizes", f.chunk("model.weight"), [2**60, 1] + [1] * 30)
+    _resize(f, "model.weight", [2**60, 1] + [1] * 30)
 
 
 @case
-def rows_of_nothing_2_31(f):
-    for name in ("shape", "offsets", "sizes"):
-        f.sections[name] = Section("|u1", (2**31, 0), b"")
-
-
-@case
-def rows_of_nothing_everywhere(f):
-    for name in ("shape", "offsets", "sizes", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start"):
-        f.sections[name] = Section("|u1", (2**31, 0), b"")
-
-
-@case
-def chunks_of_nothing(f):
-    for name in ("offsets", "sizes", "file", "start"):
-        f.sections[name] = Section("|u1", (2**31, 0), b"")
-
-
-# Sections
+def a_tensor_and_a_value_of_one_key(f):
+    keys = f.strings("value_keys", "value_key_ends")
+    keys[keys.index(b"name")] = b"mask"
+    f.set_strings("value_keys", "value_key_ends", sorted(keys))
 
 
 @case
@@ -88,26 +86,10 @@ def _declared(section):
     return section.code, section.shape, 0, digest(section.raw)
 
 
-# Axes
-
-
-@case
-def a_matrix_of_65_axes(f):
-    for name, fill in (("shape", 1), ("offsets", 0), ("sizes", 1)):
-        column = f.get(name)
-        wide = np.full((len(column), 65), fill, object)
-        wide[:, : column.shape[1]] = column
-        f.set(name, wide)
-
-
 @case
 def a_box_cut_on_57_axes(f):
     """A reader that looks at every corner of a box would look at 2**57 of them."""
-    for name, fill in (("shape", 1), ("offsets", 0), ("sizes", 1)):
-        column = f.get(name)
-        wide = np.full((len(column), 57), fill, object)
-        wide[:, : column.shape[1]] = column
-        f.set(name, wide)
+    _widen(f, 57)
     row = f.rows["model.weight"]
     f.put("ndim", row, 57, "|u1")
     f.put("shape", row, [2] * 57)
@@ -126,23 +108,6 @@ def no_elements_outside_of_its_axes(f):
 
 
 @case
-def a_negative_shape(f):
-    shape = f.get("shape")
-    shape[f.rows["model.empty"]] = [-1, 0]
-    f.set("shape", shape, "<i8")
-
-
-@case
-def a_negative_number_of_axes(f):
-    ndim = f.get("ndim")
-    ndim[f.rows["model.weight"]] = -1
-    f.set("ndim", ndim, "<i8")
-
-
-# Ties
-
-
-@case
 def an_alias_loop(f):
     a, b = f.rows["model.tied_a"], f.rows["model.tied_b"]
     f.put("alias", a, b)
@@ -153,13 +118,6 @@ def an_alias_loop(f):
 def an_alias_of_an_alias(f):
     f.put("alias", f.rows["model.tied_b"], f.rows["model.weight"])
     f.put("alias", f.rows["model.tied_a"], f.rows["model.tied_b"])
-
-
-@case
-def a_negative_alias(f):
-    alias = f.get("alias")
-    alias[-1] = -1
-    f.set("alias", alias, "<i8")
 
 
 @case
@@ -176,89 +134,10 @@ def an_alias_of_a_larger_element(f):
     f.put("alias", f.rows["model.half"], row)
 
 
-# Boxes
-
-
-@case
-def ends_of_chunks_that_go_back(f):
-    ends = f.get("chunk_ends")
-    ends[1] = ends[-1]
-    f.set("chunk_ends", ends)
-
-
-@case
-def negative_ends_of_chunks(f):
-    ends = f.get("chunk_ends")
-    ends[0] = -3
-    f.set("chunk_ends", ends, "<i8")
-
-
-@case
-def all_chunks_belong_to_one_tensor(f):
-    count = len(f.get("file"))
-    f.set("chunk_ends", [count] * len(f.rows))
-
-
 @case
 def a_box_that_wraps(f):
     f.put("offsets", f.chunk("model.weight"), [U64_MAX, 0])
     f.put("sizes", f.chunk("model.weight"), [5, 5])
-
-
-@case
-def a_box_at_a_negative_place(f):
-    offsets = f.get("offsets")
-    offsets[f.chunk("model.weight")] = [-1, 0]
-    f.set("offsets", offsets, "<i8")
-
-
-# Places
-
-
-@case
-def a_negative_file_number(f):
-    file = f.get("file")
-    file[f.chunk("model.weight")] = -2
-    f.set("file", file, "<i8")
-
-
-@case
-def a_start_from_which_the_last_byte_is_outside(f):
-    data = f.file("model")["nbytes"] - f.file("model")["header_nbytes"]
-    f.put("start", f.chunk("model.weight"), data - 4 * 5 * 4 + 1)
-
-
-@case
-def a_start_just_below_2_63(f):
-    """Start and length together wrap to a negative number."""
-    f.put("start", f.chunk("model.weight"), 2**63 - 8)
-
-
-@case
-def a_negative_start(f):
-    start = f.get("start")
-    start[f.chunk("model.weight")] = -4
-    f.set("start", start, "<i8")
-
-
-# Element types
-
-
-@case
-def a_dtype_of_a_negative_code(f):
-    dtype = f.get("dtype")
-    dtype[f.rows["model.weight"]] = -247
-    f.set("dtype", dtype, "<i8")
-
-
-# Keys
-
-
-@case
-def two_tensors_of_one_key(f):
-    keys = f.strings("keys", "key_ends")
-    keys[f.rows["model.tied_b"]] = b"model.tied_a"
-    f.set_strings("keys", "key_ends", keys)
 
 
 @case
@@ -270,46 +149,11 @@ def keys_in_another_order(f):
 
 
 @case
-def two_values_of_one_key(f):
-    keys = f.strings("value_keys", "value_key_ends")
-    keys[1] = keys[0]
-    f.set_strings("value_keys", "value_key_ends", keys)
-
-
-@case
-def a_tensor_and_a_value_of_one_key(f):
-    keys = f.strings("value_keys", "value_key_ends")
-    keys[keys.index(b"name")] = b"mask"
-    f.set_strings("value_keys", "value_key_ends", sorted(keys))
-
-
-@case
-def a_key_that_is_no_text(f):
-    keys = f.strings("keys", "key_ends")
-    keys[f.rows["model.weight"]] = b"model.weigh\xff"
-    f.set_strings("keys", "key_ends", keys)
-
-
-@case
-def a_key_of_a_value_that_is_no_text(f):
-    keys = f.strings("value_keys", "value_key_ends")
-    keys[-1] = b"ste\xc3"
-    f.set_strings("value_keys", "value_key_ends", keys)
-
-
-@case
 def keys_that_are_text_only_together(f):
     """The bytes of one letter, half in one key and half in the next."""
     keys = f.strings("keys", "key_ends")
     keys[-2], keys[-1] = b"optim.y\xc3", b"\xa9"
     f.set_strings("keys", "key_ends", keys)
-
-
-@case
-def negative_ends_of_keys(f):
-    ends = f.get("key_ends")
-    ends[0] = -5
-    f.set("key_ends", ends, "<i8")
 
 
 def change(thing, **attributes):
@@ -328,6 +172,32 @@ CASES |= {
     "an_empty_tensor_with_an_axis_of_u64_max": lambda f: f.put("shape", f.rows["model.empty"], [0, U64_MAX]),
     # A matrix of 2**60 rows and no columns has no bytes at all.
     "rows_of_nothing_2_60": lambda f: f.sections.update(shape=Section("|u1", (2**60, 0), b"")),
+    "rows_of_nothing_2_31": lambda f: _nothing(f, "shape", "offsets", "sizes"),
+    "rows_of_nothing_everywhere": lambda f: _nothing(
+        f, "shape", "offsets", "sizes", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start"
+    ),
+    "chunks_of_nothing": lambda f: _nothing(f, "offsets", "sizes", "file", "start"),
+    "a_matrix_of_65_axes": lambda f: _widen(f, 65),
+    "a_negative_shape": lambda f: f.put("shape", f.rows["model.empty"], [-1, 0], "<i8"),
+    "a_negative_number_of_axes": lambda f: f.put("ndim", f.rows["model.weight"], -1, "<i8"),
+    "a_negative_alias": lambda f: f.put("alias", -1, -1, "<i8"),
+    "ends_of_chunks_that_go_back": lambda f: f.put("chunk_ends", 1, f.get("chunk_ends")[-1]),
+    "negative_ends_of_chunks": lambda f: f.put("chunk_ends", 0, -3, "<i8"),
+    "all_chunks_belong_to_one_tensor": lambda f: f.set("chunk_ends", [len(f.get("file"))] * len(f.rows)),
+    "a_box_at_a_negative_place": lambda f: f.put("offsets", f.chunk("model.weight"), [-1, 0], "<i8"),
+    "a_negative_file_number": lambda f: f.put("file", f.chunk("model.weight"), -2, "<i8"),
+    "a_start_from_which_the_last_byte_is_outside": lambda f: f.put(
+        "start", f.chunk("model.weight"), f.file("model")["nbytes"] - f.file("model")["header_nbytes"] - 4 * 5 * 4 + 1
+    ),
+    # Start and length together wrap to a negative number.
+    "a_start_just_below_2_63": lambda f: f.put("start", f.chunk("model.weight"), 2**63 - 8),
+    "a_negative_start": lambda f: f.put("start", f.chunk("model.weight"), -4, "<i8"),
+    "a_dtype_of_a_negative_code": lambda f: f.put("dtype", f.rows["model.weight"], -247, "<i8"),
+    "two_tensors_of_one_key": lambda f: _rename(f, "key", f.rows["model.tied_b"], b"model.tied_a"),
+    "two_values_of_one_key": lambda f: _rename(f, "value_key", 1, f.strings("value_keys", "value_key_ends")[0]),
+    "a_key_that_is_no_text": lambda f: _rename(f, "key", f.rows["model.weight"], b"model.weigh\xff"),
+    "a_key_of_a_value_that_is_no_text": lambda f: _rename(f, "value_key", -1, b"ste\xc3"),
+    "negative_ends_of_keys": lambda f: f.put("key_ends", 0, -5, "<i8"),
     "a_section_beyond_the_file": lambda f: change(f.sections["start"], offset=1 << 40),
     "a_section_at_u64_max": lambda f: change(f.sections["start"], offset=U64_MAX),
     "a_section_that_begins_in_the_file_and_ends_outside": lambda f: change(f.sections["tree"], shape=(10**6,)),
@@ -419,12 +289,10 @@ CASES |= {
 
 
 @pytest.mark.parametrize("forge", CASES.values(), ids=CASES)
-def test_a_forged_index_is_refused(forge):
+def test_a_forged_index_is_refused(subject, forgery, forge):
     """
     `load` and `verify` raise an error of ours; `to_dict` and a look around raise one of ours or give what was saved.
     """
-    subject = one_rank()
-    forgery = take_apart(subject)
     forge(forgery)
     store = store_of(forgery.blobs())
 
@@ -436,13 +304,11 @@ def test_a_forged_index_is_refused(forge):
     assert verified is not None or read is not None, "open took it"
 
 
-def test_an_honest_forger_is_believed():
+def test_an_honest_forger_is_believed(subject, forgery):
     """
     The yardstick: taken apart and put together without a change, also with wider numbers and one more section, it is
     the checkpoint it was.
     """
-    subject = one_rank()
-    forgery = take_apart(subject)
     for name in ("chunk_ends", "file", "start", "alias", "offsets", "sizes", "shape", "key_ends", "dtype", "ndim"):
         forgery.set(name, forgery.get(name))
     forgery.sections["something new"] = Section("|u1", (3,), b"abc")
@@ -491,12 +357,16 @@ def test_the_same_box_twice():
     assert all("optim.moment" in str(error) for error in answers.all)
 
 
-def test_a_forged_index_is_refused_on_every_rank():
+def test_a_forged_index_is_refused_on_every_rank(subject):
     """Three ranks load a forged index: all of them raise the same error of ours, none of them its own."""
-    subject = one_rank()
-    for forge in (an_alias_of_a_larger_element, a_key_that_is_no_text, a_start_just_below_2_63, two_tensors_of_one_key):
+    for name in (
+        "an_alias_of_a_larger_element",
+        "a_key_that_is_no_text",
+        "a_start_just_below_2_63",
+        "two_tensors_of_one_key",
+    ):
         forgery = take_apart(subject)
-        forge(forgery)
+        CASES[name](forgery)
         store = store_of(forgery.blobs())
 
         outcomes = thread_outcomes(3, lambda world, store=store: sk.load(blank_for(subject), store, group=world))
@@ -505,10 +375,8 @@ def test_a_forged_index_is_refused_on_every_rank():
         assert all(isinstance(outcome, doors.FORGED) for outcome in outcomes), outcomes
 
 
-def test_sections_nobody_knows_cost_nothing():
+def test_sections_nobody_knows_cost_nothing(subject, forgery):
     """A hundred thousand sections of the same four megabytes, which would take minutes to hash, are not looked at."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.sections["new"] = Section("|u1", (4 << 20,), bytes(4 << 20))
     known, offset = [], 0
     for name, section in forgery.sections.items():
@@ -522,10 +390,8 @@ def test_sections_nobody_knows_cost_nothing():
     assert answers.all == [None, None, None]
 
 
-def test_an_array_of_a_dtype_numpy_has_not():
+def test_an_array_of_a_dtype_numpy_has_not(subject, forgery):
     """A bfloat16 tensor said to have been a numpy array: `to_dict` says that it cannot be one; a load is exact."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.put("origin", forgery.rows["model.half"], 1, "|u1")
     store = store_of(forgery.blobs())
 
@@ -583,13 +449,11 @@ TREES = {
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_a_forged_tree_is_refused(tree):
+def test_a_forged_tree_is_refused(subject, forgery, tree):
     """
     A tree that breaks the rules, or names other leaves than there are, is refused by whoever reads it: `to_dict` and
     `verify`. `load` fills a state that has a tree of its own, and is exact.
     """
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.set_tree(tree(subject))
     store = store_of(forgery.blobs())
 

@@ -13,8 +13,8 @@ from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.record import RECORD_NAME
 from tests.damage import doors
 from tests.damage.bounds import bounded
-from tests.damage.forge import json_text, seal_header, seal_record, take_apart
-from tests.damage.subjects import QUICK, one_rank, state, store_of
+from tests.damage.forge import json_text, seal_header, seal_record
+from tests.damage.subjects import QUICK, state, store_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,12 +66,10 @@ NAMES = {
 
 @pytest.mark.parametrize("which", ["index", "file"])
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-def test_names_that_are_no_names(which, name):
+def test_names_that_are_no_names(subject, forgery, which, name):
     """
     A file name that could reach outside, or upset a file system, is refused before any file but the record is touched.
     """
-    subject = one_rank()
-    forgery = take_apart(subject)
     (forgery.record["index"] if which == "index" else forgery.record["files"][0])["name"] = name
     forgery.record["index"] |= {"nbytes": 100, "checksum": "xxh3_128:" + "0" * 32}
     record = seal_record(json_text(forgery.record))
@@ -92,18 +90,6 @@ def case(forge):
 
 
 @case
-def all_files_of_2_62_bytes(f):
-    for file in f.record["files"]:
-        file["nbytes"] = 2**62
-
-
-@case
-def a_header_of_2_40_bytes(f):
-    f.file("model")["header_nbytes"] = 2**40
-    f.file("model")["nbytes"] = 2**41
-
-
-@case
 def a_header_of_all_the_file(f):
     entry = f.file("model")
     entry["header_nbytes"] = entry["nbytes"]
@@ -115,21 +101,6 @@ def a_header_shorter_than_it_is(f):
     entry = f.file("model")
     entry["header_nbytes"] = 8
     entry["checksum"] = checksum_text(digest(f.data[entry["name"]][:8]))
-
-
-@case
-def a_file_that_is_a_name(f):
-    f.record["files"][0] = "model"
-
-
-@case
-def a_file_that_is_null(f):
-    f.record["files"][0] = None
-
-
-@case
-def a_size_that_is_a_fraction(f):
-    f.file("model")["nbytes"] += 0.5
 
 
 @case
@@ -151,6 +122,11 @@ def change(thing, **attributes):
 
 
 CASES |= {
+    "all_files_of_2_62_bytes": lambda f: [file.update(nbytes=2**62) for file in f.record["files"]],
+    "a_header_of_2_40_bytes": lambda f: f.file("model").update(header_nbytes=2**40, nbytes=2**41),
+    "a_file_that_is_a_name": lambda f: f.record["files"].__setitem__(0, "model"),
+    "a_file_that_is_null": lambda f: f.record["files"].__setitem__(0, None),
+    "a_size_that_is_a_fraction": lambda f: f.file("model").update(nbytes=f.file("model")["nbytes"] + 0.5),
     "two_files_of_one_name": lambda f: f.record["files"][1].update(name=f.record["files"][0]["name"]),
     "a_file_named_as_the_index": lambda f: f.record["files"][1].update(name=f.index_name),
     "a_file_of_negative_size": lambda f: f.record["files"][0].update(nbytes=-1),
@@ -204,10 +180,8 @@ CASES |= {
 
 
 @pytest.mark.parametrize("forge", CASES.values(), ids=CASES)
-def test_a_forged_record_is_refused(forge):
+def test_a_forged_record_is_refused(subject, forgery, forge):
     """`load` and `verify` raise an error of ours, at no cost; so does `to_dict`, or it gives exactly what was saved."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forge(forgery)
     store = store_of(forgery.blobs())
 
@@ -220,10 +194,8 @@ def test_a_forged_record_is_refused(forge):
 
 
 @pytest.mark.parametrize("version", [3, 4, 10**6, 2**70, "1", 1.5, None, [], "two"])
-def test_a_newer_version_says_to_upgrade(version):
+def test_a_newer_version_says_to_upgrade(subject, forgery, version):
     """A version that this reader does not know is not damage: the error says so, and what to do."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.record |= {"version": version, "writer": "shardkeep 9.0", "files": "whatever version 3 has here"}
 
     answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
@@ -235,10 +207,8 @@ def test_a_newer_version_says_to_upgrade(version):
 
 
 @pytest.mark.parametrize("version", [0, -1, -(2**70), True])
-def test_versions_that_never_were(version):
+def test_versions_that_never_were(subject, forgery, version):
     """A version below the first one is no version."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.record["version"] = version
 
     answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
@@ -246,10 +216,8 @@ def test_versions_that_never_were(version):
     assert all(isinstance(error, (sk.MalformedFile, sk.UnsupportedVersion)) for error in answers.all)
 
 
-def test_what_a_record_may_say():
+def test_what_a_record_may_say(subject, forgery):
     """Members nobody knows, other spacing, totals of any size and odd meta are read: nothing depends on them."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.record |= {"new": {"a": [1, 2, {"b": None}]}, "world_size": 10**6, "step": -1}
     forgery.record["totals"] |= {"tensors": 0, "tensor_bytes": 2**60, "new": 1}
     forgery.record["files"][0]["new"] = True
@@ -271,10 +239,8 @@ def _index_entry(subject):
 @pytest.mark.parametrize(
     "number", ["1" + "0" * 30, "1e999", "-1e999", '"\\ud800"', '"\\u0000"'], ids=["1e30", "inf", "-inf", "half", "nul"]
 )
-def test_meta_that_json_can_say_and_python_hardly(number):
+def test_meta_that_json_can_say_and_python_hardly(subject, forgery, number):
     """Numbers and letters at the edge of what JSON has are read or refused, and never upset a load."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.record["meta"] = {"x": 0}
     forgery.record["index"] |= _index_entry(subject)
     forgery.record_text = json_text(forgery.record).replace(b'"x": 0', b'"x": ' + number.encode())
@@ -284,12 +250,11 @@ def test_meta_that_json_can_say_and_python_hardly(number):
     assert len({type(error) for error in answers.all}) == 1
 
 
-def test_a_hundred_thousand_files():
+def test_a_hundred_thousand_files(subject):
     """
     A record that lists 100,000 files which are not there costs memory and time in proportion to its own size, and
     `verify` says what is missing; tensors whose files are there load.
     """
-    subject = one_rank()
     record = msgspec.json.decode(subject.blobs[RECORD_NAME])
     del record["checksum"]
     ghost = {"nbytes": 4097, "header_nbytes": 4096, "block_nbytes": 65536, "checksum": "xxh3_128:" + "0" * 32}
@@ -330,10 +295,8 @@ def _digests(header, change):
 
 
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
-def test_a_forged_header_is_refused(change):
+def test_a_forged_header_is_refused(subject, forgery, change):
     """A header whose own checksum is right but whose digests are missing, malformed or of other data is refused."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     entry = forgery.file("optim")
     data = forgery.data[entry["name"]]
     header = change(data[: entry["header_nbytes"]])
@@ -347,10 +310,8 @@ def test_a_forged_header_is_refused(change):
         assert entry["name"] in str(error)
 
 
-def test_what_the_header_says_of_tensors_is_not_believed():
+def test_what_the_header_says_of_tensors_is_not_believed(subject, forgery):
     """Names and offsets in a safetensors header are for other tools; forging them moves no byte of ours."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     entry = forgery.file("model")
     data = forgery.data[entry["name"]]
     changed = data.replace(b'"model.half"', b'"../../half"').replace(b'"data_offsets":[0', b'"data_offsets":[9')
@@ -375,9 +336,8 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_a_forged_claim_stops_no_save(claim):
+def test_a_forged_claim_stops_no_save(subject, claim):
     """A claim that says nonsense is one of a save nobody knows: saves, overwrites and loads beside it go on."""
-    subject = one_rank()
     store = store_of({**subject.blobs, "claim-0123456789abcdef0123.json": claim})
 
     sk.save(state(), store, overwrite=True, options=QUICK)

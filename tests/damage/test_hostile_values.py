@@ -82,10 +82,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("data", VALUES.values(), ids=VALUES)
-def test_a_malformed_value_is_refused(data):
+def test_a_malformed_value_is_refused(subject, forgery, data):
     """A value that breaks the rules is refused by its key, by `load` before a tensor is touched, and by `open`."""
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.set_value("name", data)
     store = store_of(forgery.blobs())
     state = blank_for(subject)
@@ -126,14 +124,12 @@ def _pickles(path):
 
 
 @pytest.mark.parametrize("where", _pickles(""))
-def test_a_pickle_does_not_run(tmp_path, where):
+def test_a_pickle_does_not_run(subject, forgery, tmp_path, where):
     """
     A pickle that would make a directory is refused, wherever it sits, and no directory is there afterwards; nor has a
     tensor changed. With `allow_pickle` it runs: so it would have.
     """
     path = tmp_path / "boom"
-    subject = one_rank()
-    forgery = take_apart(subject)
     forgery.set_value("name", _pickles(str(path))[where])
     store = store_of(forgery.blobs())
     state = blank_for(subject)
@@ -154,10 +150,9 @@ def test_a_pickle_does_not_run(tmp_path, where):
     assert path.exists()
 
 
-def test_a_pickle_in_the_tree_does_not_run(tmp_path):
+def test_a_pickle_in_the_tree_does_not_run(subject, tmp_path):
     """The tree is a value too, and its pickles are refused."""
     path = tmp_path / "boom"
-    subject = one_rank()
     for data in _pickles(str(path)).values():
         forgery = take_apart(subject)
         forgery.set_tree(data)
@@ -171,9 +166,8 @@ def test_a_pickle_in_the_tree_does_not_run(tmp_path):
     assert not path.exists()
 
 
-def test_a_pickle_that_is_broken():
+def test_a_pickle_that_is_broken(subject):
     """Allowed, a pickle that cannot be read is damage and not an exception of the pickle module."""
-    subject = one_rank()
     for data in (b"", b"\x80", b"garbage", b"\x80\x05.", b"cos\nnothing\n."):
         forgery = take_apart(subject)
         forgery.set_value("name", _ext(127, data))
