@@ -98,16 +98,17 @@ def try_all(store, subject: Subject, what: str, may: Kinds = DAMAGE) -> Answers:
     return Answers(*answers)
 
 
-def assert_refused(answers: Answers, *, naming: str, what: str) -> None:
+def assert_refused(store, subject: Subject, what: str, *, naming: str, may: Kinds = DAMAGE) -> Answers:
     """
-    Insist that every door raised an error which names the file.
+    Insist that every door raises an error which names the file.
 
     But for the files of other ranks' own state, which one rank has no reason to read: without them it loads exactly.
     """
-    needed = answers.all[1:] if is_of_other_ranks(naming) else answers.all
-    for error in needed:
+    answers = try_all(store, subject, what, may)
+    for error in answers.all[1:] if is_of_other_ranks(naming) else answers.all:
         assert error is not None, f"{what}: not noticed"
         assert naming in str(error), f"{what}: {error} does not name {naming}"
+    return answers
 
 
 def is_of_other_ranks(name: str) -> bool:

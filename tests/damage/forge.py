@@ -8,7 +8,7 @@ stand between it and the reader.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -99,6 +99,11 @@ class Forgery:
         """The record's entry of a group's file."""
         return next(file for file in self.record["files"] if file["name"].startswith(group))
 
+    def keep_index(self, subject: Subject) -> None:
+        """Say of the index what is right, where only the record is written anew."""
+        entry = subject.record.index
+        self.record["index"] |= {"nbytes": entry.nbytes, "checksum": entry.checksum}
+
     def blobs(self) -> Blobs:
         """Put it together, with every checksum right."""
         index = self.index if self.index is not None else encode_sections(self.sections, self.header)
@@ -171,8 +176,3 @@ def encode_sections(sections: dict[str, Section], header: bytes | None = None) -
     header = msgspec.msgpack.encode(table) if header is None else header
     start = len(MAGIC) + 4 + len(header)
     return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % ALIGN), body))
-
-
-def changed(subject: Subject, blobs: Blobs) -> Subject:
-    """The subject with other bytes; what it ought to hold stays."""
-    return replace(subject, blobs=blobs)

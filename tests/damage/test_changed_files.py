@@ -32,9 +32,7 @@ def test_every_truncation_of_record_and_index(subject, which):
     name = RECORD_NAME if which == "record" else subject.index_name
     data = subject.blobs[name]
     for length in lengths(data, 0):
-        what = f"{name} cut to {length} of {len(data)}"
-        answers = doors.try_all(subject.with_blob(name, data[:length]), subject, what)
-        doors.assert_refused(answers, naming=name, what=what)
+        doors.assert_refused(subject.with_blob(name, data[:length]), subject, f"cut to {length}", naming=name)
 
 
 def test_truncations_of_data_files(subject):
@@ -42,9 +40,8 @@ def test_truncations_of_data_files(subject):
     for number, entry in enumerate(subject.record.files):
         data = subject.blobs[entry.name]
         for length in lengths(data, number):
-            what = f"{entry.name} cut to {length}"
-            answers = doors.try_all(subject.with_blob(entry.name, data[:length]), subject, what)
-            doors.assert_refused(answers, naming=entry.name, what=what)
+            store = subject.with_blob(entry.name, data[:length])
+            answers = doors.assert_refused(store, subject, f"cut to {length}", naming=entry.name)
             assert isinstance(answers.to_dict, sk.WrongSize)
             assert str(length) in str(answers.to_dict)
             assert str(entry.nbytes) in str(answers.to_dict)
@@ -54,19 +51,18 @@ def test_truncations_of_data_files(subject):
 def test_bytes_appended(subject, tail):
     """One more byte at the end of any file is refused."""
     for name, data in subject.blobs.items():
-        what = f"{tail[:4]!r} appended to {name}"
-        doors.assert_refused(doors.try_all(subject.with_blob(name, data + tail), subject, what), naming=name, what=what)
+        doors.assert_refused(subject.with_blob(name, data + tail), subject, f"{tail[:4]!r} appended", naming=name)
 
 
 def test_files_missing(subject):
     """Without its record there is no checkpoint; without any other file there is an error that names it."""
     for name in subject.blobs:
-        answers = doors.try_all(subject.with_blob(name, None), subject, f"{name} missing")
         if name == RECORD_NAME:
+            answers = doors.try_all(subject.with_blob(name, None), subject, f"{name} missing")
             assert all(isinstance(error, sk.CheckpointNotFound) for error in answers.all)
             assert "did not finish" in str(answers.load)
         else:
-            doors.assert_refused(answers, naming=name, what=f"{name} missing")
+            answers = doors.assert_refused(subject.with_blob(name, None), subject, "missing", naming=name)
             assert isinstance(answers.to_dict, sk.WrongSize)
             assert "missing" in str(answers.to_dict)
 
@@ -96,9 +92,7 @@ def test_files_swapped(subject):
 def test_files_overwritten_with_one_byte(subject, fill):
     """A file of the right size that holds nothing but zeros, as after a crash of a file system, is refused."""
     for name, data in subject.blobs.items():
-        what = f"{name} full of {fill!r}"
-        answers = doors.try_all(subject.with_blob(name, fill * len(data)), subject, what)
-        doors.assert_refused(answers, naming=name, what=what)
+        doors.assert_refused(subject.with_blob(name, fill * len(data)), subject, f"full of {fill!r}", naming=name)
 
 
 def test_zeros_at_the_end():
@@ -107,9 +101,8 @@ def test_zeros_at_the_end():
     for name, data in subject.blobs.items():
         for kept in {len(data) * part // 4 for part in range(4)}:
             if data[kept:].strip(b"\0"):
-                what = f"{name} zero from {kept}"
-                answers = doors.try_all(subject.with_blob(name, data[:kept] + bytes(len(data) - kept)), subject, what)
-                doors.assert_refused(answers, naming=name, what=what)
+                store = subject.with_blob(name, data[:kept] + bytes(len(data) - kept))
+                doors.assert_refused(store, subject, f"zero from {kept}", naming=name)
 
 
 def test_stale_shards():
@@ -117,9 +110,8 @@ def test_stale_shards():
     subject, other = one_rank(), one_rank(1)
     for ours, theirs in zip(subject.record.files, other.record.files, strict=True):
         assert ours.nbytes == theirs.nbytes
-        what = f"{ours.name} from another save"
-        answers = doors.try_all(subject.with_blob(ours.name, other.blobs[theirs.name]), subject, what)
-        doors.assert_refused(answers, naming=ours.name, what=what)
+        store = subject.with_blob(ours.name, other.blobs[theirs.name])
+        answers = doors.assert_refused(store, subject, "from another save", naming=ours.name)
         assert isinstance(answers.load, sk.ChecksumMismatch)
 
 
@@ -134,9 +126,8 @@ def test_stale_blocks():
             patched = mine[:start] + stale[start:stop] + mine[stop:]
             if patched == mine:
                 continue
-            what = f"block at {start} of {ours.name} from another save"
-            answers = doors.try_all(subject.with_blob(ours.name, patched), subject, what)
-            doors.assert_refused(answers, naming=ours.name, what=what)
+            store = subject.with_blob(ours.name, patched)
+            answers = doors.assert_refused(store, subject, f"another block at {start}", naming=ours.name)
             assert answers.load.details["offset"] == start
 
 
@@ -144,10 +135,10 @@ def test_record_and_index_of_another_save():
     """A record or index of another save beside our files is refused: each names files that carry their save's id."""
     subject, other = one_rank(), one_rank(1)
     record = subject.with_blob(RECORD_NAME, other.blobs[RECORD_NAME])
-    doors.assert_refused(doors.try_all(record, subject, "foreign record"), naming=other.index_name, what="record")
+    doors.assert_refused(record, subject, "foreign record", naming=other.index_name)
 
     index = subject.with_blob(subject.index_name, other.blobs[other.index_name])
-    doors.assert_refused(doors.try_all(index, subject, "foreign index"), naming=subject.index_name, what="index")
+    doors.assert_refused(index, subject, "foreign index", naming=subject.index_name)
 
     both = {**subject.blobs, RECORD_NAME: other.blobs[RECORD_NAME], other.index_name: other.blobs[other.index_name]}
     answers = doors.try_all(store_of(both), subject, "foreign record and index")
@@ -177,15 +168,13 @@ def test_on_disk(tmp_path, direct):
         path = tmp_path / name
         for changed in (b"", data[:1], data[: len(data) // 2], data[:-1], data + b"\0", bytes(len(data)), stale[name]):
             path.write_bytes(changed)
-            what = f"{name} with {len(changed)} other bytes"
-            answers = doors.try_all(store, subject, what)
             expected = other.index_name if changed == other.blobs[RECORD_NAME] else name
-            doors.assert_refused(answers, naming=expected, what=what)
+            doors.assert_refused(store, subject, f"{name} with {len(changed)} other bytes", naming=expected)
         path.unlink()
         answers = doors.try_all(store, subject, f"{name} gone")
         assert None not in answers.all
         path.mkdir()
-        doors.assert_refused(doors.try_all(store, subject, f"{name} a directory"), naming=name, what="directory")
+        doors.assert_refused(store, subject, f"{name} a directory", naming=name)
         path.rmdir()
         path.write_bytes(data)
     assert doors.try_all(store, subject, "restored").all == [None, None, None]
