@@ -1,6 +1,5 @@
 """Loads that must be refused before anything changes, and requests that must be met exactly."""
 
-import re
 import types
 from typing import NamedTuple
 
@@ -241,28 +240,6 @@ def test_values_of_one_kind_replace_each_other(tmp_path, stored, mine):
     state = {"v": mine}
     sk.load(state, tmp_path / "ck")
     assert state["v"] == stored
-
-
-@pytest.mark.parametrize(
-    ("there", "here"),
-    [
-        ("model.layers.0.w", "model._orig_mod.layers.0.w"),
-        ("layers.0.w", "_orig_mod.layers.0.w"),
-        ("module.layers.0.w", "_orig_mod.layers.0.w"),
-        ("layers.0.w", "module._orig_mod.layers.0._checkpoint_wrapped_module.w"),
-    ],
-)
-def test_wrappers_of_the_state_are_recognised(tmp_path, there, here):
-    """Where the state's keys carry a wrapper's prefix, the hint has the rename that puts it in; and it does."""
-    sk.save({there: torch.ones(3), "step": 1}, tmp_path / "ck")
-    state = {here: torch.zeros(3), "step": 0}
-
-    with pytest.raises(sk.StateMismatch) as caught:
-        sk.load(state, tmp_path / "ck")
-
-    advice = re.search(r"pass rename=(\{.*\})", str(caught.value)).group(1)
-    sk.load(state, tmp_path / "ck", rename=eval(advice))
-    assert state[here].all()
 
 
 def test_keys_spelt_like_ranks_are_keys(tmp_path):

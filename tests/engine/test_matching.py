@@ -7,6 +7,8 @@ import torch
 
 import shardkeep as sk
 
+WRAPPERS = ["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
+
 
 @pytest.fixture
 def saved(tmp_path):
@@ -130,20 +132,29 @@ def test_rename_to_one_name_is_an_error(saved):
         sk.load(zeros(), saved, rename=lambda _: "x")
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"])
-def test_wrapper_prefixes_are_recognised(tmp_path, wrapper):
-    """Keys that differ by a wrapper's prefix are suggested, with the rename that loads them; and it does."""
-    sk.save({"model": {f"{wrapper}.layers.0.w": torch.ones(3)}}, tmp_path / "ck")
-    state = {"model": {"layers.0.w": torch.zeros(3)}}
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        *[(f"model.{wrapper}.layers.0.w", "model.layers.0.w") for wrapper in WRAPPERS],
+        ("model.layers.0.w", "model._orig_mod.layers.0.w"),
+        ("layers.0.w", "_orig_mod.layers.0.w"),
+        ("module.layers.0.w", "_orig_mod.layers.0.w"),
+        ("layers.0.w", "module._orig_mod.layers.0._checkpoint_wrapped_module.w"),
+    ],
+)
+def test_wrapper_prefixes_are_recognised(tmp_path, there, here):
+    """Keys that differ by a wrapper's prefix, on either side, are suggested, with the rename that loads them; and it does."""
+    sk.save({there: torch.ones(3), "step": 1}, tmp_path / "ck")
+    state = {here: torch.zeros(3), "step": 0}
 
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, tmp_path / "ck")
 
     text = str(caught.value)
-    assert f"did you mean 'model.{wrapper}.layers.0.w'?" in text
-    advice = re.search(r"pass rename=(\[.*\])", text).group(1)
+    assert f"did you mean {there!r}?" in text
+    advice = re.search(r"pass rename=([\[{].*[\]}])", text).group(1)
     sk.load(state, tmp_path / "ck", rename=eval(advice))
-    assert state["model"]["layers.0.w"].all()
+    assert state[here].all()
 
 
 def test_near_misses_are_suggested(saved):
