@@ -288,6 +288,7 @@ class StoragePool:
         self._shared = shared
         self._pinned_from = pinned_from
         self._kept: dict[int, list[_KeptStorage]] = {}
+        self._to_pin: list[torch.UntypedStorage] = []
         self._taken = 0
         self._lock = threading.Lock()
 
@@ -340,8 +341,14 @@ class StoragePool:
         make: Any = torch.UntypedStorage._new_shared if self._shared else torch.UntypedStorage
         storage: torch.UntypedStorage = make(nbytes)
         if pinned:
-            self._pinned = _try_to_pin(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+            self._to_pin.append(storage)
         return storage
+
+    def pin(self) -> None:
+        """Pin the storages that are new: after `take`, because it takes longer than copying to them."""
+        with self._lock:
+            while self._to_pin and self._pinned:
+                self._pinned = _try_to_pin(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._to_pin.pop()))
 
 
 class _KeptStorage:

@@ -341,8 +341,10 @@ class StateSnapshot:
     memory, and may be changed when `handle.staged` is done. Objects are copied, with the tensors inside them.
     """
 
-    def __init__(self, state: Mapping[str, Any], where: str, *, in_process: bool) -> None:
-        """Take the snapshot. `in_process`: the writer process will write it."""
+    def __init__(
+        self, state: Mapping[str, Any], where: str, *, in_process: bool, thread: ThreadPoolExecutor | None = None
+    ) -> None:
+        """Take the snapshot; on `thread`, as far as it is in host memory. `in_process`: the writer process will write it."""
         self.handle: SaveHandle[Any] = SaveHandle(where)
         self._in_process = in_process
         self._opened: list[OpenedTensor] = []
@@ -360,7 +362,12 @@ class StateSnapshot:
             )
         silent = _Silent(Phases(), rank=0, where=where)
         self._background = BackgroundWrite(self._snapshot, self.handle, memory, options, silent)
-        self._must_wait = self._background.copy_on_host()
+        self._copying: Future[bool] = Future()
+        """Of what is in host memory; its result is whether some of it is still the caller's."""
+        if thread is not None and self._snapshot.on_host is not None:
+            self._copying = thread.submit(self._background.copy_on_host)
+        else:
+            self._copying.set_result(self._background.copy_on_host())
 
     def _copied(self, path: TreePath, leaf: Any, copying: _Copying) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -378,7 +385,7 @@ class StateSnapshot:
 
     def wait(self) -> None:
         """Wait until the state may be changed; an interrupted wait cancels the save."""
-        if self._must_wait:
+        if self._copying.result():
             try:
                 self.handle.staged.wait_without_raising()
             except BaseException:
@@ -404,7 +411,9 @@ class StateSnapshot:
     def open(self) -> Iterator[None]:
         """Use the snapshot, on one thread; at the end, release it."""
         try:
+            wait([self._copying])
             with self._background.releasing(), torch.no_grad():
+                self._copying.result()
                 for device, event in self._snapshot.events.items():
                     torch.accelerator.set_device_index(device.index)
                     torch.accelerator.current_stream(device).wait_event(event)
@@ -533,6 +542,7 @@ class StateDictStager:
 
         """
         state_copy = self.prepare(state_dict)
+        self._memory.pin()
         state_copy.fill()
         if not non_blocking:
             state_copy.wait()
@@ -592,7 +602,7 @@ class DefaultStager(AsyncStager):
     def snapshot(self, state_dict: StateDict, where: str, *, in_process: bool) -> StateSnapshot:
         """Take a snapshot, for a save that needs no copy of the whole state in host memory."""
         self._check_open()
-        snapshot = StateSnapshot(state_dict, where, in_process=in_process)
+        snapshot = StateSnapshot(state_dict, where, in_process=in_process, thread=self._staging_executor)
         self._staging_future = snapshot.completion
         return snapshot
 
@@ -615,6 +625,7 @@ class DefaultStager(AsyncStager):
             self._staging_future = None  # it holds the last copy, whose memory can be used again
         state_copy = self._state_dict_stager.prepare(state_dict)
         if self._staging_executor is None:
+            self._state_dict_stager._memory.pin()
             state_copy.fill(non_blocking=self._config.use_non_blocking_copy)
             state_copy.wait()
             staged: StateDict = state_copy.tree
@@ -629,6 +640,7 @@ class DefaultStager(AsyncStager):
 
     def _fill(self, state_copy: StateCopy, made: dict[torch.device, torch.Event], here: int | None) -> StateDict:
         """Fill a copy on the staging thread; its sources stay alive until they are copied."""
+        self._state_dict_stager._memory.pin()  # here: it takes seconds
         if here is not None:
             # A new thread uses device 0, and would create a context there.
             torch.accelerator.set_device_index(here)

@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 from torch.distributed import c10d_logger
@@ -278,8 +278,10 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
     kinds: tuple[type[Any], ...] = (FileSystemReader, FsspecReader) if reader else (FileSystemWriter, FsspecWriter)
     for each in kinds:
         if each.validate_checkpoint_id(checkpoint_id):
-            chosen: S = each(checkpoint_id)
-            return chosen
+            chosen: Any = each(checkpoint_id)
+            if not reader:
+                chosen._splits_files = True
+            return cast("S", chosen)
     raise NoStorage(
         f"Cannot detect which storage {os.fspath(checkpoint_id)!r} is in",
         hint=f"check that the directory exists or can be created, or pass a {kind}",

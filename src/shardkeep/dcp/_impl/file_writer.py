@@ -35,7 +35,7 @@ from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.stagers import BlockingAsyncStager, current_snapshot
 from shardkeep.engine.torch_writer import Data, HashingStream, WrittenItem, lay_out, plain_tensor, write_stream
 from shardkeep.engine.workers import FollowUpError, budget_for_store, run_workers
-from shardkeep.engine.writer import FileJob, write_files
+from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
 from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
@@ -74,6 +74,8 @@ from shardkeep.storage.file_systems import (
     write_all,
 )
 
+_FILE_NBYTES = 256 << 20
+"""A rank whose part is a multiple of this writes several files, if it may choose."""
 _MOST_PICKLED_NBYTES = 64 << 20
 """Pickled objects that are held in memory until they are written."""
 
@@ -398,6 +400,8 @@ class _FileSystemWriter(StorageWriter):
         self.use_collectives = True
         self._began_s = time.time()
         self._written: list[str] = []
+        self._splits_files = False
+        """Whether to write several files at a time, as `sk.save` does: a writer that the user made has `thread_count`."""
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id:
@@ -439,12 +443,13 @@ class _FileSystemWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files = self.thread_count
+        if self._splits_files:
+            files = max(1, min(MOST_FILES, sum(map(_item_size, plan.items)) // _FILE_NBYTES))
         buckets = (
-            _split_by_size_and_type(self.thread_count, plan.items)
-            if self.single_file_per_rank
-            else [[item] for item in plan.items]
+            _split_by_size_and_type(files, plan.items) if self.single_file_per_rank else [[item] for item in plan.items]
         )
-        files: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
+        queued: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
         number = self._commit().first_number()
         for bucket in filter(None, self._split_formats(buckets)):
             # An existing file belongs to a checkpoint that must stay intact until this save is committed.
@@ -454,9 +459,9 @@ class _FileSystemWriter(StorageWriter):
                 number += 1
                 if not self.fs.exists(path):
                     break
-            files.put((path, name, bucket))
-        self._written = [name for _, name, _ in files.queue]
-        return self._write_data(planner, files)
+            queued.put((path, name, bucket))
+        self._written = [name for _, name, _ in queued.queue]
+        return self._write_data(planner, queued)
 
     def _supersede_common(self) -> None:
         """Remove the metadata of all ranks together, after each rank has written its own."""
