@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardkeep.dist.world import current_world
 from shardkeep.errors import PackageMissing
@@ -22,13 +21,7 @@ def from_rank_zero(event: Event) -> bool:
 
 
 def import_optional(module: str, *, package: str, wanted_by: str) -> Any:
-    """
-    Import a module of a package that shardkeep does not depend on.
-
-    Raises:
-        PackageMissing: it is not installed.
-
-    """
+    """Import a module of a package that shardkeep does not depend on; raise `PackageMissing` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
@@ -41,8 +34,7 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 """Bounds of histograms, from a small state in memory to a large one on a slow network."""
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """The description of one number."""
 
     name: str
@@ -67,18 +59,13 @@ METRICS = (
 
 def metrics_of(event: Event) -> dict[str, float]:
     """Return the numbers of an event by name; empty for events without numbers."""
-    if isinstance(event, SaveCommitted):
-        return {
-            "save/seconds": event.seconds,
-            "save/blocked_s": event.blocked_s,
-            "save/staged_s": event.staged_s,
-            "save/written_s": event.written_s,
-            "save/bytes": event.bytes_total,
-            "save/gb_per_s": event.gb_per_s,
-        }
-    if isinstance(event, LoadFinished):
-        return {"load/seconds": event.seconds, "load/bytes": event.bytes_total, "load/gb_per_s": event.gb_per_s}
-    return {}
+    calls = {SaveCommitted: "save", LoadFinished: "load"}
+    found = (each.name.split("/") for each in METRICS)
+    return {
+        f"{call}/{what}": getattr(event, "bytes_total" if what == "bytes" else what)
+        for call, what in found
+        if call == calls.get(type(event))
+    }
 
 
 def failed_call(event: Event) -> str | None:

@@ -6,6 +6,7 @@ Metrics of saves and loads for OpenTelemetry.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.events import Event
@@ -38,21 +39,15 @@ class OpenTelemetry:
             "opentelemetry.metrics", package="opentelemetry-api", wanted_by="the OpenTelemetry report"
         )
         meter = metrics.get_meter("shardkeep") if meter is None else meter
-        self._seconds: dict[str, Any] = {
-            each.name: meter.create_histogram(
-                _metric(each.name),
-                unit=each.unit,
-                description=each.text,
-                explicit_bucket_boundaries_advisory=BUCKETS_S,  # the defaults are for milliseconds
-            )
-            for each in METRICS
-            if each.unit == "s"
-        }
-        self._last: dict[str, Any] = {
-            each.name: meter.create_gauge(_metric(each.name), unit=each.unit, description=each.text)
-            for each in METRICS
-            if each.unit != "s"
-        }
+        self._record: dict[str, Callable[..., None]] = {}
+        for each in METRICS:
+            about: dict[str, Any] = {"unit": each.unit, "description": each.text}
+            name = f"shardkeep.{each.name.replace('/', '.')}"
+            if each.unit == "s":  # the default buckets are for milliseconds
+                histogram = meter.create_histogram(name, **about, explicit_bucket_boundaries_advisory=BUCKETS_S)
+                self._record[each.name] = histogram.record
+            else:
+                self._record[each.name] = meter.create_gauge(name, **about).set
         self._failures: dict[str, Any] = {
             call: meter.create_counter(f"shardkeep.{call}.failures", description=f"Failures of {call}s.")
             for call in ("save", "load")
@@ -62,13 +57,6 @@ class OpenTelemetry:
         """Record the numbers of an event, if it has any."""
         attributes = {"shardkeep.rank": event.rank}
         for name, value in metrics_of(event).items():
-            if name in self._seconds:
-                self._seconds[name].record(value, attributes)
-            else:
-                self._last[name].set(value, attributes)
+            self._record[name](value, attributes)
         if failed := failed_call(event):
             self._failures[failed].add(1, {**attributes, "error.type": getattr(event, "kind", "")})
-
-
-def _metric(name: str) -> str:
-    return f"shardkeep.{name.replace('/', '.')}"

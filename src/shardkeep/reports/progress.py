@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardkeep.events import Event, SaveBegan, SaveCommitted, SaveFailed, SaveProgressed, on_event
@@ -43,14 +42,9 @@ def show_progress() -> AbstractContextManager[None]:
         ...     report = sk.save({"w": torch.ones(4)}, tempfile.mkdtemp() + "/step-1")
 
     """
-    if not _interactive():
-        return nullcontext()
-    return _shown()
-
-
-def _interactive() -> bool:
-    """Return whether stderr is a terminal; rich also accepts variables that only mean colours in logs."""
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    # Not as rich sees it, which also accepts variables that only mean colours in logs.
+    interactive = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    return _shown() if interactive else nullcontext()
 
 
 @contextmanager
@@ -76,7 +70,8 @@ class _Bars:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._changed = threading.Condition()
-        self._saves: dict[str, _Bar] = {}
+        self._saves: dict[str, dict[str, int]] = {}
+        """By place: the bytes that are done by verb ("stage", "write"), and the total."""
         self._closing = False
         # A daemon, because the process must be able to exit while the terminal blocks.
         self._thread = threading.Thread(target=self._draw, name="shardkeep-progress", daemon=True)
@@ -88,10 +83,10 @@ class _Bars:
             if isinstance(event, (SaveCommitted, SaveFailed)):
                 self._saves.pop(event.where, None)
             elif isinstance(event, SaveBegan) and from_rank_zero(event):
-                self._saves[event.where] = _Bar(("stage", "write") if event.background else ("write",))
-            elif isinstance(event, SaveProgressed) and event.where in self._saves:
-                bar = self._saves[event.where]
-                bar.done, bar.total = {"stage": event.bytes_staged, "write": event.bytes_written}, event.bytes_total
+                self._saves[event.where] = {**({"stage": 0} if event.background else {}), "write": 0, "total": 0}
+            elif isinstance(event, SaveProgressed) and (bar := self._saves.get(event.where)):
+                bar |= {"stage": event.bytes_staged} if "stage" in bar else {}
+                bar |= {"write": event.bytes_written, "total": event.bytes_total}
             self._changed.notify()
 
     def close(self) -> None:
@@ -120,9 +115,10 @@ class _Bars:
                 if not self._saves:
                     return
                 bars = {
-                    (where, verb): (bar.done.get(verb, 0), bar.total)
+                    (where, verb): (done, bar["total"])
                     for where, bar in self._saves.items()
-                    for verb in bar.verbs
+                    for verb, done in bar.items()
+                    if verb != "total"
                 }
             for key in tasks.keys() - bars.keys():
                 progress.remove_task(tasks.pop(key))
@@ -137,37 +133,17 @@ class _Bars:
                 self._changed.wait_for(lambda: not self._saves, timeout=_BETWEEN_S)
 
 
-@dataclass
-class _Bar:
-    """The progress of one save."""
-
-    verbs: tuple[str, ...]
-    done: dict[str, int] = field(default_factory=dict)
-    total: int = 0
-
-
 def byte_progress(console: Console, *, auto_refresh: bool) -> Progress:
     """Return a progress display with columns for bytes, throughput and remaining time."""
-    from rich.progress import (  # noqa: PLC0415 - only if needed
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich import progress  # noqa: PLC0415 - only if needed
 
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    ]
     # Without redirection, what the program prints meanwhile goes to its own streams.
-    return Progress(
-        *columns,
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
         console=console,
         transient=True,
         auto_refresh=auto_refresh,

@@ -6,7 +6,8 @@ Metrics of saves and loads for Prometheus.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from shardkeep.events import Event, SaveCommitted
 from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, import_optional, metrics_of
@@ -40,16 +41,13 @@ class Prometheus:
         """
         client = import_optional("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
         to = {"registry": client.REGISTRY if registry is None else registry}
-        self._seconds: dict[str, Any] = {
-            each.name: client.Histogram(_metric(each.name, each.unit), each.text, buckets=BUCKETS_S, **to)
-            for each in METRICS
-            if each.unit == "s"
-        }
-        self._last: dict[str, Any] = {
-            each.name: client.Gauge(_metric(each.name, each.unit), each.text, **to)
-            for each in METRICS
-            if each.unit != "s"
-        }
+        self._record: dict[str, Callable[[float], None]] = {}
+        for each in METRICS:
+            name = _metric(each.name, each.unit)
+            if each.unit == "s":
+                self._record[each.name] = client.Histogram(name, each.text, buckets=BUCKETS_S, **to).observe
+            else:
+                self._record[each.name] = client.Gauge(name, each.text, **to).set
         self._failures = {
             call: client.Counter(f"shardkeep_{call}_failures", f"Failures of {call}s.", **to)
             for call in ("save", "load")
@@ -62,10 +60,7 @@ class Prometheus:
     def __call__(self, event: Event) -> None:
         """Record the numbers of an event, if it has any."""
         for name, value in metrics_of(event).items():
-            if name in self._seconds:
-                self._seconds[name].observe(value)
-            else:
-                self._last[name].set(value)
+            self._record[name](value)
         if failed := failed_call(event):
             self._failures[failed].inc()
         if isinstance(event, SaveCommitted):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardkeep.events import Event
@@ -52,20 +51,19 @@ class TensorBoard:
         if not (figures or failed) or not from_rank_zero(event):
             return
         with self._lock:  # several threads may save at the same time
-            if not self._closed:
-                self._write(event, figures, failed)
-
-    def _write(self, event: Event, figures: Mapping[str, float], failed: str | None) -> None:
-        if failed:
-            self._failures[failed] += 1
-            figures = {f"{failed}/failures": self._failures[failed]}
-        step = event.step
-        if step is None:
-            step, self._unnumbered = self._unnumbered, self._unnumbered + 1
-        writer = self._open()
-        for name, value in figures.items():
-            writer.add_scalar(f"checkpoint/{name}", value, step, walltime=event.time_s)
-        writer.flush()
+            if self._closed:
+                return
+            if failed:
+                self._failures[failed] += 1
+                figures = {f"{failed}/failures": self._failures[failed]}
+            step = event.step
+            if step is None:
+                step, self._unnumbered = self._unnumbered, self._unnumbered + 1
+            if self._writer is None:
+                self._writer = self._module.SummaryWriter(self._folder)
+            for name, value in figures.items():
+                self._writer.add_scalar(f"checkpoint/{name}", value, step, walltime=event.time_s)
+            self._writer.flush()
 
     def close(self) -> None:
         """Close the files, unless the writer came from the caller. Later events are not written."""
@@ -74,9 +72,3 @@ class TensorBoard:
             if self._folder is not None and self._writer is not None:
                 self._writer.close()
                 self._writer = None
-
-    def _open(self) -> SummaryWriter:
-        if self._writer is None:
-            made: SummaryWriter = self._module.SummaryWriter(self._folder)
-            self._writer = made
-        return self._writer

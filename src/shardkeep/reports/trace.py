@@ -46,8 +46,7 @@ _LANES = {
 """The rows of a rank, from top to bottom."""
 _ROWS = 100
 """Most rows of one phase. Calls that overlap in time get a row each."""
-_End: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed
-_Timed: TypeAlias = _End | PromotionFinished
+_Timed: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed | PromotionFinished
 _ENDS = (SaveCommitted, SaveFailed, LoadFinished, LoadFailed)
 _MOMENTS = (Retried, Pruned, StepSkipped, PromotionFailed)
 
@@ -160,22 +159,14 @@ class _Rows:
         """Return the entries of an event that happened just now, by a monotonic clock."""
         if isinstance(event, _MOMENTS):
             return [_instant(event, time.perf_counter())]
-        if isinstance(event, PromotionFinished):
-            return self._spans("promote", event, event.ranks)
-        if not isinstance(event, _ENDS):
+        if not isinstance(event, (*_ENDS, PromotionFinished)):
             return []
-        ranks = [RankPhases(event.rank, event.phases)]
-        entries = []
-        if isinstance(event, (SaveCommitted, LoadFinished)):
-            ranks = event.ranks or ranks
-        else:
-            entries.append(_instant(event, event.called_s + event.seconds))
-        call = "save" if isinstance(event, (SaveCommitted, SaveFailed)) else "load"
-        return entries + self._spans(call, event, ranks)
-
-    def _spans(self, call: str, event: _Timed, ranks: list[RankPhases]) -> list[dict[str, Any]]:
+        is_save = isinstance(event, (SaveCommitted, SaveFailed))
+        call = "save" if is_save else "promote" if isinstance(event, PromotionFinished) else "load"
+        failed = isinstance(event, (SaveFailed, LoadFailed))
+        ranks = getattr(event, "ranks", None) or [RankPhases(event.rank, getattr(event, "phases", []))]
         lanes = [f"{call} {name}" for call, names in _LANES.items() for name in names]
-        return [
+        return ([_instant(event, event.called_s + event.seconds)] if failed else []) + [
             entry
             for each in ranks
             for span in _with_whole(call, each, event)
@@ -197,6 +188,9 @@ class _Rows:
             yield _named("thread_name", rank, row, name=span.name if row == first else f"{span.name} {row - first + 1}")
             yield _named("thread_sort_index", rank, row, sort_index=row)
         self._ends_us[rank, row] = end_us
+        more: dict[str, Any] = {}
+        if isinstance(event, PromotionFinished) and span.name == "promote":
+            more = {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
         yield {
             "name": span.name,
             "cat": "shardkeep",
@@ -205,23 +199,15 @@ class _Rows:
             "dur": end_us - begin_us,
             "pid": rank,
             "tid": row,
-            "args": {"where": event.where, "step": event.step, "bytes": span.nbytes, **_more(span, event)},
+            "args": {"where": event.where, "step": event.step, "bytes": span.nbytes, **more},
         }
-
-
-def _more(span: Span, event: _Timed) -> dict[str, Any]:
-    """Return further arguments for the span of a whole promotion."""
-    if not isinstance(event, PromotionFinished) or span.name != "promote":
-        return {}
-    return {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
 
 
 def _with_whole(name: str, did: RankPhases, event: _Timed) -> list[Span]:
     """Return a span for the whole call of a rank, as far as it is known here, and the spans of its phases."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
-    if did.rank == event.rank and not isinstance(
-        event, PromotionFinished
-    ):  # its seconds do not include choosing the source
+    # The seconds of a promotion do not include choosing the source.
+    if did.rank == event.rank and not isinstance(event, PromotionFinished):
         begins, ends = [*begins, 0.0], [*ends, event.seconds]
     if not ends:
         return []
