@@ -5,15 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+_Run = Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand. A module lists its own in a dict `COMMANDS`, by name."""
+    """One subcommand. Its module has it under its name."""
 
-    configure: Callable[[argparse.ArgumentParser], None]
-    """Adds the arguments of the command to its parser. `main` adds `--json`."""
-    run: Callable[[argparse.Namespace], int]
+    run: _Run
     """Does the work and returns the exit code: 0 success, 1 something is wrong or different, 2 could not run."""
+    arguments: tuple[Argument, ...]
+    """What its parser takes. `main` adds `--json`."""
     examples: str
     """Lines for the end of its help, each indented by two spaces."""
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Describe an argument, as argparse's `add_argument` takes it; `group` is the heading above it in the help."""
+    return names, options
+
+
+def command(*arguments: Argument, examples: str) -> Callable[[_Run], Command]:
+    """Make a function the subcommand of its name."""
+    return lambda run: Command(run, arguments, examples)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.output import Table, UsageError, echo_err, format_size, print_json, printable, styled
 from shardkeep.errors import CheckpointError
 from shardkeep.options import Options
@@ -74,16 +74,19 @@ class Result:
         self.read_gb_per_s = self.nbytes / median(self.read_s) / 1e9
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a directory on the disk to measure, or a URL in a store")
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each contender (default: 3)")
-    parser.add_argument(
-        "--torch", action=argparse.BooleanOptionalAction, default=True, help="also measure torch's DCP (default)"
-    )
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("path", metavar="PATH", help="a directory on the disk to measure, or a URL in a store"),
+    argument("--gb", type=float, default=2.0, help="size of the checkpoint (default: 2)"),
+    argument("--rounds", type=int, default=3, help="measurements of each contender (default: 3)"),
+    argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="also measure torch's DCP (default)"),
+    examples="""
+  shardkeep bench /scratch
+  shardkeep bench s3://bucket/scratch --gb 1
+  shardkeep bench /scratch --gb 16 --rounds 5
+  shardkeep bench /scratch --no-torch --json
+""",
+)
+def bench(args: argparse.Namespace) -> int:
     nbytes = int(args.gb * 1e9)
     if nbytes < 1 << 24 or args.rounds < 1:
         raise UsageError(f"--gb {args.gb} --rounds {args.rounds}", hint="at least 0.02 GB and 1 round")
@@ -335,19 +338,6 @@ def main(name: str, where: str, nbytes: str, rounds: str) -> int:
     print(json.dumps({"nbytes": contender.nbytes, "write_s": written, "read_s": read}))
     return 0
 
-
-COMMANDS = {
-    "bench": Command(
-        _configure,
-        _run,
-        examples="""
-  shardkeep bench /scratch
-  shardkeep bench s3://bucket/scratch --gb 1
-  shardkeep bench /scratch --gb 16 --rounds 5
-  shardkeep bench /scratch --no-torch --json
-""",
-    )
-}
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

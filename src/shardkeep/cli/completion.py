@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.main import SUMMARIES, Parser, load_command, parser_of
 from shardkeep.cli.output import UsageError, print_json
 
@@ -23,11 +23,15 @@ _KEYS = {
 }
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS)),
+    examples="""
+  eval "$(shardkeep completion bash)"              in ~/.bashrc
+  shardkeep completion zsh > "${fpath[1]}/_shardkeep"
+  shardkeep completion fish > ~/.config/fish/completions/shardkeep.fish
+""",
+)
+def completion(args: argparse.Namespace) -> int:
     try:
         import shtab  # noqa: PLC0415 - only this command needs it
     except ImportError as exc:
@@ -54,16 +58,3 @@ def _whole_parser(directory: object) -> argparse.ArgumentParser:
                 if by is not None:
                     action.complete = by  # type: ignore[attr-defined]  # shtab reads it
     return whole
-
-
-COMMANDS = {
-    "completion": Command(
-        _configure,
-        _run,
-        examples="""
-  eval "$(shardkeep completion bash)"              in ~/.bashrc
-  shardkeep completion zsh > "${fpath[1]}/_shardkeep"
-  shardkeep completion fish > ~/.config/fish/completions/shardkeep.fish
-""",
-    )
-}

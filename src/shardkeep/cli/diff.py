@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.contents import Item, iter_items, key_filter, plain_value
 from shardkeep.cli.output import (
     ReadProgress,
@@ -73,25 +73,27 @@ class Difference:
         return sum(len(keys) for keys in (self.only_a, self.only_b, self.kinds, self.tensors, self.values))
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="a checkpoint")
-    parser.add_argument("b", metavar="B", help="another one")
-    parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
-    parser.add_argument("--prefix", metavar="KEY", help="only keys that begin with this")
-    parser.add_argument(
+@command(
+    argument("a", metavar="A", help="a checkpoint"),
+    argument("b", metavar="B", help="another one"),
+    argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
+    argument("--prefix", metavar="KEY", help="only keys that begin with this"),
+    argument(
         "--strip-prefix", metavar="TEXT", default="", help="only keys of A with this prefix, without it (B: an export)"
-    )
-    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X times |b| (0)")
-    parser.add_argument(
-        "--atol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X (0: bits are compared)"
-    )
-    parser.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes; read no values")
-    parser.add_argument("--ignore-dtype", action="store_true", help="compare the numbers of different dtypes")
-    parser.add_argument("--read", action="store_true", help="read values even if their digests are equal")
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="lines of each kind (20; 0: all)")
-
-
-def _run(args: argparse.Namespace) -> int:
+    ),
+    argument("--rtol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X times |b| (0)"),
+    argument("--atol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X (0: bits are compared)"),
+    argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes; read no values"),
+    argument("--ignore-dtype", action="store_true", help="compare the numbers of different dtypes"),
+    argument("--read", action="store_true", help="read values even if their digests are equal"),
+    argument("--limit", type=int, default=20, metavar="N", help="lines of each kind (20; 0: all)"),
+    examples="""
+  shardkeep diff runs/a/step-500 runs/b/step-500
+  shardkeep diff step-500 hf --strip-prefix model. --ignore-dtype --rtol 1e-2
+  shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
+""",
+)
+def diff(args: argparse.Namespace) -> int:
     if not (args.rtol >= 0 and args.atol >= 0):
         raise UsageError("--rtol and --atol must be 0 or more")
     a, b = open_with_hints(args.a), open_with_hints(args.b)
@@ -362,16 +364,3 @@ def _change_json(change: TensorChange) -> dict[str, Any]:
         "relative_norm": change.relative if change.has_numbers else None,
         "first": {"index": list(change.first or ()), "a": change.before, "b": change.after},
     }
-
-
-COMMANDS = {
-    "diff": Command(
-        _configure,
-        _run,
-        examples="""
-  shardkeep diff runs/a/step-500 runs/b/step-500
-  shardkeep diff step-500 hf --strip-prefix model. --ignore-dtype --rtol 1e-2
-  shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
-""",
-    )
-}

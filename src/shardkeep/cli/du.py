@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.contents import Item, iter_items, key_filter
 from shardkeep.cli.output import (
     Table,
@@ -28,15 +28,19 @@ Shares = dict[str, tuple[int, int]]
 """The number of keys, and their bytes, by name."""
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints")
-    parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
-    parser.add_argument("--depth", type=int, default=2, metavar="N", help="dotted parts of a prefix (2; 0: whole keys)")
-    parser.add_argument("--limit", type=int, default=30, metavar="N", help="lines (30; 0: all)")
-    parser.add_argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"')
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints"),
+    argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
+    argument("--depth", type=int, default=2, metavar="N", help="dotted parts of a prefix (2; 0: whole keys)"),
+    argument("--limit", type=int, default=30, metavar="N", help="lines (30; 0: all)"),
+    argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"'),
+    examples="""
+  shardkeep du runs/a/step-500
+  shardkeep du runs/a/step-500 --depth 3 --limit 10
+  shardkeep du runs/a                              by checkpoint
+""",
+)
+def du(args: argparse.Namespace) -> int:
     if args.depth < 0:
         raise UsageError(f"--depth {args.depth}: give 0 or more")
     found = open_checkpoint_or_run(args.path, args.template)
@@ -135,16 +139,3 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
 
 def _percent(nbytes: int, total: int) -> str:
     return f"{nbytes / (total or 1):.1%}"
-
-
-COMMANDS = {
-    "du": Command(
-        _configure,
-        _run,
-        examples="""
-  shardkeep du runs/a/step-500
-  shardkeep du runs/a/step-500 --depth 3 --limit 10
-  shardkeep du runs/a                              by checkpoint
-""",
-    )
-}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.output import (
     ReadProgress,
     UsageError,
@@ -29,24 +29,28 @@ _MIN_TIMED_S = 0.5
 """Throughput is not shown for copies that take less."""
 
 
-def _configure_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
-    parser.add_argument("to", metavar="TO", help="a directory (hf), or a file (torch)")
-    parser.add_argument("--format", choices=("hf", "torch", "native"), default="hf", help="what to write (default: hf)")
-    parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: convert floating point weights")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="greatest size of a file (default: 5GB)")
-    parser.add_argument("--include", metavar="GLOB", action="append", help="only these names (may be repeated)")
-    parser.add_argument("--exclude", metavar="GLOB", action="append", help="not these names (may be repeated)")
-    parser.add_argument(
+@command(
+    argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files"),
+    argument("to", metavar="TO", help="a directory (hf), or a file (torch)"),
+    argument("--format", choices=("hf", "torch", "native"), default="hf", help="what to write (default: hf)"),
+    argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: convert floating point weights"),
+    argument("--shard-size", metavar="SIZE", default="5GB", help="greatest size of a file (default: 5GB)"),
+    argument("--include", metavar="GLOB", action="append", help="only these names (may be repeated)"),
+    argument("--exclude", metavar="GLOB", action="append", help="not these names (may be repeated)"),
+    argument(
         "--rename", metavar="s/RE/TEXT/", action="append", help="change names by a regular expression (may be repeated)"
-    )
-    parser.add_argument("--prefix", metavar="TEXT", help="only names with this prefix, without it (default: model.)")
-    parser.add_argument("--config", metavar="DIR", help="copy config.json, tokenizer and all but weights from there")
-    parser.add_argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at TO")
-
-
-def _run_export(args: argparse.Namespace) -> int:
+    ),
+    argument("--prefix", metavar="TEXT", help="only names with this prefix, without it (default: model.)"),
+    argument("--config", metavar="DIR", help="copy config.json, tokenizer and all but weights from there"),
+    argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes"),
+    argument("--overwrite", action="store_true", help="replace what is at TO"),
+    examples="""
+  shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
+  shardkeep export runs/a/step-500 out --rename 's/^net\\.//' --exclude '*.ema'
+  shardkeep export runs/a/step-500 out/model.pt --format torch
+""",
+)
+def export(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import export  # noqa: PLC0415 - imports torch, which --help does not need
 
     renames = [parse_rename(text) for text in args.rename or ()]
@@ -89,18 +93,22 @@ def _run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configure_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files")
-    parser.add_argument("to_path", metavar="TO", help="a directory")
-    parser.add_argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO")
-    parser.add_argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)")
-    parser.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)")
-    parser.add_argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes")
-    parser.add_argument("--allow-pickle", action="store_true", help="also pickled values: only if you trust them")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO")
-
-
-def _run_convert(args: argparse.Namespace) -> int:
+@command(
+    argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files"),
+    argument("to_path", metavar="TO", help="a directory"),
+    argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO"),
+    argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)"),
+    argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)"),
+    argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes"),
+    argument("--allow-pickle", action="store_true", help="also pickled values: only if you trust them"),
+    argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO"),
+    examples="""
+  shardkeep convert dcp-checkpoint runs/a/step-500 --to native
+  shardkeep convert runs/a/step-500 out/for-torch --to dcp
+  shardkeep convert runs/a/step-500 out/model --to safetensors --drop optimizer
+""",
+)
+def convert(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import convert  # noqa: PLC0415 - imports torch, which --help does not need
 
     size = parse_size(args.shard_size)
@@ -186,25 +194,3 @@ def parse_rename(text: str) -> tuple[str, str]:
     if len(parts) != 3 or parts[2] not in {"", "g"} or not parts[0]:
         raise UsageError(f"--rename {text!r} is invalid", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed")
     return parts[0], parts[1]
-
-
-COMMANDS = {
-    "export": Command(
-        _configure_export,
-        _run_export,
-        examples="""
-  shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
-  shardkeep export runs/a/step-500 out --rename 's/^net\\.//' --exclude '*.ema'
-  shardkeep export runs/a/step-500 out/model.pt --format torch
-""",
-    ),
-    "convert": Command(
-        _configure_convert,
-        _run_convert,
-        examples="""
-  shardkeep convert dcp-checkpoint runs/a/step-500 --to native
-  shardkeep convert runs/a/step-500 out/for-torch --to dcp
-  shardkeep convert runs/a/step-500 out/model --to safetensors --drop optimizer
-""",
-    ),
-}

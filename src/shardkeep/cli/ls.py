@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.contents import (
     Item,
     checkpoint_json,
@@ -53,18 +53,23 @@ _STYLES: dict[str, Style] = {"damaged": "red", "unfinished": "yellow"}
 _MAX_VALUE_WIDTH = 24
 
 
-def _configure_ls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints")
-    parser.add_argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob")
-    parser.add_argument("--prefix", metavar="KEY", help="only keys that begin with this")
-    parser.add_argument("-l", "--long", action="store_true", help="show where every chunk is stored")
-    parser.add_argument("--names", action="store_true", help="print only names, one per line, for scripts")
-    parser.add_argument("--tree", action="store_true", help="print a tree with sizes")
-    parser.add_argument("--depth", type=int, metavar="N", help="depth of the tree")
-    parser.add_argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"')
-
-
-def _run_ls(args: argparse.Namespace) -> int:
+@command(
+    argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints"),
+    argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
+    argument("--prefix", metavar="KEY", help="only keys that begin with this"),
+    argument("-l", "--long", action="store_true", help="show where every chunk is stored"),
+    argument("--names", action="store_true", help="print only names, one per line, for scripts"),
+    argument("--tree", action="store_true", help="print a tree with sizes"),
+    argument("--depth", type=int, metavar="N", help="depth of the tree"),
+    argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"'),
+    examples="""
+  shardkeep ls runs/a                              the checkpoints of a run
+  shardkeep ls runs/a/step-500                     the keys of one
+  shardkeep ls runs/a/step-500 'model.*.weight'    keys that match a glob
+  shardkeep ls runs/a/step-500 --tree --depth 2
+""",
+)
+def ls(args: argparse.Namespace) -> int:
     found = open_checkpoint_or_run(args.path, args.template)
     return _list_run(found, args) if isinstance(found, Run) else _list_keys(found, args)
 
@@ -235,12 +240,15 @@ def _print_tree(root: _Branch, depth: int | None) -> None:
 # -- latest
 
 
-def _configure_latest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", metavar="ROOT", help="the directory of a run's checkpoints")
-    parser.add_argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"')
-
-
-def _run_latest(args: argparse.Namespace) -> int:
+@command(
+    argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
+    argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"'),
+    examples="""
+  shardkeep latest runs/a
+  python evaluate.py --from "$(shardkeep latest runs/a)"
+""",
+)
+def latest(args: argparse.Namespace) -> int:
     """Print the path alone on stdout; if there is none, print nothing there and return 1."""
     reject_checkpoint(args.root)
     run = open_run(args.root, args.template)  # a directory that does not exist has no checkpoint yet
@@ -269,11 +277,14 @@ def _run_latest(args: argparse.Namespace) -> int:
 # -- cat
 
 
-def _configure_cat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-
-
-def _run_cat(args: argparse.Namespace) -> int:
+@command(
+    argument("checkpoint", metavar="CHECKPOINT"),
+    examples="""
+  shardkeep cat runs/a/step-500
+  shardkeep cat runs/a/step-500 --json | jq .meta
+""",
+)
+def cat(args: argparse.Namespace) -> int:
     """Print the commit record as it is stored, or what shardkeep derives for a checkpoint of another format."""
     store = open_store(args.checkpoint, direct=Options().direct_io)
     with path_hints(args.checkpoint):
@@ -288,33 +299,3 @@ def _run_cat(args: argparse.Namespace) -> int:
         decoded = text.decode().rstrip()
         print(printable_lines(decoded) if is_terminal() else decoded)
     return 0
-
-
-COMMANDS = {
-    "ls": Command(
-        _configure_ls,
-        _run_ls,
-        examples="""
-  shardkeep ls runs/a                              the checkpoints of a run
-  shardkeep ls runs/a/step-500                     the keys of one
-  shardkeep ls runs/a/step-500 'model.*.weight'    keys that match a glob
-  shardkeep ls runs/a/step-500 --tree --depth 2
-""",
-    ),
-    "latest": Command(
-        _configure_latest,
-        _run_latest,
-        examples="""
-  shardkeep latest runs/a
-  python evaluate.py --from "$(shardkeep latest runs/a)"
-""",
-    ),
-    "cat": Command(
-        _configure_cat,
-        _run_cat,
-        examples="""
-  shardkeep cat runs/a/step-500
-  shardkeep cat runs/a/step-500 --json | jq .meta
-""",
-    ),
-}

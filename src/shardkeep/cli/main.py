@@ -1,9 +1,9 @@
 """
 The `shardkeep` command. It imports only the module of the given subcommand, so that most commands start without torch.
 
-To add a command, write a module with a `Command` in its `COMMANDS`, and list it in `GROUPS`. If `args.json` is set, print
-one JSON document to stdout with `output.print_json` and nothing else. Raise an error of `shardkeep.errors` if the command
-cannot run; it becomes exit code 2.
+To add a command, write a module with a function of its name under the decorator `command`, and list it in `GROUPS`. If
+`args.json` is set, print one JSON document to stdout with `output.print_json` and nothing else. Raise an error of
+`shardkeep.errors` if the command cannot run; it becomes exit code 2.
 
 Exit codes: 0 success, 1 the command ran and found something wrong or different, 2 it could not run.
 """
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 def load_command(name: str) -> Command:
     """Import the module of a command, and return the command."""
-    command: Command = import_module(f"shardkeep.cli.{_MODULES[name]}").COMMANDS[name]
+    command: Command = getattr(import_module(f"shardkeep.cli.{_MODULES[name]}"), name)
     return command
 
 
@@ -94,7 +94,13 @@ def parser_of(name: str, command: Command) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.configure(parser)
+    groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
+    for names, options in command.arguments:
+        more = dict(options)
+        title = more.pop("group", None)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(*names, **more)
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
     return parser
 

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.output import (
     Table,
     UsageError,
@@ -78,22 +78,44 @@ class PrunePlan:
         return sum(entry.nbytes for entry in self.deleted) + sum(each.nbytes for each in self.orphans)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", metavar="ROOT", help="the directory of a run's checkpoints")
-    rules = parser.add_argument_group("rules: what any of them selects is kept")
-    rules.add_argument("--keep-last", type=int, metavar="K", help="the newest K")
-    rules.add_argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N")
-    rules.add_argument(
-        "--keep-best", action="append", default=[], metavar="METRIC:K[:max]", help="the K lowest (highest) by a metric"
-    )
-    rules.add_argument("--keep-hours", type=float, metavar="H", help="those saved in the last H hours")
-    parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be deleted; delete nothing")
-    parser.add_argument("-f", "--force", action="store_true", help="also delete other files beside a checkpoint")
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    parser.add_argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"')
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
+    argument(
+        "--keep-last", type=int, metavar="K", help="the newest K", group="rules: what any of them selects is kept"
+    ),
+    argument(
+        "--keep-every",
+        type=int,
+        metavar="N",
+        help="those whose step is a multiple of N",
+        group="rules: what any of them selects is kept",
+    ),
+    argument(
+        "--keep-best",
+        action="append",
+        default=[],
+        metavar="METRIC:K[:max]",
+        help="the K lowest (highest) by a metric",
+        group="rules: what any of them selects is kept",
+    ),
+    argument(
+        "--keep-hours",
+        type=float,
+        metavar="H",
+        help="those saved in the last H hours",
+        group="rules: what any of them selects is kept",
+    ),
+    argument("-n", "--dry-run", action="store_true", help="show what would be deleted; delete nothing"),
+    argument("-f", "--force", action="store_true", help="also delete other files beside a checkpoint"),
+    argument("-y", "--yes", action="store_true", help="do not ask"),
+    argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"'),
+    examples="""
+  shardkeep prune runs/a --keep-last 3 --dry-run
+  shardkeep prune runs/a --keep-last 3 --keep-every 10000 --keep-best loss:2
+  shardkeep prune runs/a --keep-best accuracy:1:max --keep-hours 24 --yes
+""",
+)
+def prune(args: argparse.Namespace) -> int:
     rules = parse_rules(args)
     run = open_existing_run(args.root, args.template)
     _check_metrics(rules.values(), run.entries)
@@ -338,16 +360,3 @@ def _delete_orphans(run: Run, planned: OrphanFiles) -> str:
             store.delete(name)
         run.catalog.root.drop_empty(planned.entry.name)
     return ""
-
-
-COMMANDS = {
-    "prune": Command(
-        _configure,
-        _run,
-        examples="""
-  shardkeep prune runs/a --keep-last 3 --dry-run
-  shardkeep prune runs/a --keep-last 3 --keep-every 10000 --keep-best loss:2
-  shardkeep prune runs/a --keep-best accuracy:1:max --keep-hours 24 --yes
-""",
-    )
-}

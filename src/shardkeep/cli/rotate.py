@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.output import echo_err, format_count, print_json, printable, styled
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.conversion.rotate import rotate_keys
 from shardkeep.errors import CheckpointError, StateError
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them")
-    parser.add_argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"')
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them"),
+    argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"'),
+    examples="""
+  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a      put the new key first
+  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a/step-500
+""",
+)
+def rotate(args: argparse.Namespace) -> int:
     documents: list[dict[str, Any]] = []
     for path in args.path:
         found = open_checkpoint_or_run(path, args.template)
@@ -49,15 +52,3 @@ def _rotate(path: str, *, alone: bool) -> dict[str, Any]:
         if isinstance(exc, StateError):
             return {"path": path, "status": "plain"}
         return {"path": path, "status": "failed", "reason": exc.message}
-
-
-COMMANDS = {
-    "rotate": Command(
-        _configure,
-        _run,
-        examples="""
-  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a      put the new key first
-  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a/step-500
-""",
-    )
-}

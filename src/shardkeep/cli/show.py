@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.contents import Item, find_item, item_json, print_chunks, stored_chunks
 from shardkeep.cli.output import (
     ReadProgress,
@@ -40,16 +40,21 @@ _BAR_WIDTH = 40
 _INDEX_PART = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?")
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("key", metavar="KEY")
-    parser.add_argument("--slice", metavar="INDEX", help='print these values, indexed as in Python: "3:7, ::2"')
-    parser.add_argument("--bins", type=int, default=12, metavar="N", help="bars of the histogram (12)")
-    parser.add_argument("--chunks", action="store_true", help="list all chunks, not only the first few")
-    parser.add_argument("--no-stats", action="store_true", help="read no data: only type and location")
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("checkpoint", metavar="CHECKPOINT"),
+    argument("key", metavar="KEY"),
+    argument("--slice", metavar="INDEX", help='print these values, indexed as in Python: "3:7, ::2"'),
+    argument("--bins", type=int, default=12, metavar="N", help="bars of the histogram (12)"),
+    argument("--chunks", action="store_true", help="list all chunks, not only the first few"),
+    argument("--no-stats", action="store_true", help="read no data: only type and location"),
+    examples="""
+  shardkeep show runs/a/step-500 model.layers.0.weight
+  shardkeep show runs/a/step-500 model.layers.0.weight --slice "3:7, ::2"
+  shardkeep show runs/a/step-500 model.layers.0.weight --slice="-4:"
+  shardkeep show runs/a/step-500 step
+""",
+)
+def show(args: argparse.Namespace) -> int:
     if not 1 <= args.bins <= 1000:
         raise UsageError(f"--bins {args.bins}: give 1 to 1000")
     checkpoint = open_with_hints(args.checkpoint)
@@ -199,17 +204,3 @@ def _print_statistics(found: Statistics) -> None:
     print(f"  min {format_number(found.min):>13}   mean {format_number(found.mean):>13}   zeros {found.zeros:>12,}")
     print(f"  max {format_number(found.max):>13}   std  {format_number(found.std):>13}   {nan}  {inf}")
     print(f"                      norm {format_number(found.norm):>13}")
-
-
-COMMANDS = {
-    "show": Command(
-        _configure,
-        _run,
-        examples="""
-  shardkeep show runs/a/step-500 model.layers.0.weight
-  shardkeep show runs/a/step-500 model.layers.0.weight --slice "3:7, ::2"
-  shardkeep show runs/a/step-500 model.layers.0.weight --slice="-4:"
-  shardkeep show runs/a/step-500 step
-""",
-    )
-}

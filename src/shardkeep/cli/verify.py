@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.cli import Command
+from shardkeep.cli import argument, command
 from shardkeep.cli.output import (
     ReadProgress,
     format_count,
@@ -169,13 +169,17 @@ class _CountingReader(ReaderWrapper):
 # -- the command
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them")
-    parser.add_argument("--deep", action="store_true", help="read every byte and compare it with its digest")
-    parser.add_argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"')
-
-
-def _run(args: argparse.Namespace) -> int:
+@command(
+    argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them"),
+    argument("--deep", action="store_true", help="read every byte and compare it with its digest"),
+    argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"'),
+    examples="""
+  shardkeep verify runs/a/step-500            record, index, sizes and headers
+  shardkeep verify runs/a/step-500 --deep     every byte
+  shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
+""",
+)
+def verify(args: argparse.Namespace) -> int:
     """Check all of them; 1 if one is damaged, 2 if one could not be checked and none is known to be damaged."""
     targets = [target for path in args.path for target in _targets(path, args.template)]
     documents: list[dict[str, Any]] = []
@@ -259,16 +263,3 @@ def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any
         "files_undecoded": result.undecoded,
         "seconds": result.seconds if deep else None,
     }
-
-
-COMMANDS = {
-    "verify": Command(
-        _configure,
-        _run,
-        examples="""
-  shardkeep verify runs/a/step-500            record, index, sizes and headers
-  shardkeep verify runs/a/step-500 --deep     every byte
-  shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
-""",
-    )
-}
