@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.cli import prune
+from shardkeep.cli import output
 from shardkeep.layouts import native
 from shardkeep.layouts.native import claim_name, new_save_id
 from shardkeep.layouts.orphans import Claim, holding_claim, make_claim
@@ -74,7 +74,7 @@ def test_refusals(shardkeep, run_dir, words, said):
 @pytest.mark.parametrize(("typed", "kept"), [("y", [30]), ("n", [10, 20, 30]), ("", [10, 20, 30])])
 def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
     """On a terminal a yes is asked for, and anything else is a no."""
-    monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
+    monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
     monkeypatch.setattr("builtins.input", lambda prompt: typed)
     answer = shardkeep("prune", run_dir, "--keep-last", "1")
     assert (answer.code, steps(run_dir)) == (0, kept)
@@ -154,7 +154,7 @@ def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monk
     """A save that starts between the question and the answer is not touched, and is reported."""
     save_id = new_save_id()
     place = sk.Catalog(run_dir).root.place("step-10")
-    monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
+    monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
     monkeypatch.setattr("builtins.input", lambda prompt: make_claim(place, save_id) or "y")
     with holding_claim(save_id):
         answer = shardkeep("prune", run_dir, "--keep-last", "1")
@@ -210,7 +210,7 @@ def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
 
 def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
     """A checkpoint that was saved anew between the question and the yes is not the one that was to go."""
-    monkeypatch.setattr(prune, "is_terminal", lambda stream=None: True)
+    monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
 
     def answer_late(prompt):
         sk.save({"w": torch.zeros(3)}, run_dir / "step-10", step=10, overwrite=True)

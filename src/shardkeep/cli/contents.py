@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from shardkeep.cli.output import (
-    UsageError,
-    did_you_mean,
-    format_count,
-    format_duration,
-    format_shape,
-    format_size,
-    printable,
-    shorten_middle,
-    terminal_width,
-)
+from shardkeep.cli import output as out
 from shardkeep.errors import CheckpointError
 from shardkeep.format import dtypes
 from shardkeep.format.boxes import Box
@@ -69,13 +59,13 @@ class Item:
     @property
     def what(self) -> str:
         """Dtype and shape: bfloat16 [4096, 1024]."""
-        return f"{self.dtype} {format_shape(self.shape)}" if self.is_tensor else VALUE
+        return f"{self.dtype} {out.format_shape(self.shape)}" if self.is_tensor else VALUE
 
     @property
     def description(self) -> str:
         """Dtype, shape, size, and the tensor it is tied to."""
-        tied = f", shared with {printable(self.tied_to)}" if self.tied_to else ""
-        return f"{self.what}, {format_size(self.nbytes)}{tied}"
+        tied = f", shared with {out.printable(self.tied_to)}" if self.tied_to else ""
+        return f"{self.what}, {out.format_size(self.nbytes)}{tied}"
 
 
 def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
@@ -121,9 +111,9 @@ def find_item(checkpoint: Checkpoint, key: str) -> Item:
     below = [name for name in checkpoint if name.startswith(f"{key}.")]
     if below:
         some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
-        raise UsageError(f"{key!r} is not a key, but a prefix of {format_count(len(below), 'key')}: {some}")
-    hint = did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
-    raise UsageError(f"the checkpoint has no key {key!r}", hint=hint)
+        raise out.UsageError(f"{key!r} is not a key, but a prefix of {out.format_count(len(below), 'key')}: {some}")
+    hint = out.did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
+    raise out.UsageError(f"the checkpoint has no key {key!r}", hint=hint)
 
 
 def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
@@ -149,14 +139,16 @@ def summarize(checkpoint: Checkpoint) -> str:
     step = f"step {record.step}, " if record.step is not None else ""
     try:
         age_s = (datetime.now(timezone.utc) - datetime.fromisoformat(record.saved_at)).total_seconds()
-        age = f"{format_duration(age_s)} ago "
+        age = f"{out.format_duration(age_s)} ago "
     except (ValueError, TypeError):  # no valid time, or no time zone
         age = ""
-    holds = [format_count(totals.tensors, "tensor")] + ([format_count(totals.values, "value")] if totals.values else [])
+    holds = [out.format_count(totals.tensors, "tensor")] + (
+        [out.format_count(totals.values, "value")] if totals.values else []
+    )
     return (
-        f"{record.format}, {step}saved {age}by {format_count(record.world_size, 'rank')}\n"
-        f"{', '.join(holds)}, {format_size(totals.tensor_bytes)};"
-        f" {format_count(len(record.files), 'file')} of {format_size(record.stored_nbytes)}"
+        f"{record.format}, {step}saved {age}by {out.format_count(record.world_size, 'rank')}\n"
+        f"{', '.join(holds)}, {out.format_size(totals.tensor_bytes)};"
+        f" {out.format_count(len(record.files), 'file')} of {out.format_size(record.stored_nbytes)}"
     )
 
 
@@ -195,8 +187,10 @@ def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, 
 def print_chunks(chunks: Sequence[Chunk]) -> None:
     """Print box, size and location of each chunk; on a terminal, names of files are shortened to fit."""
     widest = max((len(str(chunk.box)) for chunk in chunks), default=0)
-    room = terminal_width()
+    room = out.terminal_width()
     for chunk in chunks:
-        line, place = f"  {str(chunk.box).ljust(widest)}  {format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
-        name = printable(chunk.file)
-        print(line + (name if room is None else shorten_middle(name, max(12, room - len(line) - len(place)))) + place)
+        line, place = f"  {str(chunk.box).ljust(widest)}  {out.format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
+        name = out.printable(chunk.file)
+        print(
+            line + (name if room is None else out.shorten_middle(name, max(12, room - len(line) - len(place)))) + place
+        )

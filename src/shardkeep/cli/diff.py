@@ -17,19 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardkeep.cli import argument, command
+from shardkeep.cli import output as out
 from shardkeep.cli.contents import Item, iter_items, key_filter, plain_value
-from shardkeep.cli.output import (
-    ReadProgress,
-    Table,
-    UsageError,
-    format_count,
-    format_number,
-    format_shape,
-    print_json,
-    printable,
-    shorten,
-    styled,
-)
 from shardkeep.cli.runs import open_with_hints
 from shardkeep.engine.reader import open_checked
 from shardkeep.errors import StorageError
@@ -95,7 +84,7 @@ class Difference:
 )
 def diff(args: argparse.Namespace) -> int:
     if not (args.rtol >= 0 and args.atol >= 0):
-        raise UsageError("--rtol and --atol must be 0 or more")
+        raise out.UsageError("--rtol and --atol must be 0 or more")
     a, b = open_with_hints(args.a), open_with_hints(args.b)
     wanted = key_filter(args.pattern, args.prefix)
     strip = args.strip_prefix
@@ -103,12 +92,14 @@ def diff(args: argparse.Namespace) -> int:
     # Patterns refer to the names in A.
     in_b = {item.key: item for item in iter_items(b, wanted if wanted is None else lambda key: wanted(strip + key))}
     if strip and not in_a:
-        raise UsageError(f"no key of {args.a} begins with {strip!r}", hint="--strip-prefix is a prefix of A: model.")
+        raise out.UsageError(
+            f"no key of {args.a} begins with {strip!r}", hint="--strip-prefix is a prefix of A: model."
+        )
     if wanted is not None and not in_a and not in_b:
-        raise UsageError(f"no key of either matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}")
+        raise out.UsageError(f"no key of either matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}")
     found = _compare(a, b, in_a, in_b, args)
     if args.json:
-        print_json(_difference_json(found, args))
+        out.print_json(_difference_json(found, args))
     else:
         _print_difference(found, args)
     return 1 if found.count else 0
@@ -181,7 +172,7 @@ def _compare_tensors(
     )
 
     tolerance = Tolerance(args.rtol, args.atol)
-    with ReadProgress("comparing", sum(one.nbytes for one, _ in pairs)) as progress, compute_pool() as threads:
+    with out.ReadProgress("comparing", sum(one.nbytes for one, _ in pairs)) as progress, compute_pool() as threads:
 
         def work(batch: list[Pair]) -> list[TensorChange]:
             if len(batch) > 1:
@@ -268,30 +259,32 @@ def _print_difference(found: Difference, args: argparse.Namespace) -> None:
     print(f"A  {args.a}\nB  {args.b}\n")
     both = ("key", "A", "B")
     for title, items in (("only in A", found.only_a), ("only in B", found.only_b)):
-        table = Table(("key", "what"), flexible="key", indent="  ", show_headings=False)
-        _print_section(title, table, [(printable(item.key), item.what) for item in items], args.limit)
-    kinds = [(printable(one.key), one.what, other.what) for one, other in found.kinds]
-    _print_section("different shape or dtype", Table(both, flexible="key", indent="  "), kinds, args.limit)
-    values = [(printable(item.key), _brief(before), _brief(after)) for item, before, after in found.values]
-    _print_section("different values", Table(both, flexible="key", indent="  "), values, args.limit)
+        table = out.Table(("key", "what"), flexible="key", indent="  ", show_headings=False)
+        _print_section(title, table, [(out.printable(item.key), item.what) for item in items], args.limit)
+    kinds = [(out.printable(one.key), one.what, other.what) for one, other in found.kinds]
+    _print_section("different shape or dtype", out.Table(both, flexible="key", indent="  "), kinds, args.limit)
+    values = [(out.printable(item.key), _brief(before), _brief(after)) for item, before, after in found.values]
+    _print_section("different values", out.Table(both, flexible="key", indent="  "), values, args.limit)
     columns = ("changed", "share", "max", "relative")
-    table = Table(("key", *columns), right=" ".join(columns), flexible="key", indent="  ")
+    table = out.Table(("key", *columns), right=" ".join(columns), flexible="key", indent="  ")
     _print_section("different elements", table, list(starmap(_tensor_row, found.tensors)), args.limit, noun="tensor")
     if found.tensors:
-        print(styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))
+        print(out.styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))
     unread = f", {found.by_digests:,} of them by their digests, without reading" if found.by_digests else ""
     same = "with the same shapes and dtypes" if args.keys_only else f"equal{unread}"
     if not found.count:
-        print(styled(f"no difference: {format_count(found.equal, 'key')} {same}", "green"))
+        print(out.styled(f"no difference: {out.format_count(found.equal, 'key')} {same}", "green"))
     else:
-        print(f"{styled(f'{found.count:,} differ', 'red')}; {format_count(found.equal, 'key')} {same}")
+        print(f"{out.styled(f'{found.count:,} differ', 'red')}; {out.format_count(found.equal, 'key')} {same}")
 
 
-def _print_section(title: str, table: Table, rows: Sequence[Sequence[str]], limit: int, *, noun: str = "key") -> None:
+def _print_section(
+    title: str, table: out.Table, rows: Sequence[Sequence[str]], limit: int, *, noun: str = "key"
+) -> None:
     """Print up to `limit` rows below a title, if there are any; a row may end with a note."""
     if not rows:
         return
-    print(styled(f"{title}: {format_count(len(rows), noun)}", "bold"))
+    print(out.styled(f"{title}: {out.format_count(len(rows), noun)}", "bold"))
     for row in rows[:limit] if limit > 0 else rows:
         table.add(*row[: len(table.headings)], note="".join(row[len(table.headings) :]))
     table.print()
@@ -303,14 +296,14 @@ def _print_section(title: str, table: Table, rows: Sequence[Sequence[str]], limi
 def _tensor_row(item: Item, change: TensorChange) -> tuple[str, ...]:
     share = f"{change.changed / change.elements:.1%}" if change.changed * 1000 > change.elements else "<0.1%"
     sizes = (change.max_abs, change.relative)
-    numbers = (format_number(float(f"{size:.4g}")) if change.has_numbers else "" for size in sizes)
-    return printable(item.key), f"{change.changed:,}", share, *numbers, _note(change)
+    numbers = (out.format_number(float(f"{size:.4g}")) if change.has_numbers else "" for size in sizes)
+    return out.printable(item.key), f"{change.changed:,}", share, *numbers, _note(change)
 
 
 def _note(change: TensorChange) -> str:
     notes = []
     if change.changed <= _FEW_CHANGES and change.first is not None:
-        notes.append(f"at {format_shape(change.first)}: {_distinct(change.before, change.after)}")
+        notes.append(f"at {out.format_shape(change.first)}: {_distinct(change.before, change.after)}")
     if change.bits_alone:
         notes.append(f"{change.bits_alone:,} differ only in bits (-0.0, or kinds of NaN)")
     if change.not_finite:
@@ -328,7 +321,7 @@ def _distinct(before: Any, after: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    return shorten(printable(repr(value)), _MAX_VALUE_WIDTH)
+    return out.shorten(out.printable(repr(value)), _MAX_VALUE_WIDTH)
 
 
 def _difference_json(found: Difference, args: argparse.Namespace) -> dict[str, Any]:

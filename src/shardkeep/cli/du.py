@@ -7,17 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardkeep.cli import argument, command
+from shardkeep.cli import output as out
 from shardkeep.cli.contents import Item, iter_items, key_filter
-from shardkeep.cli.output import (
-    Table,
-    UsageError,
-    format_bar,
-    format_count,
-    format_size,
-    print_json,
-    printable,
-    styled,
-)
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.opening import Checkpoint
 
@@ -42,7 +33,7 @@ Shares = dict[str, tuple[int, int]]
 )
 def du(args: argparse.Namespace) -> int:
     if args.depth < 0:
-        raise UsageError(f"--depth {args.depth}: give 0 or more")
+        raise out.UsageError(f"--depth {args.depth}: give 0 or more")
     found = open_checkpoint_or_run(args.path, args.template)
     return _du_run(found, args) if isinstance(found, Run) else _du_checkpoint(found, args)
 
@@ -50,7 +41,7 @@ def du(args: argparse.Namespace) -> int:
 def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     items = list(iter_items(checkpoint, key_filter(args.pattern, None)))
     if not items and args.pattern:
-        raise UsageError(f"no key matches {' '.join(args.pattern)!r}")
+        raise out.UsageError(f"no key matches {' '.join(args.pattern)!r}")
     shares = _add_up(items, lambda item: _prefix(item.key, args.depth))
     parts = _add_up(items, _part)
     total = sum(nbytes for _, nbytes in shares.values())
@@ -65,14 +56,14 @@ def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
 
         sizes = {"nbytes": total, "stored_bytes": stored, "prefixes": as_json(shares)}
         by_name = {part["name"]: part for part in as_json(parts)}
-        print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
+        out.print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
         return 0
     _print_shares(shares, total, args.limit)
     named = [(name, parts[name][1]) for name in ("model", "optimizer", "values") if name in parts]
-    split = ", ".join(f"{name} {format_size(nbytes)} ({_percent(nbytes, total)})" for name, nbytes in named)
-    print(f"\n{styled(format_size(total), 'bold')} in {format_count(len(items), 'key')}\n{split}")
+    split = ", ".join(f"{name} {out.format_size(nbytes)} ({_percent(nbytes, total)})" for name, nbytes in named)
+    print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(items), 'key')}\n{split}")
     if not args.pattern:
-        print(f"{format_count(len(checkpoint.record.files), 'file')} and the index take {format_size(stored)}")
+        print(f"{out.format_count(len(checkpoint.record.files), 'file')} and the index take {out.format_size(stored)}")
     return 0
 
 
@@ -100,20 +91,20 @@ def _part(item: Item) -> str:
 def _print_shares(shares: Shares, total: int, limit: int) -> None:
     rows = [(name, keys, nbytes) for name, (keys, nbytes) in shares.items()]
     listed = rows[:limit] if limit > 0 else rows
-    table = Table(("prefix", "keys", "size", "share", ""), right="keys size share", flexible="prefix")
+    table = out.Table(("prefix", "keys", "size", "share", ""), right="keys size share", flexible="prefix")
     most = max((nbytes for _, _, nbytes in rows), default=0) or 1
     for name, keys, nbytes in listed:
-        bar = format_bar(nbytes / most, _BAR_WIDTH)
-        table.add(printable(name), f"{keys:,}", format_size(nbytes), _percent(nbytes, total), bar)
+        bar = out.format_bar(nbytes / most, _BAR_WIDTH)
+        table.add(out.printable(name), f"{keys:,}", out.format_size(nbytes), _percent(nbytes, total), bar)
     table.print()
     if len(rows) > len(listed):
         rest = sum(nbytes for _, _, nbytes in rows[len(listed) :])
-        print(f"and {len(rows) - len(listed):,} more of {format_size(rest)} (--limit 0 lists them)")
+        print(f"and {len(rows) - len(listed):,} more of {out.format_size(rest)} (--limit 0 lists them)")
 
 
 def _du_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern:
-        raise UsageError(f"{args.path} is a run: patterns are for the keys of one checkpoint")
+        raise out.UsageError(f"{args.path} is a run: patterns are for the keys of one checkpoint")
     # Of all files, including those that a record does not name.
     places = {entry.name: run.catalog.root.place(entry.name) for entry in run.entries}
     sizes = {name: sum(info.nbytes for info in place.list()) for name, place in places.items()}
@@ -123,17 +114,17 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
             {"name": entry.name, "step": entry.step, "status": entry.status, "nbytes": sizes[entry.name]}
             for entry in run.entries
         ]
-        print_json({"kind": "run", "path": args.path, "nbytes": total, "checkpoints": listed})
+        out.print_json({"kind": "run", "path": args.path, "nbytes": total, "checkpoints": listed})
         return 0
-    table = Table(("checkpoint", "size", "share", "", "status"), right="size share", flexible="checkpoint")
+    table = out.Table(("checkpoint", "size", "share", "", "status"), right="size share", flexible="checkpoint")
     most = max(sizes.values(), default=0) or 1
     for entry in run.entries[: args.limit] if args.limit > 0 else run.entries:
         status = "" if entry.committed else entry.status
         nbytes = sizes[entry.name]
-        bar = format_bar(nbytes / most, _BAR_WIDTH)
-        table.add(printable(entry.name), format_size(nbytes), _percent(nbytes, total), bar, status)
+        bar = out.format_bar(nbytes / most, _BAR_WIDTH)
+        table.add(out.printable(entry.name), out.format_size(nbytes), _percent(nbytes, total), bar, status)
     table.print()
-    print(f"\n{styled(format_size(total), 'bold')} in {format_count(len(run.entries), 'checkpoint')}")
+    print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(run.entries), 'checkpoint')}")
     return 0
 
 

@@ -8,20 +8,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from shardkeep.cli import argument, command
-from shardkeep.cli.output import (
-    ReadProgress,
-    UsageError,
-    echo_err,
-    format_count,
-    format_size,
-    format_speed,
-    print_json,
-    printable,
-    styled,
-)
+from shardkeep.cli import output as out
 from shardkeep.cli.runs import path_hints
+
+if TYPE_CHECKING:
+    from shardkeep.conversion.api import ConvertReport, ExportReport
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_NAMED = 4
@@ -72,21 +66,17 @@ def export(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        print_json({**asdict(report), "gb_per_s": report.gb_per_s})
-        return 0
-    what = f"{format_count(report.tensors, 'tensor')}, {format_size(report.bytes_written)}"
-    _print_written(report.to, f"{what} in {format_count(len(report.files), 'file')}", report.seconds, report.gb_per_s)
+        return _print_json(report)
+    what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_size(report.bytes_written)}"
+    _print_written(report, f"{what} in {out.format_count(len(report.files), 'file')}", native=args.format == "native")
+    once = " and stored once" if args.format == "hf" else ""
     for name, owner in list(report.ties.items())[:_MAX_NAMED]:
-        print(
-            f"  {printable(name)} is tied to {printable(owner)}" + (" and stored once" if args.format == "hf" else "")
-        )
-    if report.decrypted:
-        _warn_decrypted(can_encrypt=args.format == "native")
+        print(f"  {out.printable(name)} is tied to {out.printable(owner)}{once}")
     if report.left_out:
-        echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
+        out.echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
     if report.infinite:
         wider = "fp32" if args.dtype in {"bf16", "bfloat16"} else "fp64" if "32" in args.dtype else "bf16"
-        echo_err(
+        out.echo_err(
             f"numbers too large for {args.dtype} became infinite in {_some(report.infinite)}; try --dtype {wider}",
             "yellow",
         )
@@ -125,19 +115,16 @@ def convert(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        print_json({**asdict(report), "gb_per_s": report.gb_per_s})
-        return 0
-    what = f"{format_count(report.tensors, 'tensor')}, {format_count(report.values, 'value')}"
-    what += f", {format_size(report.bytes_written)} as {report.layout}"
-    _print_written(report.to, what, report.seconds, report.gb_per_s)
-    if report.decrypted:
-        _warn_decrypted(can_encrypt=args.to == "native")
+        return _print_json(report)
+    what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_count(report.values, 'value')}"
+    size_text = out.format_size(report.bytes_written)
+    _print_written(report, f"{what}, {size_text} as {report.layout}", native=args.to == "native")
     labels = [each for each in report.left_out if each in {"step", "meta"}]
     if labels:
-        echo_err(f"torch's layout has no place for {' and '.join(labels)} of the commit record", "yellow")
+        out.echo_err(f"torch's layout has no place for {' and '.join(labels)} of the commit record", "yellow")
     if own := [each for each in report.left_out if each not in labels]:
-        names = printable(", ".join(own))
-        echo_err(
+        names = out.printable(", ".join(own))
+        out.echo_err(
             f"torch's layout cannot mark {names} as per-rank: a plain dict by rank, which PerRank cannot load", "yellow"
         )
     return 0
@@ -153,32 +140,36 @@ def _transfer(what: str, source: str) -> Iterator[Callable[[int, int], None]]:
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        with ReadProgress(what, 0) as progress, path_hints(source):
+        with out.ReadProgress(what, 0) as progress, path_hints(source):
             yield progress.update
     finally:
         log.setLevel(before)
 
 
-def _print_written(to: str, what: str, seconds: float, gb_per_s: float) -> None:
-    print(f"{styled('wrote', 'green')} {printable(to)}: {what}")
-    print(f"  written, read back and compared: equal{format_speed(seconds, gb_per_s, _MIN_TIMED_S)}")
+def _print_json(report: ExportReport | ConvertReport) -> int:
+    out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
+    return 0
 
 
-def _warn_decrypted(*, can_encrypt: bool) -> None:
-    hint = "; --codecs aes encrypts it" if can_encrypt else ""
-    echo_err(f"the source is encrypted, this copy is not{hint}", "yellow")
+def _print_written(report: ExportReport | ConvertReport, what: str, *, native: bool) -> None:
+    print(f"{out.styled('wrote', 'green')} {out.printable(report.to)}: {what}")
+    speed = out.format_speed(report.seconds, report.gb_per_s, _MIN_TIMED_S)
+    print(f"  written, read back and compared: equal{speed}")
+    if report.decrypted:
+        hint = "; --codecs aes encrypts it" if native else ""
+        out.echo_err(f"the source is encrypted, this copy is not{hint}", "yellow")
 
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(map(printable, names[:_MAX_NAMED])) + rest
+    return ", ".join(map(out.printable, names[:_MAX_NAMED])) + rest
 
 
 def parse_size(text: str) -> float:
     """Return the bytes of a size such as 5GB or 512MiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text!r} is not a size", hint="write 500MB, 5GB or 2GiB")
+        raise out.UsageError(f"{text!r} is not a size", hint="write 500MB, 5GB or 2GiB")
     base = 1024 if found[3] else 1000
     return float(found[1]) * float(base ** " kmgt".index(found[2].lower() or " "))
 
@@ -192,5 +183,5 @@ def parse_rename(text: str) -> tuple[str, str]:
     """Return the pair in `s/RE/TEXT/`; any punctuation may replace the slash."""
     parts = text[2:].split(text[1]) if len(text) > 3 and text[0] == "s" and not text[1].isalnum() else []
     if len(parts) != 3 or parts[2] not in {"", "g"} or not parts[0]:
-        raise UsageError(f"--rename {text!r} is invalid", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed")
+        raise out.UsageError(f"--rename {text!r} is invalid", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed")
     return parts[0], parts[1]

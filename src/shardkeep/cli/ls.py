@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from shardkeep.cli import argument, command
+from shardkeep.cli import output as out
 from shardkeep.cli.contents import (
     Item,
     checkpoint_json,
@@ -22,23 +23,6 @@ from shardkeep.cli.contents import (
     stored_chunks,
     summarize,
 )
-from shardkeep.cli.output import (
-    Style,
-    Table,
-    UsageError,
-    did_you_mean,
-    echo_err,
-    format_count,
-    format_duration,
-    format_shape,
-    format_size,
-    is_terminal,
-    print_json,
-    printable,
-    printable_lines,
-    shorten,
-    styled,
-)
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_run, path_hints, reject_checkpoint, suggest_path
 from shardkeep.cli.verify import check_checkpoint
 from shardkeep.engine.sources import find
@@ -49,7 +33,7 @@ from shardkeep.opening import Checkpoint
 from shardkeep.options import Options
 from shardkeep.storage.resolve import open_store
 
-_STYLES: dict[str, Style] = {"damaged": "red", "unfinished": "yellow"}
+_STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
 _MAX_VALUE_WIDTH = 24
 
 
@@ -79,7 +63,7 @@ def ls(args: argparse.Namespace) -> int:
 
 def _list_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern or args.prefix or args.tree or args.long:
-        raise UsageError(
+        raise out.UsageError(
             f"{args.path} is a run, not a checkpoint: it has no keys",
             hint=f"`shardkeep ls {args.path}` lists its checkpoints; choose one of them",
         )
@@ -87,7 +71,7 @@ def _list_run(run: Run, args: argparse.Namespace) -> int:
     if args.json:
         listed = [entry_json(run, entry) | {"latest": entry is latest} for entry in run.entries]
         document = {"kind": "run", "path": args.path, "template": run.catalog.naming.template}
-        print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
+        out.print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
     elif args.names:
         _print_names(entry.name for entry in run.entries if entry.committed)
     else:
@@ -97,11 +81,11 @@ def _list_run(run: Run, args: argparse.Namespace) -> int:
 
 def _print_names(names: Iterable[str]) -> None:
     for name in names:
-        print(printable(name))
+        print(out.printable(name))
 
 
 def _print_run(entries: list[Entry], latest: Entry | None) -> None:
-    table = Table(
+    table = out.Table(
         ("name", "step", "status", "size", "age", "ranks", "format", "metrics", "marks"),
         right="step size age ranks",
         flexible="metrics",
@@ -111,22 +95,22 @@ def _print_run(entries: list[Entry], latest: Entry | None) -> None:
         style = _STYLES.get(entry.status) or ("green" if entry is latest else None)
         age = (datetime.now(timezone.utc) - entry.saved_at).total_seconds() if entry.saved_at else None
         table.add(
-            printable(entry.name),
+            out.printable(entry.name),
             str(entry.step),
             entry.status,
-            format_size(entry.nbytes) if entry.nbytes else "",
-            format_duration(age) if age is not None else "",
+            out.format_size(entry.nbytes) if entry.nbytes else "",
+            out.format_duration(age) if age is not None else "",
             str(entry.record.world_size) if entry.record else "",
             entry.layout if entry.layout not in {"native", None} else "",
-            "  ".join(f"{printable(name)} {value:.4g}" for name, value in entry.metrics.items()),
+            "  ".join(f"{out.printable(name)} {value:.4g}" for name, value in entry.metrics.items()),
             ", ".join(marks),
             style=style,
-            note=printable(entry.reason),
+            note=out.printable(entry.reason),
         )
     table.print()
-    counts = [format_count(sum(entry.committed for entry in entries), "checkpoint")]
+    counts = [out.format_count(sum(entry.committed for entry in entries), "checkpoint")]
     counts += [f"{count:,} {status}" for status in _STYLES if (count := sum(e.status == status for e in entries))]
-    print(f"\n{styled(format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
+    print(f"\n{out.styled(out.format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
 
 
 def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
@@ -149,16 +133,16 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     items = list(iter_items(checkpoint, key_filter(args.pattern, args.prefix)))
     if not items and (args.pattern or args.prefix):
         asked = args.prefix or args.pattern[0]
-        hint = did_you_mean(asked, checkpoint, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
-        raise UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
+        hint = out.did_you_mean(asked, checkpoint, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
+        raise out.UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
     if args.json:
         found = [item_json(checkpoint, item, chunks=args.long) for item in items]
-        print_json({"kind": "checkpoint", "path": args.path, **checkpoint_json(checkpoint), "items": found})
+        out.print_json({"kind": "checkpoint", "path": args.path, **checkpoint_json(checkpoint), "items": found})
         return 0
     if args.names:
         _print_names(item.key for item in items)
         return 0
-    print(f"{styled(args.path, 'bold')}  {summarize(checkpoint)}\n")
+    print(f"{out.styled(args.path, 'bold')}  {summarize(checkpoint)}\n")
     if args.tree:
         _print_tree(_build_tree(items), args.depth)
     elif args.long:
@@ -169,26 +153,26 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
 
 
 def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
-    table = Table(("key", "dtype", "shape", "size", "chunks"), right="size chunks", flexible="key")
+    table = out.Table(("key", "dtype", "shape", "size", "chunks"), right="size chunks", flexible="key")
     for item in items:
         if item.is_tensor:
-            size = "tied" if item.tied_to else format_size(item.nbytes)
-            table.add(printable(item.key), item.dtype, format_shape(item.shape), size, f"{item.chunks:,}")
+            size = "tied" if item.tied_to else out.format_size(item.nbytes)
+            table.add(out.printable(item.key), item.dtype, out.format_shape(item.shape), size, f"{item.chunks:,}")
         else:  # other layouts keep values in files, which a listing does not read
             text = _value_text(checkpoint, item) if checkpoint.record.format == NATIVE else ""
-            table.add(printable(item.key), item.dtype, shorten(text, _MAX_VALUE_WIDTH), "", "")
+            table.add(out.printable(item.key), item.dtype, out.shorten(text, _MAX_VALUE_WIDTH), "", "")
     table.print()
 
 
 def _value_text(checkpoint: Checkpoint, item: Item) -> str:
     value, why_not = plain_value(checkpoint, item.key)
-    return f"({why_not})" if why_not else printable(repr(value))
+    return f"({why_not})" if why_not else out.printable(repr(value))
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
     for item in items:
         text = item.description if item.is_tensor else _value_text(checkpoint, item)
-        print(f"{styled(printable(item.key), 'cyan')}  {text}")
+        print(f"{out.styled(out.printable(item.key), 'cyan')}  {text}")
         print_chunks(stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
@@ -231,8 +215,8 @@ def _print_tree(root: _Branch, depth: int | None) -> None:
             [(more, branch)] = branch.below.items()
             name = f"{name}.{more}"
         leaf = branch.leaf
-        text = leaf.what if leaf else f"{format_count(branch.keys, 'key')}, {format_size(branch.nbytes)}"
-        print(f"{indent}{'└─ ' if last else '├─ '}{printable(name)}  {styled(text, 'dim')}")
+        text = leaf.what if leaf else f"{out.format_count(branch.keys, 'key')}, {out.format_size(branch.nbytes)}"
+        print(f"{indent}{'└─ ' if last else '├─ '}{out.printable(name)}  {out.styled(text, 'dim')}")
         if depth is None or level < depth:
             push(branch, indent + ("   " if last else "│  "), level + 1)
 
@@ -262,15 +246,15 @@ def latest(args: argparse.Namespace) -> int:
             latest = entry
             break
         skipped.append({"name": entry.name, "reason": reason})
-        echo_err(f"skipped {printable(entry.name)}: {printable(reason)}", "yellow")
+        out.echo_err(f"skipped {out.printable(entry.name)}: {out.printable(reason)}", "yellow")
     if args.json:
-        print_json({"latest": entry_json(run, latest) if latest else None, "skipped": skipped})
+        out.print_json({"latest": entry_json(run, latest) if latest else None, "skipped": skipped})
     elif latest:
         print(run.path_of(latest))
     if latest is None:
-        echo_err(f"{args.root}: no checkpoint" + (" that can be loaded" if skipped else " below it yet"))
+        out.echo_err(f"{args.root}: no checkpoint" + (" that can be loaded" if skipped else " below it yet"))
         if not skipped and (hint := suggest_path(args.root)):
-            echo_err(f"  hint: {hint}")
+            out.echo_err(f"  hint: {hint}")
     return 0 if latest else 1
 
 
@@ -294,8 +278,8 @@ def cat(args: argparse.Namespace) -> int:
     else:
         text = msgspec.json.format(msgspec.json.encode(record), indent=2)
     if args.json:
-        print_json(msgspec.json.decode(text))
+        out.print_json(msgspec.json.decode(text))
     else:
         decoded = text.decode().rstrip()
-        print(printable_lines(decoded) if is_terminal() else decoded)
+        print(out.printable_lines(decoded) if out.is_terminal() else decoded)
     return 0

@@ -21,15 +21,7 @@ from typing import NoReturn
 
 from shardkeep._version import __version__
 from shardkeep.cli import Command
-from shardkeep.cli.output import (
-    UsageError,
-    did_you_mean,
-    echo_err,
-    print_json,
-    printable_lines,
-    styled,
-    wrap_lines,
-)
+from shardkeep.cli import output as out
 from shardkeep.errors import CheckpointError
 
 GROUPS = {
@@ -74,8 +66,8 @@ class Parser(argparse.ArgumentParser):
             message = f"needs {', '.join(word for word in missing if word not in free)}"
         wrong = message.partition("unrecognized arguments: ")[2].split()
         if wrong and wrong[0].startswith("-"):
-            hint = did_you_mean(wrong[0].partition("=")[0], self._option_string_actions, otherwise=hint)
-        raise UsageError(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
+            hint = out.did_you_mean(wrong[0].partition("=")[0], self._option_string_actions, otherwise=hint)
+        raise out.UsageError(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
 
 
 def load_command(name: str) -> Command:
@@ -128,17 +120,17 @@ def _main(words: list[str]) -> int:
     try:
         return _run(words)
     except CheckpointError as error:
-        text = wrap_lines(printable_lines(f"shardkeep: {error}"), stream=sys.stderr)
-        echo_err(styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
+        text = out.wrap_lines(out.printable_lines(f"shardkeep: {error}"), stream=sys.stderr)
+        out.echo_err(out.styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise
     except Exception as error:  # noqa: BLE001 - exit code 1 would mean that the command ran
         traceback.print_exc()
-        echo_err("shardkeep: this is a bug in shardkeep; please report the lines above")
+        out.echo_err("shardkeep: this is a bug in shardkeep; please report the lines above")
         failed = {"kind": type(error).__name__, "message": str(error), "hint": "please report this"}
     if "--json" in words:
-        print_json({"error": failed})
+        out.print_json({"error": failed})
     return 2
 
 
@@ -156,8 +148,8 @@ def _run(words: list[str]) -> int:
     if asked not in SUMMARIES:
         every = f"`shardkeep` alone lists the commands; they are {', '.join(SUMMARIES)}"
         if asked.startswith("-"):
-            raise UsageError(f"the command comes first, before {asked}", hint=every)
-        raise UsageError(f"there is no command {asked!r}", hint=did_you_mean(asked, SUMMARIES, otherwise=every))
+            raise out.UsageError(f"the command comes first, before {asked}", hint=every)
+        raise out.UsageError(f"there is no command {asked!r}", hint=out.did_you_mean(asked, SUMMARIES, otherwise=every))
     command = load_command(asked)
     try:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])
@@ -167,10 +159,10 @@ def _run(words: list[str]) -> int:
 
 
 def _overview() -> None:
-    print(f"{styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
+    print(f"{out.styled('shardkeep', 'bold')} {__version__}: checkpoints for PyTorch training\n")
     for title, commands in GROUPS.items():
         for name, (_, summary) in commands.items():
-            print(f"  {styled(title.ljust(5), 'dim')}  {styled(name.ljust(10), 'cyan')}  {summary}")
+            print(f"  {out.styled(title.ljust(5), 'dim')}  {out.styled(name.ljust(10), 'cyan')}  {summary}")
             title = ""  # noqa: PLW2901 - print it once
     print("\nshardkeep COMMAND --help   prints its arguments and examples")
     print("shardkeep COMMAND --json   prints one JSON document, for programs")

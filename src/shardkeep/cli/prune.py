@@ -17,21 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardkeep.cli import argument, command
-from shardkeep.cli.output import (
-    Table,
-    UsageError,
-    did_you_mean,
-    echo_err,
-    format_count,
-    format_size,
-    is_terminal,
-    print_json,
-    printable,
-    styled,
-)
+from shardkeep.cli import output as out
 from shardkeep.cli.runs import Run, open_existing_run
 from shardkeep.cli.verify import check_checkpoint
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, UnsupportedVersion
@@ -48,12 +37,12 @@ from shardkeep.storage.local import storage_errors
 _THREADS = 8
 """Threads that check checkpoints; most of the time they wait for the disk or the network."""
 
+_RULES = "rules: what any of them selects is kept"
 _MAX_NAMED = 3
 """Foreign files that a message names; the others are counted."""
 
 
-@dataclass(frozen=True)
-class OrphanFiles:
+class OrphanFiles(NamedTuple):
     """Files in the directory of one checkpoint that can be deleted."""
 
     entry: Entry
@@ -80,31 +69,17 @@ class PrunePlan:
 
 @command(
     argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
-    argument(
-        "--keep-last", type=int, metavar="K", help="the newest K", group="rules: what any of them selects is kept"
-    ),
-    argument(
-        "--keep-every",
-        type=int,
-        metavar="N",
-        help="those whose step is a multiple of N",
-        group="rules: what any of them selects is kept",
-    ),
+    argument("--keep-last", type=int, metavar="K", help="the newest K", group=_RULES),
+    argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N", group=_RULES),
     argument(
         "--keep-best",
         action="append",
         default=[],
         metavar="METRIC:K[:max]",
         help="the K lowest (highest) by a metric",
-        group="rules: what any of them selects is kept",
+        group=_RULES,
     ),
-    argument(
-        "--keep-hours",
-        type=float,
-        metavar="H",
-        help="those saved in the last H hours",
-        group="rules: what any of them selects is kept",
-    ),
+    argument("--keep-hours", type=float, metavar="H", help="those saved in the last H hours", group=_RULES),
     argument("-n", "--dry-run", action="store_true", help="show what would be deleted; delete nothing"),
     argument("-f", "--force", action="store_true", help="also delete other files beside a checkpoint"),
     argument("-y", "--yes", action="store_true", help="do not ask"),
@@ -121,7 +96,7 @@ def prune(args: argparse.Namespace) -> int:
     _check_metrics(rules.values(), run.entries)
     planned = make_plan(run, rules, force=args.force)
     if job := running_holder(run.catalog.root):
-        echo_err(f"a job is saving to this run: {printable(job)}", "yellow")
+        out.echo_err(f"a job is saving to this run: {out.printable(job)}", "yellow")
     if not args.json:
         _print_plan(run, planned)
     failed: dict[str, str] = {}
@@ -131,13 +106,13 @@ def prune(args: argparse.Namespace) -> int:
             return 0
         failed = _execute(run, planned, force=args.force)
         if not args.json and not failed:
-            print(styled(f"deleted, {format_size(planned.nbytes)} freed", "green"))
+            print(out.styled(f"deleted, {out.format_size(planned.nbytes)} freed", "green"))
     if args.json:
-        print_json(_plan_json(planned, failed, dry_run=args.dry_run))
+        out.print_json(_plan_json(planned, failed, dry_run=args.dry_run))
     elif args.dry_run:
         print("nothing was deleted: --dry-run")
     for name, why in failed.items():
-        echo_err(f"could not delete {printable(name)}: {printable(why)}", "red")
+        out.echo_err(f"could not delete {out.printable(name)}: {out.printable(why)}", "red")
     return 2 if failed else 0
 
 
@@ -154,7 +129,7 @@ def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
     if args.keep_hours is not None:
         rules[f"last {args.keep_hours:g} hours"] = KeepYounger(args.keep_hours * 3600)
     if not rules:
-        raise UsageError(
+        raise out.UsageError(
             "prune needs a rule that says what to keep", hint="for example --keep-last 3, and --dry-run to try it"
         )
     return rules
@@ -163,7 +138,7 @@ def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
 def _parse_best(words: str) -> KeepBest:
     found = re.fullmatch(r"([^:]+)(?::(\d+))?(?::(min|max))?", words)
     if found is None:
-        raise UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
+        raise out.UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
     return KeepBest(found[1], int(found[2] or 1), "max" if found[3] == "max" else "min")
 
 
@@ -172,8 +147,8 @@ def _check_metrics(policies: Iterable[Policy], entries: list[Entry]) -> None:
     known = {name for entry in entries for name in entry.metrics}
     for policy in policies:
         if isinstance(policy, KeepBest) and policy.metric not in known and entries:
-            hint = did_you_mean(policy.metric, known, otherwise=f"they have {', '.join(sorted(known)) or 'none'}")
-            raise UsageError(f"no checkpoint has the metric {policy.metric!r}", hint=hint)
+            hint = out.did_you_mean(policy.metric, known, otherwise=f"they have {', '.join(sorted(known)) or 'none'}")
+            raise out.UsageError(f"no checkpoint has the metric {policy.metric!r}", hint=hint)
 
 
 # -- what to delete
@@ -189,28 +164,24 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool = False) -> Pru
         spared = {entry.name: reason for entry, reason in zip(unwanted, reasons, strict=True) if reason}
     committed = [entry for entry in entries if entry.committed]
     wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
-
-    def why(entry: Entry) -> str:
-        if not entry.committed:
-            return f"{entry.status}: {entry.reason}"
-        reasons = [words for words, names in wanted.items() if entry.name in names]
-        reasons += ["pinned"] if entry.pinned else []
-        reasons += [spared[entry.name]] if entry.name in spared else []
-        return ", ".join(reasons) or "the newest"
-
-    deleted = [entry for entry in unwanted if entry.name not in spared]
-    names = {entry.name for entry in deleted}
-    kept = [entry for entry in entries if entry.name not in names]
-    found = [find_orphans(run, entry) for entry in kept]
-    return PrunePlan([(entry, why(entry)) for entry in kept], deleted, [each for each in found if each is not None])
+    planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [])
+    for entry in entries:
+        if entry in planned.deleted:
+            continue
+        by = [words for words, names in wanted.items() if entry.name in names]
+        by += [*(["pinned"] if entry.pinned else []), *filter(None, [spared.get(entry.name)])]
+        why = ", ".join(by) or "the newest" if entry.committed else f"{entry.status}: {entry.reason}"
+        planned.kept.append((entry, why))
+        planned.orphans.extend(filter(None, [find_orphans(run, entry)]))
+    return planned
 
 
 def _checked(run: Run, entry: Entry) -> Entry:
     """Return an entry, marked as damaged if a shallow check finds it so."""
     if not entry.committed:
         return entry
-    result = check_checkpoint(run.path_of(entry), deep=False)
-    return entry if result.sound else replace(entry, status="damaged", reason=result.reason)
+    reason = check_checkpoint(run.path_of(entry), deep=False).reason
+    return replace(entry, status="damaged", reason=reason) if reason else entry
 
 
 def _reason_to_spare(run: Run, entry: Entry, *, force: bool) -> str:
@@ -267,28 +238,28 @@ def find_orphans(run: Run, entry: Entry) -> OrphanFiles | None:
 
 
 def _print_plan(run: Run, planned: PrunePlan) -> None:
-    table = Table(("", "checkpoint", "size", "why"), right="size", flexible="why")
+    table = out.Table(("", "checkpoint", "size", "why"), right="size", flexible="why")
     swept = {each.entry.name: each for each in planned.orphans}
     for entry, why in planned.kept:
         found = swept.get(entry.name)
         if found is None or entry.committed:
-            table.add("keep", printable(entry.name), format_size(entry.nbytes), printable(why))
+            table.add("keep", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why))
         if found is not None:
-            what = f"{format_count(len(found.names), 'file')} {found.reason}"
-            table.add("sweep", printable(entry.name), format_size(found.nbytes), what, style="yellow")
+            what = f"{out.format_count(len(found.names), 'file')} {found.reason}"
+            table.add("sweep", out.printable(entry.name), out.format_size(found.nbytes), what, style="yellow")
     for entry in reversed(planned.deleted):
         others = foreign_files(run, entry)
         why = "no rule keeps it" + (f"; {others}" if others else "")
-        table.add("delete", printable(entry.name), format_size(entry.nbytes), printable(why), style="red")
+        table.add("delete", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why), style="red")
     table.print()
     print(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
 
 
 def _summary(planned: PrunePlan) -> str:
-    words = [format_count(len(planned.deleted), "checkpoint")] if planned.deleted else []
+    words = [out.format_count(len(planned.deleted), "checkpoint")] if planned.deleted else []
     files = sum(len(each.names) for each in planned.orphans)
-    words += [format_count(files, "orphan file")] if files else []
-    return f"{' and '.join(words)} to delete, {styled(format_size(planned.nbytes), 'bold')}"
+    words += [out.format_count(files, "orphan file")] if files else []
+    return f"{' and '.join(words)} to delete, {out.styled(out.format_size(planned.nbytes), 'bold')}"
 
 
 def _plan_json(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
@@ -302,9 +273,9 @@ def _plan_json(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> 
             if entry.name not in failed
         ],
         "swept": [
-            {"name": each.entry.name, "files": each.names, "nbytes": each.nbytes, "why": each.reason}
-            for each in planned.orphans
-            if each.entry.name not in failed
+            {"name": entry.name, "files": names, "nbytes": nbytes, "why": why}
+            for entry, names, nbytes, why in planned.orphans
+            if entry.name not in failed
         ],
         "failed": failed,
     }
@@ -314,8 +285,8 @@ def _plan_json(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> 
 
 
 def _confirmed(args: argparse.Namespace, planned: PrunePlan) -> bool:
-    if args.json or not is_terminal(sys.stdin) or not is_terminal():
-        raise UsageError(
+    if args.json or not out.is_terminal(sys.stdin) or not out.is_terminal():
+        raise out.UsageError(
             f"{_summary(planned)}, but there is no terminal to ask on",
             hint="--yes deletes without asking, --dry-run only shows",
         )

@@ -8,21 +8,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli import argument, command
+from shardkeep.cli import output as out
 from shardkeep.cli.contents import Item, find_item, item_json, print_chunks, stored_chunks
-from shardkeep.cli.output import (
-    ReadProgress,
-    UsageError,
-    format_bar,
-    format_count,
-    format_number,
-    format_shape,
-    print_json,
-    printable,
-    printable_lines,
-    styled,
-    terminal_width,
-    to_json,
-)
 from shardkeep.cli.runs import open_with_hints
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.boxes import parse_index
@@ -56,7 +43,7 @@ _INDEX_PART = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?")
 )
 def show(args: argparse.Namespace) -> int:
     if not 1 <= args.bins <= 1000:
-        raise UsageError(f"--bins {args.bins}: give 1 to 1000")
+        raise out.UsageError(f"--bins {args.bins}: give 1 to 1000")
     checkpoint = open_with_hints(args.checkpoint)
     item = find_item(checkpoint, args.key)
     if not item.is_tensor:
@@ -70,12 +57,12 @@ def show(args: argparse.Namespace) -> int:
 def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) -> int:
     value = checkpoint[item.key]
     if args.slice is not None:
-        raise UsageError(f"{item.key!r} is a value, not a tensor: it has no slices")
+        raise out.UsageError(f"{item.key!r} is a value, not a tensor: it has no slices")
     if args.json:
         document = item_json(checkpoint, item, chunks=False)
-        print_json(document | {"type": type(value).__name__, "value": to_json(value)})
+        out.print_json(document | {"type": type(value).__name__, "value": out.to_json(value)})
     else:
-        print(printable_lines(value if isinstance(value, str) else repr(value)))
+        print(out.printable_lines(value if isinstance(value, str) else repr(value)))
     return 0
 
 
@@ -95,7 +82,9 @@ def parse_slice(text: str) -> tuple[Any, ...]:
             continue
         match = _INDEX_PART.fullmatch(part)
         if match is None or not part:
-            raise UsageError(f"--slice {text!r}: {part!r} is not an index", hint='write it as in Python: "3:7, ::2"')
+            raise out.UsageError(
+                f"--slice {text!r}: {part!r} is not an index", hint='write it as in Python: "3:7, ::2"'
+            )
         first, second, third = (int(number) if number else None for number in match.groups())
         found.append(slice(first, second, third) if ":" in part else first)
     return tuple(found)
@@ -106,10 +95,10 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
     try:
         picks = parse_index(item.key, item.shape, index)
     except (IndexError, ValueError) as exc:
-        raise UsageError(str(exc), hint=f"the tensor is {item.what}") from exc
+        raise out.UsageError(str(exc), hint=f"the tensor is {item.what}") from exc
     count = math.prod(pick.count for pick in picks)
     if count > _MAX_VALUES:
-        raise UsageError(
+        raise out.UsageError(
             f"--slice {args.slice!r} has {count:,} values", hint=f"print at most {_MAX_VALUES:,} at a time"
         )
     import numpy as np  # noqa: PLC0415 - torch and numpy only where values are read
@@ -119,10 +108,10 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
     values = plain_values(stored[index])
     if args.json:
         document = item_json(checkpoint, item, chunks=False)
-        print_json(document | {"slice": args.slice, "values": _values_json(values)})
+        out.print_json(document | {"slice": args.slice, "values": _values_json(values)})
         return 0
-    print(f"{printable(item.key)}[{args.slice}]  {item.dtype} {format_shape(values.shape)}")
-    print(np.array2string(values.numpy(), max_line_width=terminal_width() or 100, precision=6, separator=" "))
+    print(f"{out.printable(item.key)}[{args.slice}]  {item.dtype} {out.format_shape(values.shape)}")
+    print(np.array2string(values.numpy(), max_line_width=out.terminal_width() or 100, precision=6, separator=" "))
     return 0
 
 
@@ -132,7 +121,7 @@ def _values_json(values: torch.Tensor) -> Any:
     def pairs(listed: Any) -> Any:
         return [pairs(item) for item in listed] if isinstance(listed, list) else [listed.real, listed.imag]
 
-    return pairs(values.tolist()) if values.is_complex() else to_json(values.tolist())
+    return pairs(values.tolist()) if values.is_complex() else out.to_json(values.tolist())
 
 
 # -- whole tensors
@@ -149,12 +138,12 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         )
 
         try:
-            with ReadProgress("reading", 2 * item.nbytes) as progress:
+            with out.ReadProgress("reading", 2 * item.nbytes) as progress:
                 statistics = compute_statistics(stored, progress.add)
                 histogram = compute_histogram(stored, statistics, args.bins, progress.add)
         except UnsupportedLeaf as exc:
             why_not = exc.message
-        first = list(map(format_number, first_values(stored, _FIRST_VALUES).tolist()))
+        first = list(map(out.format_number, first_values(stored, _FIRST_VALUES).tolist()))
     if args.json:
         document = item_json(checkpoint, item, chunks=True) | {"statistics": None, "histogram": None}
         if statistics is not None:
@@ -162,15 +151,15 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
             document["statistics"] = {**public, "std": statistics.std, "norm": statistics.norm}
         if histogram is not None:
             document["histogram"] = vars(histogram)
-        print_json(document)
+        out.print_json(document)
         return 0
-    print(styled(printable(item.key), "bold"))
+    print(out.styled(out.printable(item.key), "bold"))
     print(f"  {item.description}")
     chunks = stored_chunks(checkpoint, item)
     listed = chunks if args.chunks else chunks[:_MAX_CHUNKS]
     print_chunks(listed)
     if len(chunks) > len(listed):
-        print(f"  and {format_count(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
+        print(f"  and {out.format_count(len(chunks) - len(listed), 'more chunk')} (--chunks lists them)")
     if first:
         print(f"  values   {_fit_line(first, more=math.prod(item.shape) > len(first))}")
     if why_not:
@@ -181,7 +170,7 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         most = max(histogram.counts)
         print()
         for at, count in enumerate(histogram.counts):
-            bar = styled(format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
+            bar = out.styled(out.format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
             print(f"  {histogram.lower_bound(at):>11.4g} ┤{bar} {count:,}")
         print(f"  {histogram.high:>11.4g} ┘")
     return 0
@@ -189,7 +178,7 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
 
 def _fit_line(values: list[str], *, more: bool) -> str:
     """Join as many values as fit on a line, with dots for the rest."""
-    room = (terminal_width() or 1000) - len("  values   ") - len("  …")
+    room = (out.terminal_width() or 1000) - len("  values   ") - len("  …")
     while len(values) > 1 and len("  ".join(values)) > room:
         values, more = values[:-1], True
     return "  ".join(values) + ("  …" if more else "")
@@ -197,10 +186,12 @@ def _fit_line(values: list[str], *, more: bool) -> str:
 
 def _print_statistics(found: Statistics) -> None:
     infinite = found.positive_inf + found.negative_inf
-    nan = styled(f"NaN {found.nan:,}", "red") if found.nan else "NaN 0"
-    inf = styled(f"Inf {infinite:,}", "red") if infinite else "Inf 0"
+    nan = out.styled(f"NaN {found.nan:,}", "red") if found.nan else "NaN 0"
+    inf = out.styled(f"Inf {infinite:,}", "red") if infinite else "Inf 0"
     print()
-    print(f"  {format_count(found.count, 'element')}" + (", by absolute value" if found.of_magnitudes else ""))
-    print(f"  min {format_number(found.min):>13}   mean {format_number(found.mean):>13}   zeros {found.zeros:>12,}")
-    print(f"  max {format_number(found.max):>13}   std  {format_number(found.std):>13}   {nan}  {inf}")
-    print(f"                      norm {format_number(found.norm):>13}")
+    print(f"  {out.format_count(found.count, 'element')}" + (", by absolute value" if found.of_magnitudes else ""))
+    print(
+        f"  min {out.format_number(found.min):>13}   mean {out.format_number(found.mean):>13}   zeros {found.zeros:>12,}"
+    )
+    print(f"  max {out.format_number(found.max):>13}   std  {out.format_number(found.std):>13}   {nan}  {inf}")
+    print(f"                      norm {out.format_number(found.norm):>13}")

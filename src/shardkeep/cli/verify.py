@@ -16,16 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.cli import argument, command
-from shardkeep.cli.output import (
-    ReadProgress,
-    format_count,
-    format_size,
-    format_speed,
-    print_json,
-    printable,
-    styled,
-    wrap_lines,
-)
+from shardkeep.cli import output as out
 from shardkeep.cli.runs import base_name, is_empty_directory, open_existing_run
 from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import open_checked
@@ -61,11 +52,6 @@ class CheckResult:
     undecoded: int = 0
     """Encrypted files for which no key was given: the stored bytes were checked, but not the plain ones."""
     seconds: float = 0.0
-
-    @property
-    def sound(self) -> bool:
-        """Whether the check found nothing wrong."""
-        return not self.reason
 
     @property
     def reason(self) -> str:
@@ -186,9 +172,9 @@ def verify(args: argparse.Namespace) -> int:
     for path, nbytes, unfinished in targets:
         if unfinished:
             document = {"path": path, "status": "unfinished", "reason": unfinished}
-            text = f"{styled('skip', 'yellow')}  {printable(path)}  unfinished: {printable(unfinished)}"
+            text = f"{out.styled('skip', 'yellow')}  {out.printable(path)}  unfinished: {out.printable(unfinished)}"
         else:
-            with ReadProgress(base_name(path), nbytes) as progress:
+            with out.ReadProgress(base_name(path), nbytes) as progress:
                 result = check_checkpoint(path, deep=args.deep, on_read=progress.add)
             document, text = _result_json(path, result, deep=args.deep), _result_text(path, result, deep=args.deep)
         documents.append(document)
@@ -197,14 +183,14 @@ def verify(args: argparse.Namespace) -> int:
     found = {document["status"] for document in documents}
     worst = 1 if "damaged" in found else 2 if "unknown" in found else 0
     if args.json:
-        print_json({"sound": worst == 0, "deep": args.deep, "checkpoints": documents})
+        out.print_json({"sound": worst == 0, "deep": args.deep, "checkpoints": documents})
     elif len(targets) > 1:
         sound = sum(document["status"] == "sound" for document in documents)
-        print(f"\n{sound:,} of {format_count(len(targets), 'checkpoint')} sound")
+        print(f"\n{sound:,} of {out.format_count(len(targets), 'checkpoint')} sound")
     elif not targets:
         print("no checkpoint yet")
     if not args.json and not args.deep and targets and worst == 0:
-        print(styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
+        print(out.styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
     return worst
 
 
@@ -226,28 +212,28 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
 
 
 def _result_text(path: str, result: CheckResult, *, deep: bool) -> str:
-    path = printable(path)
+    path = out.printable(path)
     if result.problems:
-        lines = [f"{styled('BAD', 'red')}   {path}  {format_count(len(result.problems), 'problem')}"]
-        return "\n".join(lines + [wrap_lines(printable(problem), "      ") for problem in result.problems])
+        lines = [f"{out.styled('BAD', 'red')}   {path}  {out.format_count(len(result.problems), 'problem')}"]
+        return "\n".join(lines + [out.wrap_lines(out.printable(problem), "      ") for problem in result.problems])
     if result.unknown:
-        return f"{styled('?', 'red')}     {path}  could not be checked: {printable(result.unknown)}"
-    files = format_count(result.files, "file")
+        return f"{out.styled('?', 'red')}     {path}  could not be checked: {out.printable(result.unknown)}"
+    files = out.format_count(result.files, "file")
     if deep:
-        speed = format_speed(result.seconds, result.nbytes / 1e9 / (result.seconds or 1), _MIN_TIMED_S)
-        text = f"{files}, {format_size(result.nbytes)} read{speed}"
+        speed = out.format_speed(result.seconds, result.nbytes / 1e9 / (result.seconds or 1), _MIN_TIMED_S)
+        text = f"{files}, {out.format_size(result.nbytes)} read{speed}"
         doubt = "read, but there is nothing to compare with"
     else:
-        text = f"record, index, and {files} of {format_size(result.nbytes)} by size and header"
+        text = f"record, index, and {files} of {out.format_size(result.nbytes)} by size and header"
         doubt = "only sizes and structure can be checked"
     if result.without_digests:
-        text += f"\n      {format_count(result.without_digests, 'file has', 'files have')} no digests: {doubt}"
+        text += f"\n      {out.format_count(result.without_digests, 'file has', 'files have')} no digests: {doubt}"
     if result.undecoded:
         text += (
-            f"\n      {format_count(result.undecoded, 'file is', 'files are')} encrypted and no key was given:"
+            f"\n      {out.format_count(result.undecoded, 'file is', 'files are')} encrypted and no key was given:"
             " only the stored bytes were checked"
         )
-    return f"{styled('ok', 'green')}    {path}  {text}"
+    return f"{out.styled('ok', 'green')}    {path}  {text}"
 
 
 def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any]:
