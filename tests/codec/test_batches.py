@@ -24,9 +24,7 @@ def batches(draw):
 @settings(max_examples=200, deadline=None)
 @given(batch=batches(), codecs=st.lists(st.sampled_from([*NAMES, "float", "float"]), max_size=2))
 def test_a_batch_is_what_its_frames_are(batch, codecs):
-    """
-    Whatever stands beside it, a frame is coded the same, but for encryption; and all of a batch is there in the end.
-    """
+    """Whatever stands beside it, a frame is coded the same, but for encryption, and all of a batch is there."""
     frames, begin = batch
     chain = CodecChain.begin(codecs, keys=KEYS)
     places = [FramePlace("f", number, 1000 + number, len(frame)) for number, frame in enumerate(frames)]

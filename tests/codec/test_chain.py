@@ -62,9 +62,7 @@ def test_large_data_and_every_way_to_read(name):
 
 @pytest.mark.parametrize("kinds", [c for c in CHAINS if Tail not in c or len(c) < 3], ids=str)
 def test_files_are_those_of_torch(kinds):
-    """
-    A list of extensions transforms data in the order that torch's writer does, and stores the descriptors it stores.
-    """
+    """Extensions transform data in the order of torch's writer, and leave the same descriptors."""
     from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as Theirs
 
     data = DATA["words"]

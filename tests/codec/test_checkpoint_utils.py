@@ -129,9 +129,7 @@ def meet(fail):
 
 @pytest.mark.parametrize("fail", [None, 1])
 def test_a_folder_for_all_ranks(rank_pool, fail):
-    """
-    It is one folder, that is there until the last rank is done with it; a rank that fails does not hold the others.
-    """
+    """It is one folder, there until the last rank is done with it; a rank that fails does not hold the others."""
     told = rank_pool.run(3, meet, fail)
     places = {each[0] for each in told if each != "failed"}
     assert len(places) == 1

@@ -42,9 +42,7 @@ def test_sizes(kind, width, turn, most):
 )
 @pytest.mark.parametrize("size", [64, 65, 71, FRAME_NBYTES, FRAME_NBYTES - 3])
 def test_one_word_repeated_is_next_to_nothing(word, most, size):
-    """
-    Zeros, ones or any word of up to eight bytes, also where the frame ends within a word; one byte less alike is seen.
-    """
+    """Any word of up to eight bytes, also where the frame ends within one; one byte less alike is seen."""
     chain = CodecChain.begin(["float"])
     data = (word * size)[:size]
     stored = coded(chain, data)

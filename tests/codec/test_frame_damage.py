@@ -70,9 +70,7 @@ def test_a_frame_at_another_place(codecs, place):
 
 
 def test_a_frame_of_another_checkpoint():
-    """
-    With the same key, name and place, what one checkpoint encrypted another does not take; nor with an edited salt.
-    """
+    """With the same key, name and place, what one checkpoint encrypted another does not take."""
     one, other = chain_of(["aes"]), chain_of(["aes"])
     assert coded(one, DATA) != coded(one, DATA)  # each time with another nonce
     edited = CodecChain.opened([{**one.recorded[0], "salt": other.recorded[0]["salt"]}], keys=KEYS)
@@ -130,9 +128,7 @@ def test_unknown_codecs():
 
 
 def test_macs():
-    """
-    Only chains with a secret have a MAC; it depends on the data and the checkpoint, and not on how keys are wrapped.
-    """
+    """Only chains with a secret have a MAC, of the data and the checkpoint, however keys are wrapped."""
     one, other = chain_of(["zstd", "aes"]), chain_of(["zstd", "aes"])
     assert chain_of(["zstd"]).mac(b"record") is None
     assert not chain_of(["zstd"]).is_secret

@@ -142,9 +142,7 @@ class Service:
 
 
 def test_a_service_is_asked_as_little_as_can_be():
-    """
-    Once for a new checkpoint; once by a reader that remembers; never by a process that was handed what is remembered.
-    """
+    """Once for a new checkpoint; once by a reader that remembers; never by one that was handed the keys."""
     service = Service()
     chain = CodecChain.begin(["float", "aes"], keys=service)
     assert service.asked == ["wrap"]

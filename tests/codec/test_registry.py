@@ -35,9 +35,7 @@ def test_a_codec_of_a_program(fresh):
 
 
 def test_a_codec_that_breaks_its_word(fresh):
-    """
-    More than its bound, more than was written, less than was written, or an error: each is reported, with the codec.
-    """
+    """More than its bound, more or less than was written, or an error: each is reported, with the codec."""
 
     class Wrong(Shout, frozen=True):
         name = "wrong"

@@ -172,10 +172,7 @@ def with_file(record, name, entry):
 
 
 def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
-    """
-    Frames that were exchanged with digests that fit: the table's checksum detects it; with a forged record its signature;
-    and were that not looked at, the frames themselves.
-    """
+    """Exchanged frames are found by the table's checksum, by the record's MAC, and by the frames themselves."""
     store = saved(["aes"])
     [file] = [file for file in data_files(store) if file.name.startswith("model")]
     swap_frames(store, file, reseal_record=False)
@@ -350,9 +347,7 @@ def test_damage_in_digests_that_lie_beside_the_data():
 
 
 def test_the_command_line_verifies_with_a_key_and_without(tmp_path, monkeypatch, capsys):
-    """
-    Without the key it says that what is stored was checked, and finds damage all the same; with it, all is checked.
-    """
+    """Without the key what is stored is checked, and damage is found all the same; with it, all is checked."""
     where, key = str(tmp_path / "ck"), bytes(range(32)).hex()
     sk.save(sample_state(), where, codecs=["zstd", "aes"], options=OPTIONS)
 

@@ -179,9 +179,7 @@ def test_the_closest_name_counts(tree, names):
 
 
 def test_what_is_empty_may_be_named():
-    """
-    An optimizer that has not stepped yet has no state, and what will be in it may be named; what is beside it may not.
-    """
+    """What will be in an optimizer that has not stepped yet may be named; what is beside it may not."""
     tree = Container("dict", (("optim", Container("dict", (("state", Container("dict", ())),))), ("w", None)))
     names = ["optim.state", "optim", "*.state", "optim.state.*.exp_avg", "optim.state.x.y", "w"]
     wrong = [

@@ -65,9 +65,7 @@ def test_a_codec_of_the_program_is_unknown_to_the_process_that_writes(tmp_path):
 
 
 def test_codecs_by_top_level_key():
-    """
-    What is named goes through its chain, a tensor of its own too; the rest stays plain safetensors; equal chains are one.
-    """
+    """What is named goes through its chain; the rest stays plain safetensors; equal chains are one."""
     store, state = sk.MemoryStore(), sample_state()
     codecs = {"model": ["zstd"], "lone": [Zstd()], "optim": ["lz4"]}
     sk.save(state | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)}, store, codecs=codecs)
@@ -198,9 +196,7 @@ def test_one_encrypted_part_makes_the_index_secret():
 
 
 def test_more_groups_than_files_are_cut_by_chain():
-    """
-    With many top-level keys all is one group, but what goes through one chain is apart from what goes through another.
-    """
+    """With many top-level keys all is one group, but each chain has files of its own."""
     store = sk.MemoryStore()
     state = {f"k{i}": {"w": torch.full((4,), float(i))} for i in range(12)}
     sk.save(state, store, codecs={"k3": ["zstd"], "k11": ["lz4"]})
@@ -235,9 +231,7 @@ def test_what_cannot_be_is_said_on_all_ranks_before_anything_is_written(codecs, 
 
 
 def test_keys_come_from_wherever_the_user_has_them(tmp_path, monkeypatch):
-    """
-    A file, the environment by file or by text, a function, an object; a broken file matters only where keys are needed.
-    """
+    """A file, the environment, a function, an object; a broken file matters only where keys are needed."""
     text, state = new_key(), sample_state()
     (tmp_path / "keys").write_text(f"# first\n{text}\n")
     given = {
@@ -343,10 +337,7 @@ def test_bytes_come_in_order_where_a_store_wants_them_so(codecs):
 
 
 def test_windows_of_a_large_file_are_parts_of_its_upload():
-    """
-    Each is written where a part of 8 MiB begins and ends, but for the first, which follows the header: so uploads need
-    no copies.
-    """
+    """Windows are parts of 8 MiB, but for the first, which follows the header: uploads need no copies."""
     store = InOrderStore(1 << 30)
     sk.save({"m": {"w": torch.zeros(20 * MIB), "x": torch.ones(MIB + 1)}}, store)
     [name] = [info.name for info in store.list() if info.name.endswith(".safetensors")]

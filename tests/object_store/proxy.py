@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,7 +34,6 @@ delay, trickle: it comes, but late, or slowly.
 """
 _PIECE_BYTES = 256 << 10
 _ID = re.compile(r"[0-9a-f]{8,}")
-_ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>{said}</Message></Error>'
 
 
 @dataclass(frozen=True)
@@ -98,23 +98,19 @@ class Proxy:
 
     def __init__(self, port: int, *, seed: int = 0) -> None:
         """Stand before a server on this machine."""
-        self._upstream = port
+        self.upstream = port
         self._seed = seed
         self._rules: list[Rule] = []
         self._seen: Counter[str] = Counter()
         self._struck: Counter[int] = Counter()
         self.counts = Counts()
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
-
-    @property
-    def endpoint(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"http://127.0.0.1:{self.port}"
 
     @property
     def rules(self) -> list[Rule]:
@@ -134,7 +130,7 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self.over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -172,30 +168,22 @@ class Proxy:
         return len(self.counts.requests) > requests
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
-        """Note bytes that passed."""
         with self._lock:
             self.counts.sent += sent
             self.counts.received += received
 
-    def wait(self, seconds: float | None) -> None:
-        """Wait, but not longer than the proxy lasts."""
-        self._over.wait(seconds)
-
-    def connect(self) -> socket.socket:
-        """Connect to the server."""
-        return self._keep(socket.create_connection(("127.0.0.1", self._upstream)))
-
-    def _keep(self, connection: socket.socket) -> socket.socket:
+    def keep(self, connection: socket.socket) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._open.add(connection)
         return connection
 
-    def forget(self, connection: socket.socket) -> None:
+    def forget(self, connection: socket.socket | None) -> None:
         """Close a connection."""
-        with self._lock:
-            self._open.discard(connection)
-        connection.close()
+        if connection is not None:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
 
     def _spawn(self, work: object, *args: object) -> None:
         thread = threading.Thread(target=work, args=args, name="proxy", daemon=True)  # type: ignore[arg-type]
@@ -203,12 +191,12 @@ class Proxy:
         thread.start()
 
     def _accept(self) -> None:
-        while not self._over.is_set():
+        while not self.over.is_set():
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._spawn(_Link(self, self._keep(connection)).serve)
+            self._spawn(_Link(self, self.keep(connection)).serve)
 
 
 class _Cut(Exception):
@@ -239,8 +227,7 @@ class _Link:
                     self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         finally:
             self._proxy.forget(self._client)
-            if self._server is not None:
-                self._proxy.forget(self._server)
+            self._proxy.forget(self._server)
 
     def _one(self) -> bool:
         head, early = _head_of(self._client)
@@ -253,10 +240,10 @@ class _Link:
         if fault == "refuse":
             raise _Cut(reset=True)
         if fault == "stall":
-            self._proxy.wait(None)
+            self._proxy.over.wait(None)
             raise _Cut
         if rule and fault in {"delay", "broken"}:
-            self._proxy.wait(rule.delay_s)
+            self._proxy.over.wait(rule.delay_s)
         if fault in {"slow_down", "broken"}:
             _drain(self._client, nbytes - len(early))
             self._client.sendall(_error(fault))
@@ -266,23 +253,16 @@ class _Link:
 
     def _pass_request(self, head: bytes, early: bytes, nbytes: int, fault: str | None) -> None:
         if self._server is None:
-            self._server = self._proxy.connect()
+            self._server = self._proxy.keep(socket.create_connection(("127.0.0.1", self._proxy.upstream)))
         if b"100-continue" in head.lower():
             self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             head = re.sub(rb"(?i)\r\nexpect: 100-continue", b"", head)
         self._server.sendall(head)
-        flip = nbytes // 2 if fault == "flip_request" else -1
         stop = nbytes // 2 if fault == "cut_request" else nbytes
-        done = 0
-        while done < stop:
-            piece = early or self._client.recv(min(_PIECE_BYTES, nbytes - done))
-            early = b""
-            if not piece:
-                raise _Cut
-            piece = piece[: stop - done]
-            self._server.sendall(_flipped(piece, flip - done))
+        flip = nbytes // 2 if fault == "flip_request" else -1
+        for piece in _body(self._client, early, nbytes, stop, flip):
+            self._server.sendall(piece)
             self._proxy.count(sent=len(piece))
-            done += len(piece)
         if fault == "cut_request":
             raise _Cut(reset=True)
 
@@ -306,19 +286,11 @@ class _Link:
         if fault == "shorten_answer":
             head = re.sub(rb"(?i)(\r\ncontent-length: *)\d+", rb"\g<1>%d" % stop, head)
         self._client.sendall(head)
-        flip = nbytes // 2 if fault == "flip_answer" else -1
-        done = 0
-        while done < stop:
-            piece = early or server.recv(min(_PIECE_BYTES, nbytes - done))
-            early = b""
-            if not piece:
-                raise _Cut
-            piece = piece[: stop - done]
-            self._client.sendall(_flipped(piece, flip - done))
+        for piece in _body(server, early, nbytes, stop, nbytes // 2 if fault == "flip_answer" else -1):
+            self._client.sendall(piece)
             self._proxy.count(received=len(piece))
-            done += len(piece)
             if rule and fault == "trickle":
-                self._proxy.wait(rule.delay_s)
+                self._proxy.over.wait(rule.delay_s)
         if stop < nbytes:
             raise _Cut(reset=fault == "cut_answer")
         return b"connection: close" not in head.lower()
@@ -370,18 +342,25 @@ def _drain(connection: socket.socket, nbytes: int) -> None:
         nbytes -= len(piece)
 
 
-def _flipped(piece: bytes, at: int) -> bytes:
-    if not 0 <= at < len(piece):
-        return piece
-    changed = bytearray(piece)
-    changed[at] ^= 0x10
-    return bytes(changed)
+def _body(source: socket.socket, early: bytes, nbytes: int, stop: int, flip: int) -> Iterator[bytes]:
+    """Read a body of `nbytes`, of which some came `early`, up to `stop`; the byte at `flip` is another."""
+    done = 0
+    while done < stop:
+        piece = early or source.recv(min(_PIECE_BYTES, nbytes - done))
+        early = b""
+        if not piece:
+            raise _Cut
+        changed = bytearray(piece[: stop - done])
+        if 0 <= flip - done < len(changed):
+            changed[flip - done] ^= 0x10
+        done += len(changed)
+        yield bytes(changed)
 
 
 def _error(fault: str) -> bytes:
-    code, status = (
-        ("SlowDown", "503 Slow Down") if fault == "slow_down" else ("InternalError", "500 Internal Server Error")
+    code, status = {"slow_down": ("SlowDown", "503 Slow Down")}.get(
+        fault, ("InternalError", "500 Internal Server Error")
     )
-    body = _ERROR.format(code=code, said="Please reduce your request rate.").encode()
+    body = f"<Error><Code>{code}</Code><Message>Please reduce your request rate.</Message></Error>".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body

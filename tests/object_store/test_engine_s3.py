@@ -36,10 +36,7 @@ def places_of(root: ObjectStore) -> list[str]:
 
 
 def test_ranks_save_and_any_number_of_ranks_load(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
-    """
-    Saved by three ranks, in their call and in the background, and loaded bit for bit by three, two and four; keys and
-    endpoint come from the environment; not a file is written on the machine.
-    """
+    """Saved by three ranks and loaded bit for bit by any number; no file is written on the machine."""
     place = s3_place()
     rank_pool.run(3, save_by_url, place.url, s3_server.environment, 10)
     for ranks in (2, 4):
@@ -52,10 +49,7 @@ def test_ranks_save_and_any_number_of_ranks_load(rank_pool: RankPool, s3_server:
 
 
 def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
-    """
-    Four processes that know nothing of each other commit to one place in the same moment, an empty one and one that has
-    a checkpoint: one wins, the checkpoint is its own, and nothing of the others is left.
-    """
+    """Of four that commit to one place in the same moment one wins, and nothing of the others is left."""
     place = s3_place()
     for k in (10, 20):
         ends = rank_pool.run(4, race, place.url, s3_server.options, k)
@@ -88,10 +82,7 @@ def test_a_row_of_a_large_tensor_costs_little(proxy: Proxy, s3_place: Opens) -> 
 
 
 def test_many_checkpoints_in_a_bucket(s3_server: S3Server, s3_place: Opens) -> None:
-    """
-    A Checkpointer keeps its last two, says which is the latest, holds its root against others and hands it over; a
-    restore takes the newest that is whole.
-    """
+    """A Checkpointer keeps its last two, holds its root against others, and restores the newest that is whole."""
     root = s3_place()
     state = {"w": torch.zeros(1000), "step": 0}
     with sk.Checkpointer(root, every_steps=1, keep_last=2) as ckpt:

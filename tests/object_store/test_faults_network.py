@@ -59,9 +59,7 @@ def assert_whole(place: ObjectStore, k: int) -> None:
     "fault", ["refuse", "cut_request", "lose_answer", "cut_answer", "end_answer", "slow_down", "broken"]
 )
 def test_every_request_fails_once(proxy: Proxy, place: ObjectStore, fault: Any) -> None:
-    """
-    Whatever the network or the service does to the first of every request, a save that overwrites and a load succeed.
-    """
+    """Whatever becomes of the first of every request, a save that overwrites and a load succeed."""
     proxy.rules = [Rule(fault, first=True)]
     save(place, 2)
     assert proxy.counts.faults[fault] >= 10
@@ -75,9 +73,7 @@ def test_every_request_fails_once(proxy: Proxy, place: ObjectStore, fault: Any) 
 
 
 def test_a_storm(proxy: Proxy, place: ObjectStore) -> None:
-    """
-    Three ranks save and load while a third of all requests fail in different ways; every reported outcome is true.
-    """
+    """Three ranks save and load while a third of all requests fail; every reported outcome is true."""
     kinds: list[Any] = ["slow_down", "refuse", "cut_answer", "cut_request", "lose_answer", "broken", "delay", "trickle"]
     storm = [Rule(kind, chance=0.05, delay_s=0.02) for kind in kinds]
 
@@ -109,10 +105,7 @@ def test_a_storm(proxy: Proxy, place: ObjectStore) -> None:
     ],
 )
 def test_an_outage(proxy: Proxy, s3_place: Opens, place: ObjectStore, fault: Any, after: int, number: int) -> None:
-    """
-    When the service is gone from some request on, a save ends in time and says what was answered; the checkpoint that
-    was there is whole, and the next save removes all that the failed one could not.
-    """
+    """A save ends in time; the checkpoint that was there is whole, and the next save removes what is left."""
     hasty = s3_place(
         path=place.prefix.strip("/"), endpoint=proxy.endpoint, timeout_s=0.3, retries=1, retry_s=1.0, part_bytes=5 << 20
     )
@@ -144,10 +137,7 @@ def test_a_stalled_request_is_cut_and_made_again(proxy: Proxy, s3_place: Opens, 
 
 @pytest.mark.parametrize("what", ["skindex", "blocks", "safetensors", RECORD_NAME])
 def test_what_changes_on_the_way_down_is_noticed(proxy: Proxy, place: ObjectStore, what: str) -> None:
-    """
-    One bit of any answer that a load uses is another, or half of it is missing and the headers say so: an error that
-    names the file, or, where it could be asked for again, all of it.
-    """
+    """A flipped bit or a missing half of any answer is an error that names the file, or is asked for again."""
     proxy.rules = [Rule("flip_answer", method="GET", path=what, after=what == "safetensors")]
     with pytest.raises(sk.DamagedCheckpoint) as caught:
         load_and_compare(place, 1)

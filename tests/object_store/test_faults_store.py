@@ -84,9 +84,7 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectStore)
 
 
 def test_a_crash_loses_nothing_and_is_swept(place: ObjectStore) -> None:
-    """
-    When the process dies at an operation, there is the old checkpoint or the new one; the next save removes the rest.
-    """
+    """Wherever the process dies, there is the old checkpoint or the new one; the next save removes the rest."""
     save(place, 0, 100)
     latest = 0
     for n, store, raised in struck(place, "crash", 100, step=3):
@@ -103,10 +101,7 @@ def test_a_crash_loses_nothing_and_is_swept(place: ObjectStore) -> None:
 
 @pytest.mark.parametrize("way", ["fails", "flips once", "flips each time"])
 def test_a_load_that_fails_or_is_lied_to(place: ObjectStore, caplog: pytest.LogCaptureFixture, way: str) -> None:
-    """
-    Each operation of a load fails, or flips a bit: an error each time, never other numbers; one that flips once is read
-    again, and a warning says so.
-    """
+    """Each operation of a load fails or flips a bit: an error, never other numbers; a single flip is read again."""
     save(place, 3, PARTS)
     verbs = ("open", "get", "read_into") if way == "fails" else ("get", "read_into")
     kind = sk.StorageError if way == "fails" else sk.DamagedCheckpoint

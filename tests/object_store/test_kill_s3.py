@@ -39,11 +39,7 @@ def until(what: Callable[[], bool]) -> None:
 def test_killed_at_any_request(
     s3_server: S3Server, s3_place: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """
-    However often a process that saves over its own checkpoint is killed, at whichever request, the one that is there is
-    exact, and no older than the last that was reported; the next save, or `shardkeep prune`, removes what dead processes
-    left. Unfinished uploads stay, for the bucket's rule to abort.
-    """
+    """Wherever a saving process is killed, a checkpoint stays that is exact and no older than reported."""
     rng = random.Random(0)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)

@@ -85,10 +85,7 @@ def holds(place: ObjectStore, k: int) -> None:
 
 
 def test_the_state_of_the_call_is_saved(s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """
-    Bit for bit, over saves with options, through codecs, and by variables that were set after the process was started;
-    no list of processes shows keys; the process has a library for object stores, and no torch.
-    """
+    """Bit for bit, with options, codecs and later variables; no list of processes shows keys; it has no torch."""
     place = s3_place(
         part_bytes=PART, client_options={"connect_timeout": timedelta(seconds=9), "default_headers": {"X-Tests": "1"}}
     )
@@ -117,9 +114,7 @@ def test_the_state_of_the_call_is_saved(s3_server: S3Server, s3_place: Opens, mo
 def test_the_environment_of_the_place_counts(
     s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """
-    Variables that have changed since a place was opened lead neither its saves nor its housekeeping to another server.
-    """
+    """Variables that changed since a place was opened lead its saves to no other server."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     place = open_place(s3_place().url)
@@ -146,10 +141,7 @@ def test_memory_of_the_process_is_bounded(s3_place: Opens, codecs: list[str] | N
 
 
 def test_killed_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> None:
-    """
-    The save fails at once, the previous checkpoint is unchanged, no files stay, and the next save starts a new process.
-    The killed process cannot abort its uploads: the bucket's rule does.
-    """
+    """The save fails at once, the checkpoint before it stays, and the next save starts a new process."""
     place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
     proxy.rules = []
     save(1, place).result(PATIENCE_S)
@@ -192,10 +184,7 @@ def write_all(process: WriterProcess, file: int, data: bytes) -> None:
 
 
 def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Opens) -> None:
-    """
-    The upload of a file gets no answer: it is cancelled when another file of the save cannot be written, or when the
-    training process says so; files of other saves are not.
-    """
+    """A stalled upload is cancelled when its save fails or is cancelled; files of other saves are not."""
     target = spec_of(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))
     data, patience = bytes(2 * PART), WaitPolicy(PATIENCE_S)
 
@@ -236,10 +225,7 @@ def on_ranks(url: str, options: dict[str, Any], wrong: int) -> list[str]:
 
 
 def test_all_ranks_hear_of_wrong_keys(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
-    """
-    The process of one rank is refused: all ranks say whose, of which file and what to do, and show no key; with the right
-    keys the next save of all ranks succeeds.
-    """
+    """All ranks say whose process was refused and show no key; with the right keys the next save succeeds."""
     place = s3_place()
     failures = rank_pool.run(2, on_ranks, place.url, s3_server.options, 1)
     assert failures[0] == failures[1]

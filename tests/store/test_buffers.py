@@ -55,20 +55,21 @@ def test_flat() -> None:
 def test_pool_reuses_while_held() -> None:
     """A held pool lends the same memory again; the last release frees it."""
     pool = ScratchPool(8192)
-    pool.retain()
+    hold = pool.retained()
     with pool.lease() as first, pool.lease() as second:
         addresses = {address_of(first), address_of(second)}
     assert len(addresses) == 2
     with pool.lease() as again:
         assert address_of(again) in addresses
-    pool.release()
+    hold.close()
+    hold.close()
     assert pool._free == []
 
 
 def test_pool_never_lends_twice_at_once() -> None:
     """Threads at the same time get different buffers."""
     pool = ScratchPool(4096)
-    pool.retain()
+    hold = pool.retained()
 
     def mark(i: int) -> bool:
         with pool.lease() as buffer:
@@ -78,3 +79,4 @@ def test_pool_never_lends_twice_at_once() -> None:
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(mark, range(500)))
     assert len(pool._free) <= 8
+    hold.close()

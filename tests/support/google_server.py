@@ -31,17 +31,10 @@ BUCKET = "shardkeep-tests"
 PAGE = 200
 """Names in one answer: a fifth of Google's, so that tests of several pages are quick."""
 _LEAST_PART_BYTES = 5 << 20
-_WORDS = {
-    "NoSuchBucket": (404, "The specified bucket does not exist."),
-    "NoSuchKey": (404, "The specified key does not exist."),
-    "NoSuchUpload": (404, "The requested upload was not found."),
-    "PreconditionFailed": (412, "At least one of the pre-conditions you specified did not hold."),
-    "InvalidRange": (416, "The requested range cannot be satisfied."),
-    "AuthenticationRequired": (401, "Authentication required."),
-    "EntityTooSmall": (400, "Your proposed upload is smaller than the minimum object size specified."),
-    "InvalidPart": (400, "One or more of the specified parts could not be found."),
-    "MethodNotAllowed": (405, "The specified method is not allowed against this resource."),
-}
+_STATUS = {
+    "NoSuchBucket": 404, "NoSuchKey": 404, "NoSuchUpload": 404, "PreconditionFailed": 412, "InvalidRange": 416,
+    "AuthenticationRequired": 401, "EntityTooSmall": 400, "InvalidPart": 400, "MethodNotAllowed": 405,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,52 +59,30 @@ class GoogleServer:
     """The service, as long as the context lasts."""
 
     def __init__(self) -> None:
-        """Starts nothing yet."""
         self.token = secrets.token_hex(16)
         self.accepts: Callable[[str], bool] = lambda token: token == self.token
         """Says whether a token is good; to be set where keys of another kind are tried."""
         self.buckets: dict[str, _Bucket] = {}
         self.lock = threading.Lock()
         self.generations = itertools.count(1_700_000_000_000_000)
-        self._server: ThreadingHTTPServer | None = None
-        self._thread: threading.Thread | None = None
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"service": self}))
+        self._server.daemon_threads = True  # connections that are kept open end with the process
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="google", daemon=True)
+        self.port = self._server.server_port
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.options: dict[str, Any] = {"endpoint": self.endpoint, "bearer_token": self.token}
+        self.environment = {"GOOGLE_BASE_URL": self.endpoint, "GOOGLE_BEARER_TOKEN": self.token}
 
     def __enter__(self) -> GoogleServer:  # noqa: PYI034 - Python 3.10 has no Self
         """Start it, and make a bucket."""
         self.make_bucket(BUCKET)
-        handler = type("Handler", (_Handler,), {"service": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True  # connections that are kept open end with the process
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="google", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._thread.join()
-            self._server.server_close()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._server.server_port if self._server is not None else 0
-
-    @property
-    def endpoint(self) -> str:
-        """Where it answers."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How a store there is opened."""
-        return {"endpoint": self.endpoint, "bearer_token": self.token}
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The same, as environment variables."""
-        return {"GOOGLE_BASE_URL": self.endpoint, "GOOGLE_BEARER_TOKEN": self.token}
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
     def url(self, path: str = "", bucket: str = BUCKET) -> str:
         """Name a place there."""
@@ -151,9 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
                 status, headers, answer = self._answered(self.service.buckets[name], key, query, body)
         except _Refused as refused:
             code = str(refused)
-            status, said = _WORDS[code]
-            headers = {"Content-Type": "application/xml"}
-            answer = _xml("Error", f"<Code>{code}</Code><Message>{said}</Message>")
+            status, headers = _STATUS[code], {"Content-Type": "application/xml"}
+            answer = _xml("Error", f"<Code>{code}</Code><Message>It was refused.</Message>")
         self.send_response(status)
         for each, value in headers.items():
             self.send_header(each, value)

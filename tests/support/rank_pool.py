@@ -27,14 +27,12 @@ from tests.support.rank_process import Finished, Job, StoreAt, rank_process
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from multiprocessing.connection import Connection
-    from types import TracebackType
     from typing import Literal
 
     from torch.distributed.distributed_c10d import Store
     from typing_extensions import Self
 
 T = TypeVar("T")
-P = TypeVar("P", bound="RankPool")
 
 START_S = 120.0
 """How long a process may take to import torch."""
@@ -72,38 +70,14 @@ class RankPool:
         self._runs = 0
 
     def run(
-        self,
-        world_size: int,
-        fn: Callable[..., T],
-        *args: Any,
-        timeout_s: float = 60,
-        backend: str = "gloo",
-        init: bool = True,
-        store_on: Literal["parent", "rank0"] = "parent",
-        expect_death: Collection[int] = (),
-        **kwargs: Any,
+        self, world_size: int, fn: Callable[..., T], *args: Any, expect_death: Collection[int] = (), **kwargs: Any
     ) -> list[T]:
         """
-        Call `fn(*args, **kwargs)` on each of `world_size` ranks and return the results by rank.
+        Do as `outcomes` does, and return the results by rank; raises if a rank raised, died or did not finish.
 
-        Args:
-            world_size: How many ranks take part.
-            fn: A function that pickle can name.
-            *args: Passed to `fn`.
-            timeout_s: When to give up, show every rank's stack and kill the processes.
-            backend: What `init_process_group` is called with.
-            init: False for ranks without a process group. RANK, WORLD_SIZE and their LOCAL_ forms are in the environment either way.
-            store_on: Which process hosts the group's store, and takes it along when it dies.
-            expect_death: Ranks that must die; their result is None.
-            **kwargs: Passed to `fn`.
-
-        Raises:
-            RankPoolError: a rank raised, died or did not finish, or one that had to die did not.
-
+        Ranks of `expect_death` must die; their result is None.
         """
-        outcomes = self.outcomes(
-            world_size, fn, *args, timeout_s=timeout_s, backend=backend, init=init, store_on=store_on, **kwargs
-        )
+        outcomes = self.outcomes(world_size, fn, *args, **kwargs)
         bad = [
             f"rank {one.rank}: {one.trace or one.died or 'did not die'}"
             for one in outcomes
@@ -125,11 +99,11 @@ class RankPool:
         **kwargs: Any,
     ) -> list[Outcome[T]]:
         """
-        Do as `run` does, but return how each rank ended, whether it returned, raised or died.
+        Call `fn(*args, **kwargs)` on each of `world_size` ranks; returns whether each returned, raised or died.
 
-        Raises:
-            RankPoolError: a rank did not finish in time.
-
+        After `timeout_s`, raises an error with every rank's stack, and kills the processes. Without `init` there is no
+        process group; RANK, WORLD_SIZE and their LOCAL_ forms are in the environment either way. `store_on` says which
+        process hosts the group's store, and takes it along when it dies.
         """
         call = pickle.dumps((fn, args, kwargs))
         processes = self._ready(world_size)
@@ -155,9 +129,7 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ready(self, world_size: int) -> list[_Process]:

@@ -31,14 +31,10 @@ def main(folder: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={"PATH": os.environ.get("PATH") or os.defpath, **limits},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            command, cwd=folder, env={"PATH": os.environ.get("PATH") or os.defpath, **limits},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one thread only
-        )
+        )  # fmt: skip
     # Held until everything is cleaned up, so that the next user waits and starts a new server.
     with (folder / "users").open("a") as users:
         while server.poll() is None and not _alone(users.fileno()):
@@ -46,7 +42,8 @@ def main(folder: Path) -> None:
         server.kill()
         server.wait()
         shutil.rmtree(folder / "data", ignore_errors=True)
-        for port in _ports(command):
+        ports = [after for before, after in itertools.pairwise(command) if before.endswith(".port.grpc")]
+        for port in ports:
             for kind in ("master", "volume", "filer", "s3"):
                 with contextlib.suppress(OSError):
                     os.unlink(f"/tmp/seaweedfs-{kind}-grpc-{port}.sock")
@@ -60,10 +57,6 @@ def _alone(users: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _ports(command: list[str]) -> list[str]:
-    return [after for before, after in itertools.pairwise(command) if before.endswith(".port.grpc")]
 
 
 if __name__ == "__main__":

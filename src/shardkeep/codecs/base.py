@@ -170,11 +170,7 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def rewrap(cls, recorded: CodecRecord, keys: KeySource) -> CodecRecord:  # noqa: ARG003 - for codecs that encrypt
-        """
-        Return the record with its data key wrapped by the current key of `keys`.
-
-        Only the entry `WRAPPED` may differ, because the data stay as they are. A codec without keys changes nothing.
-        """
+        """Return the record with its data key wrapped by the current key; only the entry `WRAPPED` may differ."""
         return recorded
 
 

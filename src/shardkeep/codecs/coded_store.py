@@ -50,13 +50,13 @@ from shardkeep.storage.base import (
     Opens,
     SecondRead,
     check_fits,
+    check_within,
     checked_end,
     create_upto,
     decode_or_reread,
     drop_cached,
     read_whole,
     reread,
-    short_read,
     with_reread_result,
 )
 from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
@@ -131,11 +131,7 @@ class EncodingStore:
 
 
 def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES) -> Seal:
-    """
-    Write a whole blob through a chain, durably, and return its seal.
-
-    `frame_nbytes`, the plain size of a frame, must be at least 64 KiB: there is no room for the table of smaller ones.
-    """
+    """Write a whole blob durably through a chain, and return its seal. Smaller frames have no room for their table."""
     coded = EncodingStore(store, {name: chain})
     writer = coded.create(name, len(data))
     try:
@@ -188,9 +184,8 @@ class FrameWriter:
         self._end = len(MAGIC)
         self._rows: list[tuple[int, int, int, int, int, bytes]] = []
         """Of each frame: offset and size of its plain bytes, those of its stored bytes, its number and its digest."""
-        self._holds = True
         inner.write_at(0, memoryview(MAGIC))
-        scratch.retain()
+        self._hold = scratch.retained()
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
@@ -244,17 +239,12 @@ class FrameWriter:
         self._inner.write_at(self._end, memoryview(encoded))
         stored = self._end + len(encoded)
         self._inner.finish(stored)
-        self._release()
+        self._hold.close()
         self._sealed(self._name, Seal(stored, checksum_text(digest(encoded))))
 
     def abandon(self) -> None:
-        self._release()
+        self._hold.close()
         self._inner.abandon()
-
-    def _release(self) -> None:
-        if self._holds:
-            self._holds = False
-            self._scratch.release()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -388,16 +378,11 @@ class FrameReader:
         store: Opens,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
-        """
-        Read a blob; damaged frames are read again from `store`.
-
-        `errors` collects the errors of damaged frames, which are then read as zeros; None: the first one is raised.
-        """
+        """`errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise."""
         self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes
-        self._holds = True
-        scratch.retain()
+        self._hold = scratch.retained()
 
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is cached
         """Return False: small reads would decode frames several times."""
@@ -405,9 +390,7 @@ class FrameReader:
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
         view = flat(into)
-        if offset < 0 or offset + len(view) > self.nbytes:
-            got = max(0, self.nbytes - max(offset, 0))
-            raise short_read(self._entry.name, self._entry.name, offset, len(view), got)
+        check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
         with self._scratch.lease() as scratch:
             for run in runs_of(self._table, offset, offset + len(view)):
                 self._read_run(run, offset, view, scratch)
@@ -461,9 +444,7 @@ class FrameReader:
             raise
 
     def close(self) -> None:
-        if self._holds:
-            self._holds = False
-            self._scratch.release()
+        self._hold.close()
         self._inner.close()
 
 

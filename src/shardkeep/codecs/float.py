@@ -158,11 +158,7 @@ class _FloatCodec:
 
 
 def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[tuple[int, int, Bytes]], int, bool]:
-    """
-    Return the parts of a frame of planes (bytes of every word, coder, body), the width of words, and if they are rotated.
-
-    Checks every number, because the frame may be damaged or forged.
-    """
+    """Return parts (bytes of a word, coder, body), width, and if rotated; checks all, as it may be forged."""
     stored: Bytes = np.frombuffer(data, np.uint8)
     at = KIND.size + LAYOUT.size
     if stored.size < at:
@@ -237,11 +233,7 @@ def _as_words(data: Bytes, width: int) -> Words:
 
 
 def split(words: Words, begin: int, into: Words, scratch: Bytes, *, rotate: bool) -> None:
-    """
-    Fill `into`, numbers of some bytes, with as many bytes of every word, from the `begin`-th on (of the rotated word).
-
-    `scratch` has at least as many bytes as `into`. If words are rotated, their top byte has to be a part of its own.
-    """
+    """Fill `into` with some bytes of every (rotated) word, from the `begin`-th on; a rotated top byte stands alone."""
     nbytes, width = into.itemsize, words.itemsize
     end = begin + nbytes
     if not rotate or width == 1 or end < width - 1:
@@ -470,11 +462,7 @@ class Encoder:
         self._signs = Scratch()
 
     def encode(self, plain: Bytes, nbytes: int, rooms: Bytes) -> Iterator[Bytes | bytes]:
-        """
-        Yield the stored form of each frame of `plain`. All have `nbytes`, but the last may be smaller.
-
-        `rooms` has a row for each, with `MOST_HEAD_NBYTES` more than a frame has.
-        """
+        """Yield the stored form of each frame of `nbytes` (the last may be smaller), each in its row of `rooms`."""
         frames = [plain[at : at + nbytes] for at in range(0, max(plain.size, 1), max(nbytes, 1))]
         plans = self._plans(frames)
         # Words that are not aligned have to be copied: then not all frames at once.
@@ -517,11 +505,7 @@ class Encoder:
         return size < _MATCH_RATIO * piece.size * sum(min(each, 8.0) for each in found.bits) / (8 * found.width)
 
     def _planes(self, plain: Bytes, plan: _Plan, rooms: Bytes) -> list[Bytes | None]:
-        """
-        Split and code frames of one size, a row of `plain` for each, into the rows of `rooms`.
-
-        Returns None for those that would not be smaller.
-        """
+        """Split and code frames, rows of `plain`, into rows of `rooms`; None for those that would not shrink."""
         number, nbytes = plain.shape
         count = nbytes // plan.width
         words = planes = _as_words(plain[:, : count * plan.width], plan.width)

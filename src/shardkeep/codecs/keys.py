@@ -35,13 +35,7 @@ class KeySource(Protocol):
         ...
 
     def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
-        """
-        Return the data key.
-
-        Raises:
-            WrongKey: it was wrapped by another key.
-
-        """
+        """Return the data key, or raise `WrongKey` if it was wrapped by another key."""
         ...
 
 
@@ -137,12 +131,7 @@ class KeyRing:
 
 
 class CachedKeys:
-    """
-    A key source with a cache of data keys.
-
-    A key management service is asked once per data key, not once per file, and the cache can be passed to a process that
-    cannot ask the service itself. It is secret: it may go through pipes, never to files or logs.
-    """
+    """A key source that asks once per data key. Its cache is secret: it may go through pipes, never to files."""
 
     def __init__(self, source: KeySource | None = None, known: Mapping[str, str] | None = None) -> None:
         self._source = source
@@ -175,11 +164,7 @@ Keys = Union[KeySource, Callable[[], str | bytes], "os.PathLike[str]", str, None
 
 
 def key_source(keys: Keys) -> KeySource | None:
-    """
-    Return the key source for what a user passed.
-
-    A function is called at once; it returns a key (32 bytes), or text as in a key file.
-    """
+    """Return the key source for what a user passed; a function returns a key (32 bytes), or text as in a key file."""
     if keys is None or isinstance(keys, KeySource):
         return keys
     if isinstance(keys, str) and _is_key(keys):

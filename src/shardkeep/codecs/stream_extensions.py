@@ -85,11 +85,7 @@ def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[b
 
 
 def transformed_input(registry: Any, descriptors: Sequence[str], raw: IO[bytes]) -> IO[bytes]:
-    """
-    Return a stream that returns what was written through the extensions that left these descriptors; `registry` makes them.
-
-    Closing it leaves `raw` open. Without descriptors it is `raw` itself.
-    """
+    """Return a stream that undoes the extensions of these descriptors, made by `registry`; `raw` if there are none."""
     stream = raw
     for extension in reversed(registry.from_descriptor_list(descriptors)):
         # As in torch, an extension that does not transform streams is skipped. Torch's own classes count.

@@ -416,6 +416,12 @@ def short_read(where: str, name: str, offset: int, wanted: int, got: int) -> Wro
     return WrongSize(message, name=name, offset=offset, wanted=wanted, got=got)
 
 
+def check_within(where: str, name: str, offset: int, wanted: int, nbytes: int) -> None:
+    """Raise a `WrongSize` if a read is not within a blob."""
+    if offset < 0 or offset + wanted > nbytes:
+        raise short_read(where, name, offset, wanted, max(0, nbytes - max(offset, 0)))
+
+
 def read_whole(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
     """Read all of an open blob and close it: what `get` does in stores that have nothing faster."""
     try:
@@ -528,11 +534,7 @@ def decode_or_reread(
     offset: int = 0,
     same: Callable[[D, D], bool | None] = operator.eq,
 ) -> T:
-    """
-    Decode bytes; if they are damaged, decode a second read (`again`) of them.
-
-    If both are damaged, raises the first error, which then says whether the reads were the `same`; None: unknown.
-    """
+    """Decode bytes, or a second read; if both are damaged, raise the first error, with whether they are `same`."""
     try:
         return decode(data)
     except DamagedCheckpoint as exc:

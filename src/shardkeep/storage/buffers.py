@@ -12,7 +12,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -75,11 +75,7 @@ def flat(view: memoryview) -> memoryview:
 
 
 def copy(dst: memoryview, src: memoryview) -> None:
-    """
-    Copy all of `src` over all of `dst`; both are bytes of one length.
-
-    A large copy releases the GIL. A small one keeps it, because releasing it costs more than the copy.
-    """
+    """Copy all of `src` over all of `dst`; only a large copy releases the GIL, because that has a cost."""
     if src.nbytes <= _SMALL_COPY_BYTES:
         dst[:] = src
     else:
@@ -95,13 +91,15 @@ class ScratchPool:
         self._holders = 0
         self._free: list[memoryview] = []
 
-    def retain(self) -> None:
-        """Keep free buffers for reuse until `release`."""
+    def retained(self) -> ExitStack:
+        """Keep free buffers for reuse until the result is closed; the last one frees the memory."""
         with self._lock:
             self._holders += 1
+        hold = ExitStack()
+        hold.callback(self._release)
+        return hold
 
-    def release(self) -> None:
-        """Undo one `retain`; the last one frees the memory."""
+    def _release(self) -> None:
         with self._lock:
             self._holders -= 1
             if not self._holders:

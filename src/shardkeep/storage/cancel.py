@@ -34,11 +34,7 @@ _POLL_S = 0.5
 
 
 class CancelScope:
-    """
-    Cancels a group of uploads as one unit. Cancelling is permanent.
-
-    Only use it for blobs whose names are never used again: a cancelled upload may still appear, and is then deleted.
-    """
+    """Cancels a group of uploads, for good. Only for names that are never used again: one may still appear later."""
 
     def __init__(self, *, budget: MemoryBudget | None = None, wanted: Callable[[], bool] = lambda: True) -> None:
         """
@@ -106,11 +102,7 @@ def spawn_daemon(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def run_with_deadline(work: Callable[[], object], name: str, within_s: float | None = None) -> bool:
-    """
-    Run clean-up work on a thread, and wait for it (`CANCEL_DEADLINE_S` by default); returns whether it ended in time.
-
-    An exception that `work` raises in that time is raised here.
-    """
+    """Run clean-up work on a thread; returns whether it ended in time, and raises its error if it did."""
     try:
         future = spawn_daemon(work, name)
     except RuntimeError:  # no thread could be started, which may be why there is something to clean up

@@ -346,11 +346,7 @@ class BlobInput(io.RawIOBase):
 
 
 class BlobOutput(io.RawIOBase):
-    """
-    A blob that is written from its first byte to its last, in place of one that is there.
-
-    It appears when the stream is closed, or not at all if `discard` is called first.
-    """
+    """A blob written in order. It replaces another when it is closed, unless `discard` is called first."""
 
     def __init__(self, store: Store, name: str) -> None:
         super().__init__()
@@ -548,11 +544,7 @@ def by_store(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLi
 
 
 def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreign: bool = False) -> Store | None:
-    """
-    Return the store for a path of a file system; None if only the file system can open its files.
-
-    `foreign`: local files may have any name and be symbolic links, for reading.
-    """
+    """Return the store for a path, of any files if `foreign`; None if only the file system can open its files."""
     if is_local(fs):
         return LocalStore(path, direct=Options().direct_io, durable=durable, foreign=foreign)
     return fs.store(path) if type(fs) is StoreFileSystem else None

@@ -31,6 +31,7 @@ from shardkeep.storage.base import (
     check_fits,
     check_limit,
     check_name,
+    check_within,
     checked_end,
     delete_contents,
     is_name,
@@ -71,11 +72,7 @@ def without_user(text: str) -> str:
 def fs_errors(
     action: str, url: str, name: str = "", offset: int | None = None, *, looks: bool = False
 ) -> Iterator[None]:
-    """
-    Turn any exception of a file system into one of our errors; each file system raises those of its own library.
-
-    `looks`: the action looks for a blob that may not exist, so that "not a directory" means "not found".
-    """
+    """Turn any exception into one of ours; for what `looks` for a blob, "not a directory" means "not found"."""
     try:
         yield
     except CheckpointError:
@@ -198,13 +195,9 @@ class FsspecReader:
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002
         view = flat(into)
-        if offset < 0:
-            message = f"{self._url}/{self._name}: cannot read at offset {offset}: is negative"
-            raise StorageError(message, name=self._name, offset=offset, errno=errno.EINVAL)
-        found = b""
-        if view:
-            with fs_errors("cannot read", self._url, self._name, offset):
-                found = self._fs.cat_file(self._path, start=offset, end=offset + len(view))
+        check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
+        with fs_errors("cannot read", self._url, self._name, offset):
+            found = self._fs.cat_file(self._path, start=offset, end=offset + len(view)) if view else b""
         if len(found) != len(view):
             raise short_read(f"{self._url}/{self._name}", self._name, offset, len(view), len(found))
         view[:] = found

@@ -96,11 +96,7 @@ def storage_errors(action: str, url: str, name: str = "", offset: int | None = N
 
 
 class Descriptors:
-    """
-    The descriptors of one open file, used by any number of threads.
-
-    They are closed when the last user is done: a descriptor closed during a call may by then refer to another file.
-    """
+    """The descriptors of one open file; closed when no thread uses them, because their numbers are reused."""
 
     def __init__(self, buffered: int, direct: int | None, nbytes: int) -> None:
         self.buffered = buffered
@@ -127,14 +123,13 @@ class Descriptors:
         if last:
             self._close()
 
-    def close(self) -> bool:
-        """Close now, or when the last user is done; True for the first call."""
+    def close(self) -> None:
+        """Close now, or when the last user is done."""
         with self._lock:
             first, self._closing = not self._closing, True
             idle = not self._users
         if first and idle:
             self._close()
-        return first
 
     def _close(self) -> None:
         with ExitStack() as stack:  # each one, whatever becomes of the others
@@ -175,8 +170,9 @@ def open_files(path: str, flags: int, *, direct: bool, follow_links: bool = Fals
             os.close(second)
             second = None
     except BaseException:
-        for fd in filter(None, (buffered, second)):
-            os.close(fd)
+        for fd in (buffered, second):
+            if fd is not None:
+                os.close(fd)
         if flags & os.O_EXCL:  # this call created it
             with suppress(OSError):
                 os.unlink(path)
@@ -428,7 +424,7 @@ class _LocalReader:
         self._scratch = scratch
         self._asks_cache = True
         self.nbytes = files.nbytes
-        scratch.retain()
+        self._hold = scratch.retained()
 
     def cached(self, offset: int, nbytes: int) -> bool:
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
@@ -474,12 +470,7 @@ class _LocalReader:
             return got
 
     def _mostly_cached(self, offset: int, nbytes: int) -> bool:
-        """
-        Ask the page cache whether it holds most of a range.
-
-        A read with RWF_NOWAIT would return cached bytes directly, but for bytes that are missing it makes the kernel
-        read ahead as much as was asked for, and a cold load then reads everything twice.
-        """
+        """Ask the page cache. A read with RWF_NOWAIT would make the kernel read ahead, and read all twice."""
         if not self._asks_cache:
             return False
         cached = cached_bytes(self._files.buffered, offset, nbytes)
@@ -487,12 +478,9 @@ class _LocalReader:
         return 2 * (cached or 0) > nbytes
 
     def close(self) -> None:
-        try:
-            first = self._files.close()
-        except OSError:  # nothing is lost when a file was only read
-            first = True
-        if first:
-            self._scratch.release()
+        with suppress(OSError):  # nothing is lost when a file was only read
+            self._files.close()
+        self._hold.close()
 
 
 class LocalStore:

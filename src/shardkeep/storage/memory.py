@@ -20,11 +20,11 @@ from shardkeep.storage.base import (
     check_fits,
     check_limit,
     check_name,
+    check_within,
     checked_end,
     delete_contents,
     name_taken,
     not_shared,
-    short_read,
     version_conflict,
 )
 from shardkeep.storage.buffers import copy, flat
@@ -67,10 +67,8 @@ class _MemoryBlob:
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - all is cached
         view = flat(into)
-        found = memoryview(self.data)[max(offset, 0) : max(offset, 0) + len(view)]
-        if offset < 0 or len(found) != len(view):
-            raise short_read(self._where, self._name, offset, len(view), len(found))
-        copy(view, found)
+        check_within(self._where, self._name, offset, len(view), self.nbytes)
+        copy(view, memoryview(self.data)[offset : offset + len(view)])
 
     def close(self) -> None:
         """Nothing to release."""

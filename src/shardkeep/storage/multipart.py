@@ -83,11 +83,7 @@ class ObjectWriter:
         put: Callable[[memoryview], None],
         replaced: Callable[[], Version | None] | None = None,
     ) -> None:
-        """
-        Prepare an upload; nothing is sent before the first part is complete.
-
-        `put` stores a blob of one part. `replaced` is for a blob that replaces another: it returns the stored version.
-        """
+        """`put` stores a blob of one part; `replaced` returns the stored version of a blob to be replaced."""
         self._bucket, self._path, self._url, self._name, self._nbytes = bucket, path, url, name, nbytes
         self._where = f"{url}/{name}"
         self._put = put

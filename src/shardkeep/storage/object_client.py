@@ -126,11 +126,7 @@ class Bucket:
         return self.all_slots
 
     def check_process(self) -> None:
-        """
-        Raise if obstore cannot be used in this process: one that was forked from a process that used it.
-
-        obstore's threads do not exist after a fork, not even for a new client, so every request would hang.
-        """
+        """Raise in a fork of a process that used obstore: its threads do not exist here, and requests would hang."""
         if os.getpid() != _first_user():
             raise CheckpointError(
                 f"{self.service}://{self.name}: this process was forked after the store was used, and cannot use it",
@@ -147,12 +143,7 @@ class Bucket:
         return self.retry(f"{verb} {url}/{name}", once)
 
     def retry(self, what: str, work: Callable[[], T], *, can: Callable[[], bool] = lambda: True) -> T:
-        """
-        Call `work` until it succeeds or the retries are used up; `can` says whether another attempt is possible.
-
-        obstore retries requests itself, but not an answer that broke off after it had begun. What obstore has retried
-        is not retried here.
-        """
+        """Call `work` again while it fails in passing and `can()`; what obstore has retried is not retried again."""
         until = time.monotonic() + self.policy.retry_s
         failed = 0
         while True:

@@ -172,11 +172,7 @@ def _check_google_files(found: dict[str, Any], url: str, environment: Mapping[st
 
 
 def server_identity(service: str, found: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """
-    Return whether this is the provider's own service, whose behaviour is known, and what identifies server and account.
-
-    Two that have the same identity have the same buckets, however they are written.
-    """
+    """Return whether this is the provider's own service, and what identifies server and account, however written."""
     account, endpoint = str(found.get("account_name", "")), str(found.get("endpoint", ""))
     parts = urlsplit(endpoint)
     for own in _OWN_HOSTS[service]:

@@ -25,11 +25,11 @@ from shardkeep.storage.base import (
     Version,
     check_limit,
     check_name,
+    check_within,
     delete_contents,
     is_name,
     name_taken,
     sendable_options,
-    short_read,
 )
 from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
@@ -48,12 +48,7 @@ _OVER = "a put over a version is refused if the object has another"
 
 
 class ObjectReader:
-    """
-    An object that is open for reading, and that must not be replaced meanwhile.
-
-    Opening reads the first bytes, and learns the size in the same request; headers need no request of their own. An
-    answer that breaks off is requested again from there.
-    """
+    """An open object, which must not be replaced meanwhile. Its first bytes come with the opening, for headers."""
 
     def __init__(self, bucket: Bucket, path: str, *, url: str, name: str) -> None:
         """Open an object, or raise `BlobNotFound`."""
@@ -82,11 +77,9 @@ class ObjectReader:
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - known here
         view = flat(into)
-        there = max(0, min(len(view), self.nbytes - max(offset, 0)))
-        if self._closed or offset < 0:
-            raise self._error(offset, "is closed" if self._closed else "is negative", errno.EINVAL)
-        if there < len(view):
-            raise short_read(f"{self._url}/{self._name}", self._name, offset, len(view), there)
+        if self._closed:
+            raise self._error(offset, "is closed", errno.EINVAL)
+        check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
         if self.cached(offset, len(view)):
             view[:] = self._head[offset : offset + len(view)]
         else:

@@ -30,11 +30,7 @@ _HINT = (
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
-    """
-    Return the store for a place; does no I/O. An object with the verbs of a store is returned as it is.
-
-    `direct`: local files may bypass the page cache.
-    """
+    """Return the store for a place, without I/O; a store as it is. `direct`: local files may bypass the cache."""
     if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
         return where
     return _open(where, direct=direct)

@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from shardkeep.errors import BlobNotFound, MalformedFile, SaveCancelled, StorageError
@@ -99,10 +100,10 @@ class RetryingStore(StoreWrapper):
         self._before_put = before_put
 
     def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:
-        return _RetryingReader(reader, f"{self.url}/{name}", self._policy)
+        return _RetryingReader(reader, self, name)
 
     def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:
-        return _RetryingWriter(writer, f"{self.url}/{name}", self._policy)
+        return _RetryingWriter(writer, self, name)
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
         return self._create(name, lambda: super(RetryingStore, self).create(name, nbytes))
@@ -124,7 +125,7 @@ class RetryingStore(StoreWrapper):
         return self._policy.attempt(f"create {self.url}/{name}", work)
 
     def open(self, name: str) -> BlobReader:
-        return self._retry("open", name, lambda: super(RetryingStore, self).open(name))
+        return self.retry("open", name, lambda: super(RetryingStore, self).open(name))
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         def work(failed: int) -> None:
@@ -152,25 +153,25 @@ class RetryingStore(StoreWrapper):
             return None
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return self._retry("get", name, lambda: self.inner.get(name, limit=limit))
+        return self.retry("get", name, lambda: self.inner.get(name, limit=limit))
 
     def version(self, name: str) -> Version | None:
-        return self._retry("look up", name, lambda: self.inner.version(name))
+        return self.retry("look up", name, lambda: self.inner.version(name))
 
     def list(self) -> Iterator[BlobInfo]:
-        return iter(self._retry("list", "", lambda: list(self.inner.list())))
+        return iter(self.retry("list", "", lambda: list(self.inner.list())))
 
     def delete(self, name: str) -> None:
-        self._retry("delete", name, lambda: self.inner.delete(name))
+        self.retry("delete", name, lambda: self.inner.delete(name))
 
     def delete_all(self, names: Sequence[str]) -> None:
-        self._retry("delete blobs of", "", lambda: super(RetryingStore, self).delete_all(names))
+        self.retry("delete blobs of", "", lambda: super(RetryingStore, self).delete_all(names))
 
     def spec(self) -> Any:
         """Describe the inner store: the writer process writes data files, and this process retries and commits."""
         return spec_of(self.inner)
 
-    def _retry(self, verb: str, name: str, work: Callable[[], T]) -> T:
+    def retry(self, verb: str, name: str, work: Callable[[], T]) -> T:
         return self._policy.attempt(f"{verb} {self.url}/{name}", lambda _: work())
 
 
@@ -184,35 +185,24 @@ class RetryingRoot(RetryingStore):
     spec = RetryingStore.spec
 
     def places(self) -> Iterator[str]:
-        return iter(self._retry("list the places of", "", lambda: list(self._root.places())))
+        return iter(self.retry("list the places of", "", lambda: list(self._root.places())))
 
     def place(self, name: str) -> RetryingStore:
         return RetryingStore(self._root.place(name), self._policy)
 
     def remove(self, name: str) -> None:
-        self._retry("remove", name, lambda: self._root.remove(name))
+        self.retry("remove", name, lambda: self._root.remove(name))
 
     def drop_empty(self, name: str) -> None:
-        self._retry("remove", name, lambda: self._root.drop_empty(name))
+        self.retry("remove", name, lambda: self._root.drop_empty(name))
 
 
 class _RetryingWriter(WriterWrapper):
-    def __init__(self, inner: BlobWriter, where: str, policy: RetryPolicy) -> None:
-        super().__init__(inner)
-        self._where = where
-        self._policy = policy
-
     def write_at(self, offset: int, data: memoryview) -> None:
-        self._policy.attempt(f"write {self._where} at {offset}", lambda _: self.inner.write_at(offset, data))
+        self.store.retry("write", f"{self.name} at {offset}", lambda: self.inner.write_at(offset, data))
 
 
 class _RetryingReader(ReaderWrapper):
-    def __init__(self, inner: BlobReader, where: str, policy: RetryPolicy) -> None:
-        super().__init__(inner)
-        self._where = where
-        self._policy = policy
-
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        self._policy.attempt(
-            f"read {self._where} at {offset}", lambda _: self.inner.read_into(offset, into, cached=cached)
-        )
+        work = partial(self.inner.read_into, offset, into, cached=cached)
+        self.store.retry("read", f"{self.name} at {offset}", work)

@@ -88,10 +88,10 @@ class StoreWrapper:
 
 
 class WriterWrapper:
-    """Passes everything on to another writer."""
+    """Passes everything on to another writer, of a blob of this name."""
 
-    def __init__(self, inner: BlobWriter) -> None:
-        self.inner = inner
+    def __init__(self, inner: BlobWriter, store: Any = None, name: str = "") -> None:
+        self.inner, self.store, self.name = inner, store, name
 
     def write_at(self, offset: int, data: memoryview) -> None:
         self.inner.write_at(offset, data)
@@ -104,10 +104,10 @@ class WriterWrapper:
 
 
 class ReaderWrapper:
-    """Passes everything on to another reader."""
+    """Passes everything on to another reader, of a blob of this name."""
 
-    def __init__(self, inner: BlobReader) -> None:
-        self.inner = inner
+    def __init__(self, inner: BlobReader, store: Any = None, name: str = "") -> None:
+        self.inner, self.store, self.name = inner, store, name
 
     @property
     def nbytes(self) -> int:

@@ -91,10 +91,10 @@ class FaultyStore(StoreWrapper):
         return StorageError(f"{self.url}/{name}: injected: {verb}: Input/output error", name=name, errno=errno.EIO)
 
     def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:
-        return _FaultyReader(self, reader, name)
+        return _FaultyReader(reader, self, name)
 
     def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:
-        return _FaultyWriter(self, writer, name)
+        return _FaultyWriter(writer, self, name)
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
         self.begin("create", name)
@@ -147,38 +147,28 @@ def _damaged(data: memoryview, fault: Fault | None) -> memoryview:
 
 
 class _FaultyWriter(WriterWrapper):
-    def __init__(self, store: FaultyStore, inner: BlobWriter, name: str) -> None:
-        super().__init__(inner)
-        self._store = store
-        self._name = name
-
     def write_at(self, offset: int, data: memoryview) -> None:
-        fault = self._store.begin("write_at", self._name)
+        fault = self.store.begin("write_at", self.name)
         super().write_at(offset, _damaged(flat(data), fault))
         if fault == "short":
-            raise self._store.broken("write_at", self._name)
+            raise self.store.broken("write_at", self.name)
 
     def finish(self, nbytes: int | None = None) -> None:
-        self._store.begin("finish", self._name)
+        self.store.begin("finish", self.name)
         super().finish(nbytes)
 
     def abandon(self) -> None:
-        if not self._store.crashed:
+        if not self.store.crashed:
             super().abandon()
 
 
 class _FaultyReader(ReaderWrapper):
-    def __init__(self, store: FaultyStore, inner: BlobReader, name: str) -> None:
-        super().__init__(inner)
-        self._store = store
-        self._name = name
-
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        fault = self._store.begin("read_into", self._name)
+        fault = self.store.begin("read_into", self.name)
         view = flat(into)
         if fault == "short":
             super().read_into(offset, view[: len(view) // 2])
-            raise self._store.broken("read_into", self._name)
+            raise self.store.broken("read_into", self.name)
         super().read_into(offset, view, cached=cached)
         if fault == "flip" and view:
             view[len(view) // 2] ^= 0x10
