@@ -111,11 +111,7 @@ class KVMailbox:
 
 
 def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, within_s: float) -> T:
-    """
-    Run `errand` with the mailbox of a world of `ranks`, for at most `within_s` and `GRACE_S`.
-
-    Raises `StoreUnreachable` if the store did not answer in time, or its connection broke.
-    """
+    """Run `errand` for at most `within_s` and `GRACE_S`; raise `StoreUnreachable` if the store does not answer."""
     stop = threading.Event()
     outcome: Future[T] = Future()
 

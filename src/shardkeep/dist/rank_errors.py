@@ -23,11 +23,7 @@ MOST_LINE_CHARS = 1_000
 
 
 class RemoteTraceback(Exception):
-    """
-    The traceback of another rank, as text.
-
-    It is the cause of an error that began on another rank, so that Python prints it; it is never raised.
-    """
+    """The traceback of another rank as text. It is never raised, only the cause of an error, so that Python prints it."""
 
 
 class FailedRanks(msgspec.Struct, frozen=True):

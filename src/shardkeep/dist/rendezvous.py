@@ -136,15 +136,9 @@ class Rendezvous:
         Run `work` on every rank, then `decide` on rank 0, and return what was decided for this rank.
 
         `phase` names this step in messages, the same on all ranks. `decide` gets the contributions in the order of ranks
-        and returns one answer for each rank.
-
-        Raises:
-            CheckpointError: some rank failed. All ranks raise the same, of the class of the first failure, with the
-                failures of all in `by_rank`; on a rank that failed, its own exception is the cause. A single rank
-                sees its own exceptions as they are.
-            RanksSilent: ranks did not answer in time, or cannot be reached.
-            RanksDisagree: ranks are in different calls or phases.
-
+        and returns one answer for each. If a rank fails, all raise the class of the first failure, with the failures of all in
+        `by_rank` (a single rank: its own exception); `RanksSilent` if ranks do not answer or cannot be reached;
+        `RanksDisagree` if they are in different calls or phases.
         """
         if self._world.solo:
             return _decided(decide, [work()])[0]

@@ -56,11 +56,7 @@ class World:
 
 
 def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float) -> World:
-    """
-    Return the ranks of `group`, to which this process must belong; a `World` is returned as it is.
-
-    None means all ranks, or this process alone if torch.distributed is not initialised.
-    """
+    """Return the ranks of `group`, by default all; this process alone if torch.distributed is not initialised."""
     if isinstance(group, World):
         return group
     # A program that has initialised a process group has imported torch.distributed; importing it here would take seconds.

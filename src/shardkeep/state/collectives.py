@@ -69,16 +69,10 @@ def gather_state_dict(
     """
     Return the state dict with each DTensor and ShardedTensor as one full tensor.
 
-    All ranks that hold parts of a tensor must call this, with trees of the same order; this is checked before anything
-    is gathered. Gathered values are detached; other tensors are in the result as they are. The arguments are those of
-    `iterate_state_dict`. ShardedTensors are gathered over `pg`, by default each over its own group, and on `device`, by
-    default the one in their metadata; DTensors over their mesh.
-
-    Raises:
-        UnexpectedValue: a value of another type, and `type_check` is on.
-        InvalidShards: the shards of a ShardedTensor differ from its metadata.
-        RanksDisagree: ranks that share a mesh or group hold different tensors on it; the same error on all of them.
-
+    All ranks that hold parts of a tensor must call this, with trees of the same order; if not, all raise `RanksDisagree`
+    before anything is gathered. Gathered values are detached; other tensors are in the result as they are. The arguments are
+    those of `iterate_state_dict`. ShardedTensors are gathered over `pg`, by default each over its own group, and on
+    `device`, by default the one in their metadata; DTensors over their mesh.
     """
     _check_same_tensors(state_dict, pg, type_check=type_check)
     with torch.no_grad():
@@ -103,8 +97,7 @@ def all_gather_sharded_tensor(
     Return the full tensor, on every rank of the group.
 
     Shards may have any sizes, order and dimensions, and a rank may hold several or none; torch assumes equal rows in the
-    order of ranks. By default the group is the tensor's own, and the device that of the first shard if the group supports
-    it.
+    order of ranks. By default the group is the tensor's own, and the device that of the first shard.
     """
     group = pg or sharded_tensor._process_group or dist.group.WORLD
     metadata = sharded_tensor.metadata()
@@ -409,11 +402,7 @@ def broadcast_tensors(
 def distribute_tensors(
     local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: ProcessGroup | None = None
 ) -> None:
-    """
-    Replace each pair of a DTensor and a full tensor in the state dict by the DTensor, filled with its own part.
-
-    A DTensor on meta becomes one on the full tensor's device. Other values stay. Nothing is communicated.
-    """
+    """Replace each pair of a DTensor and a full tensor by the DTensor, filled with its part (on meta: a new one)."""
     del device, pg  # the arguments of torch's
     for key in keys:
         if isinstance(pair := local_state_dict.get(key), tuple):

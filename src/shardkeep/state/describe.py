@@ -147,11 +147,7 @@ def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int
 
 
 def file_groups(tree: Node, keys: Sequence[str]) -> list[str]:
-    """
-    Return the group of files of each tensor: the name of its top-level container, or "state" at the top level.
-
-    So model and optimizer go to separate files, and either can be dropped.
-    """
+    """Return the group of files of each tensor, its top-level container, so that model and optimizer go to separate files."""
     if not isinstance(tree, Container):
         return ["state"] * len(keys)
     tops = [(part_name(tree.kind, part), node) for part, node in tree.children]

@@ -321,12 +321,7 @@ def _keep_visiting_tensors(value: Any) -> bool:
 def traverse_state_dict(
     state_dict: Mapping[str, Any], visitor: Visitor, keep_traversing: Callable[[Any], bool] = _keep_visiting_tensors
 ) -> None:
-    """
-    Call `visitor(path, value)` for each value, in order, opening mappings and lists that hold state.
-
-    A list holds state if `keep_traversing` is true of an item, or an item is a mapping or such a list. Tuples are
-    values.
-    """
+    """Call `visitor(path, value)` for each value, in order, opening mappings and lists that hold state."""
 
     def opens(value: Any) -> bool:
         if isinstance(value, Mapping):
@@ -340,11 +335,7 @@ def traverse_state_dict(
 def traverse_state_dict_v_2_3(
     state_dict: Mapping[str, Any], visitor: Visitor, keep_traversing: Callable[[Any], bool] = _keep_visiting_tensors
 ) -> None:
-    """
-    Call `visitor(path, value)` for each value, in order, as torch did up to version 2.3.
-
-    Mappings and lists are opened only if `keep_traversing` is true of something inside. Tuples are values.
-    """
+    """Call `visitor(path, value)` for each value, in order, by the rules of torch 2.3."""
 
     def opens(value: Any) -> bool:
         if not isinstance(value, (Mapping, list)):
@@ -375,11 +366,7 @@ def _traverse(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
-    """
-    Return the values by flat name, and the path of each name, as `traverse_state_dict` finds them.
-
-    Two paths with one flat name, such as "a.b" and "b" in "a", are a `KeyCollision`.
-    """
+    """Return the values by flat name, and the path of each name, as `traverse_state_dict` finds them."""
     return _flatten(state_dict, traverse_state_dict)
 
 

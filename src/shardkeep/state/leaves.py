@@ -144,11 +144,7 @@ def is_plain(obj: Any) -> bool:
 
 
 def wait_tensor(tensor: Any) -> Any:
-    """
-    Wait until an asynchronous collective has written a tensor, and return the tensor.
-
-    A DTensor over such a tensor is returned as a new DTensor over the finished one; anything else as it is.
-    """
+    """Wait until an asynchronous collective has written a tensor (of a DTensor: the local one), and return it."""
     if is_dtensor(tensor):
         local = tensor._local_tensor
         if not is_pending(local):
@@ -289,11 +285,7 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
 
 
 def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
-    """
-    Describe a contiguous plain tensor; return None for anything else, which `describe_leaf` handles.
-
-    Almost every leaf of every state takes only this path, so it makes as few calls as possible.
-    """
+    """Describe a contiguous plain tensor, as almost every leaf is, in few calls; return None for anything else."""
     kind = type(obj)
     if kind is not _TENSOR and kind is not _PARAMETER:
         return None

@@ -8,6 +8,7 @@ the names of its parameters, FSDP1 wrappers, prefixes of submodules.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,10 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from shardkeep.errors import BadOptions, BadState, CheckpointError, KeyCollision
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import current_world
+from shardkeep.errors import BadOptions, BadState, KeyCollision
+from shardkeep.options import Options
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from shardkeep.state.leaves import is_dtensor
 from shardkeep.state.names import (
@@ -113,9 +117,15 @@ def checked_options(
     canonical = all_canonical(model, fqn_modifiers=modifiers)
     live = list(live_state(model, modifiers, canonical=canonical))
     wrappers = fsdp_modules(model)
+    chosen = set(submodules or ())
+    inside = [
+        canonical_key(model, name, fqn_modifiers=modifiers)
+        for name, module in (model.named_modules(remove_duplicate=False) if chosen else ())
+        if module in chosen
+    ]
     return StateDictInfo(
         **{one.name: getattr(options, one.name) for one in fields(StateDictOptions)},
-        submodule_prefixes=_prefixes(model, submodules, modifiers),
+        submodule_prefixes={f"{name}." if name else "" for name in inside},
         handle_model=not optim_only,
         handle_optim=len(optims) > 0,
         fsdp_context=_fsdp1_context(model, options) if wrappers else nullcontext,
@@ -124,18 +134,6 @@ def checked_options(
         live=live,
         canonical=canonical,
     )
-
-
-def _prefixes(model: nn.Module, submodules: Iterable[nn.Module] | None, modifiers: str) -> set[str]:
-    wanted = set(submodules or ())
-    if not wanted:
-        return set()
-    found = {
-        canonical_key(model, name, fqn_modifiers=modifiers)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if module in wanted
-    }
-    return {f"{name}." if name else "" for name in found}
 
 
 def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[str, Any]:
@@ -173,24 +171,17 @@ def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, A
 
 def from_rank0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0, and return its result on all ranks of the default group; if it fails, all ranks raise."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    world = current_world(timeout_s=Options().timeout_s)
+    if world.solo:
         return make()
-    sent: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            sent[0] = make()
-        except Exception as exc:  # noqa: BLE001 - raised again below, once the others know
-            failure = exc
-            text = f"{type(exc).__name__}: {exc}", ""
-            sent[1] = (exc.message, exc.hint) if isinstance(exc, CheckpointError) else text
-    dist.broadcast_object_list(sent, src=0)
-    if failure is not None:
-        raise failure
-    if sent[1] is not None:
-        message, hint = sent[1]
-        raise BadState(f"rank 0: {message}", hint=hint)
-    result: T = sent[0]
+    with rendezvous(world, "set a state dict") as meeting:
+        # Pickled, like torch's own object collectives, within one job.
+        made = meeting.agree(
+            "read on rank 0",
+            lambda: pickle.dumps(make()) if world.rank == 0 else b"",
+            lambda said: [said[0]] * len(said),
+        )
+    result: T = pickle.loads(made)
     return result
 
 
@@ -334,17 +325,22 @@ def _distribute(given: dict[str, Any], present: list[str], info: StateDictInfo) 
 
 def _device_of(local: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[torch.device, bool]:
     """Return the device of a model, and whether parts of it are on meta."""
-    devices = {value.device: key for key, value in local.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
-    on_meta = devices.pop(torch.device("meta"), None) is not None
+    tensors = {key: value for key, value in local.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+    device = single_device({key: value for key, value in tensors.items() if not value.is_meta})
+    on_meta = any(value.is_meta for value in tensors.values())
+    return device or _device_for_meta(local, given), on_meta
+
+
+def single_device(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
+    """Return the device of tensors, to which full state can be set only if they are on one; None if there are none."""
+    devices = {value.device: key for key, value in tensors.items()}
     if len(devices) > 1:
         found = ", ".join(f"{key!r} on {device}" for device, key in devices.items())
         raise BadOptions(
             f"Multiple devices found in the model: {found}",
-            hint="full state can be set to a model on one device only; load its parts one by one",
+            hint="full state can be set to a model on one device only; load its parts one by one, or sharded state",
         )
-    if devices:
-        return next(iter(devices)), on_meta
-    return _device_for_meta(local, given), on_meta
+    return next(iter(devices), None)
 
 
 def _device_for_meta(local: Mapping[str, Any], given: Mapping[str, Any]) -> torch.device:
@@ -398,11 +394,7 @@ def _fsdp1_context(model: nn.Module, options: StateDictOptions) -> Callable[[], 
 
 
 def fsdp1_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Any, *, to_load: bool) -> dict[str, Any]:
-    """
-    Convert an optimizer's state dict to FSDP1's names of the original parameters, or (`to_load`) back.
-
-    The result is empty on ranks that get no state.
-    """
+    """Convert an optimizer's state dict to FSDP1's names of parameters, or (`to_load`) back; empty on ranks that get none."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy  # noqa: PLC0415 - slow
 
     outermost = cast("Any", fsdp_modules(model)[0])

@@ -58,22 +58,14 @@ def get_fqns(
     The name of a parameter, a buffer, extra state or a submodule may contain all, some or none of the wrappers on its way.
     A flat parameter of FSDP1 has the names of all parameters in it, everything else has one name. If `skip_ddp_prefix` or
     `skip_compiler_prefix` is False, the `module` of DDP or the `_orig_mod` of torch.compile is kept (or added), like in
-    the keys of `state_dict()`.
-
-    Raises:
-        UnknownName: (AttributeError) the name leads to nothing.
-
+    the keys of `state_dict()`. A name that leads to nothing is an `UnknownName` (AttributeError).
     """
     kept = (*(() if skip_ddp_prefix else (DDP_MODULE,)), *(() if skip_compiler_prefix else (COMPILED_MODULE,)))
     return set(_resolve(model, name, dsd_fqn_modifiers, kept, lenient=False))
 
 
 def canonical_key(module: nn.Module, key: str, *, fqn_modifiers: str = FQN_MODIFIERS) -> str:
-    """
-    Return the canonical name for one key of `module.state_dict()`.
-
-    Hooks may add keys without an attribute behind them; the part of a key that cannot be followed stays as it is.
-    """
+    """Return the canonical name for one key of `module.state_dict()`; a part that hooks added stays as it is."""
     found = _resolve(module, key, fqn_modifiers, (), lenient=True)
     if len(found) != 1:
         raise BadState(
@@ -100,11 +92,7 @@ def all_canonical(module: nn.Module, *, fqn_modifiers: str = FQN_MODIFIERS) -> b
 
 
 def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, ...]]:
-    """
-    Return all canonical names of each parameter among the items of a module, tied ones under every name they have.
-
-    The first name is the one that `named_parameters()` of the plain module uses.
-    """
+    """Return all canonical names of each parameter, the one that `named_parameters()` of the plain module uses first."""
     names: dict[nn.Parameter, dict[str, None]] = {}
     for item in items:
         if isinstance(item.value, nn.Parameter):

@@ -154,11 +154,7 @@ class Objects:
         return {name: template.state for name, template in self._templates.items()}
 
     def load(self, filled: set[str]) -> None:
-        """
-        Give every object the part of its template that was filled, if any.
-
-        Objects that communicate come first: one that fails on a single rank must not leave the others waiting.
-        """
+        """Give every object the part of its template that was filled, if any."""
         for adapter in sorted(self._adapters, key=lambda adapter: not adapter.communicates):
             template = self._templates.get(adapter.name, NOTHING_STORED)
             if template.state is not UNFILLED:
@@ -326,12 +322,7 @@ class OptimizerObject(Adapter):
         return name_parameters(self.name, self._optimizer, self._modules, self._rank)
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """
-        Return digests of plain tensors that are kept for a sharded parameter.
-
-        They may belong to this rank's shard alone (blocks of an 8-bit optimizer), or be factors of the whole parameter,
-        whatever their shape.
-        """
+        """Return digests of plain tensors kept for a sharded parameter: they may belong to this rank's shard alone."""
         digests = {}
         for parameter, kept in self._kept():
             if is_dtensor(parameter):
@@ -577,11 +568,7 @@ def _shard_of(parameter: Any) -> list[list[list[int]]] | None:
 
 
 class FSDP1OptimizerObject(Adapter):
-    """
-    How an optimizer of an FSDP1 module is saved and loaded, in the same form as any other.
-
-    FSDP1 flattens parameters, so only its own functions can split the state by parameter.
-    """
+    """How an optimizer of an FSDP1 module is handled: only FSDP1 can split the state of flat parameters by parameter."""
 
     communicates = True
 

@@ -58,16 +58,11 @@ def iterate_state_dict(
     Return a tree in which each tensor is replaced by the result of the function for its kind.
 
     Tensors that an asynchronous collective still writes are waited for first. The functions get `pg` and `device`.
-    Results are copied into the tensors of `companion_obj`, a tree of the same nesting, or, with `cpu_offload`, moved to
-    the CPU. With `non_blocking`, copies into companions are only queued on the accelerator's current stream. Only
-    `ranks_only` (of `pg`; empty for all ranks) get the result; the others also call the functions, and get an empty dict
-    (None if the root is no dict). Values other than tensors, int, float, str, bytes, BytesIO and None are refused if
-    `type_check` is on, else copied deeply.
-
-    Raises:
-        CompanionMismatch: the companion does not fit; names the path. Keys and lengths are checked before any copy.
-        UnexpectedValue: a value of another type, and `type_check` is on.
-
+    Results are copied into the tensors of `companion_obj`, a tree of the same nesting (else `CompanionMismatch`), or, with
+    `cpu_offload`, moved to the CPU. With `non_blocking`, copies into companions are only queued on the accelerator's
+    current stream. Only `ranks_only` (of `pg`; empty for all ranks) get the result; the others also call the functions,
+    and get an empty dict (None if the root is no dict). With `type_check`, values other than tensors, int, float, str,
+    bytes, BytesIO and None are an `UnexpectedValue`, else they are copied deeply.
     """
     if companion_obj is not None:
         _check_companion(iter_object, companion_obj, (), leaves=False)
@@ -126,12 +121,7 @@ def _identity_func(obj: Any, pg: ProcessGroup | None, device: torch.device | Non
 def offload_state_dict_to_cpu(
     state_dict: dict[str, Any], *, ranks_only: tuple[int, ...] = (), type_check: bool = True
 ) -> dict[str, Any]:
-    """
-    Return the state dict with its tensors on the CPU; tensors that are there already are not copied.
-
-    DTensors and ShardedTensors keep their kind, with their local parts moved. The values are valid on return. For
-    `ranks_only` and `type_check` see `iterate_state_dict`.
-    """
+    """Return the state dict with its tensors, or their local parts, on the CPU; those that are there are not copied."""
     moved: dict[str, Any] = iterate_state_dict(
         state_dict,
         _identity_func,
@@ -153,14 +143,9 @@ def copy_state_dict(
     """
     Copy all tensors into those of a companion, and return a tree of the companion's tensors.
 
-    Other values in the result are those of `state_dict`. The whole companion is checked before the first copy. With
-    `non_blocking`, this returns while copies are still queued on the accelerator's current stream, which the caller must
-    synchronise; otherwise all copies are queued together and waited for once.
-
-    Raises:
-        CompanionMismatch: keys, lengths, kinds, sizes or dtypes differ; names the path. torch casts and broadcasts.
-        UnexpectedValue: a value of another type, and `type_check` is on.
-
+    Other values in the result are those of `state_dict`. The whole companion is checked before the first copy: keys,
+    lengths, kinds, sizes and dtypes must be the same; torch casts and broadcasts. With `non_blocking`, this returns while
+    copies are still queued on the accelerator's current stream, which the caller must synchronise.
     """
     _check_companion(state_dict, copy_state_dict, (), leaves=True)
     if type_check:
@@ -200,13 +185,7 @@ def create_cpu_state_dict(
     Every tensor gets memory of its own; torch returns 0-dim DTensors themselves, and leaves 0-dim tensors out of
     shared and pinned memory. Other values are copied deeply. Memory may be page-locked (`pin_memory`), or such that other
     processes can map it (`share_memory`). If both, each tensor's memory is registered with the driver, which is slow, and
-    unregistered when it is freed.
-
-    Raises:
-        RuntimeError: `pin_memory` without an accelerator (AssertionError together with `share_memory`); these are
-            torch's own errors.
-        PinningRefused: the driver refuses, or the accelerator cannot, pin shared memory.
-
+    unregistered when it is freed; `PinningRefused` if the driver refuses that.
     """
 
     def plain(obj: torch.Tensor) -> torch.Tensor:
@@ -233,12 +212,7 @@ def create_cpu_state_dict(
 
 
 def check_state_dict_similarity(state_dict: dict[str, Any], compared_state_dict: dict[str, Any]) -> bool:
-    """
-    Return True if each tensor of one tree could be copied as it is into the other.
-
-    Compares nesting, kinds, sizes and dtypes, and changes nothing. torch's version copies the first tree into the
-    second while it compares, and ignores DTensors and ShardedTensors.
-    """
+    """Return True if each tensor of one tree could be copied as it is into the other; nothing is copied."""
     try:
         _check_companion(state_dict, compared_state_dict, (), leaves=True)
     except CompanionMismatch:

@@ -62,12 +62,7 @@ class ParameterNames(NamedTuple):
 def name_parameters(
     name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
 ) -> dict[Any, ParameterNames]:
-    """
-    Name every parameter of the optimizer called `name` by the modules in the same state.
-
-    With several modules in the state, the module's own name comes first, on every rank alike: which modules a rank's
-    optimizer has parameters of may differ between ranks.
-    """
+    """Name every parameter of the optimizer called `name` by the modules in the same state."""
     tables = {own: parameter_names(live_state(module)) for own, module in modules.items()}
     given = {
         parameter: str(own)
@@ -282,22 +277,14 @@ class StateLayout:
 
 
 def is_fresh(optimizer: Optimizer) -> bool:
-    """
-    Return True if an optimizer has no state yet and a step with zero gradients can make it.
-
-    Existing gradients mean that training is under way, with an optimizer that keeps no state.
-    """
+    """Return True if an optimizer has no state and no gradients: with gradients, training is under way without state."""
     return not optimizer.state and all(
         parameter.grad is None for group in optimizer.param_groups for parameter in group[PARAMS]
     )
 
 
 def init_optim_state(optim: Optimizer) -> None:
-    """
-    Give a fresh optimizer the state of a step with zero gradients; leave any other as it is.
-
-    Parameters, gradients, learning rates and random number generators stay as they are, and no step hook runs.
-    """
+    """Give a fresh optimizer the state of a step with zero gradients, and change nothing else."""
     if is_fresh(optim):
         _install(optim, *dry_step(optim))
 
@@ -320,11 +307,7 @@ def with_initial_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 def dry_step(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[str, Any]]]:
-    """
-    Return the state and the param groups an optimizer would have after a step with zero gradients.
-
-    The optimizer is not changed. Temporarily needs memory for a copy of the parameters and for their gradients.
-    """
+    """Return the state and the param groups an optimizer would have after a step with zero gradients."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
     copies = {id(parameter): _copy_of(parameter) for parameter in parameters}
     stand_in = _stand_in_for(optimizer, copies)

@@ -45,11 +45,7 @@ def checked_patterns(argument: str, patterns: Any) -> tuple[str, ...] | Callable
 
 
 def matcher(patterns: Patterns) -> Callable[[str], bool]:
-    """
-    Return a predicate for names.
-
-    A pattern is a name, a dotted prefix of names, or a glob; any of several may match. A callable is used as it is.
-    """
+    """Return a predicate for names: a name, a dotted prefix, a glob, or any of several; a callable is used as it is."""
     if patterns is None:
         return lambda _: True
     if callable(patterns):
@@ -75,10 +71,6 @@ def renamer(rename: Renames) -> Callable[[str], str | None]:
 
     A mapping of strings replaces whole names and dotted prefixes (the longest that fits); regular expressions (a mapping
     from compiled ones, one pair, or pairs in order) are substituted wherever they match; a callable is used as it is.
-
-    Raises:
-        StateError: `rename` is none of these; from the function: a replacement fails.
-
     """
     if rename is None:
         return lambda name: name

@@ -40,11 +40,7 @@ class Cut(NamedTuple):
 def local_layout(
     shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]
 ) -> tuple[Ints, list[tuple[Box, Box]]]:
-    """
-    Return the shape of the local tensor at a coordinate, and its boxes.
-
-    Each part that the rank holds is a box in the whole tensor and one in the local tensor; empty parts are left out.
-    """
+    """Return the shape of the local tensor at a coordinate, and its non-empty boxes in the whole and in the local tensor."""
     runs = _runs_after(shape, mesh_shape, coordinate, cuts)
     return tuple([sum([n for _, n in axis]) for axis in runs]), _pair(runs)
 
@@ -102,11 +98,7 @@ def _pair(runs: list[list[Run]]) -> list[tuple[Box, Box]]:
 
 
 def dtensor_boxes(key: str, spec: DTensorSpec, local: Ints) -> list[tuple[Box, Box]]:
-    """
-    Return the boxes of a DTensor's local tensor, which has shape `local`; none for a rank outside the mesh.
-
-    Raises `UnsupportedLeaf` if under one of the placements no rank holds final values.
-    """
+    """Return the boxes of a DTensor's local tensor, which has shape `local`; none for a rank outside the mesh."""
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return []

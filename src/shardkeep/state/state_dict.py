@@ -13,7 +13,7 @@ in two of them; for `options` see `StateDictOptions`. With `full_state_dict`, te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from shardkeep.state.modules import (
     gathered_or_offloaded,
     model_state,
     set_model_state,
+    single_device,
 )
 from shardkeep.state.names import FLAT_PARAM, PATCHED, canonical_key, own_method, state_dict_key
 from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, with_initial_state
@@ -56,13 +57,7 @@ _WHOLE = object()
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """
-    Return the state of a model, or of its `submodules`, by canonical names, whatever wrappers are around its parts.
-
-    Raises:
-        BadState: (RuntimeError) there is no state.
-
-    """
+    """Return the state of a model, or of its `submodules`, by canonical names, whatever wrappers are around its parts."""
     return _get(model, (), optim_only=False, submodules=submodules, options=options)[0]
 
 
@@ -72,10 +67,7 @@ def set_model_state_dict(
     """
     Load what `get_model_state_dict` returned, here or under other wrappers; return missing and unexpected names.
 
-    Raises:
-        BadState: (RuntimeError) it is empty, or lacks a key.
-        RuntimeError: from the module itself: missing or unexpected keys, or shapes that differ.
-
+    Keys and shapes are checked by the module itself, which raises RuntimeError.
     """
     state = by_submodule(model, model_state_dict)
     with collector_paused():
@@ -96,10 +88,6 @@ def get_optimizer_state_dict(
 
     An optimizer that has made no step is read with the state that a step with zero gradients makes, and stays as it is.
     Containers in the result are new; tensors are the optimizer's own if the options allow it. `submodules` has no effect.
-
-    Raises:
-        BadState: (RuntimeError) an optimizer holds parameters that are not in the model.
-
     """
     return _get(model, optimizers, optim_only=True, submodules=submodules, options=options)[1]
 
@@ -117,10 +105,6 @@ def set_optimizer_state_dict(
     Optimizers need not have made a step; they take what belongs to their parameters and ignore the rest. Values keep the
     type in which the optimizer has them. As with `Optimizer.load_state_dict`, tensors that fit as they are become the
     optimizer's own without a copy: pass a copy to keep them, or to give them to two optimizers.
-
-    Raises:
-        BadState: (RuntimeError) it is empty, or has no state for a parameter that needs some.
-
     """
     with collector_paused():
         given = _as_tuple(optimizers)
@@ -136,13 +120,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """
-    Return the state of a model and that of its optimizers, both by canonical names.
-
-    Raises:
-        BadState: (RuntimeError) there is no state, or an optimizer holds parameters that are not in the model.
-
-    """
+    """Return the state of a model and that of its optimizers, both by canonical names."""
     return _get(model, optimizers, optim_only=False, submodules=submodules, options=options)
 
 
@@ -175,10 +153,6 @@ def set_state_dict(
     Load what `get_state_dict` returned; return the model's missing and unexpected names.
 
     An empty `model_state_dict` loads the optimizers alone.
-
-    Raises:
-        BadState: (RuntimeError) one of them is empty or lacks something.
-
     """
     state = by_submodule(model, model_state_dict)
     with collector_paused():
@@ -209,11 +183,7 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
 def patch_optimizer_state_dict(
     model: nn.Module, *, optimizers: Optimizer | tuple[Optimizer, ...], options: StateDictOptions | None = None
 ) -> None:
-    """
-    Make `state_dict()` and `load_state_dict(state)` of optimizers call the functions here, with these options.
-
-    Each of several optimizers returns and takes the state of all of them.
-    """
+    """Make `state_dict()` and `load_state_dict(state)` of each optimizer call the functions here, for all of them."""
 
     def state_dict() -> dict[str, Any]:
         return get_optimizer_state_dict(model, optimizers, options=options)
@@ -484,8 +454,16 @@ def load_optimizers(
                 hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
             )
         known = saved = _read(optimizers, state_dict, info)
-    # All plans are made, and checked, before the first optimizer is changed.
-    plans = [_plan(optimizer, known, info) for optimizer in optimizers]
+    empty = sum(not group[PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
+    if empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
+        raise BadOptions(
+            f"the optimizers have {empty} param groups without parameters, the state dict {len(known.empty_groups)}: they "
+            f"cannot be matched",
+            hint="leave such groups out",
+        )
+    # All plans are made, and checked, before the first optimizer is changed. Groups without parameters come in order.
+    empty_groups = iter(known.empty_groups)
+    plans = [_plan(optimizer, known, info, empty_groups) for optimizer in optimizers]
     for plan in plans:
         if info.fsdp_modules:
             _load_by_fsdp1(model, plan, saved, info)
@@ -502,15 +480,18 @@ def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: 
     return _parse_nested(state_dict, [info.param_names[one][0] for one in parameters if one in info.param_names])
 
 
-def _plan(optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo) -> _LoadPlan:
+def _plan(
+    optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo, empty_groups: Iterator[dict[str, Any]]
+) -> _LoadPlan:
     entries = [[_entry(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
     layout = StateLayout(optimizer)
     if info.strict and known.state:
         _check_complete(optimizer, [entry for row in entries for entry in row], known, layout)
-    groups = [
-        _group_for_load(group, row, known, optimizer, strict=info.strict)
-        for group, row in zip(optimizer.param_groups, entries, strict=True)
-    ]
+    groups = []
+    for group, row in zip(optimizer.param_groups, entries, strict=True):
+        hyper = _hyper_for_load(row, known, strict=info.strict) if row else next(empty_groups, {})
+        live = {key: value for key, value in group.items() if key not in LIVE_KEYS}
+        groups.append(live | _fitted(hyper, live))
     return _LoadPlan(optimizer, layout, entries, groups)
 
 
@@ -547,18 +528,13 @@ def _and_more(names: Sequence[str]) -> str:
     return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _group_for_load(
-    group: Mapping[str, Any], row: Sequence[_Entry], saved: SavedOptimizers, optimizer: Optimizer, *, strict: bool
-) -> dict[str, Any]:
+def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bool) -> Mapping[str, Any]:
     """
-    Return the hyper-parameters for a live group: those saved for its parameters, and its own if nothing was saved.
+    Return the hyper-parameters that were saved for the parameters of a live group, if any.
 
     Groups are found by the names in them, so they may come in another order, or from several optimizers. If `strict`,
     every trained parameter of the group must have been saved, and all with the same values.
     """
-    live = {key: value for key, value in group.items() if key not in LIVE_KEYS}
-    if not group[PARAMS]:
-        return live | _fitted(_empty_group(group, saved, optimizer), live)
     trained = [name for entry in row if entry.parameter.requires_grad for name in entry.names]
     missing = [name for name in trained if name not in saved.groups]
     if strict and missing:
@@ -578,21 +554,7 @@ def _group_for_load(
         )
 
     names = [name for entry in row for name in entry.names]
-    return live | _fitted(common_hyper(names, saved.groups, refuse if strict else None) or {}, live)
-
-
-def _empty_group(group: Mapping[str, Any], saved: SavedOptimizers, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what was saved for a group without parameters, which is found by its position among such groups."""
-    alike = [one for one in optimizer.param_groups if not one[PARAMS]]
-    if not saved.empty_groups and saved.was_flat:
-        return {}  # the flat form does not hold groups without parameters
-    if len(alike) != len(saved.empty_groups):
-        raise BadOptions(
-            f"the optimizer has {len(alike)} param groups without parameters, the state dict {len(saved.empty_groups)}: "
-            f"they cannot be matched",
-            hint="leave such groups out, or load each optimizer from a state dict of its own",
-        )
-    return saved.empty_groups[next(number for number, one in enumerate(alike) if one is group)]
+    return common_hyper(names, saved.groups, refuse if strict else None) or {}
 
 
 def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
@@ -655,11 +617,7 @@ def _unlike(tree: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
 
 
 def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mapping[Any, Any] | None) -> dict[Any, Any]:
-    """
-    Undo what `Optimizer.load_state_dict` does to state that is not like the parameter.
-
-    It casts all tensors, even integers, to the parameter's dtype, and replaces strings by the text of a generator.
-    """
+    """Undo what `Optimizer.load_state_dict` does: it casts all tensors, even integers, and replaces strings."""
 
     def own(path: TreePath, value: Any) -> Any:
         given = get_element(tree, path)
@@ -711,7 +669,8 @@ def _local_trees(
         names[number]: map_leaves(tree, partial(place, entries[number].parameter)) for number, tree in trees.items()
     }
     put = broadcast_state_dict if info.broadcast_from_rank0 else distribute_state_dict
-    put(full, local, device=_device_of(entries))
+    device = single_device({entry.names[0]: entry.parameter for entry in entries}) or torch.device("cpu")
+    put(full, local, device=device)
     return {number: local[name] for number, name in names.items()}
 
 
@@ -719,17 +678,6 @@ def _like(template: Mapping[Any, Any] | None, path: TreePath) -> Any:
     """Return the value at a path, of which the flat form may have turned numbers into strings."""
     found = {".".join(map(str, own)): value for own, value in leaves_of(template or {})}
     return found.get(".".join(map(str, path)))
-
-
-def _device_of(entries: Sequence[_Entry]) -> torch.device:
-    devices = {entry.parameter.device: entry.names[0] for entry in entries}
-    if len(devices) > 1:
-        found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise BadOptions(
-            f"the optimizer's parameters are on several devices: {found}",
-            hint="full state can be set to parameters on one device only; load sharded state instead",
-        )
-    return next(iter(devices), torch.device("cpu"))
 
 
 def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:

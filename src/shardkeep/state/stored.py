@@ -152,11 +152,7 @@ class StoredState:
         return decode_value(self.index.value_data.raw(leaf.row), key=leaf.name)
 
     def nest(self, name: str, make: Callable[[StoredLeaf], Any]) -> Any:
-        """
-        Rebuild the containers below a name, calling `make` for each leaf.
-
-        Per-rank state becomes an `EveryRank`. If the name itself is a leaf, that leaf is returned.
-        """
+        """Rebuild the containers below a name, calling `make` for each leaf; per-rank state becomes an `EveryRank`."""
         own = self.find(name)
         items = [((), own)] if own is not None else self.below(name)
         made = [(tail, _CONTAINERS[leaf.empty]([]) if leaf.empty else make(leaf)) for tail, leaf in items]
@@ -284,11 +280,7 @@ class StatefulObject(Adapter):
         return _state_of(self.name, self._target)
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """
-        Return a digest of a state that may differ between ranks.
-
-        A state that is partly sharded has one digest per leaf, because as a whole it cannot be per rank.
-        """
+        """Return a digest of a state that may differ between ranks; of one that is partly sharded, a digest for each leaf."""
         if self._per_rank or self._in_per_rank:
             return {}
         leaves, _ = flatten(self._state, rank=self._rank, is_tensor=is_tensor)
