@@ -84,20 +84,6 @@ decode_group_error = msgspec.msgpack.Decoder(GroupError).decode
 decode_activity = msgspec.msgpack.Decoder(RankActivity).decode
 
 
-def describe_activity(note: bytes, *, call: int, title: str) -> str:
-    """Describe what a rank was doing by its last note (an encoded `RankActivity`, or nothing), for a rank in this `call`."""
-    seen = decode_activity(note) if note else None
-    if seen is None:
-        return "it has made no call yet"
-    if seen.call != call:
-        return f"it has not made call {call}; its last was call {seen.call}, {seen.title!r}"
-    if seen.title != title:
-        return f"it is in {seen.title!r}"
-    if seen.phase:
-        return f"it was last seen in {seen.phase!r}"
-    return "it has begun this call, but no phase of it"
-
-
 T = TypeVar("T")
 
 LINGER_S = 5.0
@@ -380,7 +366,18 @@ class Rendezvous:
         return merge_silence(dict.fromkeys(others, text), own, phase=message.phase, title=self._title).error()
 
     def _describe_silence(self, waited_s: float, note: bytes) -> str:
-        return f"did not answer within {waited_s:g} s; {describe_activity(note, call=self._call, title=self._title)}"
+        """Describe a rank that does not answer by its last note, an encoded `RankActivity` or nothing."""
+        seen = decode_activity(note) if note else None
+        doing = "it has begun this call, but no phase of it"
+        if seen is None:
+            doing = "it has made no call yet"
+        elif seen.call != self._call:
+            doing = f"it has not made call {self._call}; its last was call {seen.call}, {seen.title!r}"
+        elif seen.title != self._title:
+            doing = f"it is in {seen.title!r}"
+        elif seen.phase:
+            doing = f"it was last seen in {seen.phase!r}"
+        return f"did not answer within {waited_s:g} s; {doing}"
 
     def _key(self, way: str, number: int) -> str:
         return f"{self._call}/{self._step}/{way}/{number}"

@@ -155,6 +155,7 @@ class Objects:
 
     def load(self, filled: set[str]) -> None:
         """Give every object the part of its template that was filled, if any."""
+        # Objects that communicate come first: one that fails on a single rank must not leave the others waiting.
         for adapter in sorted(self._adapters, key=lambda adapter: not adapter.communicates):
             template = self._templates.get(adapter.name, NOTHING_STORED)
             if template.state is not UNFILLED:
@@ -199,11 +200,7 @@ class ModuleObject(Adapter):
     """How a module is saved and loaded."""
 
     def __init__(self, name: str, module: nn.Module, memory: dict[int, Any], *, communicates: bool) -> None:
-        """
-        Take the module, and the new memory of meta parameters by id, which all modules of a state share.
-
-        A module of which FSDP1 has flattened a part communicates.
-        """
+        """Take the module, and the new memory of meta parameters by id, which all modules of a state share."""
         super().__init__(name)
         self._module = module
         self._memory = memory
@@ -249,7 +246,7 @@ class ModuleObject(Adapter):
                 if tensor.is_meta and (name in state or customized):
                     # The saved form or name may differ from the parameter's: then only memory comes from here.
                     _become(tensor, materialize(name, tensor) if customized else state[name])
-            filled = all(name in own and _same_memory(own[name], leaf) for name, leaf in state.items())
+            filled = all(name in own and is_tensor(leaf) and _same(own[name], leaf) for name, leaf in state.items())
             if filled and not customized:
                 return
         # What state_dict() computed is loaded the same way, and load hooks run. The load has checked for missing keys.
@@ -300,12 +297,10 @@ def _become(target: torch.Tensor, filled: torch.Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _same_memory(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Return True if two tensors are the same bytes, or both have none."""
-    if not is_tensor(other):
-        return False
     mine, its = (describe_leaf("", tensor, allow_meta=True) for tensor in (one, other))
-    return mine.alias == its.alias and mine.shape == its.shape and mine.dtype == its.dtype
+    return (mine.alias, mine.shape, mine.dtype) == (its.alias, its.shape, its.dtype)
 
 
 class OptimizerObject(Adapter):
@@ -385,9 +380,8 @@ class OptimizerObject(Adapter):
         def load(filled: dict[str, Any]) -> None:
             """Set what was loaded. Parameters, and what was left out of the load, stay as they are."""
             by_name = {name: kept for name, kept in filled.get("state", {}).items() if kept is not UNFILLED}
-            hyper = groups.filled(filled.get("param_groups", {}))
             members = [[saved_as[p] for p in group["params"] if p in saved_as] for group in optimizer.param_groups]
-            values = [groups.hyper_parameters(names, hyper) for names in members]
+            values = groups.hyper_parameters(members, filled.get("param_groups", {}))
             for key in cleared:
                 optimizer.state.pop(key, None)
             for parameter, name in saved_as.items():
@@ -404,12 +398,8 @@ class OptimizerObject(Adapter):
         return Template(template, load)
 
     def _resolve(self, groups: StoredGroups, stored: StoredState) -> dict[Any, str]:
-        """
-        Find the name under which each parameter was saved; parameters that were not saved are left out.
-
-        One form of names is used for all: the one by which most are found, and of two the more specific. A name
-        belongs to one parameter.
-        """
+        """Find the name under which each parameter was saved; parameters that were not saved are left out."""
+        # One form of names is used for all: the one by which most are found, and of two the more specific.
         best: dict[Any, str] = {}
         for names_in_form in zip(*(names.forms for names in self._names.values()), strict=True):
             found: dict[Any, str] = {}
@@ -425,12 +415,9 @@ class OptimizerObject(Adapter):
         return best
 
     def _layouts(self) -> dict[Any, dict[str, Any]]:
-        """
-        Return each parameter's present state by dotted key, to be filled in place or to copy its layout.
-
-        Torch's optimizers lay out state of the parameter's shape like the parameter. For others, if parameters are
-        sharded, a dry step shows the layout of state that does not exist yet.
-        """
+        """Return each parameter's present state by dotted key, to be filled in place or to copy its layout."""
+        # Torch's optimizers lay out state of the parameter's shape like the parameter. For others, if parameters are
+        # sharded, a dry step shows the layout of state that does not exist yet.
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         layout = StateLayout(self._optimizer)
         torchs = type(self._optimizer).__module__.startswith("torch.optim")
@@ -450,7 +437,23 @@ class OptimizerObject(Adapter):
             base,
             lambda leaf: _memory_for(stored, leaf, itself, parameter, group, layout.get(leaf.name[len(base) + 1 :])),
         )
-        return _own_shards(memory, stored, base, parameter, self._rank)
+
+        def own_shard(path: TreePath, value: Any) -> Any:
+            """Select this rank's state from state that each rank stored for its shard, if the shard is the same."""
+            if not isinstance(value, EveryRank):
+                return value
+            own = f"{base}.{path_name(path)}"
+            boxes = stored.find(f"{own}.@{self._rank}.boxes")
+            if boxes is None or stored.value(boxes) != _shard_of(parameter):
+                raise StateMismatch(
+                    f"{own!r} is state that each rank kept for its own shard of the parameter, in a form that cannot be"
+                    f" resharded, and rank {self._rank} now holds another shard",
+                    hint=_RESHARDED_HINT,
+                    key=own,
+                )
+            return PerRank(value.values[self._rank])
+
+        return map_leaves(memory, own_shard)
 
 
 def _memory_for(
@@ -527,26 +530,6 @@ def _portable(kept: Any, name: str, parameter: Any, differing: Collection[str]) 
     return map_leaves(kept, change)
 
 
-def _own_shards(memory: Any, stored: StoredState, name: str, parameter: torch.Tensor, rank: int) -> Any:
-    """Select this rank's state from state that each rank stored for its shard; the shard must be the same as then."""
-
-    def change(path: TreePath, value: Any) -> Any:
-        if not isinstance(value, EveryRank):
-            return value
-        own = f"{name}.{path_name(path)}"
-        saved = stored.find(f"{own}.@{rank}.boxes")
-        if saved is None or stored.value(saved) != _shard_of(parameter):
-            raise StateMismatch(
-                f"{own!r} is state that each rank kept for its own shard of the parameter, in a form that cannot be"
-                f" resharded, and rank {rank} now holds another shard",
-                hint=_RESHARDED_HINT,
-                key=own,
-            )
-        return PerRank(value.values[rank])
-
-    return map_leaves(memory, change)
-
-
 def _local_form(kept: Any, layout: Mapping[str, Any]) -> Any:
     """Undo `_portable`; a shard becomes a plain tensor again if the optimizer keeps a plain one."""
 
@@ -611,8 +594,8 @@ class FSDP1OptimizerObject(Adapter):
         clear = not state and selected(f"{self.name}.state")
 
         def load(filled: dict[str, Any]) -> None:
-            hyper = groups.filled(filled.get("param_groups", {}))
-            values = [groups.hyper_parameters([prefix + name for name in group["params"]], hyper) for group in live]
+            members = [[prefix + name for name in group["params"]] for group in live]
+            values = groups.hyper_parameters(members, filled.get("param_groups", {}))
             if filled.get("state"):
                 for group, own in zip(live, values, strict=True):
                     set_hyper_parameters(live, group, own)

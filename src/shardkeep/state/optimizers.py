@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -113,29 +113,24 @@ def groups_by_first(groups: Iterable[tuple[list[str], Mapping[str, Any]]]) -> di
 
 
 def common_hyper(
-    names: Iterable[str],
-    groups: Mapping[str, Mapping[str, Any]],
-    refuse: Callable[[str, str, list[str]], None] | None,
-) -> Mapping[str, Any] | None:
+    names: Iterable[str], groups: Mapping[str, Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], tuple[str, str, list[str]] | None]:
     """
-    Return the hyper-parameters with which the parameters of one group were saved; None if none of them was saved.
+    Return the hyper-parameters with which the first of some parameters was saved; empty if none of them was saved.
 
-    `groups` has them by parameter, one mapping for all parameters of a saved group. If they differ, `refuse` is called
-    with the first parameter, another one and the keys; without it, those of the first parameter are returned.
+    `groups` has them by parameter, one mapping for all parameters of a saved group. If another parameter was saved with
+    different ones, also return the names of the two, and the keys that differ.
     """
-    first: tuple[str, Mapping[str, Any]] | None = None
-    for name in names:
-        hyper = groups.get(name)
-        if hyper is None:
-            continue
-        if first is None:
-            first = (name, hyper)
-        elif refuse is not None and hyper is not first[1]:
-            mine = first[1]
+    known = [(name, groups[name]) for name in names if name in groups]
+    if not known:
+        return {}, None
+    first, mine = known[0]
+    for name, hyper in known:
+        if hyper is not mine:
             keys = sorted(key for key in mine.keys() | hyper.keys() if not _equal(mine.get(key), hyper.get(key)))
             if keys:
-                refuse(first[0], name, keys)
-    return None if first is None else first[1]
+                return mine, (first, name, keys)
+    return mine, None
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -190,9 +185,8 @@ class StoredGroups:
                     self._group_of[new] = group
                     self._former[new] = f"{former}.state.{one}"
             elif key not in MACHINE_KEYS and not leaf.is_tensor and not leaf.empty and selected(leaf.name):
-                raw.setdefault(group, {})[".".join(str(part) for _, part in path)] = stored.index.value_data.raw(
-                    leaf.row
-                )
+                value = stored.index.value_data.raw(leaf.row)  # compared as it is stored
+                raw.setdefault(group, {})[".".join(str(part) for _, part in path)] = value
         self._raw = {parameter: raw.get(group, {}) for parameter, group in self._group_of.items()}
 
     def __contains__(self, parameter: str) -> bool:
@@ -206,41 +200,37 @@ class StoredGroups:
         """Return True if state was saved for a parameter, also if the load drops it."""
         return stored.was(self._former[parameter])
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, names: Iterable[str], hyper: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Refuse to give one live group the hyper-parameters of several saved ones, if they differ."""
-        common_hyper(names, self._raw, self._refuse)
+        conflict = common_hyper(names, self._raw if hyper is None else hyper)[1]
+        if conflict is not None:
+            one, other, keys = conflict
+            raise StateMismatch(
+                f"{self._name!r}: {one!r} and {other!r} are in one parameter group here, and were saved in two with"
+                f" different {', '.join(keys)}",
+                hint=f"build the optimizer with the groups it was saved with, or exclude '{self._name}.{PARAM_GROUPS}' and"
+                " set hyper-parameters yourself",
+                key=self._name,
+            )
 
-    def filled(self, filled: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the hyper-parameters that a load has filled in, by parameter."""
+    def hyper_parameters(self, members: Sequence[Sequence[str]], filled: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the hyper-parameters that a load has filled in, for each live group of these members."""
         items: dict[Any, list[tuple[tuple[PathStep, ...], Any]]] = {}
         for rest, (group, path, _) in self._leaves.items():
             if filled.get(rest, UNFILLED) is not UNFILLED:
                 items.setdefault(group, []).append((path, filled[rest]))
-        hyper = {
-            group: {key: value for key, value in build_containers(found).items() if key not in MACHINE_KEYS}
-            for group, found in items.items()
-        }
-        return {parameter: hyper.get(group, {}) for parameter, group in self._group_of.items()}
-
-    def hyper_parameters(self, names: Sequence[str], filled: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return what `filled` has for a live group of these parameters."""
-        # `check` has compared all but the tensors, whose values are known only now.
+        hyper: dict[Any, dict[str, Any]] = {group: {} for group in self._group_of.values()}
+        for group, found in items.items():
+            hyper[group] = {key: value for key, value in build_containers(found).items() if key not in MACHINE_KEYS}
         tensors = {
-            name: {key: value for key, value in filled[name].items() if isinstance(value, torch.Tensor)}
-            for name in names
-            if name in filled
+            group: {key: value for key, value in each.items() if isinstance(value, torch.Tensor)}
+            for group, each in hyper.items()
         }
-        common_hyper(names, tensors, self._refuse)
-        return common_hyper(names, filled, None) or {}
-
-    def _refuse(self, one: str, other: str, keys: list[str]) -> None:
-        raise StateMismatch(
-            f"{self._name!r}: {one!r} and {other!r} are in one parameter group here, and were saved in two with different"
-            f" {', '.join(keys)}",
-            hint=f"build the optimizer with the groups it was saved with, or exclude '{self._name}.{PARAM_GROUPS}' and set"
-            " hyper-parameters yourself",
-            key=self._name,
-        )
+        tensors_of = {parameter: tensors[group] for parameter, group in self._group_of.items()}
+        for names in members:  # all but tensors, whose values are known only now, have been compared
+            self.check(names, tensors_of)
+        by_parameter = {parameter: hyper[group] for parameter, group in self._group_of.items()}
+        return [common_hyper(names, by_parameter)[0] for names in members]
 
 
 def _renamed_parameter(stored: StoredState, former: str, name: str, parameter: str) -> str:
@@ -286,7 +276,10 @@ def is_fresh(optimizer: Optimizer) -> bool:
 def init_optim_state(optim: Optimizer) -> None:
     """Give a fresh optimizer the state of a step with zero gradients, and change nothing else."""
     if is_fresh(optim):
-        _install(optim, *dry_step(optim))
+        state, groups = dry_step(optim)
+        optim.state.update(state)
+        for group, new in zip(optim.param_groups, groups, strict=True):
+            group.update(new)
 
 
 @contextmanager
@@ -296,7 +289,7 @@ def with_initial_state(optimizer: Optimizer) -> Iterator[None]:
         yield
         return
     groups = [dict(group) for group in optimizer.param_groups]
-    _install(optimizer, *dry_step(optimizer))
+    init_optim_state(optimizer)
     try:
         yield
     finally:
@@ -332,12 +325,6 @@ def dry_step(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[s
         if LR in real:
             group[LR] = real[LR]
     return state, stand_in.param_groups
-
-
-def _install(optimizer: Optimizer, state: dict[torch.Tensor, Any], groups: list[dict[str, Any]]) -> None:
-    optimizer.state.update(state)
-    for group, new in zip(optimizer.param_groups, groups, strict=True):
-        group.update(new)
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:

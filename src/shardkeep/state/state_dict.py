@@ -28,7 +28,7 @@ from shardkeep.errors import BadOptions, BadState, MissingKey, UnsupportedValue
 from shardkeep.format.pickles import collector_paused
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.flatten import get_element, leaves_of, map_leaves
-from shardkeep.state.leaves import TreePath, is_dtensor
+from shardkeep.state.leaves import TreePath, is_dtensor, path_name
 from shardkeep.state.modules import (
     PARAM_GROUPS,
     PARAMS,
@@ -280,7 +280,7 @@ def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, tree in state_dict[STATE].items():
         for path, value in leaves_of(tree, _is_mapping):
-            key = _label(name, path)
+            key = path_name((STATE, name, *path))
             if not isinstance(value, _FLAT_LEAVES):
                 raise UnsupportedValue(
                     f"{key!r} is a {type(value).__qualname__}, which the flat form of optimizer state does not hold",
@@ -300,10 +300,6 @@ def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
-
-
-def _label(name: str, path: TreePath) -> str:
-    return ".".join([STATE, name, *map(str, path)])
 
 
 @dataclass(frozen=True)
@@ -545,16 +541,17 @@ def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bo
             missing=missing,
         )
 
-    def refuse(first: str, name: str, keys: list[str]) -> None:
+    names = [name for entry in row for name in entry.names]
+    hyper, conflict = common_hyper(names, saved.groups)
+    if strict and conflict is not None:
+        first, name, keys = conflict
         mine, other = (saved.groups[one].get(keys[0]) for one in (first, name))
         raise BadState(
             f"{first!r} and {name!r} are in one param group, but were saved with different {keys[0]!r}: "
             f"{mine!r} and {other!r}",
             hint="group the parameters as they were; StateDictOptions(strict=False) takes the first value for all",
         )
-
-    names = [name for entry in row for name in entry.names]
-    return common_hyper(names, saved.groups, refuse if strict else None) or {}
+    return hyper
 
 
 def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
@@ -600,10 +597,10 @@ def _with_own_keys(tree: dict[Any, Any], parameter: torch.Tensor, layout: StateL
     template = layout.of(parameter) if nested else layout.at_hand(parameter)
     if not template:
         return tree
-    known = {".".join(map(str, path)): path for path, _ in leaves_of(template, _is_mapping)}
+    known = {path_name(path): path for path, _ in leaves_of(template, _is_mapping)}
     result: dict[Any, Any] = {key: {} for key, value in template.items() if isinstance(value, Mapping) and not value}
     for path, value in leaves_of(tree, _is_mapping):
-        _put(result, known.get(".".join(path), path), value)
+        _put(result, known.get(path_name(path), path), value)
     return result
 
 
@@ -676,8 +673,7 @@ def _local_trees(
 
 def _like(template: Mapping[Any, Any] | None, path: TreePath) -> Any:
     """Return the value at a path, of which the flat form may have turned numbers into strings."""
-    found = {".".join(map(str, own)): value for own, value in leaves_of(template or {})}
-    return found.get(".".join(map(str, path)))
+    return {path_name(own): value for own, value in leaves_of(template or {})}.get(path_name(path))
 
 
 def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
