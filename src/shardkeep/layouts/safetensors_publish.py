@@ -36,10 +36,12 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol, cast
+
+import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
 from shardkeep.layouts.safetensors import (
@@ -69,8 +71,7 @@ class OpensAndGets(Opens, Gets, Protocol):
     """What reading the files needs of a store."""
 
 
-@dataclass(frozen=True)
-class PublishNote:
+class PublishNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The contents of the note."""
 
     save_id: str
@@ -81,11 +82,6 @@ class PublishNote:
     index: bool
     """Whether there is an index file."""
     pending: bool = False
-
-    def encode(self) -> bytes:
-        """Return the bytes of the note."""
-        said = {"save_id": self.save_id, "files": self.files, "remove": self.remove, "index": self.index}
-        return json.dumps({**said, "pending": True} if self.pending else said).encode()
 
 
 @dataclass(frozen=True)
@@ -135,35 +131,22 @@ def can_rename(store: Store) -> bool:
 
 
 def list_model(store: Store) -> ModelDirectory:
-    """
-    Find the safetensors files of a place that count; writes nothing.
-
-    Raises:
-        BlobNotFound: the place is a local directory that does not exist.
-
-    """
+    """Find the safetensors files of a place that count; `BlobNotFound` for a local directory that does not exist."""
+    path, opens = store.url, cast("OpensAndGets", store)
     if can_rename(store):
-        path = store.url
+        opens = PathStore(direct=False)
         with storage_errors("cannot list", path):
             names = os.listdir(path)
-        # Ask for each file: it may have been renamed since the listing.
-        exists = lambda name: os.path.exists(os.path.join(path, name))  # noqa: E731 - as short as its use
-        return _counted(store, names, lambda name: os.path.join(path, name), PathStore(direct=False), exists)
-    names = [info.name for info in store.list()]
-    return _counted(store, names, str, store, set(names).__contains__)
+    else:
+        names = [info.name for info in store.list()]
 
+    def called(name: str) -> str:
+        return os.path.join(path, name) if can_rename(store) else name
 
-def _counted(
-    store: Store,
-    names: Collection[str],
-    called: Callable[[str], str],
-    opens: OpensAndGets,
-    exists: Callable[[str], bool],
-) -> ModelDirectory:
     def now(name: str, save_id: str) -> str:
-        """Return the name of a file of a complete save, which may not be renamed yet."""
+        """Return the name of a file of a complete save, which may not be renamed yet, or may be since the listing."""
         new = temporary_name(name, save_id)
-        return new if exists(new) else name
+        return new if (os.path.exists(called(new)) if can_rename(store) else new in names) else name
 
     files = {name: name for name in sorted(names) if name.endswith(SUFFIX)}
     index = INDEX_NAME if INDEX_NAME in names else None
@@ -177,44 +160,22 @@ def _counted(
             files.pop(name, None)
         index = now(INDEX_NAME, note.save_id) if note.index else None
     by_name = {name: called(each) for name, each in files.items()}
-    return ModelDirectory(store.url, by_name, None if index is None else called(index), opens)
+    return ModelDirectory(path, by_name, None if index is None else called(index), opens)
 
 
 def read_note(store: Gets) -> PublishNote | None:
-    """
-    Read the note of a place; None if there is none.
-
-    Raises:
-        MalformedFile: the file of that name is not a note.
-
-    """
+    """Read the note of a place; None if there is none."""
     try:
         raw = store.get(NOTE_NAME, limit=_MOST_SMALL_NBYTES)
     except BlobNotFound:
         return None
-    checks: dict[str, Callable[[Any], bool]] = {
-        "save_id": lambda value: isinstance(value, str) and is_name(value),
-        "files": _are_names,
-        "remove": _are_names,
-        "index": lambda value: isinstance(value, bool),
-        "pending": lambda value: isinstance(value, bool),
-    }
-    try:
-        said = json.loads(raw)
-    except (ValueError, RecursionError):
-        said = None
-    if isinstance(said, dict):
-        said.setdefault("pending", False)
-    if not isinstance(said, dict) or not all(key in said and check(said[key]) for key, check in checks.items()):
-        where = os.path.join(str(getattr(store, "url", "")), NOTE_NAME)
-        raise MalformedFile(f"{where}: this is no note of shardkeep's", hint="delete it", file=where)
-    return PublishNote(**{key: said[key] for key in checks})
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(name, str) and is_name(name) and name.endswith(SUFFIX) for name in value
-    )
+    with suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        note = msgspec.json.decode(raw, type=PublishNote)
+        names = [*note.files, *note.remove]
+        if is_name(note.save_id) and all(is_name(name) and name.endswith(SUFFIX) for name in names):
+            return note
+    where = os.path.join(str(getattr(store, "url", "")), NOTE_NAME)
+    raise MalformedFile(f"{where}: this is no note of shardkeep's", hint="delete it", file=where)
 
 
 def made_by_writer(folder: ModelDirectory, name: str) -> bool:
@@ -234,9 +195,7 @@ def prepare_directory(store: Store) -> ModelDirectory:
     """
     Make a place ready for a save: finish what was interrupted, and remove what never will be published.
 
-    Raises:
-        CheckpointExists: another save to the same store began or was published at the same time.
-
+    Raises `CheckpointExists` if another save to the same store began or was published at the same time.
     """
     if not can_rename(store):
         return _prepare_store(store)
@@ -254,9 +213,7 @@ def begin_save(store: Store, save_id: str, folder: ModelDirectory) -> SaveNames:
     """
     Begin to write files beside what `prepare_directory` found: until `publish_model`, only that counts.
 
-    Raises:
-        CheckpointExists: another save to the same store has begun since.
-
+    Raises `CheckpointExists` if another save to the same store has begun since.
     """
     if can_rename(store):
         return SaveNames(save_id, renames=True)
@@ -279,21 +236,11 @@ def publish_model(
     removes: Sequence[str] = (),
 ) -> None:
     """
-    Make files that are durable the contents of a place.
+    Make files, given without marks, that are durable the contents of a place.
 
-    Args:
-        store: the place.
-        names: what the files are called.
-        files: all of them, without marks.
-        weights: the file of each tensor, for the index file; None for a place without one.
-        total_nbytes: the bytes of all tensors, for the index file.
-        replaces_saves: whether files of earlier saves are removed.
-        removes: other safetensors files to remove.
-
-    Raises:
-        BlobNotFound: a file is missing; the place is unchanged.
-        CheckpointExists: another save to the same store began meanwhile.
-
+    `weights` are the file of each tensor, for the index file, and `total_nbytes` the bytes of all tensors; None for a place
+    without index file. `removes` are safetensors files to remove, besides those of earlier saves if `replaces_saves`. If a
+    file is missing (`BlobNotFound`), or another save to the same store began (`CheckpointExists`), nothing changes.
     """
     final = list(map(names.final, files))
     index = b""
@@ -319,7 +266,13 @@ def publish_model(
     note = note_for(folder)
     if index:
         store.put(temporary_name(INDEX_NAME, names.save_id), index, replace=True)
-    _commit_note(store, note)
+    # Over the pending note, unless another save has taken over.
+    seen, now = store.version(NOTE_NAME), read_note(store)
+    if seen is None or now is None or now.save_id != note.save_id:
+        with suppress(CheckpointError):
+            _remove_written(store, note.save_id)
+        raise _taken_over(store)
+    _swap_note(store, note, over=seen)
     _finish_in_store(store, note)
 
 
@@ -327,12 +280,8 @@ def discard_save(store: Store, save_id: str, *, last: bool = True, unpublished: 
     """
     Remove the files of a save that will not be published; return False if a note says that it was published.
 
-    Args:
-        store: the place.
-        save_id: the save.
-        last: no rank writes files of it any more.
-        unpublished: `publish_model` was not called, so files may be removed even if another save has taken over.
-
+    `last` says that no rank writes files of it any more; `unpublished` that `publish_model` was not called, so that files
+    may be removed even if another save has taken over.
     """
     note = read_note(store)
     began = note is not None and note.save_id == save_id
@@ -388,38 +337,37 @@ def _publish_local(
     store: Store, save_id: str, files: Sequence[str], index: bytes, note_for: Callable[[ModelDirectory], PublishNote]
 ) -> None:
     """Publish in a local directory; `index` is empty where there is no index file."""
-    _check_durable(store, files, save_id)
+    path = store.url
+    _check_durable(path, files, save_id)
     if index:
         store.put(temporary_name(INDEX_NAME, save_id), index, replace=True)
     _end_pending(store)
-    with _locked(store.url):
+    with _locked(path):
         if _finish_interrupted(store) == save_id:  # another process has just done it
             return
-        _check_durable(store, files, save_id, [INDEX_NAME] if index else [])  # another process may have cleared them
+        _check_durable(path, files, save_id)  # another process may have cleared them
+        if index and not os.path.exists(os.path.join(path, temporary_name(INDEX_NAME, save_id))):
+            raise _missing(os.path.join(path, INDEX_NAME), INDEX_NAME)
         note = note_for(list_model(store))
-        _put_local_note(store, note)
-        _finish_renames(store.url, note)
+        # In one step, also over a pending note.
+        written = temporary_name(NOTE_NAME, save_id)
+        with storage_errors("cannot publish in", path):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, written))
+            store.put(written, msgspec.json.encode(note))
+            os.replace(os.path.join(path, written), os.path.join(path, NOTE_NAME))
+            sync_directory(path)
+        _finish_renames(path, note)
 
 
-def _check_durable(store: Store, files: Sequence[str], save_id: str, others: Sequence[str] = ()) -> None:
-    """Make sure that files of a save exist: under temporary names, or, data files only, renamed already."""
-    for name in (*files, *others):
-        if os.path.exists(os.path.join(store.url, temporary_name(name, save_id))):
-            continue
-        final = os.path.join(store.url, name)
-        if name in others or not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id:
+def _check_durable(path: str, files: Sequence[str], save_id: str) -> None:
+    """Make sure that the data files of a save exist: under temporary names, or renamed already."""
+    for name in files:
+        final = os.path.join(path, name)
+        if not os.path.exists(temporary_name(final, save_id)) and (
+            not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id
+        ):
             raise _missing(final, name)
-
-
-def _put_local_note(store: Store, note: PublishNote) -> None:
-    """Write the note in one step, also over a pending one."""
-    path, written = store.url, temporary_name(NOTE_NAME, note.save_id)
-    with storage_errors("cannot publish in", path):
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(path, written))
-        store.put(written, note.encode())
-        os.replace(os.path.join(path, written), os.path.join(path, NOTE_NAME))
-        sync_directory(path)
 
 
 def _finish_renames(path: str, note: PublishNote) -> None:
@@ -484,21 +432,10 @@ def _pin(store: Store, save_id: str, folder: ModelDirectory) -> None:
     _swap_note(store, PublishNote(save_id, list(folder.files), [], folder.index is not None, pending=True), over=None)
 
 
-def _commit_note(store: Store, note: PublishNote) -> None:
-    """Put a complete note over the pending one, unless another save has taken over."""
-    seen = store.version(NOTE_NAME)
-    now = read_note(store)
-    if seen is None or now is None or now.save_id != note.save_id:
-        with suppress(CheckpointError):
-            _remove_written(store, note.save_id)
-        raise _taken_over(store)
-    _swap_note(store, note, over=seen)
-
-
 def _swap_note(store: Store, note: PublishNote, *, over: Version | None) -> None:
     """Put a note over the one of that version, or where there is none."""
     try:
-        store.put(NOTE_NAME, note.encode(), over=over)
+        store.put(NOTE_NAME, msgspec.json.encode(note), over=over)
     except StorageError as exc:
         if exc.errno != errno.EEXIST:
             raise
