@@ -1,46 +1,12 @@
 """
-Every exception that shardkeep raises on purpose.
+Every exception that shardkeep raises on purpose. All derive from `CheckpointError`, and from the builtin a caller would expect:
 
-    CheckpointError
-    ├── StateError                   the state or an argument is invalid
-    │   ├── UnsupportedLeaf          (TypeError)    a leaf has no safe stored form
-    │   │   └── NotSavable           (RuntimeError) a value would be lost or could not be read again
-    │   ├── KeyCollision             (ValueError)   two leaves have the same flat name
-    │   ├── InvalidShards            (ValueError)   boxes overlap, leave a hole, or disagree between ranks
-    │   ├── ReplicasDiffer           (ValueError)   a replicated value is not the same on all ranks
-    │   ├── StateMismatch            (ValueError)   checkpoint and state differ in keys, shapes, dtypes or kinds
-    │   ├── BadMapping, BrokenProtocol, MissingKeys, NoSuchValue              from shardkeep.dcp
-    │   └── UnknownName, BadOptions, BadState, MissingKey, UnsupportedValue,
-    │       CompanionMismatch, UnexpectedValue, PinningRefused                from helpers for state dicts
-    ├── CheckpointNotFound           (FileNotFoundError)
-    ├── CheckpointExists             (FileExistsError)
-    ├── UnsupportedVersion           (ValueError)   written by a newer shardkeep
-    ├── PickleRefused                (ValueError)   a pickled leaf, and allow_pickle was not given
-    ├── DamagedCheckpoint            (ValueError)   the stored bytes are not the ones that were saved
-    │   ├── ChecksumMismatch
-    │   ├── WrongSize
-    │   ├── MalformedFile            the contents of a file break the rules of the format
-    │   ├── NearCopyDamaged          a checkpoint to be promoted is damaged
-    │   └── DamagedFrame             a stored frame cannot be decoded
-    │       ├── NotAuthentic         encrypted data, or its record, was changed, moved or exchanged
-    │       └── OversizedFrame       a frame would decode to more bytes than were written
-    ├── StorageError                 (OSError)      the store failed; errno is set if there is one
-    │   ├── BlobNotFound             (FileNotFoundError)
-    │   └── StorageFull
-    ├── EarlierSaveFailed            (RuntimeError) an asynchronous save failed and its result was not retrieved
-    │   └── NotPromoted              a checkpoint could not be copied to the second root
-    ├── SaveCancelled                a save was cancelled, or ended early, before it was committed
-    ├── WriterDied                   (RuntimeError) the writer process ended before its work was done
-    ├── RanksSilent                  (TimeoutError) ranks did not answer before the deadline
-    ├── RanksDisagree                (RuntimeError) ranks made different calls, or with different arguments
-    ├── RootInUse, LeaseLost         (RuntimeError) another job saves to this root
-    ├── KeyMissing                   (LookupError)  the checkpoint is encrypted, and no key was given
-    ├── WrongKey                     (ValueError)   none of the given keys decrypts it
-    ├── InvalidKey                   (ValueError)   the text or bytes given are not a key
-    ├── UnknownCodec, InvalidCodec, UnknownExtension, ExtensionUnavailable     (ValueError)
-    ├── CodecFailed                  (RuntimeError) a codec failed while writing
-    ├── CodecUnavailable, PackageMissing   (ImportError)  an optional package is not installed
-    └── NoMetadata, NoStorage        from shardkeep.dcp
+    StateError          the state or an argument is invalid: UnsupportedLeaf, KeyCollision, InvalidShards, ReplicasDiffer,
+                        StateMismatch, and those of helpers for state dicts
+    DamagedCheckpoint   the stored bytes are not those that were saved: ChecksumMismatch, WrongSize, MalformedFile,
+                        NearCopyDamaged, DamagedFrame, NotAuthentic
+    StorageError        the store failed: BlobNotFound, StorageFull
+    EarlierSaveFailed   an asynchronous save failed and its result was not retrieved: NotPromoted
 
 Classes that torch's callers meet also derive from the builtin that torch raises in the same place. A message says where,
 what was expected, what was found and what to do. An error is rebuilt on other ranks from its class name, text and details,

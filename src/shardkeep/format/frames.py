@@ -79,13 +79,7 @@ def read_footer(footer: bytes, *, stored_nbytes: int, where: str) -> int:
 
 
 def decode_table(data: bytes, *, plain_nbytes: int, stored_nbytes: int, where: str) -> FrameTable:
-    """
-    Decode a table that was already verified.
-
-    Raises:
-        MalformedFile: frames overlap, leave a hole, or are larger than frames may be.
-
-    """
+    """Decode a table that was already verified; frames must neither overlap, leave a hole, nor be too large."""
     frames, plain, magic = _FOOTER.unpack(data[-FOOTER_NBYTES:])
     at = stored_nbytes - len(data)
     if magic != MAGIC or len(data) != table_nbytes(frames):

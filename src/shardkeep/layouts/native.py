@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -142,13 +141,7 @@ def chunk_name(key: str, box: Box | None) -> str:
 
 
 def read_record(store: _RecordStore) -> Record:
-    """
-    Read and check the commit record, whose presence makes a checkpoint exist.
-
-    Raises:
-        CheckpointNotFound: there is none; the message says what is there instead.
-
-    """
+    """Read and check the commit record; raise `CheckpointNotFound`, which says what is there instead, if there is none."""
     try:
         return record_in(store)
     except BlobNotFound as exc:
@@ -159,13 +152,7 @@ def read_record(store: _RecordStore) -> Record:
 
 
 def record_in(store: _RecordStore) -> Record:
-    """
-    Read and check the commit record; read it again if it arrives damaged.
-
-    Raises:
-        BlobNotFound: there is none.
-
-    """
+    """Read and check the commit record; read it again if it arrives damaged. `BlobNotFound` if there is none."""
     where = f"{store.url}/{RECORD_NAME}"
 
     def read() -> bytes:
@@ -213,21 +200,29 @@ def read_index(store: _IndexStore, record: Record, chain: CodecChain | None = No
 
     def read() -> bytes | bytearray:
         try:
-            return store.get(entry.name, limit=entry.nbytes) if chain is None else _plain(store, entry.name)
+            if chain is None:
+                return store.get(entry.name, limit=entry.nbytes)
+            with closing(store.open(entry.name)) as reader:
+                data = bytearray(reader.nbytes)
+                reader.read_into(0, memoryview(data))
+                return data
         except BlobNotFound as exc:
             raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
 
-    check = partial(_decoded_index, entry, chain)
-    return decode_or_reread(read(), check, read, name=entry.name, same=_perhaps_same)  # type: ignore[type-var]  # one or the other
+    def decode(data: bytes | bytearray) -> Index:
+        if len(data) != entry.nbytes:
+            raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
+        found = checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
+        if found != entry.checksum:
+            raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
+        return decode_index(memoryview(data).toreadonly(), where=entry.name)
 
-
-def _decoded_index(entry: IndexEntry, chain: CodecChain | None, data: bytes | bytearray) -> Index:
-    if len(data) != entry.nbytes:
-        raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
-    found = checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
-    if found != entry.checksum:
-        raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
-    return decode_index(memoryview(data).toreadonly(), where=entry.name)
+    try:
+        data = read()
+    except DamagedCheckpoint:
+        data = read()  # by another reader, because the first may have cached what it read
+        warn_reread_ok(entry.name, 0, len(data))
+    return decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)  # type: ignore[type-var]  # one or the other
 
 
 def _most_index_nbytes(stored_nbytes: int | None) -> int:
@@ -235,24 +230,6 @@ def _most_index_nbytes(stored_nbytes: int | None) -> int:
     if stored_nbytes is None:
         return MAX_INDEX_NBYTES
     return min(MAX_INDEX_NBYTES, max(FREE_INDEX_NBYTES, MOST_INDEX_RATIO * stored_nbytes))
-
-
-def _plain(store: Opens, name: str) -> bytearray:
-    """Read a blob through its codecs. If it arrives damaged, open and read it again: a reader may cache what it read."""
-    try:
-        return _plain_once(store, name)
-    except DamagedCheckpoint:
-        data = _plain_once(store, name)
-    warn_reread_ok(name, 0, len(data))
-    return data
-
-
-def _plain_once(store: Opens, name: str) -> bytearray:
-    """Read it into a single buffer, because it may be large."""
-    with closing(store.open(name)) as reader:
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(data))
-    return data
 
 
 def publish(
@@ -309,11 +286,6 @@ def publish(
         )
         record = replace(record, index=coded)
     record = signed(versioned(record), chain)
-    _commit(store, record, over)
-    return record
-
-
-def _commit(store: _CommitStore, record: Record, over: Version | None) -> None:
     encoded = encode_record(record)
     _check_size("commit record", encoded, MAX_RECORD_NBYTES)
     _check_readable(lambda: decode_record(encoded, "the commit record"))
@@ -324,6 +296,7 @@ def _commit(store: _CommitStore, record: Record, over: Version | None) -> None:
         if exc.errno != errno.EEXIST:
             raise
         raise _beaten(store) from exc
+    return record
 
 
 def _beaten(store: Gets) -> CheckpointError:
@@ -378,13 +351,7 @@ def signed(record: Record, chain: CodecChain | None) -> Record:
 
 
 def check_signature(record: Record, chains: Sequence[CodecChain]) -> None:
-    """
-    Check that a record is what was signed, if any of its chains (given opened) has a secret.
-
-    Raises:
-        NotAuthentic: the record was changed, or its MAC was removed.
-
-    """
+    """Check that a record is what was signed, if any of its chains (given opened) has a secret."""
     if not any(chain.is_secret for chain in chains):
         return
     # The index itself must be encrypted, or a forged plain index could be put in front of encrypted files.

@@ -130,25 +130,21 @@ def survey(store: _ListedStore, gone: Collection[str] = ()) -> Survey:
             found.ended.extend(names)
         elif _is_alive(claim, save_id):
             found = replace(found, living=claim)
-        elif claim.host in (host_identity(), *gone) or _is_stale(infos):
+        elif (
+            claim.host in (host_identity(), *gone)
+            or time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S
+        ):
             found.dead.extend(names)
         else:
             found.elsewhere.extend(names)
     return found
 
 
-def _is_stale(infos: Iterable[BlobInfo]) -> bool:
-    return time.time() - max(info.modified_s for info in infos) > STALE_AFTER_S
-
-
 def deletable(store: Store, found: Survey) -> list[str]:
     """
     Return the orphans of a survey: files of saves that are over and that belong to no checkpoint.
 
-    Raises:
-        DamagedCheckpoint: the commit record cannot be read; it may be repaired, so nothing must be deleted.
-        UnsupportedVersion: the same, because a newer shardkeep wrote it.
-
+    Raises `DamagedCheckpoint` or `UnsupportedVersion` for a commit record that may be repaired: nothing must be deleted.
     """
     if not found.dead and not found.ended:
         return []

@@ -71,15 +71,7 @@ class SafetensorsFile:
 
 
 def read_header(path: str, opens: Opens | None = None) -> SafetensorsFile:
-    """
-    Read and check the header of a file: by its path, or by its name in a store.
-
-    Raises:
-        BlobNotFound: there is no such file.
-        MalformedFile: what is there is no safetensors file.
-        WrongSize: the file is shorter or longer than its header says.
-
-    """
+    """Read and check the header of a file: by its path, or by its name in a store."""
     with closing((opens or PathStore(direct=False)).open(path)) as reader:
         raw, total = _raw_header(path, reader), reader.nbytes
     try:
