@@ -119,9 +119,7 @@ def _raise_if_any(store: Store, problems: list[str]) -> None:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """
-    A committed checkpoint: a mapping from flat names to tensors, which are read when sliced, and plain values.
-    """
+    """A committed checkpoint: a mapping from flat names to tensors, which are read when sliced, and plain values."""
 
     def __init__(self, store: Store, options: Options) -> None:
         self._store = store
@@ -155,10 +153,15 @@ class Checkpoint(Mapping[str, Any]):
         return iter([name.decode() for name in sorted(names)])
 
     def __contains__(self, key: object) -> bool:
-        raw = _raw(key)
-        return raw is not None and any(
-            strings.find(raw) is not None for strings in (self.index.keys, self.index.value_keys)
-        )
+        return self._rows(key) != (None, None)
+
+    def _rows(self, key: object) -> tuple[int | None, int | None]:
+        """Return the row of a tensor, or of a plain value."""
+        try:
+            raw = key.encode() if isinstance(key, str) else None
+        except UnicodeEncodeError:
+            raw = None
+        return (None, None) if raw is None else (self.index.keys.find(raw), self.index.value_keys.find(raw))
 
     def __getitem__(self, key: str) -> Any:
         """Return a tensor, which is read when sliced, or a plain value."""
@@ -166,17 +169,13 @@ class Checkpoint(Mapping[str, Any]):
 
     def get_item(self, key: str, *, allow_pickle: bool) -> Any:
         """Return an item; unpickle it if it is a pickle and that is allowed."""
-        raw = _raw(key)
-        if raw is None:
-            raise KeyError(key)
-        row = self.index.keys.find(raw)
-        if row is not None:
-            return StoredTensor(self, key, row)
-        row = self.index.value_keys.find(raw)
-        if row is None:
+        tensor, value = self._rows(key)
+        if tensor is not None:
+            return StoredTensor(self, key, tensor)
+        if value is None:
             self._check_sorted()
             raise KeyError(key)
-        return decode_value(self.index.value_data.raw(row), key=key, allow_pickle=allow_pickle)
+        return decode_value(self.index.value_data.raw(value), key=key, allow_pickle=allow_pickle)
 
     def __repr__(self) -> str:
         totals = self.record.totals
@@ -195,10 +194,7 @@ class Checkpoint(Mapping[str, Any]):
         """Read everything into the nested dict that was saved; tied tensors come back tied."""
         self._check_sorted()
         tree = self._tree()
-        leaves = {
-            key: decode_value(self.index.value_data.raw(row), key=key, allow_pickle=allow_pickle)
-            for key, row in self.index.value_rows.items()
-        }
+        leaves = {key: self.get_item(key, allow_pickle=allow_pickle) for key in self.index.value_rows}
         leaves.update(self._tensors())
         return unflatten(tree, leaves.__getitem__)
 
@@ -288,16 +284,17 @@ class Checkpoint(Mapping[str, Any]):
         self._tree()
 
     def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
-        coded = self.record.files[number].chain is not None
-        threads, window = _limits(self._store, self._options, coded=coded)
         if (damage := self.source.damage_without_digests(number)) is not None:
-            yield from damage
-            return
-        yield from damage_of_file(
+            return damage
+        file = self.record.files[number]
+        threads, window = _limits(self._store, self._options, coded=file.chain is not None)
+        # Headers are read and verified again; digests beside a file without a header were read when it was opened.
+        digests = DigestCache() if file.header_nbytes or self.source.digests is None else self.source.digests
+        return damage_of_file(
             self.source.store,
             self.record.files,
             number,
-            digests=self.source.digests_to_verify(),
+            digests=digests,
             keys_at=self.source.keys_at,
             threads=threads,
             window_nbytes=window,
@@ -305,9 +302,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 class StoredTensor:
-    """
-    A tensor of a checkpoint. Slicing reads only what the slice needs.
-    """
+    """A tensor of a checkpoint. Slicing reads only what the slice needs."""
 
     def __init__(self, checkpoint: Checkpoint, key: str, row: int) -> None:
         self._checkpoint = checkpoint
@@ -343,9 +338,8 @@ class StoredTensor:
     @property
     def boxes(self) -> list[Box]:
         """The boxes in which the tensor is stored."""
-        rows = self._checkpoint.index.chunk_rows(self.row)
-        boxes = self._checkpoint.index.chunks.boxes
-        return [boxes.box(row, self.ndim) for row in range(rows.start, rows.stop)]
+        boxes = self._checkpoint.index.chunks.take(self._checkpoint.index.chunk_rows(self.row)).boxes
+        return [boxes.box(row, self.ndim) for row in range(len(boxes))]
 
     def __len__(self) -> int:
         if not self.shape:
@@ -371,14 +365,6 @@ class StoredTensor:
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.key!r}: {self.stored_dtype.name}{self.shape}>"
-
-
-def _raw(key: object) -> bytes | None:
-    """Return a key as the index stores it; None for what cannot be a key."""
-    try:
-        return key.encode() if isinstance(key, str) else None
-    except UnicodeEncodeError:
-        return None
 
 
 def _to_array(key: str, dtype: DType, tensor: torch.Tensor) -> np.ndarray[Any, Any]:

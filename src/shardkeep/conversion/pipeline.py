@@ -30,7 +30,7 @@ from shardkeep.engine.writer import (
     file_entry,
     write_files,
 )
-from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes, matrix_of
+from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.pickles import collector_paused
@@ -195,15 +195,8 @@ class PartReader:
                 return
 
     def _fill(self, rows: list[int], boxes: Sequence[Box], into: Sequence[torch.Tensor]) -> None:
-        axes = max((len(box.sizes) for box in boxes), default=0)
-        fill(
-            self._source,
-            np.array(rows, np.int64),
-            Boxes(matrix_of([b.offsets for b in boxes], axes, 0), matrix_of([b.sizes for b in boxes], axes, 1)),
-            into,
-            threads=1,
-            budget_nbytes=self._budget_nbytes,
-        )
+        tensors = np.array(rows, np.int64)
+        fill(self._source, tensors, Boxes.of(boxes), into, threads=1, budget_nbytes=self._budget_nbytes)
 
 
 def _boxes_of(part: TensorPart, first: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

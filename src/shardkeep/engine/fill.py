@@ -34,7 +34,7 @@ from shardkeep.engine.torch_source import (
 )
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, window_for
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
-from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, matrix_of, slices, whole
+from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, whole
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
 from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
@@ -246,13 +246,8 @@ def fill_items(
     wanted, items = [wanted[row] for row in filled], [items[row] for row in filled]
     source = _source_of_items(files, wanted, items, undo)
     targets = [plain_target(each.target, key=each.key) for each in wanted]
-    axes = source.index.tensors.shape.shape[1]
-    boxes = Boxes(
-        matrix_of([each.source.offsets for each in wanted], axes, 0),
-        matrix_of([each.source.sizes for each in wanted], axes, 1),
-    )
     decoded: dict[int, torch.dtype] = {}
-    rows = np.arange(len(wanted))
+    rows, boxes = np.arange(len(wanted)), Boxes.of([each.source for each in wanted])
     fill(source, rows, boxes, targets, threads=threads, budget_nbytes=budget_nbytes, decoded=decoded)
     casts: dict[str, str] = {}
     for row, (each, target) in enumerate(zip(wanted, targets, strict=True)):
@@ -418,10 +413,7 @@ def _fill_parts(
         torch.empty([p.extent for p in part], dtype=out.dtype, device="cpu") if _has_gaps(part) else target
         for part, target in zip(parts, targets, strict=True)
     ]
-    boxes = Boxes(
-        matrix_of([tuple(p.start for p in part) for part in parts], out.dim(), 0),
-        matrix_of([tuple(p.extent for p in part) for part in parts], out.dim(), 1),
-    )
+    boxes = Boxes.of([Box(tuple(p.start for p in part), tuple(p.extent for p in part)) for part in parts])
     rows = np.full(len(parts), row, np.int64)
     fill(source, rows, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
     for part, target, dense in zip(parts, targets, into, strict=True):

@@ -50,6 +50,7 @@ from shardkeep.state.describe import Description, describe, describe_leaves
 from shardkeep.state.flatten import refill
 from shardkeep.state.leaves import materialize, meta_signature, needs_memory, synchronize_devices
 from shardkeep.state.objects import Objects, check_same_objects, is_tensor_or_object
+from shardkeep.state.patterns import renamer
 from shardkeep.state.stored import StoredState
 from shardkeep.storage.base import Store
 
@@ -168,7 +169,7 @@ class LoadSession:
         source = found.open(self.options) if found else open_source(self.store, opened.record, self.options)
         if not opened.objects:
             return PreparedLoad(source, load_filter, None, {})
-        stored = StoredState(source.index, *load_filter.names(source.index), load_filter.renamed)
+        stored = StoredState(source.index, *load_filter.names(source.index), renamer(load_filter.rename))
         templates = opened.objects.templates(stored, load_filter.selects(), communicating=False)
         return PreparedLoad(source, load_filter, stored, templates)
 

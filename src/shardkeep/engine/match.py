@@ -117,19 +117,13 @@ class LoadFilter:
                 table[new] = row
         return renamed
 
-    def renamed(self, name: str) -> str | None:
-        """Return the state's name for a name of the checkpoint; None if it is dropped."""
-        return name if self.rename is None else renamer(self.rename)(name)
-
     def selects(self) -> Callable[[str], bool]:
         """Return the test for names to load."""
         return selector(self.include, self.exclude)
 
     def casts(self) -> Callable[[str], bool]:
         """Return the test for names whose dtype may change."""
-        if isinstance(self.cast, bool):
-            return lambda _: bool(self.cast)
-        return matcher(self.cast)
+        return (lambda _: bool(self.cast)) if isinstance(self.cast, bool) else matcher(self.cast)
 
 
 def match_state(index: Index, description: Description, wishes: LoadFilter) -> Match:

@@ -115,11 +115,7 @@ class Source:
     """Whether every chunk begins at a multiple of its element size."""
 
     def locate(self, tensors: IntArray) -> None:
-        """
-        Find out where the chunks of these tensors begin, as far as `index.chunks.start` does not say so yet.
-
-        The native index always says so.
-        """
+        """Find out where the chunks of these tensors begin, as far as `index.chunks.start` does not say so yet."""
 
     def selected(self, index: Index, chunks: IntArray) -> Self:  # noqa: ARG002 - the index says it all
         """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
@@ -127,9 +123,7 @@ class Source:
 
     def check(self, tensors: IntArray) -> None:
         """
-        Check that these tensors are stored, in files of the right size, before memory is allocated for them.
-
-        The tensors are distinct and not tied to each other.
+        Check that these tensors, none of which are tied, are stored in files of the right size, before memory is allocated.
         """
         index, sizes = self.index, data_sizes(self.record)
         check_tensors(index, tensors, sizes, aligned=self.aligned)
@@ -144,10 +138,6 @@ class Source:
     def check_index(self, tensors: IntArray) -> None:
         """Check that what the index says of these tensors is consistent."""
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=self.aligned)
-
-    def digests_to_verify(self) -> DigestCache:
-        """Return the digests that a verification may trust. Native headers are read and verified again."""
-        return DigestCache()
 
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors in a byte range of a file's data; used only to explain damage."""

@@ -302,23 +302,21 @@ def _check_tiled(catalog: Catalog) -> None:
     ]
     if not cut:
         return
-    axes = max(len(catalog[key].shape) for key in cut)
-    chunks = [chunk.box for key in cut for chunk in catalog[key].chunks]
+    boxes = Boxes.of([chunk.box for key in cut for chunk in catalog[key].chunks])
     owner = np.repeat(np.arange(len(cut)), [len(catalog[key].chunks) for key in cut])
-    boxes = Boxes(matrix_of([b.offsets for b in chunks], axes, 0), matrix_of([b.sizes for b in chunks], axes, 1))
-    right = tiled(matrix_of([catalog[key].shape for key in cut], axes, 1), owner, boxes)
-    for key, fine in zip(cut, right.tolist(), strict=True):
-        if fine:
-            continue
-        stored = catalog[key]
-        names = list(dict.fromkeys(chunk.path for chunk in stored.chunks))
-        raise MalformedFile(
-            f"{key!r} of shape {list(stored.shape)} is not whole: "
-            f"{explain_tiling(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
-            hint="are there files of an older save in the directory, or are some missing?",
-            key=key,
-            file=names[0],
-        )
+    right = tiled(matrix_of([catalog[key].shape for key in cut], boxes.axes, 1), owner, boxes)
+    if np.all(right):
+        return
+    key = cut[int(np.argmin(right))]
+    stored = catalog[key]
+    names = list(dict.fromkeys(chunk.path for chunk in stored.chunks))
+    raise MalformedFile(
+        f"{key!r} of shape {list(stored.shape)} is not whole: "
+        f"{explain_tiling(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
+        hint="are there files of an older save in the directory, or are some missing?",
+        key=key,
+        file=names[0],
+    )
 
 
 def _some(names: Sequence[str]) -> str:
@@ -365,13 +363,19 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
     folder = _folder(store)
     if folder is None:
         return None
-    weight_map = read_weight_map(folder.index, folder.opens) if folder.index is not None else None
-    homes = None if weight_map is None else {key: _path(folder, name) for key, name in weight_map.items()}
-    paths = folder.files.values() if homes is None else homes.values()
+    weight_map = {} if folder.index is None else read_weight_map(folder.index, folder.opens)
+    if missing := sorted(set(weight_map.values()) - folder.files.keys()):
+        raise WrongSize(
+            f"{os.path.join(folder.path, missing[0])}: the file is missing, and {folder.index} names it",
+            hint="was the model downloaded as a whole?",
+            file=missing[0],
+        )
+    homes = {key: folder.files[name] for key, name in weight_map.items()}
+    paths = folder.files.values() if folder.index is None else homes.values()
     headers = read_headers(paths, threads=Options().io_threads, opens=folder.opens)
     catalog = catalog_of(headers, homes=homes)
     by_path = {file.path: file for file in headers}
-    for key, path in (homes or {}).items():
+    for key, path in homes.items():
         if key not in by_path[path].tensors:
             raise MalformedFile(
                 f"{folder.path}: {folder.index} says that {key!r} is in {path}, which does not have it",
@@ -405,21 +409,6 @@ def _open(
     return SafetensorsSource(store=folder.opens, record=record, index=index, seen=seen)
 
 
-def _single_blob(store: Store) -> tuple[Store, str] | None:
-    """Return the parent store and the name of a place that is itself a safetensors blob."""
-    above, _, name = store.url.rpartition("/")
-    if not name.endswith(SUFFIX) or "://" not in above:
-        return None
-    # The store's own parent has the options that it was opened with.
-    parent = parent_of(store)
-    found = open_store(above, direct=False) if parent is None else parent[0]
-    try:
-        found.open(name).close()
-    except BlobNotFound:
-        return None
-    return found, name
-
-
 def _folder(store: Store) -> ModelDirectory | None:
     """Return the files of a place, and the store that opens them by name."""
     if local_path(store) is not None:
@@ -430,8 +419,7 @@ def _folder(store: Store) -> ModelDirectory | None:
                     f"{store.url} is a file of a checkpoint, and not the checkpoint",
                     hint=f"give its directory: {where}",
                 )
-            there = LocalStore(where, foreign=True)
-            return _found(ModelDirectory(where, {name: name}, None, there))
+            return _found(ModelDirectory(where, {name: name}, None, LocalStore(where, foreign=True)))
         try:
             local = list_model(store)
         except BlobNotFound:
@@ -441,10 +429,17 @@ def _folder(store: Store) -> ModelDirectory | None:
         index = None if local.index is None else os.path.basename(local.index)
         return _found(ModelDirectory(local.path, files, index, with_any_names(store)))
     seen = _found(list_model(store))
-    if seen is None and (single := _single_blob(store)):
-        above, name = single
-        return ModelDirectory(above.url, {name: name}, None, above)
-    return seen
+    above, _, name = store.url.rpartition("/")
+    if seen is not None or not name.endswith(SUFFIX) or "://" not in above:
+        return seen
+    # The place may itself be a safetensors blob. The store's own parent has the options that it was opened with.
+    parent = parent_of(store)
+    place = open_store(above, direct=False) if parent is None else parent[0]
+    try:
+        place.open(name).close()
+    except BlobNotFound:
+        return None
+    return ModelDirectory(place.url, {name: name}, None, place)
 
 
 def _found(folder: ModelDirectory) -> ModelDirectory | None:
@@ -454,17 +449,6 @@ def _found(folder: ModelDirectory) -> ModelDirectory | None:
     if folder.index is None and SINGLE_NAME in files:
         files = {SINGLE_NAME: files[SINGLE_NAME]}
     return replace(folder, files=files)
-
-
-def _path(folder: ModelDirectory, name: str) -> str:
-    """Return the path of a file that the index file names; raise if it is missing."""
-    if name not in folder.files:
-        raise WrongSize(
-            f"{os.path.join(folder.path, name)}: the file is missing, and {folder.index} names it",
-            hint="was the model downloaded as a whole?",
-            file=name,
-        )
-    return folder.files[name]
 
 
 def _record(

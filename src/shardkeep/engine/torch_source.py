@@ -286,10 +286,6 @@ class TorchSource(Source):
         self.check(tensors)
         unsealed(self.store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES), METADATA_NAME)
 
-    def digests_to_verify(self) -> DigestCache:
-        """Return the digests that were read from the files beside the data files."""
-        return self.files.digests
-
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors and objects in a byte range of a file; used only to explain damage."""
         items = (item for item, _ in self._items_in(file))

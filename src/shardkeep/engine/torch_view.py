@@ -18,7 +18,7 @@ from shardkeep.engine.fill import fill, plain_target, read_whole
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source
 from shardkeep.engine.sources import open_native
 from shardkeep.errors import MalformedFile
-from shardkeep.format.boxes import Box, Boxes, matrix_of
+from shardkeep.format.boxes import Box, Boxes
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import decode_tree, decode_value, unflatten
@@ -124,14 +124,10 @@ class TorchView:
         """Fill tensors, given for each the row of the stored tensor, the box of it, and the key for messages."""
         options = Options()
         into = [plain_target(target, key=key) for (_, _, key), target in zip(wanted, targets, strict=True)]
-        axes = self._source.index.tensors.shape.shape[1]
         fill(
             self._source,
             np.array([row for row, _, _ in wanted], np.int64),
-            Boxes(
-                matrix_of([box.offsets for _, box, _ in wanted], axes, 0),
-                matrix_of([box.sizes for _, box, _ in wanted], axes, 1),
-            ),
+            Boxes.of([box for _, box, _ in wanted]),
             into,
             threads=options.io_threads,
             budget_nbytes=options.host_budget_bytes,

@@ -327,6 +327,12 @@ class Boxes(Rows):
     offsets: IntArray
     sizes: IntArray
 
+    @classmethod
+    def of(cls, boxes: Sequence[Box]) -> Self:
+        """Make the matrices of some boxes, as wide as the largest number of axes."""
+        axes = max((len(box.sizes) for box in boxes), default=0)
+        return cls(matrix_of([box.offsets for box in boxes], axes, 0), matrix_of([box.sizes for box in boxes], axes, 1))
+
     @property
     def axes(self) -> int:
         """Width of the matrices: the largest number of axes."""
