@@ -124,9 +124,6 @@ def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
     return fitted
 
 
-# -- chunks that are not stored in row-major order ---------------------------------------------------------------------
-
-
 def _plan_permuted(
     source: TorchSource,
     part: Overlap,
@@ -208,9 +205,6 @@ def _check_box(box: Box, shape: Ints, item: Item, file: str) -> None:
             file=file,
             offset=item.offset,
         )
-
-
-# -- single chunks, for readers that know more than an index -----------------------------------------------------------
 
 
 class ChunkRequest(NamedTuple):
@@ -337,9 +331,6 @@ def plain_target(target: torch.Tensor, *, key: str) -> torch.Tensor:
 
 class OverlappingTarget(StateMismatch, RuntimeError):
     """A tensor that cannot hold what is to be loaded into it."""
-
-
-# -- whole tensors and slices ------------------------------------------------------------------------------------------
 
 
 def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torch.Tensor]:

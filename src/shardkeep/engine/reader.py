@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -59,9 +59,6 @@ from shardkeep.storage.base import (
 )
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _CACHED_STEP_NBYTES = 2 * MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
 _KEPT_DIGESTS_NBYTES = 64 << 20
@@ -94,9 +91,6 @@ class DigestCache:
             self._digests[entry] = digests
 
 
-# -- an opened checkpoint ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Source:
     """
@@ -117,7 +111,7 @@ class Source:
     def locate(self, tensors: IntArray) -> None:
         """Find out where the chunks of these tensors begin, as far as `index.chunks.start` does not say so yet."""
 
-    def selected(self, index: Index, chunks: IntArray) -> Self:  # noqa: ARG002 - the index says it all
+    def selected(self, index: Index, chunks: IntArray) -> Source:  # noqa: ARG002 - the index says it all
         """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
         return replace(self, index=index)
 
@@ -179,9 +173,6 @@ def list_keys(keys: Iterable[str]) -> str:
     """Write a few keys in words."""
     found = list(dict.fromkeys(keys))
     return ", ".join(map(repr, found[:_MOST_NAMED])) + (" and others" if len(found) > _MOST_NAMED else "")
-
-
-# -- opening data files ------------------------------------------------------------------------------------------------
 
 
 def open_sized(store: Opens, name: str, nbytes: int) -> BlobReader:
@@ -283,9 +274,6 @@ def explain_missing(store: Gets, name: str) -> WrongSize:
             file=name,
         )
     return WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -429,9 +417,6 @@ def damage_of(
         key=keys,
     )
     return with_reread_result(error, same=same)
-
-
-# -- copying out of a window -------------------------------------------------------------------------------------------
 
 
 class Copies:

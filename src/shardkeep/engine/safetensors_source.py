@@ -99,9 +99,6 @@ class CatalogEntry:
 Catalog = dict[str, CatalogEntry]
 
 
-# -- of a directory ----------------------------------------------------------------------------------------------------
-
-
 def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, CatalogEntry]:
     """
     Return what a directory holds. If it has an index file, that says which files count and which file has a tensor; a file is
@@ -192,9 +189,6 @@ def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(home, str) for home in weight_map.values()):
         raise MalformedFile(f"{path}: there is no weight_map that gives each tensor a file", file=path)
     return weight_map
-
-
-# -- of files ----------------------------------------------------------------------------------------------------------
 
 
 def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[SafetensorsFile]:
@@ -323,8 +317,6 @@ def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MOST_NAMED])
     return f"{shown} and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else shown
 
-
-# -- the source --------------------------------------------------------------------------------------------------------
 
 FORMAT = "safetensors"
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# -- the channel -------------------------------------------------------------------------------------------------------
-
 log = logging.getLogger("shardkeep")
 
 
@@ -88,8 +86,6 @@ def all_agree(reasons: Sequence[str | None]) -> bool:
         log.warning("reads are not shared: rank %d: %s", rank, "share_reads is not set" if reason is None else reason)
     return False
 
-
-# -- the exchange ------------------------------------------------------------------------------------------------------
 
 _IN_PROGRESS = 6
 """Messages that a rank sends and receives at the same time."""
@@ -221,8 +217,6 @@ class Exchange:
             ranks=list(self._lost),
         )
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
     def _in_place(self, step: _Step) -> bool:
         return len(step.parts) == 1 and self._address[step.parts[0][0]] != 0
 
@@ -271,8 +265,6 @@ def _steps(plan: SharePlan, rank: int) -> list[_Step]:
             steps.append(_Step(turn, shift, owner, peer, parts, last=shift == size - 1))
     return sorted(steps, key=lambda step: step[:3])
 
-
-# -- offers ------------------------------------------------------------------------------------------------------------
 
 # Only what is exactly the same is shared: plain tensors in the stored dtype, whose memory nothing else is loaded into. A rank
 # reads everything else itself, and also what no other rank wants.
@@ -392,9 +384,6 @@ def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
         if device != before or stop > end:
             before, end, widest = device, stop, row
     return alone
-
-
-# -- requests of a load ------------------------------------------------------------------------------------------------
 
 
 class Destinations(NamedTuple):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from itertools import groupby
-from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,9 +61,6 @@ from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
 from shardkeep.storage.base import BlobInfo, BlobReader, preferred_requests, with_any_names
 from shardkeep.storage.buffers import address_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 log = logging.getLogger("shardkeep")
 
 T = TypeVar("T")
@@ -82,9 +79,6 @@ _NEIGHBOURS_NBYTES = 1 << 20
 """Small objects lie side by side, and reading one reads the blocks it lies in: its neighbours are kept with it."""
 _KEPT_OBJECTS_NBYTES = 64 << 20
 _KNOWN_HEADS = 8
-
-
-# -- data files and items ----------------------------------------------------------------------------------------------
 
 
 class Item(NamedTuple):
@@ -205,9 +199,6 @@ def item_batches(
         yield batch
 
 
-# -- the source --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ChunkItems(Rows):
     """The item that holds each chunk; one row for each chunk of the index."""
@@ -265,7 +256,7 @@ class TorchSource(Source):
         key = self.index.keys.raw(self._tensor_of(chunk)).decode()
         return Item(int(self.index.chunks.file[chunk]), offset, nbytes, key)
 
-    def selected(self, index: Index, chunks: IntArray) -> Self:
+    def selected(self, index: Index, chunks: IntArray) -> Source:
         """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
         new = {old: row for row, old in enumerate(chunks.tolist())}
         return replace(
@@ -308,9 +299,6 @@ class TorchSource(Source):
     def position(self, chunk: int) -> tuple[int, int]:
         """Return the file of a chunk, and where its item begins."""
         return int(self.index.chunks.file[chunk]), int(self.items.offset[chunk])
-
-
-# -- opening -----------------------------------------------------------------------------------------------------------
 
 
 def find_torch(store: ReadableStore) -> FoundCheckpoint:
@@ -433,9 +421,6 @@ def _container(held: dict[Any, Any]) -> Container:
     return Container("list" if numbers else "dict", children)
 
 
-# -- objects -----------------------------------------------------------------------------------------------------------
-
-
 class StoredObjects(Strings):
     """The objects of a checkpoint, sorted by key, as encoded values. Each is read when it is asked for."""
 
@@ -502,9 +487,6 @@ def load_archive(data: bytes) -> Any:
     import torch  # noqa: PLC0415 - only such objects need it
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-# -- archives ----------------------------------------------------------------------------------------------------------
 
 
 def find_tensors(files: ItemFiles, items: Sequence[Item]) -> list[ArchivedTensor | None]:

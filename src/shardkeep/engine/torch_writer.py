@@ -9,7 +9,6 @@ ways compute the digests of the file's blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -49,9 +48,7 @@ class WrittenItem(NamedTuple):
 
 
 def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """
-    Return a tensor whose memory can be written as it is; None for one that only torch can write.
-    """
+    """Return a tensor whose memory can be written as it is; None for one that only torch can write."""
     tensor = wait_tensor(tensor.detach())
     if tensor.device.type == "meta":
         raise StateError(
@@ -68,62 +65,50 @@ def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[F
 
     Tensors are `framed` as archives of `torch.save`, or plain bytes.
     """
-    laying = _Laying(framed=framed)
-    placed = [laying.tensor(item) if isinstance(item, torch.Tensor) else laying.raw(item) for item in items]
-    return laying.job(name), placed
+    start: list[int] = []
+    address: list[int] = []
+    owners: list[Any] = []
+    scattered: dict[int, Any] = {}
+    placed: list[WrittenItem] = []
+    at = 0
 
+    def add(where: int, nbytes: int, owner: Any) -> None:
+        nonlocal at
+        start.append(at)
+        address.append(where)
+        owners.append(owner)
+        at += nbytes
 
-@dataclass
-class _Laying:
-    framed: bool
-    at: int = 0
-    start: list[int] = field(default_factory=list)
-    address: list[int] = field(default_factory=list)
-    others: dict[int, Any] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
-    """The owners of the memory that the addresses point to."""
-
-    def raw(self, data: memoryview) -> WrittenItem:
-        offset = self.at
-        self._memory(data)
-        return WrittenItem(offset, self.at - offset, None, [])
-
-    def tensor(self, tensor: torch.Tensor) -> WrittenItem:
-        offset = self.at
-        frame = _frame(tensor, offset) if self.framed else None
-        if frame:
-            self._memory(memoryview(frame.head))
-        begin = self.at
-        if tensor.numel():
-            address = host_address(tensor)
-            if not address:
-                self.others[len(self.start)] = scattered_memory(tensor, tensor.dtype)
-            self._add(address, tensor.numel() * tensor.element_size(), tensor if address else None)
-        if frame:
-            self._memory(memoryview(frame.tail))
-        return WrittenItem(offset, self.at - offset, begin, [])
-
-    def _memory(self, data: memoryview) -> None:
+    def add_memory(data: memoryview) -> None:
         if data.nbytes:
-            self._add(address_of(data), data.nbytes, data)
+            add(address_of(data), data.nbytes, data)
 
-    def _add(self, address: int, nbytes: int, owner: Any) -> None:
-        self.start.append(self.at)
-        self.address.append(address)
-        self.kept.append(owner)
-        self.at += nbytes
-
-    def job(self, name: str) -> FileJob:
-        return FileJob(
-            name=name,
-            header=bytearray(),
-            data_nbytes=self.at,
-            block_nbytes=block_nbytes_for(self.at),
-            start=np.array(self.start, np.int64),
-            address=np.array(self.address, np.int64),
-            scattered=self.others,
-            owners=self.kept,
-        )
+    for item in items:
+        offset, begin = at, None
+        if isinstance(item, torch.Tensor):
+            frame = _frame(item, offset) if framed else None
+            add_memory(memoryview(frame.head if frame else b""))
+            begin = at
+            if item.numel():
+                where = host_address(item)
+                if not where:
+                    scattered[len(start)] = scattered_memory(item, item.dtype)
+                add(where, item.numel() * item.element_size(), item if where else None)
+            add_memory(memoryview(frame.tail if frame else b""))
+        else:
+            add_memory(item)
+        placed.append(WrittenItem(offset, at - offset, begin, []))
+    job = FileJob(
+        name=name,
+        header=bytearray(),
+        data_nbytes=at,
+        block_nbytes=block_nbytes_for(at),
+        start=np.array(start, np.int64),
+        address=np.array(address, np.int64),
+        scattered=scattered,
+        owners=owners,
+    )
+    return job, placed
 
 
 def _frame(tensor: torch.Tensor, at: int) -> ArchiveFrame:
@@ -155,18 +140,16 @@ class HashingStream:
             # Some streams write less than they are given.
             done = self._raw.write(view[at:])
             at += len(view) - at if done is None else done
-        self._add(view)
-        return len(view)
-
-    def _add(self, view: memoryview) -> None:
         self.nbytes += len(view)
-        while view:
-            part = view[: self._room]
+        at = 0
+        while at < len(view):
+            part = view[at : at + self._room]
             self._hash.update(part)
             self._room -= len(part)
-            view = view[len(part) :]
+            at += len(part)
             if not self._room:
                 self._end_block()
+        return len(view)
 
     def _end_block(self) -> None:
         self._digests.append(self._hash.digest())
@@ -194,26 +177,20 @@ def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, frame
     for item in items:
         offset = out.nbytes
         stream, descriptors = wrap(out)  # type: ignore[arg-type]  # it writes as a file does
-        start = _write_item(stream, item, offset, out, framed=framed)
+        start = None
+        if isinstance(item, torch.Tensor):
+            frame = _frame(item, offset) if framed else None
+            stream.write(frame.head if frame else b"")
+            start = out.nbytes
+            for part in _parts(item):
+                stream.write(part)
+            stream.write(frame.tail if frame else b"")
+        else:
+            stream.write(item)
         if descriptors or stream is not cast("Any", out):
             stream.close()
         placed.append(WrittenItem(offset, out.nbytes - offset, None if descriptors else start, descriptors))
     return placed
-
-
-def _write_item(stream: IO[bytes], item: Data, offset: int, out: HashingStream, *, framed: bool) -> int | None:
-    if not isinstance(item, torch.Tensor):
-        stream.write(item)
-        return None
-    frame = _frame(item, offset) if framed else None
-    if frame:
-        stream.write(frame.head)
-    start = out.nbytes
-    for part in _parts(item):
-        stream.write(part)
-    if frame:
-        stream.write(frame.tail)
-    return start
 
 
 def _parts(tensor: torch.Tensor) -> Iterable[memoryview]:

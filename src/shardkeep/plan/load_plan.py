@@ -46,9 +46,6 @@ _GAP_NBYTES = 64 << 10
 """Reading this many unneeded bytes costs less than another request."""
 
 
-# -- from boxes to byte ranges -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ReadRequests(Rows):
     """Destinations, one row each: a box of a tensor, and the memory it goes to."""
@@ -213,9 +210,6 @@ def _intersect_chunks(
             )
         else:
             plan.scatters.append(Scatter(file, start, stored.sizes, itemsize, source, want, target))
-
-
-# -- from byte ranges to reads -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
