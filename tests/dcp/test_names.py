@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import pkgutil
 import typing
+import warnings
 
 import pytest
 import torch.distributed.checkpoint
@@ -108,12 +109,19 @@ ACCEPTED = {
 """What differs, by module and name, and why."""
 if not hasattr(torch.distributed.checkpoint.metadata.TensorProperties, "strides"):
     ACCEPTED["metadata", "TensorProperties: fields"] = "ours has the field of torch 2.15 on every version"
+else:
+    for each in ("_fsspec_filesystem", "fsspec_filesystem"):
+        ACCEPTED[each, "FsspecWriter.__init__"] = (
+            "ours takes cache_staged_state_dict by name; the order is that before 2.15"
+        )
 
 
 def torchs(module):
     if module == "_state_dict_utils":
         return importlib.import_module(UTILS)
-    return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's old names
+        return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
 
 
 def ours(module):
@@ -281,7 +289,6 @@ def plain(value):
     )
 
 
-@pytest.mark.skipif(torch.__version__.split(".")[:2] != ["2", "13"], reason="the table is about torch 2.13")
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name or "package")
 def test_a_module_has_torchs_names(module):
     """What differs from torch is what the table says, no more and no less."""
@@ -289,7 +296,8 @@ def test_a_module_has_torchs_names(module):
     accepted = {name: why for (where, name), why in ACCEPTED.items() if where == module}
     unexpected = {name: what for name, what in found.items() if name not in accepted}
     assert not unexpected
-    assert not set(accepted) - set(found), "listed, but there is no such difference"
+    if torch.__version__.startswith("2.13"):  # other versions may not have all of them
+        assert not set(accepted) - set(found), "listed, but there is no such difference"
 
 
 def test_the_table_is_about_modules_of_torch():

@@ -26,6 +26,7 @@ from shardkeep.dcp import _version as _version
 from shardkeep.dcp import api as api
 from shardkeep.dcp import default_planner as default_planner
 from shardkeep.dcp import filesystem as filesystem
+from shardkeep.dcp import fsspec_filesystem as fsspec_filesystem
 from shardkeep.dcp import hf_storage as hf_storage
 from shardkeep.dcp import logger as logger
 from shardkeep.dcp import logging_handlers as logging_handlers
@@ -33,6 +34,7 @@ from shardkeep.dcp import metadata as metadata
 from shardkeep.dcp import optimizer as optimizer
 from shardkeep.dcp import planner as planner
 from shardkeep.dcp import planner_helpers as planner_helpers
+from shardkeep.dcp import protocol as protocol
 from shardkeep.dcp import quantized_hf_storage as quantized_hf_storage
 from shardkeep.dcp import resharding as resharding
 from shardkeep.dcp import staging as staging
@@ -47,7 +49,9 @@ from shardkeep.dcp._impl.driver import load_state_dict as load_state_dict
 from shardkeep.dcp._impl.driver import save as save
 from shardkeep.dcp._impl.driver import save_state_dict as save_state_dict
 from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
+from shardkeep.dcp._impl.file_reader import FsspecReader as FsspecReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
+from shardkeep.dcp._impl.file_writer import FsspecWriter as FsspecWriter
 from shardkeep.dcp._impl.hf import HuggingFaceStorageWriter as HuggingFaceStorageWriter
 from shardkeep.dcp._impl.hf_quantized import QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader as HuggingFaceStorageReader
@@ -58,6 +62,7 @@ from shardkeep.dcp_install import install as install
 from shardkeep.dcp_install import uninstall as uninstall
 from shardkeep.errors import CheckpointException as CheckpointException
 from shardkeep.layouts.torch_values import BytesStorageMetadata as BytesStorageMetadata
+from shardkeep.layouts.torch_values import CheckpointableTensor as CheckpointableTensor
 from shardkeep.layouts.torch_values import ChunkStorageMetadata as ChunkStorageMetadata
 from shardkeep.layouts.torch_values import LoadPlan as LoadPlan
 from shardkeep.layouts.torch_values import LoadPlanner as LoadPlanner

@@ -1,10 +1,6 @@
 """The names of `torch.distributed.checkpoint._fsspec_filesystem`."""
 
-from shardkeep.codecs.stream_extensions import StreamTransformExtension as StreamTransformExtension
-from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
-from shardkeep.dcp._impl.file_reader import FsspecReader as FsspecReader
-from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
-from shardkeep.dcp._impl.file_writer import FsspecWriter as FsspecWriter
-from shardkeep.layouts.torch_values import SerializationFormat as SerializationFormat
-from shardkeep.storage.file_systems import FileSystemBase as FileSystemBase
+from shardkeep.dcp.fsspec_filesystem import *
 from shardkeep.storage.file_systems import FsspecFileSystem as FileSystem
+
+_FileSystem = FileSystem

@@ -26,5 +26,6 @@ from shardkeep.dcp._impl.plans import dedup_save_plans as dedup_save_plans
 from shardkeep.dcp._impl.plans import find_state_dict_object as find_state_dict_object
 from shardkeep.format.boxes import within as _check_box_bounds
 from shardkeep.layouts.torch_values import *
+from shardkeep.layouts.torch_values import _is_checkpointable_tensor
 from shardkeep.state.flatten import *
 from shardkeep.state.flatten import flatten_sharded_tensors as _flatten_sharded_tensors

@@ -1,5 +1,6 @@
 """The names of `torch.distributed.checkpoint.utils`."""
 
+from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_shard
 from shardkeep.dcp._impl.dist import _all_gather_keys, _assert_same_keys, _DistWrapper
 from shardkeep.dcp._impl.driver import _api_bc_check, _profile
 from shardkeep.dcp._impl.file_reader import _create_file_view, _ReaderView
@@ -12,3 +13,4 @@ from shardkeep.errors import CheckpointException as CheckpointException
 from shardkeep.errors import _get_failure_dict, _is_wrapped_exception, _wrap_exception
 from shardkeep.layouts.torch_values import STATE_DICT_TYPE as STATE_DICT_TYPE
 from shardkeep.layouts.torch_values import MetadataIndex as MetadataIndex
+from shardkeep.layouts.torch_values import _is_checkpointable_tensor

@@ -34,6 +34,7 @@ from shardkeep.engine.writer import FileJob
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.events import Event
 from shardkeep.format.pickles import collector_paused
+from shardkeep.layouts.torch_values import _copy_checkpointable_tensor_metadata, _is_checkpointable_tensor
 from shardkeep.options import Options
 from shardkeep.state.flatten import map_leaves
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
@@ -112,7 +113,10 @@ def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
 
 def _as_kind_of(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
-    return made if plain else made.as_subclass(type(tensor))
+    made = made if plain else made.as_subclass(type(tensor))
+    if _is_checkpointable_tensor(tensor):
+        _copy_checkpointable_tensor_metadata(tensor, made)
+    return made
 
 
 _tensor_type: Final[Any] = torch.Tensor

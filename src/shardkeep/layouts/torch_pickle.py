@@ -7,6 +7,7 @@ ours. A digest of the pickle follows it in the file, where torch does not look, 
 
 from __future__ import annotations
 
+import copyreg
 import io
 import logging
 import pickle
@@ -215,7 +216,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         if not has_only_its_fields(obj):
             self._save_plainly(obj)
             return
-        state = obj.properties.__getstate__()
+        state = _properties_for_all(obj.properties)
         properties = self._properties.get(state)
         if properties is None:
             dtype, layout, requires_grad, memory_format, pin_memory = state
@@ -232,6 +233,11 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         self.write(self._fields(type(obj), properties=properties, size=self._size(obj.size), chunks=held))
 
     dispatch[metadata.TensorStorageMetadata] = _save_tensor
+
+    def _save_properties(self, obj: metadata.TensorProperties) -> None:
+        self.save_reduce(copyreg.__newobj__, (type(obj),), _properties_for_all(obj), obj=obj)  # type: ignore[attr-defined]
+
+    dispatch[metadata.TensorProperties] = _save_properties
 
     def _save_index(self, obj: MetadataIndex) -> None:
         if not is_plain_index(obj):
@@ -254,6 +260,11 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
             self.write(self._fields(_StorageInfo, **fields))  # type: ignore[arg-type]  # none is None
 
     dispatch[_StorageInfo] = _save_place
+
+
+def _properties_for_all(properties: metadata.TensorProperties) -> tuple[Any, ...]:
+    """Return the state that every torch reads: no version reads the strides, and those before 2.15 refuse them."""
+    return properties.__getstate__()[:5]
 
 
 def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:

@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch.futures import Future
 
 from shardkeep.errors import BrokenProtocol, torch_module
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 
 def is_torchs(obj: object, name: str) -> bool:
@@ -70,8 +73,8 @@ class TensorProperties:
         for name, memory_format in _FORMATS.items():
             if memory_format == self.memory_format:
                 encoded = _MEM_FORMAT_ENCODING[name]
-                # Without the strides, which nothing reads: torch before 2.15 refuses a sixth value.
-                return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory
+                strides = (self.strides,) if _HAS_STRIDES else ()
+                return self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory, *strides
         raise BrokenProtocol(f"{self.memory_format} is not a memory format that a checkpoint can hold")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -514,6 +517,38 @@ class StorageReader(abc.ABC):
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this storage can hold a checkpoint of this id."""
+
+
+# -- tensors that describe their shards --------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class CheckpointableTensor(Protocol):
+    """
+    A plain tensor that holds shards of a larger one, as torch has them since 2.14.
+
+    Attributes:
+        global_shape: The shape of the whole tensor.
+        global_offsets: Where each shard begins in the whole tensor.
+        local_offsets: Where each shard begins in this tensor.
+        local_sizes: The shape of each shard.
+
+    """
+
+    global_shape: tuple[int, ...]
+    global_offsets: tuple[tuple[int, ...], ...]
+    local_offsets: tuple[tuple[int, ...], ...]
+    local_sizes: tuple[tuple[int, ...], ...]
+
+
+def _is_checkpointable_tensor(obj: object) -> TypeGuard[CheckpointableTensor]:
+    # The first attribute alone decides for almost all tensors: to compare with the protocol is slow.
+    return isinstance(obj, torch.Tensor) and hasattr(obj, "global_shape") and isinstance(obj, CheckpointableTensor)
+
+
+def _copy_checkpointable_tensor_metadata(src: CheckpointableTensor, dst: torch.Tensor) -> None:
+    for name in CheckpointableTensor.__annotations__:
+        setattr(dst, name, getattr(src, name))
 
 
 # -- translation between torch's classes and ours ----------------------------------------------------------------------

@@ -607,6 +607,7 @@ class FsspecWriter(FileSystemWriter):
             sync_files,
             thread_count,
             per_thread_copy_ahead,
+            kwargs.pop("cache_staged_state_dict", False),  # an argument of its own in torch since 2.15
             overwrite=overwrite,
             _extensions=_extensions,
             serialization_format=serialization_format,

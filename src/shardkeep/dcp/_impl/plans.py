@@ -9,16 +9,21 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from shardkeep.dcp._impl.checkpointable import (
+    _get_checkpointable_tensor_chunks,
+    _get_checkpointable_tensor_shard,
+)
 from shardkeep.errors import BrokenProtocol, MalformedFile, MissingKeys, NoSuchValue, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,
+    CheckpointableTensor,
     ChunkStorageMetadata,
     LoadItemType,
     LoadPlan,
@@ -31,6 +36,8 @@ from shardkeep.layouts.torch_values import (
     TensorWriteData,
     WriteItem,
     WriteItemType,
+    _copy_checkpointable_tensor_metadata,
+    _is_checkpointable_tensor,
     chunk_nbytes,
     is_tensor_entry,
     to_ours,
@@ -100,6 +107,8 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
         return shard
     if is_sharded_tensor(tensor):
         return _find_shard(tensor, index).tensor  # type: ignore[arg-type]  # no type guard without the import
+    if _is_checkpointable_tensor(tensor):
+        return _get_checkpointable_tensor_shard(tensor, index)
     if index.offset is not None and any(index.offset):
         raise _not_sharded(index, "whole tensor")
     return tensor
@@ -108,19 +117,21 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
 def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
     if index.offset is None:
         raise NoSuchValue(
-            f"{index.fqn!r} is a ShardedTensor: an index of one of its shards needs an offset", key=index.fqn
+            f"{index.fqn!r} is a ShardedTensor, and no offset was provided to find one of its shards", key=index.fqn
         )
     shards = tensor.local_shards()
     hinted = shards[index.index : index.index + 1] if index.index is not None and index.index >= 0 else []
     for shard in (*hinted, *shards):
         if torch.Size(shard.metadata.shard_offsets) == index.offset:
             return shard
-    raise NoSuchValue(f"{index.fqn!r} has no shard at {tuple(index.offset)} on this rank", key=index.fqn)
+    raise NoSuchValue(f"Could not find shard at {index.offset} of the ShardedTensor {index.fqn!r}", key=index.fqn)
 
 
 def _not_sharded(index: MetadataIndex, what: str) -> NoSuchValue:
     offset = tuple(index.offset or ())
-    return NoSuchValue(f"{index.fqn!r} is a {what}: it has no shard at {offset}", key=index.fqn)
+    return NoSuchValue(
+        f"FQN: {index.fqn!r} is a {what}, not a ShardedTensor: it has no shard at {offset}", key=index.fqn
+    )
 
 
 # -- tensors on the meta device ----------------------------------------------------------------------------------------
@@ -211,7 +222,12 @@ def _real_sharded_tensor(value: Any) -> Any:
 
 
 def _real_tensor(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value, device=_default_device()) if value.is_meta else value
+    if not value.is_meta:
+        return value
+    real = torch.empty_like(value, device=_default_device())
+    if _is_checkpointable_tensor(value):
+        _copy_checkpointable_tensor_metadata(value, real)
+    return real
 
 
 def _default_device() -> torch.device:
@@ -235,6 +251,8 @@ def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002
         return items
     if is_sharded_tensor(object):
         return [_create_write_item_for_shard(fqn, object, shard.metadata) for shard in object.local_shards()]
+    if _is_checkpointable_tensor(object):
+        return _get_checkpointable_tensor_write_items(fqn, object)
     if isinstance(object, torch.Tensor):
         if object.layout != torch.strided:
             raise NotSavable(
@@ -275,6 +293,18 @@ def _create_write_item_for_shard(fqn: str, sharded_tensor: ShardedTensor, shard_
     return WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
+def _get_checkpointable_tensor_write_items(fqn: str, tensor: CheckpointableTensor) -> list[WriteItem]:
+    properties = TensorProperties.create_from_tensor(cast("torch.Tensor", tensor))
+    return [
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets, number),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, torch.Size(tensor.global_shape)),
+        )
+        for number, chunk in enumerate(_get_checkpointable_tensor_chunks(tensor))
+    ]
+
+
 def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> WriteItem:
     chunk = _create_chunk_from_dtensor(tensor)
     data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
@@ -309,6 +339,8 @@ def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
         return chunks
     if is_sharded_tensor(tensor):
         return [_chunk_for_shard(shard.metadata) for shard in tensor.local_shards()]  # type: ignore[attr-defined]
+    if _is_checkpointable_tensor(tensor):
+        return _get_checkpointable_tensor_chunks(tensor)
     if isinstance(tensor, torch.Tensor):
         return [_create_chunk_from_tensor(tensor)]
     raise StateMismatch(f"expected a tensor, found a {type(tensor).__qualname__}")
@@ -585,11 +617,13 @@ def _has_part(value: Any) -> bool:
 
 
 def _check_sizes(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
-    wrong = [
-        f"Size mismatch between saved {entries[fqn].size} and current: {value.size()} for {fqn}"
-        for fqn, value in wanted.items()
-        if isinstance(value, torch.Tensor) and is_tensor_entry(entries[fqn]) and entries[fqn].size != value.size()
-    ]
+    wrong = []
+    for fqn, value in wanted.items():
+        if isinstance(value, torch.Tensor) and is_tensor_entry(entries[fqn]):
+            saved = entries[fqn].size
+            size = torch.Size(value.global_shape) if _is_checkpointable_tensor(value) else value.size()
+            if saved != size:
+                wrong.append(f"Size mismatch between saved {saved} and current: {size} for {fqn}")
     if wrong:
         raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
 
