@@ -230,7 +230,7 @@ def test_a_peers_pickle_is_never_run():
     with pytest.raises(MalformedMessage):
         decode_meta(pickle.dumps(Bomb()))
     armed = encode_value(Bomb(), key="", allow_pickle=True)
-    letter = {"tree": encode_tree(Container("dict", (("b", None),))), "leaves": [{"type": "v", "data": armed}]}
+    letter = {"tree": encode_tree(Container("dict", (("b", None),))), "leaves": [{"value": armed}]}
     with pytest.raises(PickleRefused, match="'b'"):
         decode_meta(msgspec.msgpack.encode({**letter, "bare": False}))
 

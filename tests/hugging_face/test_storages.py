@@ -7,12 +7,11 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 
 from shardkeep.dcp import hf_storage, state_dict_loader, state_dict_saver
 from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from shardkeep.dcp.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
+from shardkeep.dcp.planner import LoadItemType, LoadPlan, ReadItem
 from shardkeep.storage.local import _LocalReader
 from tests.hugging_face.samples import INDEX, by_library, full_state, load, same, save, spread_state
 from tests.protocol.samples import blank, holds, quietly
@@ -296,22 +295,6 @@ def test_a_reader_that_handles_requests_itself(tmp_path):
     into = {"w": torch.zeros(4, 3), "x": torch.zeros(2)}
     quietly(state_dict_loader.load, into, storage_reader=Doubling(str(tmp_path), thread_count=2), no_dist=True)
     assert same(into, {"w": numbered(4, 3) * 2, "x": numbered(2) * 2}) == []
-
-
-def test_a_plan_made_by_hand_is_written_at_once(tmp_path):
-    """A plan whose storage data are only those torch's writer makes is in place when `write_data` returns."""
-    state = {"a": numbered(3), "b": numbered(2)}
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    items = planner.create_local_plan().items
-    writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-    plan = SavePlan(items, storage_data={"fqn_to_index_mapping": {"a": 1, "b": 2}, "shard_index": 3})
-    results = writer.write_data(plan, planner).value()
-    names = [f"shard-00003-model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert sorted(os.listdir(tmp_path)) == names
-    assert sorted(result.storage_data.relative_path for result in results) == names
-    assert same(by_library(tmp_path), state) == []
-    assert writer.metadata_path == theirs.HuggingFaceStorageWriter(str(tmp_path)).metadata_path
 
 
 def save_again_and_again(folder, distributed):

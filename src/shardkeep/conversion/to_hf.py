@@ -54,7 +54,6 @@ from shardkeep.layouts.safetensors_publish import (
     begin_save,
     can_rename,
     discard_save,
-    list_model,
     prepare_directory,
     publish_model,
 )
@@ -86,7 +85,14 @@ def write_model(
     `metadata` goes into the header of the first file, and all files of the place `config` except weights are copied.
     With `replaces_others` the caller removes checkpoints of other layouts.
     """
-    _check_target(store, overwrite=overwrite, replaces_others=replaces_others)
+    if is_single_file(store):
+        raise CheckpointExists(f"{store.url} is a file", hint="give a directory")
+    others = set() if replaces_others else {RECORD_NAME, METADATA_NAME}.intersection(names_in(store))
+    if others:
+        raise CheckpointExists(
+            f"{store.url}: a checkpoint of another layout is there ({others.pop()})",
+            hint="give another place: an export holds less than a checkpoint, and never replaces one",
+        )
     groups = _groups(tensors, max_shard_bytes)
     single = len(groups) == 1 and can_rename(store)
     names = [SINGLE_NAME] if single else [file_name(at + 1, len(groups)) for at in range(len(groups))]
@@ -98,7 +104,7 @@ def write_model(
     ]
     is_new = local_path(store) is not None and not os.path.isdir(store.url)
     folder = prepare_directory(store)
-    removes = _replaced(folder, overwrite=overwrite)  # again: a save that was under way may be published by now
+    removes = _replaced(folder, overwrite=overwrite)
     called = begin_save(store, save_id, folder)
     unpublished = True
     try:
@@ -124,24 +130,6 @@ def write_model(
         raise
     companions.replace(store)
     return Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
-
-
-def _check_target(store: Store, *, overwrite: bool, replaces_others: bool) -> None:
-    """Refuse a place that a new model must not be written to."""
-    to = store.url
-    if is_single_file(store):
-        raise CheckpointExists(f"{to} is a file", hint="give a directory")
-    try:
-        found = list_model(store)
-    except BlobNotFound:
-        return
-    for name in () if replaces_others else (RECORD_NAME, METADATA_NAME):
-        if name in names_in(store):
-            raise CheckpointExists(
-                f"{to}: a checkpoint of another layout is there ({name})",
-                hint="give another place: an export holds less than a checkpoint, and never replaces one",
-            )
-    _replaced(found, overwrite=overwrite)
 
 
 def _replaced(folder: ModelDirectory, *, overwrite: bool) -> list[str]:

@@ -17,7 +17,7 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from enum import Enum
 from functools import partial
@@ -279,6 +279,16 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
         return load(archive=archive, device="cpu")
 
 
+def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
+    state = load_torch_file(path)
+    if not isinstance(state, dict):
+        raise BrokenProtocol(
+            f"{os.fspath(path)} holds a {type(state).__qualname__}, and not a dict",
+            hint="load the file, put its value into a dict, and save that",
+        )
+    return state
+
+
 def _read(reader: BlobReader, at: int, nbytes: int) -> bytes:
     data = bytearray(max(0, min(nbytes, reader.nbytes - at)))
     reader.read_into(at, memoryview(data))
@@ -386,13 +396,7 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
         CheckpointException: the checkpoint cannot be written.
 
     """
-    state = load_torch_file(torch_save_path)
-    if not isinstance(state, dict):
-        raise BrokenProtocol(
-            f"{os.fspath(torch_save_path)} holds a {type(state).__qualname__}, and a checkpoint is made from a dict",
-            hint="load the file, put its value into a dict, and save that",
-        )
-    _save_state_dict(state, storage_writer=FileSystemWriter(dcp_checkpoint_dir), no_dist=True)
+    _save_state_dict(_load_dict(torch_save_path), storage_writer=FileSystemWriter(dcp_checkpoint_dir), no_dist=True)
 
 
 # -- a file of torch.save, loaded on many ranks ------------------------------------------------------------------------
@@ -434,38 +438,45 @@ class BroadcastingTorchSaveReader(StorageReader):
         rank = current_world(None, timeout_s=Options().timeout_s).rank
         if is_coordinator and rank != self.coordinator_rank:
             raise BrokenProtocol(f"Coordinator rank mismatch: expected {self.coordinator_rank}, got {rank}")
-        self._file()
+        if self.checkpoint_id is None:
+            raise BrokenProtocol("no file to load from", hint="give it as checkpoint_id, to the load or to the reader")
         self.is_coordinator = is_coordinator
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of all ranks' plans; all ranks must call this."""
         world = current_world(None, timeout_s=Options().timeout_s)
         sources: dict[str, torch.Tensor] = {}
-        destinations: list[Destination] = []
+        destinations: dict[str, Destination] = {}
 
         def describe() -> bytes:
-            wanted = _wanted(plan.items, planner)
-            held = self._held(planner, sources) if self.is_coordinator else None
-            return json.dumps([wanted, held]).encode()
+            return json.dumps(self._held(planner, sources)).encode() if self.is_coordinator else b""
+
+        def one_description(said: list[bytes]) -> list[bytes]:
+            if not any(said):
+                raise BrokenProtocol("no rank coordinates the load", hint="use the reader with `load`")
+            return [b"".join(said)] * len(said)
 
         def prepare() -> bytes:
-            destinations.extend(_destinations(specs, plan.items, planner))
-            return b""
+            destinations.update(_destinations(held, plan.items, planner))
+            return json.dumps(list(destinations)).encode()
+
+        def all_wanted(said: list[bytes]) -> list[bytes]:
+            wanted = {key for each in said for key in json.loads(each)}
+            return [json.dumps([key for key in held if key in wanted]).encode()] * len(said)
 
         with rendezvous(world, "load a file of torch.save") as meeting:
-            sent = json.loads(meeting.agree("describe", describe, _decide))
-            specs = [TensorSpec(key, tuple(shape), to_torch(by_name(dtype))) for key, shape, dtype in sent]
-            meeting.agree("prepare", prepare, lambda said: [b""] * len(said))
+            held = json.loads(meeting.agree("describe", describe, one_description))
+            specs = [_spec(key, held[key]) for key in json.loads(meeting.agree("prepare", prepare, all_wanted))]
         with torch.no_grad():
             broadcast_batches(
                 specs,
                 [sources[spec.name] for spec in specs] if self.is_coordinator else None,
-                destinations,
+                [destinations.get(spec.name, Destination([], ())) for spec in specs],
                 torch.device("cpu") if world.solo else current_device(device_of_group().type),
                 None,
                 sender=self.coordinator_rank,
             )
-        for each in destinations:
+        for each in destinations.values():
             for item, target in each.result:
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -490,18 +501,9 @@ class BroadcastingTorchSaveReader(StorageReader):
         where = os.fspath(checkpoint_id)
         return file_exists(where) if is_blob_url(where) else os.path.isfile(where)
 
-    def _file(self) -> str | os.PathLike[str]:
-        if self.checkpoint_id is None:
-            raise BrokenProtocol("no file to load from", hint="give it as checkpoint_id, to the load or to the reader")
-        return self.checkpoint_id
-
     def _held(self, planner: LoadPlanner, sources: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Open the file, put its tensors into `sources`, and describe each; for one that cannot be sent, say why."""
-        state = load_torch_file(self._file())
-        if not isinstance(state, dict):
-            raise BrokenProtocol(
-                f"{self._file()} holds a {type(state).__qualname__}, and a state is loaded from a dict"
-            )
+        state = _load_dict(self.checkpoint_id or "")
         if getattr(planner, "flatten_state_dict", True):
             state, _ = flatten_state_dict(state)
         held: dict[str, Any] = {}
@@ -509,7 +511,9 @@ class BroadcastingTorchSaveReader(StorageReader):
             if not isinstance(key, str):
                 continue  # the state is not flattened, and no plan names this key
             if not isinstance(value, torch.Tensor):
-                held[key] = f"{key!r} is a {type(value).__qualname__} in {self._file()}, and a tensor in the state"
+                held[key] = (
+                    f"{key!r} is a {type(value).__qualname__} in {self.checkpoint_id}, and a tensor in the state"
+                )
                 continue
             try:
                 sources[key] = plain_source(key, value)
@@ -549,61 +553,43 @@ def _only_tensors(key: str, loader: object) -> BrokenProtocol:
     )
 
 
-def _wanted(items: Iterable[ReadItem], planner: LoadPlanner) -> dict[str, list[int] | None]:
-    """Return the keys that a rank wants, and the size it expects of each if its planner knows it."""
-    entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
-    wanted: dict[str, list[int] | None] = {}
+def _spec(key: str, described: list[Any]) -> TensorSpec:
+    return TensorSpec(key, tuple(described[0]), to_torch(by_name(described[1])))
+
+
+def _destinations(held: dict[str, Any], items: list[ReadItem], planner: LoadPlanner) -> dict[str, Destination]:
+    """
+    Compare what this rank wants with what the file holds, and ask the planner for the memory.
+
+    A destination's result lists what to commit afterwards.
+    """
+    by_key: dict[str, list[ReadItem]] = defaultdict(list)
     for item in items:
-        key = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
-            raise _only_tensors(key, planner)
-        size = getattr(entries.get(key), "size", None)
-        wanted[key] = None if size is None else list(size)
-    return wanted
-
-
-def _decide(said: list[bytes]) -> list[bytes]:
-    """Compare what the ranks want with what the file holds, and return what is sent."""
-    heard = [json.loads(each) for each in said]
-    held = next((each for _, each in heard if each is not None), None)
-    if held is None:
-        raise BrokenProtocol("no rank coordinates the load", hint="use the reader with `load`")
-    wanted = {key: size for sizes, _ in heard for key, size in sizes.items()}
-    if missing := sorted(wanted.keys() - held.keys()):
+            raise _only_tensors(item.storage_index.fqn, planner)
+        by_key[item.storage_index.fqn].append(item)
+    if missing := sorted(by_key.keys() - held.keys()):
         raise MissingKeys(
             f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
             hint="take the keys out of the state, or load another file",
             missing=missing,
         )
-    for key in wanted:
+    entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
+    destinations = {}
+    for key, asked in by_key.items():
         if isinstance(held[key], str):
             raise StateMismatch(held[key], hint="take the key out of the state", key=key)
-    for rank, (sizes, _) in enumerate(heard):
-        for key, size in sizes.items():
-            if size is not None and size != held[key][0]:
-                raise StateMismatch(
-                    f"Size mismatch between saved {held[key][0]} and current {size} for {key!r} on rank {rank}",
-                    hint="load into a state of the model that was saved",
-                    key=key,
-                    mismatched=[key],
-                )
-    sent = [[key, *held[key]] for key in held if key in wanted]
-    return [json.dumps(sent).encode()] * len(said)
-
-
-def _destinations(specs: list[TensorSpec], items: list[ReadItem], planner: LoadPlanner) -> list[Destination]:
-    """Ask the planner for the memory of all that this rank wants; a result lists what to commit afterwards."""
-    by_key: dict[str, list[ReadItem]] = {}
-    for item in items:
-        by_key.setdefault(item.storage_index.fqn, []).append(item)
-    destinations = []
-    for spec in specs:
-        asked = by_key.get(spec.name, [])
+        spec, size = _spec(key, held[key]), getattr(entries.get(key), "size", None)
+        if size is not None and tuple(size) != spec.shape:
+            raise StateMismatch(
+                f"Size mismatch between saved {list(spec.shape)} and current {list(size)} for {key!r}",
+                hint="load into a state of the model that was saved",
+                key=key,
+                mismatched=[key],
+            )
         targets = [planner.resolve_tensor(item).detach() for item in asked]
         boxes = [_box(item, target, spec) for item, target in zip(asked, targets, strict=True)]
-        destinations.append(
-            Destination(list(zip(asked, targets, strict=True)), tuple(zip(boxes, targets, strict=True)))
-        )
+        destinations[key] = Destination(list(zip(asked, targets, strict=True)), tuple(zip(boxes, targets, strict=True)))
     return destinations
 
 

@@ -535,13 +535,11 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        said: dict[str, Any] = plan.storage_data or {}
-        decided = said.get(_OURS)
+        decided = (plan.storage_data or {}).get(_OURS)
         if decided is None:
-            # Another `prepare_global_plan`, such as torch's, made the plan: publish at once.
-            mapping = said.get("fqn_to_index_mapping")
-            numbers = Numbers(mapping, max(mapping.values()) if mapping else 1, said.get("shard_index"))
-            decided = {"save_id": self.save_id, "marks": False, "files": None, "numbers": numbers}
+            raise BrokenProtocol(
+                "the plan does not say which files to write", hint="call prepare_global_plan of this writer first"
+            )
         numbers, store = decided["numbers"], storage_place(self)
         names = SaveNames(decided["save_id"], renames=can_rename(store), marks=decided["marks"])
         self._new_save = names.save_id
@@ -549,9 +547,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         options = Options()
         threads = max(self.thread_count, preferred_requests(store, options.io_threads))
         threads, window = window_for(threads, options.host_budget_bytes)
-        if _OURS not in said and not names.renames:
-            for file in files:
-                store.delete(file.name)
         sizes = write_hf_files(
             store,
             files,
@@ -561,10 +556,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             threads=threads,
             window_nbytes=window,
         )
-        if _OURS not in said and names.renames:
-            for file in files:
-                new = os.path.join(str(self.path), names.written(file.name))
-                os.replace(new, os.path.join(str(self.path), file.name))
         return [
             WriteResult(item.index, sizes[id(item)], _StorageInfo(file.name, 0, sizes[id(item)]))
             for file in files

@@ -194,40 +194,45 @@ class MalformedMessage(CheckpointError, ValueError):
     """A peer sent a malformed state dict."""
 
 
-class _Tensor(msgspec.Struct, frozen=True, tag="t"):
+class _Tensor(msgspec.Struct, frozen=True):
     shape: Ints
     dtype: str
     stride: Ints
 
 
-class _DTensor(msgspec.Struct, frozen=True, tag="d"):
-    local: _Tensor
-    whole: _Tensor
+class _Mesh(msgspec.Struct, frozen=True):
+    """The mesh of a DTensor, and how it is placed there."""
+
     device: str
-    mesh: Ints
-    mesh_shape: Ints
-    mesh_names: tuple[str, ...] | None
+    ranks: Ints
+    shape: Ints
+    names: tuple[str, ...] | None
     placements: list[tuple[str, int | str, int]]
     owner: int
     """The rank whose part this is; -1 if the sender was not in the mesh."""
 
 
-class _Sharded(msgspec.Struct, frozen=True, tag="s"):
-    parts: list[_Tensor]
-    boxes: list[tuple[Ints, Ints, str]]
-    """Offsets, size and place of each part."""
-    whole: _Tensor
-    layout: list[tuple[Ints, Ints, str]]
-    """The same of all shards of all ranks."""
+_Box = tuple[Ints, Ints, str]
+"""Offsets, size and place of a shard."""
 
 
-class _Value(msgspec.Struct, frozen=True, tag="v"):
-    data: bytes
+class _Leaf(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A plain value, or tensors whose bytes follow, and what they are parts of."""
+
+    value: bytes = b""
+    parts: list[_Tensor] = []
+    whole: _Tensor | None = None
+    mesh: _Mesh | None = None
+    """Of a DTensor."""
+    boxes: list[_Box] = []
+    """One for each part of a ShardedTensor."""
+    layout: list[_Box] = []
+    """The boxes of all shards of all ranks."""
 
 
 class _Message(msgspec.Struct, frozen=True):
     tree: bytes
-    leaves: list[_Tensor | _DTensor | _Sharded | _Value]
+    leaves: list[_Leaf]
     bare: bool
 
 
@@ -260,39 +265,44 @@ def decode_meta(data: bytes) -> _StateDictMeta:
 # Encoding
 
 
-def _written(name: str, leaf: object) -> _Tensor | _DTensor | _Sharded | _Value:
-    if isinstance(leaf, _TensorMeta):
-        return _tensor(leaf)
+def _written(name: str, leaf: object) -> _Leaf:
+    parts = [_tensor(part) for part in tensors_of(leaf)]
     if isinstance(leaf, _DTensorMeta):
-        return _dtensor(name, leaf)
+        return _dtensor(name, leaf, parts)
     if isinstance(leaf, _ShardedTensorMeta):
         whole = leaf.sharded_tensor_metadata
         size = tuple(whole.size)
-        return _Sharded(
-            [_tensor(part) for part in leaf.local_shards_meta],
-            [_box(shard) for shard in leaf.local_shards_shard_metadata],
-            _Tensor(size, of_torch(whole.tensor_properties.dtype).name, torch.empty(size, device="meta").stride()),
-            [_box(shard) for shard in whole.shards_metadata],
+        return _Leaf(
+            parts=parts,
+            boxes=[_box(shard) for shard in leaf.local_shards_shard_metadata],
+            whole=_Tensor(
+                size, of_torch(whole.tensor_properties.dtype).name, torch.empty(size, device="meta").stride()
+            ),
+            layout=[_box(shard) for shard in whole.shards_metadata],
         )
-    return _Value(encode_value(leaf, key=name))
+    return _Leaf(parts=parts) if parts else _Leaf(encode_value(leaf, key=name))
 
 
 def _tensor(meta: _TensorMeta | TensorMeta) -> _Tensor:
     return _Tensor(tuple(meta.shape), of_torch(meta.dtype).name, tuple(meta.stride))
 
 
-def _dtensor(name: str, leaf: _DTensorMeta) -> _DTensor:
+def _dtensor(name: str, leaf: _DTensorMeta, parts: list[_Tensor]) -> _Leaf:
     spec, mesh = leaf.spec, leaf.spec.mesh
     meta = spec.tensor_meta
     usual = DTensorSpec(mesh, spec.placements, meta)
     if meta is None or getattr(spec, "shard_order", None) != getattr(usual, "shard_order", None):
         raise UnsupportedLeaf(f"{name!r} is a DTensor that is cut in an unusual order, which cannot be sent")
-    ranks, here = mesh.mesh.flatten().tolist(), mesh.get_coordinate()
-    owner = -1 if here is None else int(mesh.mesh[tuple(here)])
-    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
-    placements = [_placement(name, each) for each in spec.placements]
-    shape = tuple(mesh.mesh.shape)
-    return _DTensor(_tensor(leaf.local), _tensor(meta), mesh.device_type, tuple(ranks), shape, names, placements, owner)
+    here = mesh.get_coordinate()
+    described = _Mesh(
+        device=mesh.device_type,
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        shape=tuple(mesh.mesh.shape),
+        names=None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names),
+        placements=[_placement(name, each) for each in spec.placements],
+        owner=-1 if here is None else int(mesh.mesh[tuple(here)]),
+    )
+    return _Leaf(parts=parts, whole=_tensor(meta), mesh=described)
 
 
 def _placement(name: str, placement: Any) -> tuple[str, int | str, int]:
@@ -308,31 +318,29 @@ def _placement(name: str, placement: Any) -> tuple[str, int | str, int]:
     raise UnsupportedLeaf(f"{name!r} is a DTensor placed as {placement!r}, which cannot be sent")
 
 
-def _box(shard: ShardMetadata) -> tuple[Ints, Ints, str]:
+def _box(shard: ShardMetadata) -> _Box:
     return tuple(shard.shard_offsets), tuple(shard.shard_sizes), str(shard.placement)
 
 
 # Decoding
 
 
-def _read(name: str, leaf: _Tensor | _DTensor | _Sharded | _Value) -> object:
-    if isinstance(leaf, _Value):
-        return decode_value(leaf.data, key=name)
-    if isinstance(leaf, _Tensor):
-        return _checked(name, leaf)
-    if isinstance(leaf, _DTensor):
-        return _DTensorMeta(_checked(name, leaf.local), _spec(name, leaf))
-    if len(leaf.parts) != len(leaf.boxes):
-        raise ValueError(f"{name!r} has {len(leaf.parts)} shards in {len(leaf.boxes)} places")
-    for part, box in zip(leaf.parts, leaf.boxes, strict=True):
-        if part.shape != box[1] or part.dtype != leaf.whole.dtype:
-            raise ValueError(f"{name!r} has a shard of another size or type than its place")
-    whole = _checked(name, leaf.whole)
-    metadata = ShardedTensorMetadata(
-        [_shard(name, box) for box in leaf.layout], whole.shape, TensorProperties(dtype=whole.dtype)
-    )
+def _read(name: str, leaf: _Leaf) -> object:
     parts = [_checked(name, part) for part in leaf.parts]
-    return _ShardedTensorMeta(parts, [_shard(name, box) for box in leaf.boxes], metadata)
+    if leaf.boxes or leaf.layout:
+        whole = _checked(name, leaf.whole or _Tensor((), "", ()))
+        fitting = [
+            part.shape == box[1] and part.dtype == whole.dtype for part, box in zip(parts, leaf.boxes, strict=True)
+        ]
+        if not all(fitting):
+            raise ValueError(f"{name!r} has a shard of another size or type than its place")
+        shards = [_shard(name, box) for box in leaf.layout]
+        metadata = ShardedTensorMetadata(shards, whole.shape, TensorProperties(dtype=whole.dtype))
+        return _ShardedTensorMeta(parts, [_shard(name, box) for box in leaf.boxes], metadata)
+    if not parts:
+        return decode_value(leaf.value, key=name)
+    [part] = parts
+    return part if leaf.mesh is None or leaf.whole is None else _DTensorMeta(part, _spec(name, leaf.whole, leaf.mesh))
 
 
 def _checked(name: str, tensor: _Tensor) -> _TensorMeta:
@@ -349,20 +357,19 @@ def _checked(name: str, tensor: _Tensor) -> _TensorMeta:
     return _TensorMeta(torch.Size(tensor.shape), dtype, 0, tensor.stride, nbytes)
 
 
-def _spec(name: str, leaf: _DTensor) -> DTensorSpec:
-    if not leaf.mesh or math.prod(leaf.mesh_shape) != len(leaf.mesh) or len(leaf.placements) != len(leaf.mesh_shape):
+def _spec(name: str, whole: _Tensor, of: _Mesh) -> DTensorSpec:
+    if not of.ranks or math.prod(of.shape) != len(of.ranks) or len(of.placements) != len(of.shape):
         raise ValueError(f"{name!r} is on no mesh")
-    whole = leaf.whole
     if len(whole.shape) != len(whole.stride) or min((*whole.shape, *whole.stride), default=0) < 0:
         raise ValueError(f"{name!r} has no shape: {whole.shape} by {whole.stride}")
     mesh = DeviceMesh(
-        leaf.device,
-        torch.tensor(leaf.mesh, dtype=torch.int64, device="cpu").reshape(leaf.mesh_shape),
-        mesh_dim_names=leaf.mesh_names,
+        of.device,
+        torch.tensor(of.ranks, dtype=torch.int64, device="cpu").reshape(of.shape),
+        mesh_dim_names=of.names,
         _init_backend=False,  # the mesh only describes placements; it is never used to communicate
-        _rank=leaf.owner if leaf.owner in leaf.mesh else None,
+        _rank=of.owner if of.owner in of.ranks else None,
     )
-    placements = tuple(_placed(name, each, len(whole.shape)) for each in leaf.placements)
+    placements = tuple(_placed(name, each, len(whole.shape)) for each in of.placements)
     meta = TensorMeta(torch.Size(whole.shape), whole.stride, to_torch(by_name(whole.dtype)))
     return DTensorSpec(mesh, placements, meta)
 
@@ -378,7 +385,7 @@ def _placed(name: str, placement: tuple[str, int | str, int], ndim: int) -> Any:
     raise ValueError(f"{name!r} is placed as {placement}")
 
 
-def _shard(name: str, box: tuple[Ints, Ints, str]) -> ShardMetadata:
+def _shard(name: str, box: _Box) -> ShardMetadata:
     offsets, sizes, place = box
     if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0 or not _PLACE.fullmatch(place):
         raise ValueError(f"{name!r} has a shard at {box}")
