@@ -250,13 +250,7 @@ def test_processes_started_from_here(script, tmp_path):
     (tmp_path / "site" / "sitecustomize.py").write_text("mine = 'kept'\n")
     printed = run(script(CHILDREN), str(tmp_path / "site"), cwd=tmp_path).splitlines()
     ours = "shardkeep.layouts.torch_values"
-    assert printed == [
-        str([ours, "kept"]),
-        str(["[False]"]),
-        str([True]),
-        str([True]),
-        "[]",
-    ]
+    assert printed == [str([ours, "kept"]), str(["[False]"]), str([True]), str([True]), "[]"]
 
 
 def test_a_process_without_shardkeep_says_so(tmp_path):

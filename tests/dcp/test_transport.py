@@ -17,20 +17,9 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp._impl.transport import PeerRefused
 from shardkeep.dcp._impl.transport_wire import MalformedMessage, decode_meta, encode_meta
-from shardkeep.dcp._pg_transport import (
-    PGTransport,
-    _cast_tensor,
-    _prepare_state_dict,
-    _prepare_tensor,
-)
+from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_state_dict, _prepare_tensor
 from shardkeep.dcp.staging import _ReplicationStager
-from shardkeep.errors import (
-    CheckpointError,
-    PickleRefused,
-    RanksDisagree,
-    RanksSilent,
-    UnsupportedLeaf,
-)
+from shardkeep.errors import CheckpointError, PickleRefused, RanksDisagree, RanksSilent, UnsupportedLeaf
 from shardkeep.format.values import Container, encode_tree, encode_value
 from tests.toolkit.samples import CPU, grid, in_chunks, mesh_of, numbered, seen, spread_out
 

@@ -21,17 +21,7 @@ from shardkeep.dcp._consolidate_hf_safetensors import (
 from shardkeep.dcp._impl import hf
 from shardkeep.errors import CheckpointError, ChecksumMismatch
 from shardkeep.storage import local
-from tests.hugging_face.samples import (
-    INDEX,
-    by_library,
-    full_state,
-    load,
-    memory_used,
-    same,
-    save,
-    shard,
-    spread_state,
-)
+from tests.hugging_face.samples import INDEX, by_library, full_state, load, memory_used, same, save, shard, spread_state
 from tests.toolkit.samples import numbered, seen
 
 DTYPES = [

@@ -113,10 +113,7 @@ def test_any_slice_is_torchs_bit_for_bit(tmp_path_factory, dtype, drawn):
     )
     before, quantized._STRIP_ELEMENTS = quantized._STRIP_ELEMENTS, drawn.draw(st.sampled_from([7, 1000, 1 << 18]))
     try:
-        for key, box in [
-            (FP8, drawn.draw(boxes(ROWS, COLUMNS))),
-            (PACKED, drawn.draw(boxes(*LEAD, VALUES))),
-        ]:
+        for key, box in [(FP8, drawn.draw(boxes(ROWS, COLUMNS))), (PACKED, drawn.draw(boxes(*LEAD, VALUES)))]:
             options = {"target_dtype": dtype, "block_size": 64}
             if quantized._STRIP_ELEMENTS == 7 and torch.Size([n for _, n in box]).numel() > 700:
                 continue  # thousands of strips show nothing more

@@ -22,14 +22,7 @@ import torch
 from shardkeep.engine.fill import fill
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source, read_files
 from shardkeep.engine.workers import window_for
-from shardkeep.engine.writer import (
-    FileJob,
-    HashingSink,
-    Window,
-    WritableStore,
-    file_entry,
-    write_files,
-)
+from shardkeep.engine.writer import FileJob, HashingSink, Window, WritableStore, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, to_torch

@@ -136,11 +136,7 @@ def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePla
             start += part.nbytes
         sidecar = orders.sidecar and orders.chain[at] is None
         header = build_header(
-            entries,
-            save_id=orders.save_id,
-            data_nbytes=data_nbytes,
-            block_nbytes=block_nbytes,
-            sidecar=sidecar,
+            entries, save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block_nbytes, sidecar=sidecar
         )
         made.append(file_parts(name, parts, header=header, block_nbytes=block_nbytes, sidecar=sidecar))
     return made

@@ -97,10 +97,7 @@ class _Consolidation(NamedTuple):
 
 
 def consolidate_safetensors_files(
-    input_dir: str,
-    output_dir: str,
-    fqn_to_index_mapping: dict[str, int],
-    num_threads: int = 1,
+    input_dir: str, output_dir: str, fqn_to_index_mapping: dict[str, int], num_threads: int = 1
 ) -> None:
     """
     Write whole tensors from shards, as `model-XXXXX-of-NNNNN.safetensors` and `model.safetensors.index.json`.

@@ -62,11 +62,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     """
 
     def __init__(
-        self,
-        path: str,
-        thread_count: int = 1,
-        target_dtype: torch.dtype = torch.float32,
-        block_size: int = 128,
+        self, path: str, thread_count: int = 1, target_dtype: torch.dtype = torch.float32, block_size: int = 128
     ) -> None:
         """
         Point to a directory.
@@ -239,11 +235,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         target.copy_(self._read_quantized_tensor_with_block_alignment(req, f))
         planner.commit_tensor(req, target)
 
-    def _read_quantized_tensor_with_block_alignment(
-        self,
-        req: ReadItem,
-        safetensor_file: Any,
-    ) -> torch.Tensor:
+    def _read_quantized_tensor_with_block_alignment(self, req: ReadItem, safetensor_file: Any) -> torch.Tensor:
         """Return the numbers of a request; other files than its own may be read for them."""
         key = req.storage_index.fqn
         self._check(key)
@@ -286,12 +278,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return found.to(self.target_dtype)
 
     def _dequantize_tensor_mxfp4(
-        self,
-        blocks: torch.Tensor,
-        scales: torch.Tensor,
-        req: ReadItem,
-        group_start: int,
-        offset_in_first_group: int,
+        self, blocks: torch.Tensor, scales: torch.Tensor, req: ReadItem, group_start: int, offset_in_first_group: int
     ) -> torch.Tensor:
         """Return the values of a request, given whole groups of them and all scales."""
         lead = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets[:-1], req.lengths[:-1], strict=True))

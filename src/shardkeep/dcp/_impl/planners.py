@@ -420,10 +420,7 @@ class DefaultLoadPlanner(LoadPlanner):
     mappings: FLATTEN_MAPPING
 
     def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        flatten_sharded_tensors: bool = True,
-        allow_partial_load: bool = False,
+        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True, allow_partial_load: bool = False
     ) -> None:
         """
         Set how states are filled.

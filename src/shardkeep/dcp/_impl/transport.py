@@ -84,11 +84,7 @@ class PGTransport:
     """
 
     def __init__(
-        self,
-        pg: ProcessGroup,
-        timeout: timedelta,
-        device: torch.device,
-        state_dict: Callable[[], object] | None = None,
+        self, pg: ProcessGroup, timeout: timedelta, device: torch.device, state_dict: Callable[[], object] | None = None
     ) -> None:
         self._pg = pg
         self._timeout = timeout
