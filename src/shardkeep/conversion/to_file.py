@@ -6,7 +6,7 @@ not: torch writes the CRC-32 of a storage behind it, and again in the directory 
 such bytes waits for the windows before it.
 
 The file appears under its name when it is complete, durable and read back, in place of what was there, or not at all. On
-a local disk it is written under a temporary name and renamed; the next write to the same path removes what a killed
+a local disk it is written under a temporary name and renamed; the next write to the same directory removes what a killed
 process left. A store cannot rename: a new blob appears there when it is complete, and is read back afterwards. A blob
 that replaces another is put from memory in one request if it is small enough; an object store joins the uploaded parts
 of a larger one in one request, and other stores refuse it. A blob that replaced another is never deleted, because then
@@ -21,7 +21,6 @@ import math
 import os
 import pickle
 import re
-import secrets
 import threading
 import zlib
 from collections import OrderedDict
@@ -29,7 +28,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +67,7 @@ from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.storage.base import BlobReader, BlobWriter, Replaces, Store, create_over
-from shardkeep.storage.local import LocalStore, host_identity, process_start, storage_errors, sync_directory
+from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
 
@@ -387,8 +385,8 @@ def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -
 
 def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> None:
     folder, name = os.path.split(path)
-    _clear(folder, name)  # first: the disk may have no room for both
-    temporary = f"{_prefix(name)}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(8)}"
+    clear_temporaries(folder)  # first: the disk may have no room for both
+    temporary = temporary_name("converting")  # no name of a store's own temporary files
     store = LocalStore(folder, direct=Options().direct_io)
     written = os.path.join(folder, temporary)
     try:
@@ -405,25 +403,6 @@ def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> Non
         with suppress(OSError):
             os.unlink(written)
         raise
-
-
-def _prefix(name: str) -> str:
-    """Begin the name of an unfinished file: it says which file it will be, and on which machine it is written."""
-    marks = (blake2b(text, digest_size=6).hexdigest() for text in (os.fsencode(name), host_identity().encode()))
-    return "-".join((".shardkeep-converting", *marks))
-
-
-def _clear(folder: str, name: str) -> None:
-    """Remove unfinished files of processes that died while they wrote this file."""
-    unfinished = re.compile(re.escape(_prefix(name)) + r"-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            left = unfinished.fullmatch(entry.name)
-            if left and process_start(int(left["pid"])) != left["started"]:
-                with suppress(OSError):
-                    # The processes of other users may be hidden, and look dead: leave their files alone.
-                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                        os.unlink(entry.path)
 
 
 def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: bool, most_held: int) -> None:

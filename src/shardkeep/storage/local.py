@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -357,11 +357,26 @@ _SCRATCH_BYTES = _REQUEST_BYTES + _DIRECT_READ_BYTES
 """Room for the last few bytes of a range, so that they need no request of their own."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 _NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST})
-_TEMPORARY = re.compile(r"\.tmp-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
+_TEMPORARY = re.compile(r"\.(tmp|converting)-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\w*)-[0-9a-f]+")
 
 
 def _host_mark() -> str:
     return blake2b(host_identity().encode(), digest_size=6).hexdigest()
+
+
+def temporary_name(kind: Literal["tmp", "converting"] = "tmp") -> str:
+    """Return a name that says which process writes a file, so that it can be recognised as abandoned."""
+    return f".{kind}-{_host_mark()}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(8)}"
+
+
+def clear_temporaries(path: str) -> None:
+    """Remove temporary files of processes of this machine that died; best effort."""
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            left = _TEMPORARY.fullmatch(entry.name)
+            if left and left["host"] == _host_mark() and process_start(int(left["pid"])) != left["started"]:
+                with suppress(OSError):
+                    os.unlink(entry.path)
 
 
 class _LocalWriter:
@@ -589,9 +604,7 @@ class LocalStore:
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         path = self._path_of(name)
-        # Named after this process, so that it can be recognised as abandoned.
-        process = f"{os.getpid()}-{process_start(os.getpid())}"
-        temporary = os.path.join(self._path, f".tmp-{_host_mark()}-{process}-{secrets.token_hex(8)}")
+        temporary = os.path.join(self._path, temporary_name())
         with storage_errors("cannot put", self.url, name):
             self._write_whole(name, temporary, data)
             try:
@@ -614,17 +627,8 @@ class LocalStore:
             if self._durable:
                 sync_directory(self._path)
         if not self._cleared:
-            self._cleared = True
-            self._clear()
-
-    def _clear(self) -> None:
-        """Remove temporary files of processes of this machine that died in a `put`; best effort, once per store."""
-        with suppress(OSError), os.scandir(self._path) as entries:
-            for entry in entries:
-                left = _TEMPORARY.fullmatch(entry.name)
-                if left and left["host"] == _host_mark() and process_start(int(left["pid"])) != left["started"]:
-                    with suppress(OSError):
-                        os.unlink(entry.path)
+            self._cleared = True  # once per store
+            clear_temporaries(self._path)
 
     def _write_whole(self, name: str, path: str, data: bytes) -> None:
         files = self._new_file(path, direct=False)
