@@ -15,8 +15,7 @@ import torch.distributed.checkpoint._pg_transport as theirs
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from shardkeep.dcp._impl.transport import PeerRefused
-from shardkeep.dcp._impl.transport_wire import MalformedMessage, decode_meta, encode_meta
+from shardkeep.dcp._impl.transport import MalformedMessage, PeerRefused, decode_meta, encode_meta
 from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_state_dict, _prepare_tensor
 from shardkeep.dcp.staging import _ReplicationStager
 from shardkeep.errors import CheckpointError, PickleRefused, RanksDisagree, RanksSilent, UnsupportedLeaf

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shardkeep as sk
-from shardkeep.conversion import to_hf
+from shardkeep.layouts import safetensors_publish
 from shardkeep.layouts.safetensors_publish import temporary_name
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
@@ -250,7 +250,7 @@ def test_a_configuration_that_is_there_is_not_replaced_unasked(tmp_path, monkeyp
     def full(*_, **__):
         raise sk.StorageFull("no space for the index file")
 
-    monkeypatch.setattr(to_hf, "publish_model", full)
+    monkeypatch.setattr(safetensors_publish, "publish_model", full)
     with pytest.raises(sk.StorageFull):
         sk.export(tmp_path / "ck", to, config=base, overwrite=True)
     monkeypatch.undo()

@@ -77,14 +77,30 @@ def select(
         if name in names:
             raise KeyCollision(f"{names[name]!r} and {key!r} would both be called {name!r}", key=key)
         names[name] = key
-    chosen = _select(index, names, dtype)
-    if not chosen.tensors:
+    tensors: dict[str, TensorPart] = {}
+    ties: dict[str, str] = {}
+    values: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, key in names.items():
+        row = index.tensor_rows.get(key)
+        if row is None:
+            values[name] = key
+            continue
+        # Of tied tensors the first in the order of the state is the owner, as in torch's lists of parameters.
+        owner = int(index.tensors.alias[row])
+        if first.setdefault(owner, name) != name:
+            ties[name] = first[owner]
+            continue
+        stored = index.dtype(row)
+        target = dtype if dtype is not None and stored.name in _CAST else stored
+        tensors[name] = TensorPart(key, owner, whole(index.shape(row)), target)
+    if not tensors:
         begin = f" that begins with {prefix!r}" if prefix else ""
         raise StateError(
             f"of {len(keys)} names, none{begin} is a tensor that was asked for",
             hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
         )
-    return chosen
+    return Selection(tensors, ties, values, list(names))
 
 
 def cast_target(dtype: object) -> DType | None:
@@ -112,27 +128,6 @@ def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[
                 hint=f"did you mean {meant!r}?" if meant else f"it has {', '.join(map(repr, keys[:3]))} …",
             )
     return matcher(given)
-
-
-def _select(index: Index, names: dict[str, str], dtype: DType | None) -> Selection:
-    tensors: dict[str, TensorPart] = {}
-    ties: dict[str, str] = {}
-    values: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, key in names.items():
-        row = index.tensor_rows.get(key)
-        if row is None:
-            values[name] = key
-            continue
-        # Of tied tensors the first in the order of the state is the owner, as in torch's lists of parameters.
-        owner = int(index.tensors.alias[row])
-        if first.setdefault(owner, name) != name:
-            ties[name] = first[owner]
-            continue
-        stored, shape = index.dtype(row), index.shape(row)
-        target = dtype if dtype is not None and stored.name in _CAST else stored
-        tensors[name] = TensorPart(key, owner, whole(shape), target)
-    return Selection(tensors, ties, values, list(names))
 
 
 def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int]]:

@@ -33,21 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import _utils as rebuilding
 
-from shardkeep.conversion.pipeline import (
-    Fill,
-    FillPart,
-    LatePart,
-    Part,
-    PartReader,
-    Progress,
-    TensorPart,
-    Wanted,
-    Written,
-    file_parts,
-    limits,
-    verify_written,
-    write_filled,
-)
+from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection
 from shardkeep.engine.reader import ReadableStore, Source
 from shardkeep.engine.workers import FollowUpError
@@ -75,8 +61,8 @@ from shardkeep.storage.resolve import open_store
 
 
 def write_torch_file(
-    to: str, chosen: Selection, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
-) -> Written:
+    to: str, chosen: Selection, source: Source, *, overwrite: bool, options: Options, progress: pipeline.Progress | None
+) -> pipeline.Written:
     """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
     path = destination(to, make_directory=True)
     taken = CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
@@ -99,8 +85,8 @@ def write_torch_file(
                 hint=f"leave it out: exclude={key!r}",
                 key=key,
             )
-    windows = limits(options, source.store)
-    reader = PartReader(source, budget_nbytes=2 * windows[1])
+    windows = pipeline.limits(options, source.store)
+    reader = pipeline.PartReader(source, budget_nbytes=2 * windows[1])
     try:
         nbytes = write_archive(
             path,
@@ -115,7 +101,7 @@ def write_torch_file(
         if exc.errno == errno.EEXIST:
             raise taken from exc
         raise
-    return Written([os.path.basename(path)], nbytes, reader.infinite)
+    return pipeline.Written([os.path.basename(path)], nbytes, reader.infinite)
 
 
 def _is_plain(value: Any) -> bool:
@@ -132,11 +118,11 @@ def _is_plain(value: Any) -> bool:
 def write_archive(
     path: str,
     pickled: Pickled,
-    fill: Fill,
+    fill: pipeline.Fill,
     *,
     replace_file: bool = True,
     options: Options | None = None,
-    progress: Progress | None = None,
+    progress: pipeline.Progress | None = None,
     windows: tuple[int, int] | None = None,
 ) -> int:
     """
@@ -153,16 +139,16 @@ def write_archive(
     options = options or Options()
     layout = ArchiveLayout(pickled.data, [storage.nbytes for storage in pickled.storages])
     sums = _Checksums(layout, pickled.storages)
-    parts: list[Part] = []
+    parts: list[pipeline.Part] = []
     at = 0
     for number, (storage, start) in enumerate(zip(pickled.storages, layout.starts, strict=True)):
-        parts += [LatePart(start - at, partial(sums.before, number)), storage]
+        parts += [pipeline.LatePart(start - at, partial(sums.before, number)), storage]
         at = start + storage.nbytes
-    parts.append(LatePart(layout.nbytes - at, partial(sums.before, len(layout.sizes))))
-    file = file_parts("", parts)
+    parts.append(pipeline.LatePart(layout.nbytes - at, partial(sums.before, len(layout.sizes))))
+    file = pipeline.file_parts("", parts)
     digests: list[bytes] = []
 
-    def fill_window(wanted: list[Wanted]) -> None:
+    def fill_window(wanted: list[pipeline.Wanted]) -> None:
         try:
             fill(wanted)
             sums.add(wanted)
@@ -171,12 +157,14 @@ def write_archive(
             raise
 
     def write(store: WritableStore, name: str) -> None:
-        threads, window = windows or limits(options, store)
+        threads, window = windows or pipeline.limits(options, store)
         files = [replace(file, job=replace(file.job, name=name))]
-        digests[:] = write_filled(store, files, fill_window, threads=threads, window_nbytes=window, progress=progress)
+        digests[:] = pipeline.write_filled(
+            store, files, fill_window, threads=threads, window_nbytes=window, progress=progress
+        )
 
     def check(store: ReadableStore, name: str) -> None:
-        verify_written(store, [replace(file, job=replace(file.job, name=name))], digests, options)
+        pipeline.verify_written(store, [replace(file, job=replace(file.job, name=name))], digests, options)
 
     if is_blob_url(path):
         most_held = min(_MOST_HELD_NBYTES, options.host_budget_bytes // 2)  # it is held twice for a moment
@@ -189,7 +177,7 @@ def write_archive(
 class _Checksums:
     """The CRC-32 of every storage, combined from ranges that are filled in any order."""
 
-    def __init__(self, layout: ArchiveLayout, storages: Sequence[FillPart]) -> None:
+    def __init__(self, layout: ArchiveLayout, storages: Sequence[pipeline.FillPart]) -> None:
         self._layout = layout
         self._number = {id(storage): number for number, storage in enumerate(storages)}
         self._left = list(layout.sizes)
@@ -201,7 +189,7 @@ class _Checksums:
         self._changed = threading.Condition()
         self._advance()
 
-    def add(self, filled: Sequence[Wanted]) -> None:
+    def add(self, filled: Sequence[pipeline.Wanted]) -> None:
         """Take the checksums of ranges that were filled."""
         found = [(self._number[id(each.part)], each.start, len(each.into), zlib.crc32(each.into)) for each in filled]
         with self._changed:
@@ -257,7 +245,7 @@ class Pickled(NamedTuple):
     """A state without the bytes of its tensors."""
 
     data: bytes
-    storages: Sequence[TensorPart | MemoryPart]
+    storages: Sequence[pipeline.TensorPart | MemoryPart]
     """What holds the bytes of each storage, by the number that the pickle gives it; each object stands for one."""
 
 
@@ -273,17 +261,17 @@ def pickle_state(state: Any) -> Pickled:
 class _Bytes:
     """The storage of a tensor that is not in memory."""
 
-    tensor: TensorPart
+    tensor: pipeline.TensorPart
 
 
 class _StatePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, _PROTOCOL)
-        self.storages: list[TensorPart | MemoryPart] = []
+        self.storages: list[pipeline.TensorPart | MemoryPart] = []
         self._known: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
     def reducer_override(self, obj: Any, /) -> Any:
-        if not isinstance(obj, TensorPart):
+        if not isinstance(obj, pipeline.TensorPart):
             return NotImplemented
         shape = obj.box.sizes
         strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))

@@ -18,45 +18,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from shardkeep.conversion.pipeline import (
-    FileParts,
-    Progress,
-    TensorPart,
-    Written,
-    file_parts,
-    verify_written,
-    write_parts,
-)
+from shardkeep.conversion import pipeline
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import find_safetensors, read_weight_map
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError, UnsupportedLeaf
 from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import decode_tree, leaf_keys
-from shardkeep.layouts.safetensors import (
-    CUSTOM_METADATA_KEY,
-    FILE_COUNT_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    SAVE_ID_KEY,
-    SINGLE_NAME,
-    STATE_KEY,
-    HeaderState,
-    alignment_of,
-    build_header,
-    encode_header_state,
-    file_name,
-    to_text,
-)
-from shardkeep.layouts.safetensors_publish import (
-    ModelDirectory,
-    SaveNames,
-    begin_save,
-    can_rename,
-    discard_save,
-    prepare_directory,
-    publish_model,
-)
+from shardkeep.layouts import safetensors, safetensors_publish
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, is_name, is_single_file, local_path, with_any_names
@@ -68,7 +37,7 @@ _MODEL = re.compile(r"model(-\d+-of-\d+(-[0-9a-f]{8})?)?\.safetensors")
 
 def write_model(
     store: Store,
-    tensors: Mapping[str, TensorPart],
+    tensors: Mapping[str, pipeline.TensorPart],
     source: Source,
     *,
     max_shard_bytes: float,
@@ -76,9 +45,9 @@ def write_model(
     config: str | None = None,
     overwrite: bool,
     options: Options,
-    progress: Progress | None,
+    progress: pipeline.Progress | None,
     replaces_others: bool = False,
-) -> Written:
+) -> pipeline.Written:
     """
     Make these tensors the model of a place, in files of at most `max_shard_bytes` unless a tensor is larger.
 
@@ -94,8 +63,12 @@ def write_model(
             hint="give another place: an export holds less than a checkpoint, and never replaces one",
         )
     groups = _groups(tensors, max_shard_bytes)
-    single = len(groups) == 1 and can_rename(store)
-    names = [SINGLE_NAME] if single else [file_name(at + 1, len(groups)) for at in range(len(groups))]
+    single = len(groups) == 1 and safetensors_publish.can_rename(store)
+    names = (
+        [safetensors.SINGLE_NAME]
+        if single
+        else [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
+    )
     companions = CompanionFiles(store, config, overwrite=overwrite)
     save_id = str(uuid.uuid4())
     files = [
@@ -103,16 +76,16 @@ def write_model(
         for name, group in zip(names, groups, strict=True)
     ]
     is_new = local_path(store) is not None and not os.path.isdir(store.url)
-    folder = prepare_directory(store)
+    folder = safetensors_publish.prepare_directory(store)
     removes = _replaced(folder, overwrite=overwrite)
-    called = begin_save(store, save_id, folder)
+    called = safetensors_publish.begin_save(store, save_id, folder)
     unpublished = True
     try:
         infinite = write_model_files(store, called, files, source, options, progress)
         companions.add(store)
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         unpublished = False
-        publish_model(
+        safetensors_publish.publish_model(
             store,
             called,
             names,
@@ -122,17 +95,17 @@ def write_model(
             removes=removes,
         )
     except BaseException:
-        if discard_save(store, save_id, unpublished=unpublished):
+        if safetensors_publish.discard_save(store, save_id, unpublished=unpublished):
             companions.take_back(store)
             if is_new:
                 with suppress(OSError):  # not empty: another process uses it
                     os.rmdir(store.url)
         raise
     companions.replace(store)
-    return Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
+    return pipeline.Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
 
 
-def _replaced(folder: ModelDirectory, *, overwrite: bool) -> list[str]:
+def _replaced(folder: safetensors_publish.ModelDirectory, *, overwrite: bool) -> list[str]:
     """Return the safetensors files of a place that a new model replaces."""
     there = model_files(folder)
     if (there or folder.index) and not overwrite:
@@ -154,13 +127,13 @@ def names_in(store: Store) -> list[str]:
         return []
 
 
-def model_files(folder: ModelDirectory) -> list[str]:
+def model_files(folder: safetensors_publish.ModelDirectory) -> list[str]:
     """Name the files of a model: those that the index file names, and those that are named like one."""
     named = set(read_weight_map(folder.index, folder.opens).values()) if folder.index else set()
     return sorted(name for name in folder.files if name in named or _MODEL.fullmatch(name))
 
 
-def _groups(tensors: Mapping[str, TensorPart], most_nbytes: float) -> list[list[str]]:
+def _groups(tensors: Mapping[str, pipeline.TensorPart], most_nbytes: float) -> list[list[str]]:
     """Divide tensors into files, in order; a tensor that is larger than a file may be has a file of its own."""
     if not most_nbytes > 0:
         raise StateError(f"max_shard_bytes={most_nbytes}", hint="give a number of bytes above 0")
@@ -175,21 +148,25 @@ def _groups(tensors: Mapping[str, TensorPart], most_nbytes: float) -> list[list[
     return groups
 
 
-def model_file(name: str, tensors: Mapping[str, TensorPart], metadata: Mapping[str, str]) -> FileParts:
+def model_file(
+    name: str, tensors: Mapping[str, pipeline.TensorPart], metadata: Mapping[str, str]
+) -> pipeline.FileParts:
     """Lay out a safetensors file of these tensors, each aligned to its elements."""
-    inorder = sorted(tensors, key=lambda key: -alignment_of(tensors[key].nbytes))
+    inorder = sorted(tensors, key=lambda key: -safetensors.alignment_of(tensors[key].nbytes))
     described = {key: (tensors[key].dtype, tensors[key].box.sizes) for key in inorder}
-    header = build_header(described, {FORMAT_KEY: FORMAT_VALUE, **metadata}, where=name)
-    return file_parts(name, [memoryview(header), *(tensors[key] for key in inorder)])
+    header = safetensors.build_header(
+        described, {safetensors.FORMAT_KEY: safetensors.FORMAT_VALUE, **metadata}, where=name
+    )
+    return pipeline.file_parts(name, [memoryview(header), *(tensors[key] for key in inorder)])
 
 
 def write_model_files(
     store: Store,
-    names: SaveNames,
-    files: Sequence[FileParts],
+    names: safetensors_publish.SaveNames,
+    files: Sequence[pipeline.FileParts],
     source: Source,
     options: Options,
-    progress: Progress | None = None,
+    progress: pipeline.Progress | None = None,
 ) -> set[int]:
     """
     Write files under the names they have before they are published, and read them back.
@@ -197,14 +174,20 @@ def write_model_files(
     Returns the rows of tensors with finite numbers that became infinite.
     """
     written = [replace(file, job=replace(file.job, name=names.written(file.job.name))) for file in files]
-    digests, infinite = write_parts(store, written, source, options, progress)
-    verify_written(store, written, digests, options)
+    digests, infinite = pipeline.write_parts(store, written, source, options, progress)
+    pipeline.verify_written(store, written, digests, options)
     return infinite
 
 
 def tie_metadata(ties: Mapping[str, str]) -> dict[str, str]:
     """Say in a header which names are tied, as the safetensors library does, except under names with a meaning."""
-    reserved = {FORMAT_KEY, CUSTOM_METADATA_KEY, SAVE_ID_KEY, FILE_COUNT_KEY, STATE_KEY}
+    reserved = {
+        safetensors.FORMAT_KEY,
+        safetensors.CUSTOM_METADATA_KEY,
+        safetensors.SAVE_ID_KEY,
+        safetensors.FILE_COUNT_KEY,
+        safetensors.STATE_KEY,
+    }
     return {name: owner for name, owner in ties.items() if name not in reserved}
 
 
@@ -218,15 +201,15 @@ def write_safetensors(
     max_shard_bytes: float,
     overwrite: bool,
     options: Options,
-    progress: Progress | None,
-) -> Written:
+    progress: pipeline.Progress | None,
+) -> pipeline.Written:
     """Write all of a checkpoint into a place; `UnsupportedLeaf` if a tensor has a dtype that safetensors lacks."""
     written = write_model(
         store,
         _tensors(source),
         source,
         max_shard_bytes=max_shard_bytes,
-        metadata={STATE_KEY: encode_header_state(_state(source))},
+        metadata={safetensors.STATE_KEY: safetensors.encode_header_state(_state(source))},
         overwrite=overwrite,
         options=options,
         progress=progress,
@@ -246,9 +229,9 @@ def write_safetensors(
     return written
 
 
-def _tensors(source: Source) -> dict[str, TensorPart]:
+def _tensors(source: Source) -> dict[str, pipeline.TensorPart]:
     index = source.index
-    parts: dict[str, TensorPart] = {}
+    parts: dict[str, pipeline.TensorPart] = {}
     for key in leaf_keys(decode_tree(index.tree)):
         row = index.tensor_rows.get(key)
         if row is None or int(index.tensors.alias[row]) != row:
@@ -262,20 +245,20 @@ def _tensors(source: Source) -> dict[str, TensorPart]:
             )
         if key == "__metadata__":
             raise UnsupportedLeaf("safetensors files cannot hold a tensor called '__metadata__'", key=key)
-        parts[key] = TensorPart(key, row, whole(shape), dtype)
+        parts[key] = pipeline.TensorPart(key, row, whole(shape), dtype)
     return parts
 
 
-def _state(source: Source) -> HeaderState:
+def _state(source: Source) -> safetensors.HeaderState:
     index, record = source.index, source.record
     alias = index.tensors.alias.tolist()
     rows = index.tensor_rows
     names = list(rows)
-    return HeaderState(
+    return safetensors.HeaderState(
         step=record.step,
         meta=record.meta,
-        tree=to_text(index.tree),
-        values={key: to_text(index.value_data.raw(row)) for key, row in index.value_rows.items()},
+        tree=safetensors.to_text(index.tree),
+        values={key: safetensors.to_text(index.value_data.raw(row)) for key, row in index.value_rows.items()},
         numpy=[key for key, row in rows.items() if int(index.tensors.origin[row]) == 1],
         ties={key: names[alias[row]] for key, row in rows.items() if alias[row] != row},
     )

@@ -14,15 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardkeep.codecs.coded_store import DecodingStore
-from shardkeep.conversion.pipeline import (
-    FileParts,
-    Progress,
-    TensorPart,
-    Written,
-    file_parts,
-    verify_written,
-    write_parts,
-)
+from shardkeep.conversion import pipeline
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
 from shardkeep.engine.coordinator import Coordinator, RecordLabels
 from shardkeep.engine.reader import Source
@@ -48,8 +40,8 @@ def write_native(
     overwrite: bool,
     codecs: Codecs,
     options: Options,
-    progress: Progress | None,
-) -> Written:
+    progress: pipeline.Progress | None,
+) -> pipeline.Written:
     """
     Write a checkpoint, with the step and meta of the source; `CheckpointExists` if one is there already.
 
@@ -66,10 +58,10 @@ def write_native(
             [orders] = planned.rank_plans
             coding = FileCodecs(orders, keys)
             files = _files(index, [(row, rows[row]) for row in filled], orders)
-            digests, infinite = write_parts(coding.over(store), files, source, options, progress)
+            digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
-            verify_written(coded, files, digests, options, entries=entries)
+            pipeline.verify_written(coded, files, digests, options, entries=entries)
             coordinator.commit(planned, coordinator.collect(planned, [entries]), labels, 1)
         except BaseException:
             coordinator.withdraw()
@@ -78,7 +70,7 @@ def write_native(
     open_native(store, native.read_record(store), options)
     coordinator.tidy()
     at_rest = [each for entry in entries for each in entry.at_rest]
-    return Written([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
+    return pipeline.Written([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
 
 
 def _draft(index: Index, rows: list[int]) -> RankManifest:
@@ -114,21 +106,21 @@ def _draft(index: Index, rows: list[int]) -> RankManifest:
     )
 
 
-def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePlan) -> list[FileParts]:
+def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePlan) -> list[pipeline.FileParts]:
     """Turn orders into files: headers, and which box of which tensor each of their bytes comes from."""
     file, row = ints(orders.file), ints(orders.row)
     shape = (len(row), orders.axes)
     boxes = Boxes(ints(orders.offsets).reshape(shape), ints(orders.sizes).reshape(shape))
     made = []
     for at, (name, data_nbytes, block_nbytes) in enumerate(orders.files):
-        parts: list[TensorPart] = []
+        parts: list[pipeline.TensorPart] = []
         entries: list[HeaderEntry] = []
         start = 0
         for piece in np.flatnonzero(file == at).tolist():
             tensor, stored_row = filled[int(row[piece])]
             box = boxes.box(piece, int(index.tensors.ndim[tensor]))
             dtype = by_code(int(index.tensors.dtype[tensor]))
-            part = TensorPart(index.keys.raw(tensor).decode(), stored_row, box, dtype)
+            part = pipeline.TensorPart(index.keys.raw(tensor).decode(), stored_row, box, dtype)
             kind, stored_shape = dtype.in_safetensors(box.sizes)
             chunk = native.chunk_name(part.key, None if box.sizes == index.shape(tensor) else box)
             entries.append(HeaderEntry(chunk, kind, stored_shape, start, start + part.nbytes))
@@ -138,5 +130,5 @@ def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePla
         header = build_header(
             entries, save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block_nbytes, sidecar=sidecar
         )
-        made.append(file_parts(name, parts, header=header, block_nbytes=block_nbytes, sidecar=sidecar))
+        made.append(pipeline.file_parts(name, parts, header=header, block_nbytes=block_nbytes, sidecar=sidecar))
     return made

@@ -16,16 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardkeep.conversion.pipeline import (
-    FileParts,
-    Part,
-    Progress,
-    TensorPart,
-    Written,
-    file_parts,
-    verify_written,
-    write_parts,
-)
+from shardkeep.conversion import pipeline
 from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_view import StoredObject, TorchView
@@ -56,13 +47,13 @@ _ALIGNMENT = 4096
 
 class _Item(NamedTuple):
     name: MetadataIndex
-    data: memoryview | TensorPart
+    data: memoryview | pipeline.TensorPart
     """An object as `torch.save` writes it, or a tensor."""
 
 
 def write_torch_layout(
-    store: Store, source: Source, *, overwrite: bool, options: Options, progress: Progress | None
-) -> Written:
+    store: Store, source: Source, *, overwrite: bool, options: Options, progress: pipeline.Progress | None
+) -> pipeline.Written:
     """Write all of a checkpoint into a place."""
     taken = set(names_in(store))
     if not overwrite and (found := [name for name in (METADATA_NAME, RECORD_NAME) if name in taken]):
@@ -78,9 +69,9 @@ def write_torch_layout(
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
         names = (name for name in numbered if name not in taken)
         files = [_lay_out(next(names), group, metadata.storage_data) for group in _groups(items)]
-        digests, _ = write_parts(store, files, source, options, progress)
+        digests, _ = pipeline.write_parts(store, files, source, options, progress)
         made += [file.job.name for file in files]
-        verify_written(store, files, digests, options)
+        pipeline.verify_written(store, files, digests, options)
         sums: dict[str, Sums] = {}
         for file, of_file in zip(files, digests, strict=True):
             name = file.job.name
@@ -96,7 +87,7 @@ def write_torch_layout(
         raise
     # From here on only `Commit` removes files: it alone knows whether they were committed.
     commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s)
-    return Written(list(sums), sum(each.nbytes for each in sums.values()), set())
+    return pipeline.Written(list(sums), sum(each.nbytes for each in sums.values()), set())
 
 
 def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list[_Item]]:
@@ -114,7 +105,7 @@ def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list
             row, box = view.rows[key], whole(tuple(entry.size))
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             entries[key] = TensorStorageMetadata(entry.properties, entry.size, [chunk])
-            part = TensorPart(key, row, box, source.index.dtype(row))
+            part = pipeline.TensorPart(key, row, box, source.index.dtype(row))
             items.append(_Item(MetadataIndex(key, chunk.offsets, 0), part))
     described = {key: entries[key] for key in seen.state_dict_metadata}  # in the order of the state
     meta = StorageMeta(checkpoint_id=to, save_id=str(uuid.uuid4()))
@@ -128,7 +119,7 @@ def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
     """Divide items into files of about `_FILE_NBYTES`, objects first."""
     groups: list[list[_Item]] = []
     held = 0
-    for item in sorted(items, key=lambda item: isinstance(item.data, TensorPart)):
+    for item in sorted(items, key=lambda item: isinstance(item.data, pipeline.TensorPart)):
         if not groups or held + item.data.nbytes > _FILE_NBYTES:
             groups.append([])
             held = 0
@@ -137,14 +128,14 @@ def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
     return groups
 
 
-def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _StorageInfo]) -> FileParts:
+def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _StorageInfo]) -> pipeline.FileParts:
     """Lay items end to end in a file, each tensor framed as an archive of torch's, and note where each one lies."""
-    parts: list[Part] = []
+    parts: list[pipeline.Part] = []
     at = 0
     for item in items:
-        own: list[Part] = [item.data]
+        own: list[pipeline.Part] = [item.data]
         head_nbytes = 0
-        if isinstance(item.data, TensorPart):
+        if isinstance(item.data, pipeline.TensorPart):
             frame = frame_tensor(item.data.dtype, item.data.box.sizes, at=at, alignment=_ALIGNMENT)
             own = [memoryview(frame.head), item.data, memoryview(frame.tail)]
             head_nbytes = len(frame.head)
@@ -154,4 +145,4 @@ def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _Sto
             places[item.name].keep_data_start(at + head_nbytes)
         parts += own
         at += nbytes
-    return file_parts(name, parts)
+    return pipeline.file_parts(name, parts)

@@ -1,8 +1,7 @@
 """The names of `torch.distributed.checkpoint._pg_transport`."""
 
 from shardkeep.dcp._impl.transport import PGTransport as PGTransport
-from shardkeep.dcp._impl.transport import _timeit
-from shardkeep.dcp._impl.transport_wire import (
+from shardkeep.dcp._impl.transport import (
     _cast_tensor,
     _DTensorMeta,
     _prepare_state_dict,
@@ -10,4 +9,5 @@ from shardkeep.dcp._impl.transport_wire import (
     _ShardedTensorMeta,
     _StateDictMeta,
     _TensorMeta,
+    _timeit,
 )

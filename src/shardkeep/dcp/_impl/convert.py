@@ -265,18 +265,15 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
     except BlobNotFound as exc:
         raise CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
 
-    def load(*, archive: bool, device: str) -> Any:
-        def opened() -> Any:
-            return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES) if blob else where
-
-        mapped = archive and device == "cpu" and not blob
-        return load_safely(opened, where, {"file": where}, archive=archive, map_location=device, mmap=mapped)
+    def opened() -> Any:
+        return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES) if blob else where
 
     with closing(reader):
         archive = _read(reader, 0, len(_ZIP)) == _ZIP
         if archive:
-            _check(reader, where, lambda: load(archive=True, device="meta"))
-        return load(archive=archive, device="cpu")
+            _check(reader, where)
+        how = {"archive": archive, "mmap": archive and not blob}
+        return load_safely(opened, where, {"file": where}, map_location="cpu", **how)
 
 
 def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -295,7 +292,7 @@ def _read(reader: BlobReader, at: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _check(reader: BlobReader, where: str, load_shapes: Callable[[], Any]) -> None:
+def _check(reader: BlobReader, where: str) -> None:
     """
     Check that `torch.save` can have written an archive, and compare all entries with their checksums.
 
@@ -332,27 +329,12 @@ def _check(reader: BlobReader, where: str, load_shapes: Callable[[], Any]) -> No
     for number, got_crc in sums.items():
         entry = entries[number]
         if got_crc != entry.crc:
-            keys = _keys_at(load_shapes, entry.start)
-            of_keys = f" ({', '.join(map(repr, keys))})" if keys else ""
             raise ChecksumMismatch(
-                f"{where}: {entry.name}{of_keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
+                f"{where}: {entry.name} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
                 hint="the file was damaged after it was written: copy it again",
                 file=where,
-                keys=keys,
                 offset=entry.start,
             )
-
-
-def _keys_at(load_shapes: Callable[[], Any], start: int) -> list[str]:
-    """Return the keys of the tensors whose bytes begin here, if the file can be loaded."""
-    with suppress(Exception):  # the file is damaged, and the keys are only for the message
-        flat, _ = flatten_state_dict(load_shapes())
-        return [
-            key
-            for key, value in flat.items()
-            if isinstance(value, torch.Tensor) and getattr(value.untyped_storage(), "_checkpoint_offset", None) == start
-        ]
-    return []
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:

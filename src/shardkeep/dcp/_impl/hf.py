@@ -43,18 +43,8 @@ from shardkeep.engine.safetensors_source import open_shards, read_headers, read_
 from shardkeep.engine.workers import window_for
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
+from shardkeep.layouts import safetensors_publish
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, read_header
-from shardkeep.layouts.safetensors_publish import (
-    ModelDirectory,
-    SaveNames,
-    begin_save,
-    can_rename,
-    discard_save,
-    list_model,
-    made_by_writer,
-    prepare_directory,
-    publish_model,
-)
 from shardkeep.layouts.torch_values import (
     Metadata,
     SavePlan,
@@ -127,7 +117,7 @@ def consolidate_files(
     num_threads: int,
 ) -> None:
     """Consolidate shards that are known by their names in a store."""
-    folder = ModelDirectory(store.url, {name: name for name in names}, None, store)
+    folder = safetensors_publish.ModelDirectory(store.url, {name: name for name in names}, None, store)
     _consolidate(lambda: _plan_of(folder, _place(output_dir), fqn_to_index_mapping, num_threads))
 
 
@@ -166,11 +156,13 @@ def _consolidate(make_plan: Callable[[], _Consolidation], world: World | None = 
         return b""
 
     def begin_all(_: list[bytes]) -> list[bytes]:
-        names = begin_save(jobs[0].output, str(uuid.uuid4()), prepare_directory(jobs[0].output))
+        names = safetensors_publish.begin_save(
+            jobs[0].output, str(uuid.uuid4()), safetensors_publish.prepare_directory(jobs[0].output)
+        )
         return [json.dumps(asdict(names)).encode()] * world.size
 
     with rendezvous(world, "consolidate safetensors files") as meeting:
-        names = SaveNames(**json.loads(meeting.agree("plan", plan, begin_all)))
+        names = safetensors_publish.SaveNames(**json.loads(meeting.agree("plan", plan, begin_all)))
     [job] = jobs
 
     def write() -> bytes:
@@ -181,8 +173,8 @@ def _consolidate(make_plan: Callable[[], _Consolidation], world: World | None = 
     def publish(_: list[bytes]) -> list[bytes]:
         files = [file.job.name for file in job.files.values()]
         # A store cannot rename: the files that the new ones replace have other names, and are removed.
-        there = () if names.renames else list_model(job.output).files
-        publish_model(
+        there = () if names.renames else safetensors_publish.list_model(job.output).files
+        safetensors_publish.publish_model(
             job.output,
             names,
             files,
@@ -200,16 +192,16 @@ def _consolidate(make_plan: Callable[[], _Consolidation], world: World | None = 
     except BaseException as error:
         with suppress(CheckpointError):
             if world.solo:
-                discard_save(job.output, names.save_id)
+                safetensors_publish.discard_save(job.output, names.save_id)
             elif world.rank == 0 and isinstance(error, CheckpointError):
                 # Ranks that did not fail leave their files. Only here is it certain that they will not be published.
-                prepare_directory(job.output)
+                safetensors_publish.prepare_directory(job.output)
         raise
 
 
 def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Consolidation:
     output, shards = _place(output_dir), _place(input_dir)
-    folder = list_model(shards)
+    folder = safetensors_publish.list_model(shards)
     if not folder.files:
         raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
     return _plan_of(folder, output, mapping, num_threads, in_place=same_place(shards, output))
@@ -220,7 +212,7 @@ def _place(directory: str | os.PathLike[str]) -> Store:
 
 
 def _plan_of(
-    folder: ModelDirectory,
+    folder: safetensors_publish.ModelDirectory,
     output: Store,
     mapping: Mapping[str, int] | None,
     num_threads: int,
@@ -423,7 +415,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.thread_count_consolidation = thread_count_consolidation
         self._new_save: str | None = None
         self._keys_known = True
-        self._names: SaveNames | None = None
+        self._names: safetensors_publish.SaveNames | None = None
         self._alone = False
         self.fs, self.path = by_store(self.fs, self.path)
         self._point_to(self.path)
@@ -483,9 +475,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             )
         store = storage_place(self)
         self._alone = len(plans) == 1
-        folder = prepare_directory(store)
+        folder = safetensors_publish.prepare_directory(store)
         self._check_place(folder, {item.index.fqn for plan in plans for item in plan.items})
-        self._names = begin_save(store, self.save_id, folder)
+        self._names = safetensors_publish.begin_save(store, self.save_id, folder)
         new_plans = []
         for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
             storage_data: dict[str, Any] = {}
@@ -498,13 +490,13 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
         return new_plans
 
-    def _check_place(self, folder: ModelDirectory, keys: set[str]) -> None:
+    def _check_place(self, folder: safetensors_publish.ModelDirectory, keys: set[str]) -> None:
         """Refuse shards beside a model that they do not replace: readers would see that model, or both."""
         if not self.save_distributed:
             return
         named = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
         for name in folder.files:
-            if made_by_writer(folder, name):
+            if safetensors_publish.made_by_writer(folder, name):
                 continue
             if name in named:
                 raise CheckpointThere(
@@ -538,7 +530,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 "the plan does not say which files to write", hint="call prepare_global_plan of this writer first"
             )
         numbers, store = decided["numbers"], storage_place(self)
-        names = SaveNames(decided["save_id"], renames=can_rename(store), marks=decided["marks"])
+        names = safetensors_publish.SaveNames(
+            decided["save_id"], renames=safetensors_publish.can_rename(store), marks=decided["marks"]
+        )
         self._new_save = names.save_id
         files = files_of(plan.items, numbers, self._split_by_storage_plan)
         options = Options()
@@ -570,7 +564,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def _discard_written(self) -> None:
         """Remove the files of all ranks of a save that failed, unless they are being published."""
         if self._new_save is not None:
-            discard_save(storage_place(self), self._new_save, last=self._alone)
+            safetensors_publish.discard_save(storage_place(self), self._new_save, last=self._alone)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the files of all ranks, with an index if tensors are whole, and remove those of older saves."""
@@ -581,14 +575,18 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             weights = {result.index.fqn: result.storage_data.relative_path for result in written}
             total = sum(result.storage_data.length for result in written)
         files = list(dict.fromkeys(result.storage_data.relative_path for result in written))
-        names = self._names or SaveNames(self.save_id, renames=can_rename(store))
+        names = self._names or safetensors_publish.SaveNames(
+            self.save_id, renames=safetensors_publish.can_rename(store)
+        )
         try:
             if not self._keys_known:
-                self._check_place(list_model(store), {result.index.fqn for result in written})
-            publish_model(store, names, files, weights=weights, total_nbytes=total, replaces_saves=True)
+                self._check_place(safetensors_publish.list_model(store), {result.index.fqn for result in written})
+            safetensors_publish.publish_model(
+                store, names, files, weights=weights, total_nbytes=total, replaces_saves=True
+            )
         except Exception:
             with suppress(CheckpointError):
-                discard_save(store, self.save_id)
+                safetensors_publish.discard_save(store, self.save_id)
             raise
         if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and files:
             consolidate_files(

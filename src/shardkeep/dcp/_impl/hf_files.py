@@ -28,26 +28,15 @@ from shardkeep.errors import MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import MAX_HEADER_NBYTES
 from shardkeep.format.dtypes import DTYPES, DType, Ints, of_torch
+from shardkeep.layouts import safetensors
 from shardkeep.layouts.native import chunk_name
-from shardkeep.layouts.safetensors import (
-    CUSTOM_METADATA_KEY,
-    FILE_COUNT_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    INDEX_NAME,
-    SAVE_ID_KEY,
-    SAVED_OFFSETS_KEY,
-    alignment_of,
-    build_header,
-    file_name,
-)
 from shardkeep.layouts.safetensors_publish import SaveNames
 from shardkeep.layouts.torch_values import WriteItem
 from shardkeep.storage.base import BlobWriter, Store
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
-_metadata_fn: str = INDEX_NAME
-_gen_file_name = file_name
+_metadata_fn: str = safetensors.INDEX_NAME
+_gen_file_name = safetensors.file_name
 
 DEFAULT_EXTRA_METADATA_KEY = "__metadata__"
 SHAPE_KEY = "shape"
@@ -101,7 +90,7 @@ def _get_dtype(dtype_str: str) -> torch.dtype:
 def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
     """Return the offsets of each tensor in its whole tensor, which a header of shards has; else None."""
     said = metadata.get(DEFAULT_EXTRA_METADATA_KEY, {})
-    return json.loads(said[CUSTOM_METADATA_KEY]) if CUSTOM_METADATA_KEY in said else None
+    return json.loads(said[safetensors.CUSTOM_METADATA_KEY]) if safetensors.CUSTOM_METADATA_KEY in said else None
 
 
 # -- the layout of a file ----------------------------------------------------------------------------------------------
@@ -151,7 +140,7 @@ def no_tensor(item: WriteItem) -> UnsupportedLeaf:
 
 def aligned_order(tensors: Sequence[ItemTensor]) -> list[ItemTensor]:
     """Sort tensors so that each is aligned to its elements, without gaps between them."""
-    return sorted(tensors, key=lambda tensor: -alignment_of(tensor.nbytes))
+    return sorted(tensors, key=lambda tensor: -safetensors.alignment_of(tensor.nbytes))
 
 
 def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, where: str) -> bytes:
@@ -165,14 +154,14 @@ def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, whe
         # Several shards of one tensor in one file are distinguished by where they begin.
         name = tensor.key if count[tensor.key] == 1 else chunk_name(tensor.key, Box(begin, tensor.shape))
         parts[name] = tensor.dtype, tensor.shape
-        offsets[name] = {SAVED_OFFSETS_KEY: list(begin)}
+        offsets[name] = {safetensors.SAVED_OFFSETS_KEY: list(begin)}
     said = {
-        CUSTOM_METADATA_KEY: json.dumps(offsets),
+        safetensors.CUSTOM_METADATA_KEY: json.dumps(offsets),
         DCP_VERSION_KEY: str(HF_DCP_VERSION),
-        FORMAT_KEY: FORMAT_VALUE,
+        safetensors.FORMAT_KEY: safetensors.FORMAT_VALUE,
         **metadata,
     }
-    return build_header(parts, said, where=where)
+    return safetensors.build_header(parts, said, where=where)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -209,9 +198,9 @@ def write_hf_files(
     `resolve` returns the tensor of an item. `file_count` is how many files all ranks together write in this save; None
     if that is not known.
     """
-    metadata = {SAVE_ID_KEY: names.save_id}
+    metadata = {safetensors.SAVE_ID_KEY: names.save_id}
     if file_count is not None:
-        metadata[FILE_COUNT_KEY] = str(file_count)
+        metadata[safetensors.FILE_COUNT_KEY] = str(file_count)
 
     def write_as(measure: Callable[[WriteItem], ItemTensor]) -> dict[int, int]:
         laid = [(file.name, aligned_order(list(map(measure, file.items)))) for file in files]
