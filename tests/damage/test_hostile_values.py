@@ -29,55 +29,20 @@ def _ext(code: int, payload: bytes) -> bytes:
     return b"\xc9" + len(payload).to_bytes(4, "big") + bytes([code % 256]) + payload
 
 
-def _nested_ext(depth: int) -> bytes:
-    """Tuples in each other."""
-    value = b"\x90"
-    for _ in range(depth):
-        value = b"\x91" + _ext(4, value)
-    return _ext(4, value)
-
-
 def _array(*parts) -> bytes:
     return _ext(32, encode_value(list(parts), key=""))
 
 
+# A few of what `tests/format/test_values_hostile.py` refuses, in a checkpoint.
 VALUES = {
     "nothing": b"",
-    "a byte that begins no value": b"\xc1",
-    "an array cut short": b"\x93\x01",
-    "an array that declares 2**32 items": b"\xdd\xff\xff\xff\xff\x01",
     "a string that declares 4 GB": b"\xdb\xff\xff\xff\xffa",
-    "bytes that declare 4 GB": b"\xc6\xff\xff\xff\xffa",
-    "an extension that declares 4 GB": b"\xc9\xff\xff\xff\xff\x04a",
-    "a map": b"\x81\xa1a\x01",
-    "a map that declares 2**32 items": b"\xdf\xff\xff\xff\xff",
-    "half a float": b"\xcb\x00\x00",
-    "a tail": b"\x01\x01",
     "a string that is no text": b"\xa2\xff\xfe",
-    "an unknown extension": _ext(99, b"\x90"),
-    "an extension of a negative code": _ext(-5, b"\x90"),
-    "a timestamp of msgpack's own": b"\xd6\xff\0\0\0\0",
-    "10,000 arrays in each other": b"\x91" * 10_000 + b"\x01",
     "a million arrays in each other": b"\x91" * 1_000_000 + b"\x01",
-    "200 tuples in each other": _nested_ext(200),
-    "a tuple of no array": _ext(4, b"\x07"),
-    "a dict of three parts": _ext(7, b"\x93\x01\x02\x03"),
-    "a dict of two equal keys": _ext(7, b"\x94\x01\x02\x01\x03"),
-    "a dict with a list for a key": _ext(7, b"\x92\x90\x02"),
-    "a set of two equal items": _ext(5, b"\x92\x01\x01"),
-    "a dtype that torch has not": _ext(24, encode_value(["__import__"], key="")),
     "a dtype that is a function of torch": _ext(24, encode_value(["load"], key="")),
-    "a month of 13": _ext(14, b"\x93\xcd\x07\xe8\x0d\x01"),
     "a zone outside of the zone files": _ext(18, encode_value(["../../etc/passwd"], key="")),
-    "a zone that is a path": _ext(18, encode_value(["/etc/passwd"], key="")),
     "an array of objects": _array("|O", [1], False, bytes(8)),
     "an array larger than its bytes": _array("<f8", [2**40], False, bytes(8)),
-    "an array of 2**62 items of no bytes": _array("|V0", [2**62], False, b""),
-    "an array of a structure with an object": _array(
-        ["struct", 8, False, [["a", "|O", 0, None]]], [1], False, bytes(8)
-    ),
-    "an array of negative size": _array("<f8", [-1], False, b""),
-    "an array of 100 axes": _array("|u1", [1] * 100, False, b"a"),
 }
 
 

@@ -353,14 +353,6 @@ def test_a_process_alone_shares_nothing(tmp_path):
     assert state["w"].eq(1).all()
 
 
-def test_the_environment_sets_the_option(monkeypatch):
-    """Off by default, on by its variable."""
-    monkeypatch.delenv("SHARDKEEP_SHARE_READS", raising=False)
-    assert sk.Options().share_reads is False
-    monkeypatch.setenv("SHARDKEEP_SHARE_READS", "1")
-    assert sk.Options().share_reads is True
-
-
 # On an accelerator
 
 
