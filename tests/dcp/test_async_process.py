@@ -4,9 +4,9 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as theirs
 
 from shardkeep.dcp._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
 from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save, group_saves_of
-from shardkeep.dcp._impl.process import SaverDied, TensorMessage, receive_message
+from shardkeep.dcp._impl.process import SaverDied, _Unpickler, pickle_with_tensors
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.filesystem import FileSystemWriter
@@ -150,33 +150,31 @@ def test_what_cannot_be_pickled_is_said(tmp_path):
     begin({"w": numbered(3)}, tmp_path / "b").result(60)
 
 
-def shared_pieces():
-    """Count the pieces of shared memory that this process holds open, wherever it does."""
+def memory_files():
+    """Count the memory files with states that this process holds open."""
     gc.collect()
     held = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             held.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sum("torch_" in each for each in held)
+    return sum("shardkeep-state" in each for each in held)
 
 
-def test_parcels_of_many_storages():
-    """More handles than go in one piece arrive in order, each memory once, and nothing stays open."""
-    before = shared_pieces()
-    here, there = socket.socketpair()
+def test_pickles_with_tensors():
+    """Each memory arrives once, whatever views there are of it; without its memory file a pickle is refused."""
     sent = [torch.full((2,), float(index)) for index in range(450)]
-    sending = threading.Thread(target=TensorMessage([sent, sent[7], torch.empty(0)]).send, args=(here,))
-    with here, there:
-        sending.start()
-        found, again, empty = receive_message(there)()
-        sending.join()
+    data, memory, nbytes = pickle_with_tensors([sent, sent[7], sent[8][1:], torch.empty(0), "x"])
+    found, again, view, empty, text = _Unpickler(data, memory).load()
+    os.close(memory)
+    assert nbytes == 450 * 64
     assert [each.tolist() for each in found] == [each.tolist() for each in sent]
-    sent[7].fill_(-1)  # the same memory, and one tensor
+    found[8].fill_(-1)
     assert again is found[7]
-    assert again.tolist() == [-1, -1]
+    assert view.tolist() == [-1]
     assert empty.numel() == 0
-    del found, again, sent, sending
-    assert shared_pieces() == before
+    assert text == "x"
+    with pytest.raises(pickle.UnpicklingError, match="memory file"):
+        pickle.loads(data)
 
 
 class Locked(DefaultSavePlanner):
@@ -189,7 +187,7 @@ def test_shared_memory_of_failed_saves_is_given_back(tmp_path):
     """Nothing of a state stays in shared memory if it cannot be handed over, or the process dies before it takes it."""
     state = {"w": numbered(1000)}
     begin(state, tmp_path / "a").result(60)
-    before = shared_pieces()
+    before = memory_files()
     with pytest.raises(CheckpointException, match="cannot be sent to the process that saves"):
         begin(state, tmp_path / "a", planner=Locked()).result(60)
     lane = group_saves_of(None, no_dist=True)
@@ -201,7 +199,7 @@ def test_shared_memory_of_failed_saves_is_given_back(tmp_path):
         future.result(60)
     del future
     begin(state, tmp_path / "a").result(60)
-    assert shared_pieces() == before
+    assert memory_files() == before
 
 
 class Unreachable(FileSystemWriter):

@@ -35,6 +35,7 @@ from shardkeep.dcp._impl.driver import (
     is_alone,
     load,
     logged,
+    run_steps,
     save,
     without_ranks,
 )
@@ -47,10 +48,7 @@ from shardkeep.engine.stagers import (
     BlockingAsyncStager,
     DefaultStager,
     StagingOptions,
-    StateDictStager,
     StateSnapshot,
-    open_tensor,
-    tensors_in,
 )
 from shardkeep.errors import CheckpointError, CheckpointException
 from shardkeep.layouts.torch_values import (
@@ -339,9 +337,9 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         def work() -> Metadata:
             try:
                 saver = _saver_of(lane, world)
-                order = StagedSave(
+                request = StagedSave(
                     # Taken out of the box, which would keep a second copy of the state alive.
-                    state=_in_shared_memory(_stateful_to_state_dict(once_staged(box.pop()))),
+                    state=_stateful_to_state_dict(once_staged(box.pop())),
                     checkpoint_id=checkpoint_id,
                     storage_writer=storage_writer,
                     planner=planner,
@@ -351,48 +349,17 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
                 )
             except BaseException as error:  # noqa: BLE001 - raised on all ranks
                 fail_together(ranks, error, use_collectives=use_collectives)
-            remote = RemoteSave(saver, order)
+            remote = RemoteSave(saver, request)
+            del request
             try:
-                return _run_remotely(ranks, remote, use_collectives=use_collectives)
+                metadata: Metadata = pickle.loads(run_steps(ranks, remote, use_collectives))
+                return metadata
             finally:
-                with contextlib.suppress(SaverDied):
-                    remote.forget()
+                remote.forget()
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
         return lane.submit(call, destination_of(checkpoint_id, storage_writer), storage_writer, planner)
-
-
-def _run_remotely(ranks: _DistWrapper, remote: RemoteSave, *, use_collectives: bool) -> Metadata:
-    if not use_collectives:
-        mine: list[bytes] = []
-
-        def alone() -> None:
-            [plan] = remote.decide([remote.plan()])
-            mine.append(remote.finish([remote.write(plan)], alone_s=remote.alone_s()))
-
-        ranks.all_gather("write", alone)
-        [written] = mine
-    else:
-
-        def decide(plans: list[bytes]) -> list[tuple[bytes, float]]:
-            decided = remote.decide(plans)
-            alone_s = remote.alone_s()
-            return [(plan, alone_s) for plan in decided]
-
-        plan, alone_s = ranks.reduce_scatter("plan", remote.plan, decide)
-        try:
-            written = ranks.patient(alone_s).all_reduce(
-                "write", lambda: remote.write(plan), lambda results: remote.finish(results, alone_s=alone_s)
-            )
-        except CheckpointException as failed:
-            # If the coordinator itself failed, it may have been after the commit.
-            if ranks.coordinator_rank not in failed.failures:
-                with contextlib.suppress(SaverDied):
-                    remote.discard()
-            raise
-    metadata: Metadata = pickle.loads(written)
-    return metadata
 
 
 def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> None:
@@ -426,16 +393,6 @@ def _rank_in_world(*, no_dist: bool) -> RankInWorld | None:
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
 
     return RankInWorld(dist.get_rank(), dist.get_world_size())
-
-
-def _in_shared_memory(state: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    """Return a state whose tensors are in shared memory: the state itself, or a copy in a few large pieces."""
-    parts: list[Any] = [part for tensor in tensors_in(state) for part in open_tensor(tensor).parts]
-    # Empty tensors have no memory; `is_shared` is always true on accelerators.
-    if all(part.is_shared() and part.device.type == "cpu" for part in parts if part.numel()):
-        return state
-    shared: STATE_DICT_TYPE = StateDictStager(share_memory=True).stage(state)
-    return shared
 
 
 # -- async_save --------------------------------------------------------------------------------------------------------
@@ -500,7 +457,7 @@ def async_save(
     """
     in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
     no_dist = without_ranks(no_dist, "saves")
-    stager, own = _choose(async_stager, storage_writer, in_process=in_process)
+    stager, own = _choose(async_stager, storage_writer)
     where = destination_of(checkpoint_id, storage_writer)
     by_engine = _is_staged_by_engine(stager, storage_writer, planner) and (
         not in_process or _is_written_by_engine(checkpoint_id, storage_writer)
@@ -548,13 +505,13 @@ def async_save(
     return response
 
 
-def _choose(given: AsyncStager | None, writer: object, *, in_process: bool) -> tuple[AsyncStager, DefaultStager | None]:
+def _choose(given: AsyncStager | None, writer: object) -> tuple[AsyncStager, DefaultStager | None]:
     """Return the stager to use, and the stager to close afterwards, if it is ours."""
     if given is not None:
         return given, None
     if isinstance(writer, AsyncStager):
         return writer, None
-    own = DefaultStager(StagingOptions(False, in_process, False, False))
+    own = DefaultStager(StagingOptions(False, False, False, False))
     return own, own
 
 

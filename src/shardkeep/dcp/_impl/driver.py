@@ -502,40 +502,45 @@ def _run_save(
     use_collectives: bool,
     snapshot: StateSnapshot | None = None,
 ) -> Metadata:
-    planner = DefaultSavePlanner() if planner is None else planner
-    call = _Save(ranks, planner, storage_writer, use_collectives, snapshot)
-    fields = log_fields_of(storage_writer, ranks.group)
-    local_step = logged(lambda: call.plan(state()), "local_step", **fields)
+    call = _Save(ranks, state, storage_writer, planner, use_collectives, snapshot)
+    saved: Metadata = run_steps(ranks, call, use_collectives, **log_fields_of(storage_writer, ranks.group))
+    return saved
+
+
+def run_steps(ranks: _DistWrapper, call: Any, use_collectives: bool, **fields: Any) -> Any:
+    """Make the steps of a save together with the other ranks: of a `_Save`, or of one in another process."""
+    local_step = logged(call.plan, "local_step", **fields)
     global_step = logged(call.decide, "global_step", **fields)
     write_data = logged(call.write, "write_data", **fields)
     finish_checkpoint = logged(call.finish, "finish_checkpoint", **fields)
     if not use_collectives:
         # One step for everything: ranks need nothing from each other, but each must learn when another one fails.
-        mine: list[Metadata] = []
+        mine: list[Any] = []
 
         def alone() -> None:
             [plan] = global_step([local_step()])
-            mine.append(finish_checkpoint([write_data(plan)]))
+            mine.append(finish_checkpoint([write_data(plan)], call.alone_s()))
 
         ranks.all_gather("write", alone)
-        if ranks.is_coordinator and isinstance(storage_writer, _FileSystemWriter):
-            storage_writer._supersede_common()
+        if ranks.is_coordinator:
+            call.supersede_common()
         return mine[0]
 
-    def decide(plans: list[SavePlan]) -> list[tuple[SavePlan, float]]:
+    def decide(plans: list[Any]) -> list[tuple[Any, float]]:
         decided = global_step(plans)
         alone_s = call.alone_s()
         return [(plan, alone_s) for plan in decided]
 
     plan, alone_s = ranks.reduce_scatter("plan", local_step, decide)
     try:
-        return ranks.patient(alone_s).all_reduce("write", lambda: write_data(plan), finish_checkpoint)
+        return ranks.patient(alone_s).all_reduce(
+            "write", lambda: write_data(plan), lambda results: finish_checkpoint(results, alone_s)
+        )
     except CheckpointException as failed:
         # The coordinator commits only if no rank failed. If the coordinator itself failed, only it knows whether that was
         # before the commit.
-        unfinished = ranks.coordinator_rank not in failed.failures or (ranks.is_coordinator and not call.finishing)
-        if unfinished and isinstance(storage_writer, _FileSystemWriter):
-            storage_writer._discard_written()
+        if ranks.coordinator_rank not in failed.failures or (ranks.is_coordinator and not call.finishing):
+            call.discard()
         raise
 
 
@@ -544,14 +549,17 @@ class _Save:
 
     def __init__(
         self,
-        ranks: _DistWrapper,
-        planner: SavePlanner,
+        ranks: Any,
+        state: Callable[[], STATE_DICT_TYPE],
         storage_writer: StorageWriter,
+        planner: SavePlanner | None,
         use_collectives: bool,
         snapshot: StateSnapshot | None = None,
     ) -> None:
+        """Of `ranks`, `rank` and `is_coordinator` are used."""
         self._ranks = ranks
-        self._planner = planner
+        self._state = state
+        self._planner = planner = DefaultSavePlanner() if planner is None else planner
         self._writer = storage_writer
         self._use_collectives = use_collectives
         self._snapshot = snapshot
@@ -561,9 +569,9 @@ class _Save:
         self.finishing = False
         """Whether the coordinator has started to commit."""
 
-    def plan(self, state_dict: STATE_DICT_TYPE) -> SavePlan:
+    def plan(self) -> SavePlan:
         """Return this rank's plan."""
-        leads = self._ranks.is_coordinator
+        state_dict, leads = self._state(), self._ranks.is_coordinator
         storage_meta = self._to_planner(self._writer.storage_meta())
         if "storage_meta" in inspect.signature(self._planner.set_up_planner).parameters:
             self._planner.set_up_planner(state_dict=state_dict, storage_meta=storage_meta, is_coordinator=leads)
@@ -572,7 +580,7 @@ class _Save:
                 f"{type(self._planner).__qualname__}.set_up_planner should take storage_meta as its second argument",
                 stacklevel=2,
             )
-            self._planner.set_up_planner(state_dict, leads)  # type: ignore[arg-type]  # the signature of old planners
+            self._planner.set_up_planner(state_dict, leads)  # the signature of old planners
         if takes(self._writer.set_up_storage_writer, "rank", "use_collectives"):
             self._writer.set_up_storage_writer(leads, rank=self._ranks.rank, use_collectives=self._use_collectives)
         else:
@@ -602,7 +610,17 @@ class _Save:
             writes.wait()
         return writes.value()
 
-    def finish(self, results: list[list[WriteResult]]) -> Metadata:
+    def discard(self) -> None:
+        """Remove what this rank has written of a save that failed, if the writer can."""
+        if isinstance(self._writer, _FileSystemWriter):
+            self._writer._discard_written()
+
+    def supersede_common(self) -> None:
+        """Remove the metadata of all ranks together, where each rank has written its own."""
+        if isinstance(self._writer, _FileSystemWriter):
+            self._writer._supersede_common()
+
+    def finish(self, results: list[list[WriteResult]], alone_s: float = 0.0) -> Metadata:
         """Commit the checkpoint, and return its metadata."""
         self.finishing = True
         if self._metadata is None:
