@@ -18,7 +18,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -34,9 +34,6 @@ WINDOW_NBYTES = 32 << 20
 _POLL_S = 0.2
 """How often a wait for a buffer checks whether one is still wanted."""
 _ALIGNMENT = 64
-_SLABS = 128
-"""About how many storages a copy of a state is spread over, if several pieces share one."""
-_LEAST_SLAB_BYTES = 8 << 20
 _KEPT_FOR = 2
 """A storage that this many copies in a row did not use is freed."""
 
@@ -279,8 +276,8 @@ class StoragePool:
     Storages in host memory, pinned or shared if so asked. Thread-safe.
 
     A storage is free again when the last tensor over it is gone, so that the next copy of a state never overwrites one that is
-    still being written. Pinning and sharing have a cost for each storage (a call into the driver, a file descriptor), so several
-    pieces share one then.
+    still being written. Pinning and sharing have a cost for each storage (a call into the driver, a file descriptor), so all pieces
+    of a copy share one then.
     """
 
     def __init__(self, *, pinned: bool = False, shared: bool = False, pinned_from: int = 0) -> None:
@@ -294,16 +291,18 @@ class StoragePool:
 
     def take(self, sizes: Sequence[int]) -> list[HostSlot]:
         """Find memory for pieces of these sizes. Its contents are undefined."""
-        slabs = _pack(sizes) if self._pinned or self._shared else [[index] for index in range(len(sizes))]
-        slots: dict[int, HostSlot] = {}
         with self._lock:
             self._taken += 1
-            for slab in slabs:
-                offsets, end = _offsets([sizes[index] for index in slab])
-                storage = self._storage(end)
-                slots |= {index: HostSlot(storage, at) for index, at in zip(slab, offsets, strict=True)}
-            self._drop_unused()
-        return [slots[index] for index in range(len(sizes))]
+            if sizes and (self._pinned or self._shared):
+                ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+                storage = self._storage(ends[-1])
+                slots = [HostSlot(storage, start) for start in (0, *ends[:-1])]
+            else:
+                slots = [HostSlot(self._storage(size), 0) for size in sizes]
+            oldest = self._taken - _KEPT_FOR
+            kept = {size: [each for each in kept if each.used_in >= oldest] for size, kept in self._kept.items()}
+            self._kept = {size: each for size, each in kept.items() if each}
+        return slots
 
     def release(self) -> None:
         """Free all memory; what tensors still use is freed with them."""
@@ -326,13 +325,6 @@ class StoragePool:
             kept.append(each)
         each.used_in = self._taken
         return each.storage
-
-    def _drop_unused(self) -> None:
-        oldest = self._taken - _KEPT_FOR
-        for size, kept in list(self._kept.items()):
-            self._kept[size] = [each for each in kept if each.used_in >= oldest]
-            if not self._kept[size]:
-                del self._kept[size]
 
     def _new(self, nbytes: int) -> torch.UntypedStorage:
         pinned = self._pinned and nbytes >= max(1, self._pinned_from)
@@ -361,30 +353,3 @@ class _KeptStorage:
     def is_free(self) -> bool:
         """Return whether no tensor uses it: the one reference to it is ours."""
         return int(torch._C._storage_Use_Count(self.storage._cdata)) == 1
-
-
-def _pack(sizes: Sequence[int]) -> list[list[int]]:
-    """Put small pieces together, until there are not many storages; large pieces stay alone."""
-    slab_bytes = max(_LEAST_SLAB_BYTES, sum(sizes) // _SLABS)
-    slabs: list[list[int]] = []
-    filling: list[int] = []
-    filled = 0
-    for index, size in enumerate(sizes):
-        if size >= slab_bytes // 4:
-            slabs.append([index])
-            continue
-        if filled + size > slab_bytes:
-            slabs.append(filling)
-            filling, filled = [], 0
-        filling.append(index)
-        filled += size
-    return [*slabs, filling] if filling else slabs
-
-
-def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    offsets, end = [], 0
-    for size in sizes:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        offsets.append(start)
-        end = start + size
-    return offsets, end

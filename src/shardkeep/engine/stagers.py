@@ -138,15 +138,7 @@ class StateCopy:
     """The accelerators that values are copied from."""
 
     def fill(self, *, non_blocking: bool = True, device: torch.device | None = None) -> None:
-        """
-        Copy the values: all of them, or those of one device.
-
-        Args:
-            non_blocking: queue copies on the current streams of the accelerators and return; the values are there
-                once those have been synchronised.
-            device: copy from this device alone.
-
-        """
+        """Copy the values: all of them, or those of one device."""
         # Inference mode also allows to fill a copy that was made in it, on another thread.
         with torch.inference_mode():
             for target, source in self.copies:
@@ -160,13 +152,7 @@ class StateCopy:
 
 
 def prepare_copy(state: Any, memory: StoragePool) -> StateCopy:
-    """
-    Copy a state, all but the values of its tensors.
-
-    Raises:
-        Uncopyable: a value that can be copied neither as a tensor nor by `copy.deepcopy`.
-
-    """
+    """Copy a state, all but the values of its tensors."""
     copying = _Copying(memory)
     with torch.no_grad():
         copying.add(list(tensors_in(state)))
@@ -356,6 +342,7 @@ class StateSnapshot:
         copying = _Copying(StoragePool())  # of objects, and of tensors inside them
         with torch.no_grad(), collector_paused():
             self._tree = map_leaves(state, lambda path, leaf: self._copied(path, leaf, copying), _is_opened)
+            copying.state_copy.wait()
             parts = [part for each in self._opened for part in each.parts if part.numel()]
             self._snapshot = take_snapshot(
                 [part.detach().resolve_conj().resolve_neg() for part in parts],
@@ -536,15 +523,7 @@ class StateDictStager:
         self._memory = StoragePool(pinned=pin_memory, shared=share_memory, pinned_from=pin_memory_min_bytes)
 
     def stage(self, state_dict: Any, non_blocking: bool = False) -> Any:
-        """
-        Return a deep copy of the state with its tensors in host memory.
-
-        Args:
-            state_dict: any nesting of dicts, lists, tuples and objects.
-            non_blocking: return while copies are queued on the accelerators' current streams, for the caller to
-                synchronise.
-
-        """
+        """Return a deep copy of the state with its tensors in host memory."""
         state_copy = self.prepare(state_dict)
         self._memory.pin()
         state_copy.fill()
@@ -615,14 +594,7 @@ class DefaultStager(AsyncStager):
             raise StagerClosed("this stager has been closed", hint="make a new one, and close it after the last save")
 
     def stage(self, state_dict: StateDict, **kwargs: Any) -> StateDict | Future[StateDict]:
-        """
-        Return a copy of the state, or a future of one with `use_async_staging`.
-
-        Raises:
-            StagerClosed: after `close`.
-            Uncopyable: a value that cannot be copied.
-
-        """
+        """Return a copy of the state, or a future of one with `use_async_staging`."""
         del kwargs
         self._check_open()
         if self._staging_future is not None and self._staging_future.done():

@@ -187,15 +187,9 @@ def scattered_memory(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
     return TorchScattered(tensor, stored)
 
 
-# Tensors that share memory: which of them truly have bytes in common, and which run of bytes they lie in.
-#
-# Tensors of one storage come in; out come groups. Those of a group are copied as one run of bytes, so that they stay
-# views of each other; the others are copied alone, each with its own bytes and no more. Values are never looked at.
+# Tensors of one storage come in; out come runs of bytes. Those that overlap are copied as one run, so that they stay views of
+# each other; the others are copied alone, each with its own bytes and no more.
 
-_SEARCH: Final = 10_000
-"""How many steps to spend on finding out whether two scattered tensors have an element in common."""
-_NEIGHBOURS: Final = 64
-"""A tensor with more neighbours than this is taken to overlap them: comparing all would take too long."""
 _ALIGNMENT: Final = 16
 """No element is larger: a run that begins at a multiple of it keeps every view of it aligned."""
 
@@ -275,61 +269,19 @@ def _run(group: list[torch.Tensor]) -> MemoryRun:
 
 
 def _groups(views: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group the tensors of one storage that overlap, directly or through others."""
-    if len(views) == 1:
-        return [views]
-    bounds = [extent(view) for view in views]
-    leader = list(range(len(views)))
-
-    def lead(index: int) -> int:
-        while leader[index] != index:
-            leader[index] = index = leader[leader[index]]
-        return index
-
-    active: list[int] = []
-    for index in sorted(range(len(views)), key=bounds.__getitem__):
-        active = [other for other in active if bounds[other][1] > bounds[index][0]]
-        for other in active:
-            if lead(other) != lead(index) and (len(active) > _NEIGHBOURS or _overlap(views[other], views[index])):
-                leader[lead(other)] = lead(index)
-        active.append(index)
-    groups: dict[int, list[torch.Tensor]] = {}
-    for index, view in enumerate(views):
-        groups.setdefault(lead(index), []).append(view)
-    return list(groups.values())
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if _resolved_by_copy(a) or _resolved_by_copy(b):
-        return False
-    try:
-        # The stub knows only the two limits that have a name.
-        return np.shares_memory(_outline(a), _outline(b), max_work=_SEARCH)  # type: ignore[arg-type]
-    except RuntimeError:  # numpy's TooHardError
-        return True
+    """Group the tensors of one storage whose bytes lie between each other's."""
+    groups: list[list[torch.Tensor]] = []
+    end = 0
+    for view in sorted(views, key=extent):
+        begin, stop = extent(view)
+        if groups and begin < end and not _resolved_by_copy(view):
+            groups[-1].append(view)
+        else:
+            groups.append([view])
+        end = 0 if _resolved_by_copy(view) else max(end, stop)
+    return groups
 
 
 def _resolved_by_copy(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has other values than its bytes, so that a copy cannot stay a view."""
     return tensor.is_conj() or tensor.is_neg()
-
-
-class _Outline:
-    """Describes to numpy where the elements of a tensor lie. Nothing is read: the address is made up."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.itemsize
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (_PAGE + int(tensor.storage_offset()) * size, True),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(step * size for step in tensor.stride()),
-            "typestr": f"|V{size}",
-        }
-
-
-_PAGE: Final = 4096  # an array at address 0 has no memory
-
-
-def _outline(tensor: torch.Tensor) -> Any:
-    return np.asarray(_Outline(tensor))

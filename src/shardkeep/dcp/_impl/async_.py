@@ -207,13 +207,7 @@ class _AsyncCheckpointExecutor(abc.ABC):
         no_dist: bool = False,
         use_collectives: bool = True,
     ) -> Future[Metadata]:
-        """
-        Begin a save; all ranks of the group must call this, in the same order.
-
-        Returns:
-            A future of what was saved.
-
-        """
+        """Begin a save; all ranks of the group must call this, in the same order."""
 
 
 class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
@@ -607,19 +601,7 @@ def _pass_on(staging: Future[STATE_DICT_TYPE], to: Future[None]) -> None:
 
 
 class _Checkpointer:
-    """
-    Saves to one storage and loads from another, as `save`, `async_save` and `load` do.
-
-    Args:
-        storage_writer: What is saved to.
-        storage_reader: What is loaded from.
-        process_group: The ranks that take part; all of them by default.
-        coordinator_rank: The rank of the group that decides, in `save`.
-        no_dist: Save and load on this process alone.
-        load_planner: Decides what is read; by default everything.
-        save_planner: Decides what is written; by default everything.
-
-    """
+    """Saves to one storage and loads from another, as `save`, `async_save` and `load` do."""
 
     def __init__(
         self,

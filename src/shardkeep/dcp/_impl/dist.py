@@ -227,13 +227,7 @@ def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = No
 
 
 def _assert_same_keys(state_dict: dict[str, Any], process_group: ProcessGroup | None = None) -> None:
-    """
-    Make sure that the dicts of all ranks have the same keys; all ranks must call this.
-
-    Raises:
-        BrokenProtocol: (an AssertionError) other ranks have keys that this one lacks; names them.
-
-    """
+    """Make sure that the dicts of all ranks have the same keys; all ranks must call this."""
     missing = _all_gather_keys(state_dict, process_group) - set(state_dict)
     if missing:
         raise BrokenProtocol(

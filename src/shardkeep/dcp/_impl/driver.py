@@ -103,27 +103,14 @@ _HF_METHODS = ("read_plain", "stored_chunk", "_process_read_request", "_read_fil
 # ERROR. The logger has no handler unless the user adds one. An error in logging never reaches a save or a load.
 
 
-def _make_logger() -> logging.Logger:
-    """Return torch's logger for checkpoints, with the handler from torch's table if there is one."""
-    _log_handlers.setdefault(DCP_LOGGER_NAME, logging.NullHandler())
-    made: logging.Logger = c10d_logger._get_or_create_logger(DCP_LOGGER_NAME)
-    return made
-
-
-_dcp_logger = _make_logger()
+_log_handlers.setdefault(DCP_LOGGER_NAME, logging.NullHandler())
+_dcp_logger: logging.Logger = c10d_logger._get_or_create_logger(DCP_LOGGER_NAME)
 
 
 def _dcp_method_logger(
     log_exceptions: bool = False, **wrapper_kwargs: Any
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """
-    Log each call of a function.
-
-    Args:
-        log_exceptions: Also log what it raises.
-        **wrapper_kwargs: Arguments for the messages, besides the keyword arguments of the call.
-
-    """
+    """Log each call of a function, with these arguments besides the keyword arguments of the call."""
 
     def decorator(func: Callable[P, T]) -> Callable[P, T]:
         return functools.wraps(func)(logged(func, func.__name__, log_exceptions=log_exceptions, **wrapper_kwargs))
@@ -134,37 +121,45 @@ def _dcp_method_logger(
 def logged(func: Callable[P, T], name: str, *, log_exceptions: bool = False, **known: Any) -> Callable[P, T]:
     """Return a function that logs each call under a name."""
 
+    def emit(log_at: Callable[[object], None], message: dict[str, Any], **fields: Any) -> None:
+        try:
+            # A new dict for each message, because a handler may keep it.
+            log_at({**message, **{key: str(each) if key == "error" else each for key, each in fields.items()}})
+        except Exception:
+            log.debug("a handler of %s failed", _dcp_logger.name, exc_info=True)
+
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _has_listeners():
+        # Making two messages for each of ten thousand values takes time.
+        handled = any(type(each) is not logging.NullHandler for each in _dcp_logger.handlers)
+        if not handled and not _dcp_logger.filters and not _dcp_logger.propagate:
             return func(*args, **kwargs)
         began = time.time_ns()
-        message = _message(name, log_exceptions, args, {**known, **kwargs})
-        _emit(_dcp_logger.debug, message, event="start", time=began)
+        message: dict[str, Any] = {"func_name": name}
+        try:
+            message = _get_msg_dict(name, *args, **{**known, **kwargs})
+        except Exception:
+            # For instance a group that this rank is not in. The call itself raises an error for it.
+            log.debug("the arguments of %s could not be logged", name, exc_info=True)
+        message["log_exceptions"] = log_exceptions
+        emit(_dcp_logger.debug, message, event="start", time=began)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:
             if log_exceptions:
-                _emit(_dcp_logger.error, message, event="exception", error=error, time=time.time_ns())
+                emit(_dcp_logger.error, message, event="exception", error=error, time=time.time_ns())
             raise
         ended = time.time_ns()
-        _emit(_dcp_logger.debug, message, event="end", time=ended, times_spent=ended - began)
+        emit(_dcp_logger.debug, message, event="end", time=ended, times_spent=ended - began)
         return result
 
     return wrapper
-
-
-def _has_listeners() -> bool:
-    """Return whether a message would reach a handler: making two of them for each of ten thousand values takes time."""
-    handled = any(type(each) is not logging.NullHandler for each in _dcp_logger.handlers)
-    return handled or bool(_dcp_logger.filters) or _dcp_logger.propagate
 
 
 def log_fields_of(storage: object, group: object) -> dict[str, Any]:
     """Return the arguments for the messages of each step: the checkpoint and the ranks, if the storage has an id."""
     try:
         checkpoint_id = getattr(storage, "checkpoint_id", None)
-    except Exception:
-        log.debug("the checkpoint_id of a storage could not be read", exc_info=True)
+    except Exception:  # noqa: BLE001 - a storage of the user's may have a property that fails
         checkpoint_id = None
     return {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id, "process_group": group}
 
@@ -172,9 +167,7 @@ def log_fields_of(storage: object, group: object) -> dict[str, Any]:
 def _msg_dict_from_dcp_method_args(*args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ARG001 - torch's arguments
     """Return the checkpoint, the storage and the planner of a call."""
     storage = kwargs.get("storage_writer") or kwargs.get("storage_reader")
-    checkpoint_id = kwargs.get("checkpoint_id")
-    if not checkpoint_id and storage:
-        checkpoint_id = getattr(storage, "checkpoint_id", None)
+    checkpoint_id = kwargs.get("checkpoint_id") or getattr(storage, "checkpoint_id", None)
     message = {"checkpoint_id": None if checkpoint_id is None else str(checkpoint_id), "uuid": str(uuid4().int)}
     return message | {name: type(kwargs[name]).__name__ for name in _NAMED if kwargs.get(name)}
 
@@ -193,24 +186,6 @@ def _init_logger(rank: int) -> None:
     logger.addHandler(handler)
 
 
-def _message(name: str, log_exceptions: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    try:
-        message = _get_msg_dict(name, *args, **kwargs)
-    except Exception:
-        # For instance a group that this rank is not in. The call itself raises an error for it.
-        log.debug("the arguments of %s could not be logged", name, exc_info=True)
-        message = {"func_name": name}
-    return {**message, "log_exceptions": log_exceptions}
-
-
-def _emit(emit: Callable[[object], None], message: dict[str, Any], **fields: Any) -> None:
-    try:
-        # A new dict for each message: a handler may keep it.
-        emit({**message, **{key: str(each) if key == "error" else each for key, each in fields.items()}})
-    except Exception:
-        log.debug("a handler of %s failed", _dcp_logger.name, exc_info=True)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -218,8 +193,7 @@ def _emit(emit: Callable[[object], None], message: dict[str, Any], **fields: Any
 def _profile() -> Iterator[None]:
     """Profile the block on rank 0 and print the result, if `ENABLE_PROFILE` is set."""
     dist = sys.modules.get("torch.distributed")
-    distributed = dist is not None and dist.is_available() and dist.is_initialized()
-    if not ENABLE_PROFILE or (distributed and dist is not None and dist.get_rank() != 0):
+    if not ENABLE_PROFILE or (dist is not None and not is_alone(no_dist=False) and dist.get_rank() != 0):
         yield
         return
     profiler = cProfile.Profile()
@@ -263,10 +237,6 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
     Return the storage to use, reset to the checkpoint if an id was given.
 
     Without a storage, the id decides: local files and object stores first, then whatever fsspec opens.
-
-    Raises:
-        NoStorage: (a RuntimeError) neither was given, or no storage accepts the id.
-
     """
     if storage is not None:
         if checkpoint_id is not None:
@@ -316,20 +286,6 @@ def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 # -- exclusive use of writers and planners -----------------------------------------------------------------------------
 
 
-class _Reservations:
-    """The reservations of each object in this process, by the object's id, in the order of the calls."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.of: dict[int, list[Reservation]] = {}
-
-
-@functools.cache  # saves outlive their calls; a forked process has none of its parent's saves
-def _reservations_of(process_id: int) -> _Reservations:
-    del process_id
-    return _Reservations()
-
-
 class Reservation:
     """
     The exclusive use of a writer and a planner by one save.
@@ -340,61 +296,54 @@ class Reservation:
     """
 
     def __init__(self, *objects: Any, what: str, thread: Callable[[], int | None] | None = None) -> None:
-        """
-        Reserve objects.
-
-        Args:
-            objects: what the save uses; None is ignored.
-            what: where the save goes, for messages.
-            thread: returns the id of the thread that saves, if it has started; by default this thread.
-
-        """
+        """Reserve objects, except None, for a save to `what`; `thread` returns the id of its thread, by default this one."""
         here = threading.get_ident()
         self.what = what
         self.thread = thread or (lambda: here)
         # Kept alive until released, so that no other object gets their ids.
-        self._objects = list({id(each): each for each in objects if each is not None}.values())
-        self._all = _reservations_of(os.getpid())
-        with self._all.changed:
+        self._objects = {id(each): each for each in objects if each is not None}
+        self._changed, self._reserved = _reservations_of(os.getpid())
+        with self._changed:
             for each in self._objects:
-                self._all.of.setdefault(id(each), []).append(self)
+                self._reserved.setdefault(each, []).append(self)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Wait for the earlier reservations, and hold this one during the block."""
         try:
-            self._wait()
+            with self._changed:
+                if (found := self._earlier()) is not None:
+                    used, other = found
+                    log.warning("a save to %s waits for the one to %s, which uses the same %s", self.what, other, used)
+                self._changed.wait_for(lambda: self._earlier() is None)
             yield
         finally:
             self.release()
 
-    def _wait(self) -> None:
-        with self._all.changed:
-            if (found := self._earlier()) is not None:
-                used, other = found
-                kind = type(used).__qualname__
-                log.warning("a save to %s waits for the one to %s, which uses the same %s", self.what, other.what, kind)
-            while self._earlier() is not None:
-                self._all.changed.wait()
-
-    def _earlier(self) -> tuple[Any, Reservation] | None:
-        """Return an object with an earlier reservation. One of the same thread does not count: it encloses this save."""
-        for each in self._objects:
-            first = self._all.of[id(each)][0]
-            if first is not self and first.thread() != threading.get_ident():
-                return each, first
+    def _earlier(self) -> tuple[str, str] | None:
+        """Return the class of an object with an earlier reservation, and where that save goes."""
+        for number, each in self._objects.items():
+            first = self._reserved[number][0]
+            if first is not self and first.thread() != threading.get_ident():  # one of this thread encloses this save
+                return type(each).__qualname__, first.what
         return None
 
     def release(self) -> None:
         """Release the objects; the next reservation can proceed."""
-        with self._all.changed:
+        with self._changed:
             for each in self._objects:
-                queue = self._all.of[id(each)]
-                queue.remove(self)
-                if not queue:
-                    del self._all.of[id(each)]
-            self._all.changed.notify_all()
-        self._objects = []
+                self._reserved[each].remove(self)
+                if not self._reserved[each]:
+                    del self._reserved[each]
+            self._changed.notify_all()
+        self._objects = {}
+
+
+@functools.cache  # saves outlive their calls; a forked process has none of its parent's saves
+def _reservations_of(process_id: int) -> tuple[threading.Condition, dict[int, list[Reservation]]]:
+    """Return the reservations of each object, by its id, in the order of the calls."""
+    del process_id
+    return threading.Condition(), {}
 
 
 def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer: object) -> str:
@@ -456,11 +405,11 @@ def _logged_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     """Replace each stateful value by its state, and log how long each of them takes."""
     name = _stateful_to_state_dict.__name__
 
-    def state_of(key: str, value: Any) -> Any:
-        return logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
-
     def states() -> STATE_DICT_TYPE:
-        return {key: state_of(key, value) for key, value in state_dict.items()}
+        return {
+            key: logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
+            for key, value in state_dict.items()
+        }
 
     return logged(states, name, log_exceptions=True)()
 

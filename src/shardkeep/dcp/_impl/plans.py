@@ -61,10 +61,6 @@ _MOST_GAPS = 1 << 20
 def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
     """
     Return the keys and positions that led to a value in the state that was saved, as the default planners store them.
-
-    Raises:
-        MalformedFile: they lead nowhere, or to a place in a list that is longer than the checkpoint.
-
     """
     paths = metadata.planner_data
     path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
@@ -77,13 +73,7 @@ def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
 
 
 def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:
-    """
-    Return what an index names in a flat state dict: the local memory of a tensor's shard, or an object.
-
-    Raises:
-        NoSuchValue: (a ValueError) there is no such key, or no shard at that offset.
-
-    """
+    """Return what an index names in a flat state dict: the local memory of a tensor's shard, or an object."""
     if index.fqn not in state_dict:
         raise NoSuchValue(f"Could not find FQN: '{index.fqn}' in the state", key=index.fqn)
     value = state_dict[index.fqn]
@@ -95,13 +85,7 @@ def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) ->
 
 
 def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-    """
-    Return the local memory of the shard of a tensor that an index names; of a plain tensor, itself.
-
-    Raises:
-        NoSuchValue: (a ValueError) this rank has no shard at that offset.
-
-    """
+    """Return the local memory of the shard of a tensor that an index names; of a plain tensor, itself."""
     if hasattr(tensor, "__get_tensor_shard__"):
         shard: torch.Tensor = tensor.__get_tensor_shard__(index)
         return shard
@@ -140,13 +124,7 @@ Change = Callable[[Any], Any]
 
 
 def _init_state_dict(state_dict: dict[str, Any]) -> Any:
-    """
-    Replace, in place, each tensor on meta by an empty one on the current device; leave everything else as it is.
-
-    Raises:
-        BrokenProtocol: (a RuntimeError) a ShardedTensor is on meta.
-
-    """
+    """Replace, in place, each tensor on meta by an empty one on the current device; leave everything else as it is."""
     _iterate_state_dict(state_dict, _real_dtensor, _real_sharded_tensor, _real_tensor)
 
 
@@ -380,15 +358,7 @@ def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetad
 def create_read_items_for_chunk_list(
     fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: list[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """
-    Return what to read to fill boxes of a tensor that is stored in other boxes.
-
-    Args:
-        fqn: The tensor's flat name.
-        checkpoint_md: How it is stored.
-        local_chunks: The boxes to fill.
-
-    """
+    """Return what to read to fill boxes of a tensor that is stored in other boxes."""
     items = []
     stored = checkpoint_md.chunks
     for number, index in overlaps(local_chunks, stored):
@@ -412,13 +382,7 @@ def _create_read_items(fqn: str, md: Any, obj: Any) -> list[ReadItem]:
 
 
 def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[ReadItem], bool]:
-    """
-    Return what to read to fill this rank's part of a value, and whether that fills all of it.
-
-    Raises:
-        StateMismatch: (a ValueError) the checkpoint has a tensor there and the state has none.
-
-    """
+    """Return what to read to fill this rank's part of a value, and whether that fills all of it."""
     if not is_tensor_entry(md):
         return [_create_read_item_for_byteio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)], True
     try:
@@ -484,17 +448,7 @@ def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: b
 def create_default_global_save_plan(
     all_plans: list[SavePlan], rewrite_index_hints: bool = True
 ) -> tuple[list[SavePlan], Metadata]:
-    """
-    Return the plans of all ranks, and the metadata of what they write.
-
-    Args:
-        all_plans: What each rank writes; each item is in one plan only.
-        rewrite_index_hints: Put into each index the place of its chunk in the metadata.
-
-    Raises:
-        BrokenProtocol: (an AssertionError) two items that are no shards have one name.
-
-    """
+    """Return the plans of all ranks, and the metadata of what they write."""
     entries: dict[str, STORAGE_TYPES] = {}
     plans = []
     for plan in all_plans:
@@ -534,16 +488,6 @@ def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadat
     Return what to read to fill this rank's part of a flat state dict.
 
     What is converted to another dtype, and what the checkpoint does not cover, is logged with its names.
-
-    Args:
-        state_dict: What to fill.
-        metadata: What the checkpoint holds, in our classes or torch's.
-        strict: Raise where the checkpoint lacks a key; otherwise leave its value alone.
-
-    Raises:
-        MissingKeys: (a RuntimeError) names every key that is missing.
-        StateMismatch: (a ValueError) names every tensor of another size.
-
     """
     entries = metadata.state_dict_metadata
     if strict and (missing := [fqn for fqn in state_dict if fqn not in entries]):
@@ -653,11 +597,6 @@ def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = Fals
 
     An item that several ranks have goes to the one that has least to write, the largest items first; sizes are those
     of the chunks. The plans given are not changed, and items keep their order.
-
-    Args:
-        all_plans: What each rank could write.
-        save_to_lowest_rank: Choose the first rank that has the item instead.
-
     """
     holders: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
