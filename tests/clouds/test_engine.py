@@ -115,14 +115,3 @@ def test_codecs_and_other_layouts(cloud_place: Opens) -> None:
         assert found["zeros"].eq(0).all()
         assert found["step"] == 7
         sk.open(root.place(name)).verify()
-
-
-def test_listing_past_a_page_and_deleting_many(cloud_place: Opens) -> None:
-    """More blobs than are listed or deleted in one request are all listed, and deleted, be they there or not."""
-    store = cloud_place(requests=16)
-    names = [f"blob-{i:05}" for i in range(300)]
-    for name in names:
-        store.put(name, b"x", replace=True)
-    assert [info.name for info in store.list()] == names
-    store.delete_all([*names[:-1], "not-there"])
-    assert names_in(store) == {names[-1]}

@@ -178,10 +178,6 @@ def test_parts_grow_with_the_blob(s3_place: Opened) -> None:
     assert policy.part_bytes_for(5 << 40) % MIB == 0
 
 
-PART = 5 << 20
-Opened = Callable[..., ObjectStore]
-
-
 def test_uploads_share_the_room_for_copies(s3_server: S3Server, s3_place: Opened) -> None:
     """However many blobs are written in small pieces to a store that stalls, few parts are copied beyond their room."""
     uploads, requests = 4, 4
