@@ -167,11 +167,6 @@ def key_source(keys: Keys) -> KeySource | None:
     """Return the key source for what a user passed; a function returns a key (32 bytes), or text as in a key file."""
     if keys is None or isinstance(keys, KeySource):
         return keys
-    if isinstance(keys, str) and _is_key(keys):
-        # As a path it would be shown in an error.
-        raise InvalidKey(
-            "a key was passed where the path of a key file is expected", hint="pass KeyRing.from_text(text)"
-        )
     if isinstance(keys, (str, os.PathLike)):
         return KeyRing.from_file(keys)
     if callable(keys):
@@ -214,11 +209,6 @@ def _from_base64(line: str) -> bytes:
         return base64.b64decode(line.replace("-", "+").replace("_", "/"), validate=True)
     except (binascii.Error, ValueError):
         return b""
-
-
-def _is_key(text: str) -> bool:
-    first = text.strip().partition("\n")[0].strip()
-    return bool(_HEX.fullmatch(first)) or len(_from_base64(first)) == KEY_NBYTES
 
 
 def _may_be_key(path: str) -> bool:

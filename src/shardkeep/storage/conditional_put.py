@@ -80,7 +80,7 @@ class ConditionalPuts(ABC):
                     raise
                 unsure = True
                 log.info("retrying to put %s/%s: %s", self.url, name, error)
-                time.sleep(backoff_s(failed, first_s=_FIRST_DELAY_S, longest_s=5.0))
+                time.sleep(backoff_s(failed, first_s=_FIRST_DELAY_S))
         return None
 
     def _look_and_send(self, name: str, data: Any, over: Version | None) -> None:

@@ -485,10 +485,6 @@ class StoreFileSystem(FileSystemBase):
         store, name = self._blob(path)
         store.delete(name)
 
-    def ls(self, path: PathLike) -> list[str]:
-        """Return the URLs of all blobs of a store."""
-        return [cast("str", self.concat_path(path, info.name)) for info in self.store(path).list()]
-
 
 # -- choosing a file system --------------------------------------------------------------------------------------------
 

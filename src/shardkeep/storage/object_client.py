@@ -60,25 +60,18 @@ _INSTALL = "pip install 'shardkeep[cloud]'"
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """How requests are made, from the options of `open_place`."""
+    """How requests are made: options of `open_place`, which says what they mean."""
 
     timeout_s: float = 60.0
-    """Timeout of one request, including its body."""
     retries: int = 8
-    """Retries of one request that failed for a passing reason."""
     retry_s: float = 180.0
-    """No request is retried after so long."""
     requests: int = 16
-    """Limit of requests in flight."""
     part_bytes: int = 8 * MIB
-    """Size of a part of an upload; larger if there would be too many."""
     conditional_puts: bool | None = None
-    """Whether the service checks the conditions of puts; None: find out by a probe."""
     settle_s: float = 1.0
-    """If it does not: how long to wait after a put before reading back whose bytes are stored."""
 
     def part_bytes_for(self, nbytes: int) -> int:
-        """Return the size of the parts of a blob."""
+        """Return the size of the parts of a blob; larger than `part_bytes` if there would be too many."""
         least = -(-nbytes // _MOST_PARTS)
         return max(self.part_bytes, -(-least // MIB) * MIB)
 
@@ -98,9 +91,7 @@ class Bucket:
     budget: MemoryBudget
     """Memory for parts that are copied before they are sent, shared by all uploads."""
     probed: dict[str, bool] = field(default_factory=dict)
-    """Results of probes."""
     warned: set[str] = field(default_factory=set)
-    """Warnings that were given already."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Serialises puts of this process where the service checks no conditions."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -115,7 +106,6 @@ class Bucket:
 
     @property
     def client(self) -> Any:
-        """Obstore's client, in a process that can use it."""
         self.check_process()
         return self.raw_client
 
@@ -155,12 +145,7 @@ class Bucket:
                 if not again or failed > self.policy.retries or time.monotonic() > until:
                     raise
                 log.info("retrying to %s: %s", what, error)
-                time.sleep(request_backoff_s(failed))
-
-
-def request_backoff_s(failed: int) -> float:
-    """Return the delay after `failed` failures of a request (from 1)."""
-    return backoff_s(failed, first_s=0.2, longest_s=5.0)
+                time.sleep(backoff_s(failed))
 
 
 @functools.cache

@@ -35,9 +35,9 @@ from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.multipart import ObjectWriter
-from shardkeep.storage.object_client import Bucket, object_errors, obstore, open_bucket, request_backoff_s
+from shardkeep.storage.object_client import Bucket, object_errors, obstore, open_bucket
 from shardkeep.storage.object_config import environment_of
-from shardkeep.storage.retry import TRANSIENT
+from shardkeep.storage.retry import TRANSIENT, backoff_s
 
 HEAD_BYTES = 64 << 10
 """Read when a blob is opened; fewer bytes would not arrive sooner."""
@@ -99,7 +99,7 @@ class ObjectReader:
                 failed = 1 if done > begun else failed + 1
                 if error.errno not in TRANSIENT or failed > policy.retries or time.monotonic() > until:
                     raise
-                time.sleep(request_backoff_s(failed))
+                time.sleep(backoff_s(failed))
 
     def _chunks(self, offset: int, view: memoryview) -> Iterator[int]:
         """Make one request and fill `view` as bytes arrive; yields how many arrived each time."""

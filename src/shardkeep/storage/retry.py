@@ -36,7 +36,7 @@ OnRetry = Callable[[int, StorageError, float], object]
 """Called with the number of the attempt that failed (from 1), its error, and the delay before the next one."""
 
 
-def backoff_s(failed: int, *, first_s: float, longest_s: float) -> float:
+def backoff_s(failed: int, *, first_s: float = 0.2, longest_s: float = 5.0) -> float:
     """Return the delay after `failed` failures (from 1): exponential, with jitter."""
     # Jitter, because what fails for one rank fails for all, and they should not all come back at the same moment.
     jitter = 0.5 + random.random()  # noqa: S311 - no secret
