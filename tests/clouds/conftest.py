@@ -19,9 +19,10 @@ from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.support.azure_server import AzureServer, azurite
 from tests.support.google_server import GoogleServer
+from tests.support.s3_server import S3Server
 
 _numbers = itertools.count()
-Cloud = AzureServer | GoogleServer
+Cloud = AzureServer | GoogleServer | S3Server
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def cloud_place(cloud: Cloud) -> Callable[..., ObjectStore]:
     """Open a place of its own."""
 
     def opened(**options: Any) -> ObjectStore:
-        url = cloud.url(f"tests/{os.getpid()}-{next(_numbers)}")
+        url = cloud.url(f"clouds/{os.getpid()}-{next(_numbers)}")
         place = open_place(url, **{**cloud.options, **options})
         assert isinstance(place, ObjectStore)
         return place

@@ -49,20 +49,6 @@ def test_a_batch_is_what_its_frames_are(batch, codecs):
             assert bytes(each) == bytes(chain.encode(memoryview(frame), place))
 
 
-@pytest.mark.parametrize("sizes", [[10, 20], [10, 0], [0, 0], [10, 5, 10], [10, 9], [10, 10, 10], []])
-@pytest.mark.parametrize("codec", ["float", "zstd"])
-def test_frames_that_are_not_those_of_the_data(codec, sizes):
-    """Other bytes than the places have, frames larger than the first, and empty ones are refused."""
-    chain = CodecChain.begin([codec])
-    places = [FramePlace("f", number, 0, size) for number, size in enumerate(sizes)]
-    given = 20 if sizes in ([10, 9], [10, 10, 10]) else sum(sizes) or bool(sizes)
-    if not sizes:
-        assert chain.encode_all(memoryview(b""), places, memoryview(bytearray(1000))) == []
-        return
-    with pytest.raises(CodecFailed, match="were given for frames of"):
-        chain.encode_all(memoryview(bytes(given)), places, memoryview(bytearray(1000)))
-
-
 class Doubles:
     """A second codec that makes twice as much of every frame, and says it could be far more."""
 

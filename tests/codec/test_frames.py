@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardkeep.codecs.base import FRAME_NBYTES
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.compression import Zstd
-from shardkeep.errors import CodecFailed, InvalidCodec
+from shardkeep.errors import InvalidCodec
 from tests.codec.frames import KEYS, KINDS, NAMES, coded, decoded, frames, numbers, place_of
 
 
@@ -47,7 +47,6 @@ def test_the_order_is_that_of_the_list():
     small, large = (CodecChain.begin(codecs, keys=KEYS) for codecs in (["zstd", "aes"], ["aes", "zstd"]))
     assert len(coded(small, zeros)) < 200
     assert len(coded(large, zeros)) > 100_000
-    assert small.names == ["zstd", "aes"]
     assert [each["name"] for each in small.recorded] == ["zstd", "aes"]
 
 
@@ -93,15 +92,6 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
     for senseless in ({}, {"name": 3}, "zstd", None):
         with pytest.raises(InvalidCodec, match="without a name"):
             CodecChain.opened([senseless])
-
-
-def test_a_frame_and_its_place_must_agree():
-    """Bytes that do not match their place raise before anything is coded."""
-    chain = CodecChain.begin(["zstd"])
-    with pytest.raises(CodecFailed, match="3 bytes were given"):
-        chain.encode(memoryview(b"abc"), place_of(b"abcd"))
-    with pytest.raises(CodecFailed, match="3 bytes were given"):
-        chain.decode(memoryview(b""), memoryview(bytearray(3)), place_of(b"abcd"))
 
 
 def test_numpy_arrays_and_other_memory_are_taken():

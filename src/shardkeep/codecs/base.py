@@ -59,11 +59,9 @@ class Codec(Protocol):
 
     def bound(self, nbytes: int) -> int:
         """Return the largest size of the result of `encode` for so many bytes."""
-        ...
 
     def encode(self, data: memoryview, place: FramePlace) -> Buffer:
         """Return the stored form of these bytes. It may be `data` itself, but must not be memory that is reused."""
-        ...
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
         """
@@ -72,7 +70,6 @@ class Codec(Protocol):
         Must never return more than `most_nbytes`, whatever `data` says, because stored data may be forged. An exception
         other than a `CheckpointError` means that `data` is damaged.
         """
-        ...
 
 
 # What a codec may have besides: methods that save time or memory, and a secret key.
@@ -84,7 +81,6 @@ class EncodesMany(Codec, Protocol):
 
     def room_nbytes(self, nbytes: int) -> int:
         """Return how much memory it needs for a frame of so many bytes."""
-        ...
 
     def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Buffer]:
         """
@@ -93,28 +89,24 @@ class EncodesMany(Codec, Protocol):
         `data` has the frames one behind the other, all of one size, except that the last may be smaller. `room` has an
         equal part for each, of at least `room_nbytes` and aligned to 8 bytes.
         """
-        ...
 
 
 @runtime_checkable
 class EncodesInto(Protocol):
     def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         """Encode into the beginning of `into`, which has at least `bound` bytes; return how many were filled."""
-        ...
 
 
 @runtime_checkable
 class DecodesInto(Protocol):
     def decode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         """Decode into the beginning of `into`; return how many bytes were filled. More than it holds is an error."""
-        ...
 
 
 @runtime_checkable
 class Authenticates(Protocol):
     def mac(self, data: bytes) -> bytes:
         """Return the message authentication code of `data`, made with a secret key."""
-        ...
 
 
 class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -78,11 +78,6 @@ class CodecChain:
         return cls(recorded, [_class_of(each).open(each, keys) for each in recorded])
 
     @property
-    def names(self) -> list[str]:
-        """The names of its codecs, in the order of writing."""
-        return [each["name"] for each in self.recorded]
-
-    @property
     def is_secret(self) -> bool:
         """Whether stored bytes can only be read with a key, and `mac` returns a code."""
         return any(isinstance(each, Authenticates) for each in self._codecs)
@@ -105,13 +100,10 @@ class CodecChain:
         `room_nbytes` for each of them, aligned to 8 bytes.
         """
         whole = flat(memoryview(data))
-        sizes = [place.nbytes for place in places]
-        alike = len({*sizes[:-1]}) <= 1 and (len(sizes) < 2 or 0 < sizes[-1] <= sizes[0])
-        if sum(sizes) != whole.nbytes or not alike:
-            raise CodecFailed(f"{whole.nbytes} bytes were given for frames of {sizes}")
         steps: list[_Step] = [codec.encode for codec in self._codecs]
-        of_many, of_one = self._rooms(sizes[0] if sizes else 0)
-        end = len(sizes) * of_many
+        nbytes = places[0].nbytes
+        of_many, of_one = self._rooms(nbytes)
+        end = len(places) * of_many
         if self._many is not None:
             coded = _one_by_one(self._many, whole, places, room[:end])
             steps[0] = lambda data, place: next(coded)  # noqa: ARG005 - they come in order
@@ -119,7 +111,7 @@ class CodecChain:
         for row, place in enumerate(places):
             if self._last is not None:
                 steps[-1] = _step_into(self._last, room[end + row * of_one :][:of_one])
-            stored.append(self._encoded(steps, whole[row * sizes[0] :][: place.nbytes], place))
+            stored.append(self._encoded(steps, whole[row * nbytes :][: place.nbytes], place))
         return stored
 
     def room_nbytes(self, nbytes: int) -> int:
@@ -133,9 +125,8 @@ class CodecChain:
         return -(-of_many // 64) * 64, -(-of_one // 64) * 64
 
     def _encoded(self, steps: Sequence[_Step], data: memoryview, place: FramePlace) -> Buffer:
-        _check_place(data, place)
         stored: Buffer = data
-        for step, codec, name in zip(steps, self._codecs, self.names, strict=True):
+        for step, codec, recorded in zip(steps, self._codecs, self.recorded, strict=True):
             view = flat(memoryview(stored))
             try:
                 stored = step(view, place)
@@ -143,8 +134,9 @@ class CodecChain:
             except (CheckpointError, MemoryError):
                 raise
             except Exception as exc:
-                raise CodecFailed(f"the codec {name!r} failed on {place.named}: {exc!r}") from exc
+                raise CodecFailed(f"the codec {recorded['name']!r} failed on {place.named}: {exc!r}") from exc
             if (most := codec.bound(view.nbytes)) < size:
+                name = recorded["name"]
                 raise CodecFailed(
                     f"the codec {name!r} made {size} bytes of {view.nbytes} from {place.named}; its bound is {most}",
                     hint="its method `bound` is wrong",
@@ -153,7 +145,6 @@ class CodecChain:
 
     def decode(self, stored: memoryview, into: memoryview, place: FramePlace) -> None:
         """Decode a frame into `into`, whose contents are undefined after an error. Raises `DamagedFrame`."""
-        _check_place(into, place)
         bounds = [place.nbytes]
         for codec in self._codecs[:-1]:
             bounds.append(codec.bound(bounds[-1]))
@@ -169,20 +160,15 @@ class CodecChain:
             except (CheckpointError, MemoryError):
                 raise
             except Exception as exc:
-                raise DamagedFrame(
-                    f"the codec {name!r} cannot read {place.named}: {exc!r}", hint=_HINT, file=place.file
-                ) from exc
+                message = f"the codec {name!r} cannot read {place.named}: {exc!r}"
+                raise DamagedFrame(message, hint=_HINT, file=place.file) from exc
             if size > bounds[at]:
-                raise OversizedFrame(
-                    f"{place.named} became {size} bytes in the codec {name!r}, expected at most {bounds[at]}",
-                    hint=_HINT,
-                    file=place.file,
-                )
+                message = f"{place.named} became {size} bytes in the codec {name!r}, expected at most {bounds[at]}"
+                raise OversizedFrame(message, hint=_HINT, file=place.file)
         size = size if filled else data.nbytes
         if size != place.nbytes:
-            raise DamagedFrame(
-                f"{place.named} became {size} bytes instead of {place.nbytes}", hint=_HINT, file=place.file
-            )
+            message = f"{place.named} became {size} bytes instead of {place.nbytes}"
+            raise DamagedFrame(message, hint=_HINT, file=place.file)
         if not filled:
             into[:] = data
 
@@ -218,11 +204,6 @@ def _one_by_one(
 
 def _step_into(codec: EncodesInto, room: memoryview) -> _Step:
     return lambda data, place: room[: codec.encode_into(data, place, room)]
-
-
-def _check_place(data: memoryview, place: FramePlace) -> None:
-    if data.nbytes != place.nbytes:
-        raise CodecFailed(f"{data.nbytes} bytes were given for {place.named}, which has {place.nbytes}")
 
 
 # -- registry ----------------------------------------------------------------------------------------------------------

@@ -32,11 +32,9 @@ class KeySource(Protocol):
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
         """Encrypt a data key; return the id of the wrapping key, and the result."""
-        ...
 
     def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
         """Return the data key, or raise `WrongKey` if it was wrapped by another key."""
-        ...
 
 
 class KeyRing:

@@ -46,11 +46,12 @@ def sample(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)  # noqa: S311 -- test data, no secret
 
 
-def write_blob(store: Store, name: str, data: bytes) -> None:
-    """Write a whole blob in one part."""
-    writer = store.create(name, len(data))
-    writer.write_at(0, memoryview(data))
-    writer.finish()
+def write_blob(store: Store, name: str, data: Any, *, room: int | None = None) -> None:
+    """Write a whole blob in one part, with more `room` than it needs if that is given."""
+    view = memoryview(data)
+    writer = store.create(name, view.nbytes if room is None else room)
+    writer.write_at(0, view)
+    writer.finish(None if room is None else view.nbytes)
 
 
 def read_blob(store: Store, name: str) -> bytes:
@@ -240,9 +241,7 @@ class StoreContract(PutContract):
     def test_buffers_of_other_items(self, store: Store) -> None:
         """A contiguous buffer of any shape and item type is as good as bytes."""
         array = np.arange(6000, dtype=np.float32).reshape(20, 300)
-        writer = store.create("a", array.nbytes)
-        writer.write_at(0, array.data)
-        writer.finish()
+        write_blob(store, "a", array)
         into = np.zeros_like(array)
         with closing(store.open("a")) as reader:
             reader.read_into(0, into.data)
@@ -250,9 +249,7 @@ class StoreContract(PutContract):
 
     def test_empty(self, store: Store) -> None:
         """A blob without bytes exists; an empty part or read is not an error."""
-        writer = store.create("a", 0)
-        writer.write_at(0, memoryview(b""))
-        writer.finish()
+        write_blob(store, "a", b"")
         same(b"", read_blob(store, "a"))
         same(b"", store.get("a", limit=0))
         same([("a", 0)], [(blob.name, blob.nbytes) for blob in store.list()])
@@ -273,9 +270,7 @@ class StoreContract(PutContract):
     def test_a_blob_may_end_early(self, store: Store, end: int) -> None:
         """`finish` decides where the blob ends, and it has no bytes that were not written."""
         data = sample(end)
-        writer = store.create("a", 3_000_000)
-        writer.write_at(0, memoryview(data))
-        writer.finish(end)
+        write_blob(store, "a", data, room=3_000_000)
         same(data, read_blob(store, "a"))
         same([("a", end)], [(blob.name, blob.nbytes) for blob in store.list()])
 
