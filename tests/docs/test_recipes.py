@@ -43,7 +43,7 @@ def test_recipes_are_short(title):
 def test_a_store(tmp_path):
     """The store passes the contract suite, as its test says."""
     (tmp_path / "logged.py").write_text(RECIPES["storage/logged.py"])
-    test = RECIPES["tests/store/test_logged.py"].replace("shardkeep.storage.logged", "logged")
+    test = RECIPES["tests/storage/test_logged.py"].replace("shardkeep.storage.logged", "logged")
     (tmp_path / "test_logged.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_logged.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)

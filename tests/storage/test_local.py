@@ -20,7 +20,7 @@ from shardkeep.storage.base import BlobWriter
 from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
 from shardkeep.storage.local import Descriptors, LocalStore, open_files
 from shardkeep.testing.store_contract import read_blob, sample, write_blob
-from tests.store.system import MIB, drop_cached, failing, is_direct, linux_only
+from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_only
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from shardkeep.storage import local
 from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.store_contract import read_blob, sample, write_blob
-from tests.store.system import MIB, cached, drop_cached, failing, is_direct, linux_only
+from tests.storage.system import MIB, cached, drop_cached, failing, is_direct, linux_only
 
 
 @linux_only
