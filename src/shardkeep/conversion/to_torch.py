@@ -142,7 +142,7 @@ def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _Sto
         nbytes = sum(part.nbytes for part in own)
         places[item.name] = _StorageInfo(name, at, nbytes)
         if head_nbytes:
-            places[item.name].keep_data_start(at + head_nbytes)
+            places[item.name].shardkeep_data_start = at + head_nbytes
         parts += own
         at += nbytes
     return pipeline.file_parts(name, parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkeep.errors import MalformedFile, UnsupportedLeaf
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Ints = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +77,8 @@ DTYPES = (
     DType(20, "float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
     DType(21, "float8_e8m0fnu", 1, "F8_E8M0"),
     DType(22, "float4_e2m1fn_x2", 1, "F4", packed=2),
-    DType(23, "uint1", 1),
-    DType(24, "uint2", 1),
-    DType(25, "uint3", 1),
-    DType(26, "uint4", 1),
-    DType(27, "uint5", 1),
-    DType(28, "uint6", 1),
-    DType(29, "uint7", 1),
-    DType(30, "int1", 1),
-    DType(31, "int2", 1),
-    DType(32, "int3", 1),
-    DType(33, "int4", 1),
-    DType(34, "int5", 1),
-    DType(35, "int6", 1),
-    DType(36, "int7", 1),
+    *(DType(22 + bits, f"uint{bits}", 1) for bits in range(1, 8)),
+    *(DType(29 + bits, f"int{bits}", 1) for bits in range(1, 8)),
     DType(37, "bits8", 1),
     DType(38, "bits16", 2),
     DType(39, "bits1x8", 1),
@@ -104,21 +93,20 @@ _BY_NUMPY = {row.numpy: row for row in DTYPES if row.numpy is not None}
 
 def by_name(name: str) -> DType:
     """Return the type with this name; raise `MalformedFile` if there is none."""
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise MalformedFile(
-            f"there is no dtype named {name!r}", hint="was the checkpoint written by a newer shardkeep?", dtype=name
-        ) from None
+    return _known(_BY_NAME, name, f"named {name!r}")
 
 
 def by_code(code: int) -> DType:
     """Return the type with this code; raise `MalformedFile` if there is none."""
+    return _known(_BY_CODE, code, f"with code {code}")
+
+
+def _known(table: Mapping[T, DType], key: T, called: str) -> DType:
     try:
-        return _BY_CODE[code]
+        return table[key]
     except KeyError:
         raise MalformedFile(
-            f"there is no dtype with code {code}", hint="was the checkpoint written by a newer shardkeep?", code=code
+            f"there is no dtype {called}", hint="was the checkpoint written by a newer shardkeep?", dtype=key
         ) from None
 
 
@@ -127,7 +115,13 @@ def of_torch(dtype: torch.dtype) -> DType:
     try:
         return known_to_torch()[dtype]
     except KeyError:
-        raise UnsupportedLeaf(f"{dtype} has no stored form", hint=_hint(str(dtype)), dtype=str(dtype)) from None
+        quantized = str(dtype).startswith(("torch.qint", "torch.quint"))
+        hint = (
+            "save t.int_repr() together with its scale and zero_point"
+            if quantized
+            else "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"
+        )
+        raise UnsupportedLeaf(f"{dtype} has no stored form", hint=hint, dtype=str(dtype)) from None
 
 
 def to_torch(dtype: DType) -> torch.dtype:
@@ -155,9 +149,3 @@ def known_to_torch() -> Mapping[torch.dtype, DType]:
     # getattr with a default: an older torch may lack the newest rows.
     found = ((getattr(torch, row.name, None), row) for row in DTYPES)
     return {dtype: row for dtype, row in found if isinstance(dtype, torch.dtype)}
-
-
-def _hint(name: str) -> str:
-    if name.startswith(("torch.qint", "torch.quint")):
-        return "save t.int_repr() together with its scale and zero_point"
-    return "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"

@@ -30,26 +30,12 @@ from shardkeep.layouts.torch import (
     safe_globals,
     unpickle_metadata,
 )
-from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo, _StoragePrefix
+from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo
 from shardkeep.storage.base import Gets
 
 log = logging.getLogger("shardkeep")
 
-_CLASSES: dict[type, tuple[str, str]] = {
-    kind: (HOMES[kind.__name__][0], kind.__name__)
-    for kind in (
-        Metadata,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
-        metadata.StorageMeta,
-        metadata._MEM_FORMAT_ENCODING,
-        MetadataIndex,
-        _StorageInfo,
-        _StoragePrefix,
-    )
-}
+_CLASSES: dict[type, tuple[str, str]] = {getattr(metadata, name): (homes[0], name) for name, homes in HOMES.items()}
 
 
 def encode_metadata(value: Metadata) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.futures import Future
@@ -196,25 +196,12 @@ class _StorageInfo:
     transform_descriptors: Sequence[str] | None = None
     """The extensions it was written through, in the order in which to undo them."""
 
-    # What torch does not know is kept beside its fields: it is pickled with them, and torch carries it along unseen.
+    # What torch does not know is pickled with its fields, and torch carries it along unseen. Not annotated: no fields.
 
-    @property
-    def data_start(self) -> int | None:
-        """The file offset of a tensor's bytes, which are row-major and as its metadata say; None if not known."""
-        return vars(self).get("shardkeep_data_start")
-
-    def keep_data_start(self, start: int) -> None:
-        """Set the file offset of the tensor's bytes."""
-        vars(self)["shardkeep_data_start"] = start
-
-    def keep_sums(self, sums: tuple[int, int, str]) -> None:
-        """Attach size and checksum of the whole file, for the coordinator."""
-        vars(self)["shardkeep_sums"] = sums
-
-    def take_sums(self) -> tuple[int, int, str] | None:
-        """Remove and return size and checksum of the whole file."""
-        sums: tuple[int, int, str] | None = vars(self).pop("shardkeep_sums", None)
-        return sums
+    shardkeep_data_start = cast("int | None", None)
+    """The file offset of a tensor's bytes, which are row-major and as its metadata say; None if not known."""
+    shardkeep_sums = cast("tuple[int, int, str] | None", None)
+    """Sizes and checksum of the whole file, for the coordinator, which takes it off."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Nothing where there is nothing to say, as before there were extensions.

@@ -265,14 +265,14 @@ def _check_as_planned(item: WriteItem, data: Data) -> None:
 def _results(plan: FilePlan, items: list[WrittenItem], as_planned: list[bool], sums: Sums) -> list[WriteResult]:
     results = [_result(*each, plan.name) for each in zip(plan.items, items, as_planned, strict=True)]
     if results:
-        results[0].storage_data.keep_sums((sums.nbytes, sums.block_nbytes, sums.checksum))
+        results[0].storage_data.shardkeep_sums = (sums.nbytes, sums.block_nbytes, sums.checksum)
     return results
 
 
 def _result(item: WriteItem, written: WrittenItem, as_planned: bool, file: str) -> WriteResult:
     info = _StorageInfo(file, written.offset, written.nbytes, written.descriptors or None)
     if written.data_start is not None and as_planned:
-        info.keep_data_start(written.data_start)
+        info.shardkeep_data_start = written.data_start
     return WriteResult(index=item.index, size_in_bytes=written.nbytes, storage_data=info)
 
 
@@ -495,12 +495,11 @@ class _FileSystemWriter(StorageWriter):
         sums: dict[str, Sums] = {}
         places: dict[Any, Any] = {}
         for result in (each for of_rank in results for each in of_rank):
-            places[result.index] = result.storage_data
-            if isinstance(result.storage_data, _StorageInfo) and (of_file := result.storage_data.take_sums()):
-                nbytes, block_nbytes, checksum = of_file
-                sums[result.storage_data.relative_path] = Sums(
-                    nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum
-                )
+            places[result.index] = place = result.storage_data
+            if isinstance(place, _StorageInfo) and place.shardkeep_sums:
+                nbytes, block_nbytes, checksum = place.shardkeep_sums
+                place.shardkeep_sums = None
+                sums[place.relative_path] = Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
