@@ -307,13 +307,6 @@ class Rendezvous:
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        """Begin the call."""
-        try:
-            self._visit(self._number)
-        except StoreUnreachable as lost:
-            raise self._out_of_reach(RankMessage(title=self._title, phase="begin"), lost) from lost
-
     def _number(self, mailbox: KVMailbox) -> None:
         self._call = mailbox.count(f"calls/{self._world.rank}")
         self._step = 0
@@ -404,7 +397,10 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
     if world.solo:
         yield call
         return
-    call._join()
+    try:
+        call._visit(call._number)
+    except StoreUnreachable as lost:
+        raise call._out_of_reach(RankMessage(title=title, phase="begin"), lost) from lost
     try:
         yield call
     except BaseException as error:

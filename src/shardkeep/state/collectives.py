@@ -33,8 +33,6 @@ from shardkeep.options import Options
 from shardkeep.state.flatten import get_element, leaves_of, map_leaves
 from shardkeep.state.leaves import (
     TreePath,
-    as_bytes,
-    carrier_of,
     copy_bits,
     describe_leaf,
     is_dtensor,
@@ -53,6 +51,8 @@ BATCH_BYTES = 64 << 20
 """Size of the broadcast buffer: large enough for full bandwidth, small beside any model."""
 _ALIGNED = 16  # every dtype can be viewed at multiples of this
 _CPU = torch.device("cpu")
+_CARRIERS: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+"""Dtypes that every backend can send; values of other dtypes travel as one of the same size."""
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
 """Exactly these are opened in state dicts that are sent; a subclass is one value."""
 
@@ -125,7 +125,7 @@ def all_gather_sharded_tensor(
         padded = torch.empty((rows * len(ranks), *shape[1:]), dtype=dtype, device=device)
         # Named all_gather_into_tensor before torch 2.13, which deprecates that name.
         all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(as_bytes(padded), as_bytes(mine), group=group)
+        all_gather(_as_bytes(padded), _as_bytes(mine), group=group)
         return padded[: shape[0]]
     # Each owner broadcasts its shards, straight into the full tensor if the shard is contiguous there.
     full = torch.empty(shape, dtype=dtype, device=device)
@@ -134,10 +134,14 @@ def all_gather_sharded_tensor(
         carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         if owner == dist.get_rank():
             copy_bits(carrier, pieces[box.offsets])
-        dist.broadcast(as_bytes(carrier), src=owner, group=group)
+        dist.broadcast(_as_bytes(carrier), src=owner, group=group)
         if carrier is not target:
             copy_bits(target, carrier)
     return full
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
@@ -170,7 +174,7 @@ def _full_of_dtensor(value: Any, *_: Any) -> torch.Tensor:
     mesh, dtype = value.device_mesh, value.dtype
     # An offloaded tensor goes back to the device on which the mesh communicates.
     there = value if value.device.type == mesh.device_type else value.to(mesh.device_type)
-    carrier = carrier_of(dtype)
+    carrier = _CARRIERS.get(dtype.itemsize, dtype)
     # Sent as another dtype of the same size, except partial values: a reduction needs the numbers.
     if carrier != dtype and not any(placement.is_partial() for placement in there.placements):
         spec = dataclasses.replace(there._spec, tensor_meta=there._spec.tensor_meta._replace(dtype=carrier))

@@ -328,8 +328,7 @@ def traverse_state_dict(
             return True
         return isinstance(value, list) and any(opens(item) or keep_traversing(item) for item in value)
 
-    for key, value in state_dict.items():
-        _traverse((str(key),), value, visitor, opens)
+    _traverse((), state_dict, visitor, opens)
 
 
 def traverse_state_dict_v_2_3(
@@ -348,8 +347,7 @@ def traverse_state_dict_v_2_3(
 
 def traverse_everything(state_dict: Mapping[str, Any], visitor: Visitor) -> None:
     """Call `visitor(path, value)` for each value, in order, opening every mapping, list and tuple."""
-    for key, value in state_dict.items():
-        traverse_obj((str(key),), value, visitor)
+    traverse_obj((), state_dict, visitor)
 
 
 def traverse_obj(path: OBJ_PATH, value: Any, visitor: Visitor) -> None:

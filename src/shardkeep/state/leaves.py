@@ -170,24 +170,7 @@ def _is_a(obj: Any, module: str, name: str) -> bool:
     return kind is not None and isinstance(obj, kind)
 
 
-# torch can store some dtypes that it can neither send nor copy; their bytes are moved as another dtype.
-
-_SENT_BY_ALL: Final = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
-)
-"""The dtypes that every backend can send."""
-_CARRIERS: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as a row of bytes, which every backend can send."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype of the same size that every backend can send; the dtype itself if it is one."""
-    return dtype if dtype in _SENT_BY_ALL else _CARRIERS.get(dtype.itemsize, dtype)
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:

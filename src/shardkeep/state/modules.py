@@ -298,7 +298,10 @@ def _present(given: Mapping[str, Any], info: StateDictInfo) -> list[str]:
 def _distribute(given: dict[str, Any], present: list[str], info: StateDictInfo) -> tuple[dict[str, Any], bool]:
     """Cut full tensors to this rank's part; also return whether the module must be assigned the tensors themselves."""
     live = {item.key: item.value for item in info.live}
-    device, on_meta = _device_of(live, given)
+    tensors = {key: value for key, value in live.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
+    on_meta = any(value.is_meta for value in tensors.values())
+    device = single_device({key: value for key, value in tensors.items() if not value.is_meta})
+    device = device or _device_for_meta(live, given)
     local: dict[str, Any] = {}
     for key, value in live.items():
         flattened = info.fsdp_modules and not is_dtensor(value)
@@ -321,14 +324,6 @@ def _distribute(given: dict[str, Any], present: list[str], info: StateDictInfo) 
     if hasattr(given, "_metadata"):
         result._metadata = given._metadata  # type: ignore[attr-defined]  # where nn.Module looks for it
     return result, on_meta
-
-
-def _device_of(local: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[torch.device, bool]:
-    """Return the device of a model, and whether parts of it are on meta."""
-    tensors = {key: value for key, value in local.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
-    device = single_device({key: value for key, value in tensors.items() if not value.is_meta})
-    on_meta = any(value.is_meta for value in tensors.values())
-    return device or _device_for_meta(local, given), on_meta
 
 
 def single_device(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:

@@ -149,7 +149,7 @@ class Objects:
         for adapter in self._adapters:
             if adapter.communicates != communicating:
                 continue
-            if selected(adapter.name) or any(selected(leaf.name) for _, leaf in stored.below(adapter.name)):
+            if selected(adapter.name) or any(selected(leaf.name) for leaf in stored.below(adapter.name)):
                 self._templates[adapter.name] = adapter.template(stored, selected)
         return {name: template.state for name, template in self._templates.items()}
 

@@ -170,7 +170,7 @@ class StoredGroups:
         """Parameter -> the name under which its state is in the checkpoint."""
         raw: dict[Any, dict[str, bytes]] = {}
         prefix = f"{name}.{PARAM_GROUPS}."
-        for _, leaf in stored.below(f"{name}.{PARAM_GROUPS}"):
+        for leaf in stored.below(f"{name}.{PARAM_GROUPS}"):
             parts = [part for _, part in leaf.path]
             if PARAM_GROUPS not in parts[:-2]:
                 continue
@@ -181,7 +181,10 @@ class StoredGroups:
             if key == PARAMS:
                 former = ".".join(part_name(kind, part) for kind, part in leaf.path[:at])
                 for one in stored.value(leaf):
-                    new = _renamed_parameter(stored, former, name, one)
+                    # The name of the parameter after the load has renamed its optimizer state.
+                    renamed = stored.renamed(f"{former}.state.{one}.step") or ""
+                    inside = renamed.startswith(f"{name}.state.") and renamed.endswith(".step")
+                    new = renamed[len(f"{name}.state.") : -len(".step")] if inside else one
                     self._group_of[new] = group
                     self._former[new] = f"{former}.state.{one}"
             elif key not in MACHINE_KEYS and not leaf.is_tensor and not leaf.empty and selected(leaf.name):
@@ -231,15 +234,6 @@ class StoredGroups:
             self.check(names, tensors_of)
         by_parameter = {parameter: hyper[group] for parameter, group in self._group_of.items()}
         return [common_hyper(names, by_parameter)[0] for names in members]
-
-
-def _renamed_parameter(stored: StoredState, former: str, name: str, parameter: str) -> str:
-    """Return the name of a parameter after the load has renamed its optimizer state."""
-    renamed = stored.renamed(f"{former}.state.{parameter}.step")
-    prefix, suffix = f"{name}.state.", ".step"
-    if renamed is None or not (renamed.startswith(prefix) and renamed.endswith(suffix)):
-        return parameter
-    return renamed[len(prefix) : -len(suffix)]
 
 
 class StateLayout:

@@ -134,7 +134,10 @@ def possible_cuts(key: str, spec: DTensorSpec, mesh_shape: Ints) -> list[list[Cu
     if any(cut.split_factor > 1 for cut in as_written) and getattr(spec, "use_strided_shard_as_shard_order", True):
         undone = _undo_strides(as_written, mesh_shape)
         return [as_written] if undone is None else [undone, as_written]
-    return [_reorder(as_written, getattr(spec, "shard_order", None) or ())]
+    # In the order of execution that torch recorded for each tensor dimension, if it did.
+    recorded = getattr(spec, "shard_order", None) or ()
+    order = {mesh_dim: i for _, mesh_dims in recorded for i, mesh_dim in enumerate(mesh_dims)}
+    return [sorted(as_written, key=lambda cut: order.get(cut.mesh_dim, cut.mesh_dim))]
 
 
 def _read_cut(key: str, mesh_dim: int, placement: Any, ndim: int) -> Cut | None:
@@ -174,9 +177,3 @@ def _undo_strides(cuts: list[Cut], mesh_shape: Ints) -> list[Cut] | None:
             return None
         earlier.insert(at, Cut(mesh_dim, tensor_dim))
     return [cut for dim in order.values() for cut in dim]
-
-
-def _reorder(cuts: list[Cut], shard_order: Sequence[tuple[int, tuple[int, ...]]]) -> list[Cut]:
-    """Put cuts of one tensor dimension in the order of execution torch recorded, if it did."""
-    rank = {mesh_dim: i for _, mesh_dims in shard_order for i, mesh_dim in enumerate(mesh_dims)}
-    return sorted(cuts, key=lambda cut: rank.get(cut.mesh_dim, cut.mesh_dim))

@@ -4,7 +4,7 @@ Torch's functions for the state of a model and its optimizers: get, set and patc
 Reading never changes an optimizer, its parameters, gradients or learning rates, nor an optimizer without state. Setting
 never makes a step: only if the form of the state cannot be derived from the state itself (its dtype or layout is not the
 parameter's) does an optimizer without state make a dry step. State dicts that are passed in are never changed; an
-optimizer's may be nested, flat, or as `Optimizer.state_dict()` returns it.
+optimizer's may be nested or flat.
 
 All ranks that hold a part of the model must call these functions. `optimizers` are one or several, and no parameter may be
 in two of them; for `options` see `StateDictOptions`. With `full_state_dict`, tensors that are set are whole, and with
@@ -214,7 +214,7 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: Sta
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         with with_initial_state(optimizer):
-            named = _named_by_fsdp1(model, optimizer, info) if info.fsdp_modules else _named(optimizer, info)
+            named = _named(model, optimizer, info)
         for name, tree in named.get(STATE, {}).items():
             if name in state:
                 raise BadState(f"two of the optimizers have state for {name!r}", hint="read their states one by one")
@@ -226,21 +226,28 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: Sta
     return gathered_or_offloaded(flatten_optimizer_state(whole) if info.flatten_optimizer_state_dict else whole, info)
 
 
-def _named(optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
+def _named(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
+    """Return an optimizer's state dict with canonical names in place of numbers, or of FSDP1's names."""
     packed = own_method(optimizer, "state_dict")()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
-    names = [_names_of(parameter, info)[0] for parameter in parameters]
-    for key in packed[STATE]:
-        if not isinstance(key, int) or key >= len(names):
+    names: dict[Any, str]
+    if info.fsdp_modules:
+        with info.fsdp_context():
+            packed = fsdp1_optimizer_state(model, optimizer, packed, to_load=False)
+        if not packed:
+            return {}
+        keys = {*packed[STATE], *(name for group in packed[PARAM_GROUPS] for name in group[PARAMS])}
+        names = {key: canonical_key(model, key, fqn_modifiers=info.dsd_fqn_modifiers) for key in keys}
+    else:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+        names = {number: _names_of(parameter, info)[0] for number, parameter in enumerate(parameters)}
+        if foreign := [key for key in packed[STATE] if key not in names]:
             raise MissingKey(
-                f"{type(optimizer).__qualname__} keeps state under {key!r}, which is none of its parameters",
+                f"{type(optimizer).__qualname__} keeps state under {foreign[0]!r}, which is none of its parameters",
                 hint="save such state by itself",
             )
     return {
-        STATE: {names[number]: tree for number, tree in packed[STATE].items()},
-        PARAM_GROUPS: [
-            {**group, PARAMS: [names[number] for number in group[PARAMS]]} for group in packed[PARAM_GROUPS]
-        ],
+        STATE: {names[key]: tree for key, tree in packed[STATE].items()},
+        PARAM_GROUPS: [{**group, PARAMS: [names[key] for key in group[PARAMS]]} for group in packed[PARAM_GROUPS]],
     }
 
 
@@ -252,22 +259,6 @@ def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
             hint="pass the model that holds all parameters of the optimizer, as it is after wrapping",
         )
     return info.param_names[parameter]
-
-
-def _named_by_fsdp1(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
-    packed = own_method(optimizer, "state_dict")()
-    with info.fsdp_context():
-        named = fsdp1_optimizer_state(model, optimizer, packed, to_load=False)
-    if not named:
-        return {}
-
-    def canonical(name: str) -> str:
-        return canonical_key(model, name, fqn_modifiers=info.dsd_fqn_modifiers)
-
-    return {
-        STATE: {canonical(name): tree for name, tree in named[STATE].items()},
-        PARAM_GROUPS: [{**group, PARAMS: [canonical(name) for name in group[PARAMS]]} for group in named[PARAM_GROUPS]],
-    }
 
 
 def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,30 +315,23 @@ class SavedOptimizers:
     """Keys inside the state of a parameter were joined, so that 0 and "0" look the same."""
 
 
-def _parse_nested(state_dict: Mapping[str, Any], in_order: Sequence[str]) -> SavedOptimizers:
-    """Parse the nested form; numbers refer to `in_order`, the names of the optimizers' parameters."""
-    groups = state_dict.get(PARAM_GROUPS)
-    if groups is None:
+def _parse_nested(state_dict: Mapping[str, Any]) -> SavedOptimizers:
+    if PARAM_GROUPS not in state_dict:
         raise MissingKey(
             f"the optimizer state dict has {STATE!r} and no {PARAM_GROUPS!r}",
             hint="pass all of what get_optimizer_state_dict returned",
         )
-    state = state_dict[STATE]
-    given = [name for group in groups for name in group[PARAMS]]
-    renamed: dict[Any, str] = {}
-    if any(isinstance(name, int) for name in (*state, *given)):
-        if len(given) != len(in_order):
+    result = SavedOptimizers(state=dict(state_dict[STATE]))
+    for group in state_dict[PARAM_GROUPS]:
+        if any(isinstance(name, int) for name in group[PARAMS]):
             raise BadState(
-                f"the optimizer state dict is by numbers and has {len(given)} parameters, the optimizer {len(in_order)}",
+                "the optimizer state dict is by numbers, as Optimizer.state_dict() returns it",
                 hint="pass what get_optimizer_state_dict returned: it is by name",
             )
-        renamed = dict(zip(given, in_order, strict=True))
-    result = SavedOptimizers(state={renamed.get(name, name): tree for name, tree in state.items()})
-    for group in groups:
         hyper = {key: value for key, value in group.items() if key not in LIVE_KEYS}
         if not group[PARAMS]:
             result.empty_groups.append(hyper)
-        result.groups.update(dict.fromkeys((renamed.get(name, name) for name in group[PARAMS]), hyper))
+        result.groups.update(dict.fromkeys(group[PARAMS], hyper))
     return result
 
 
@@ -437,7 +421,7 @@ def load_optimizers(
     read: list[SavedOptimizers] = []
 
     def skeleton() -> SavedOptimizers:
-        read.append(_read(optimizers, state_dict, info))
+        read.append(_read(state_dict, info))
         return _skeleton(read[0])
 
     if from_first and dist.is_initialized():
@@ -449,7 +433,7 @@ def load_optimizers(
                 "the optimizers' state dict is empty on this rank",
                 hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
             )
-        known = saved = _read(optimizers, state_dict, info)
+        known = saved = _read(state_dict, info)
     empty = sum(not group[PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
     if empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
         raise BadOptions(
@@ -467,13 +451,11 @@ def load_optimizers(
             _load(plan, known, saved, info)
 
 
-def _read(optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
-    """Parse an optimizer state dict in any of its forms: nested by names, flat, or by numbers."""
-    if STATE not in state_dict:
-        return _parse_flat(state_dict, {name for found in info.param_names.values() for name in found})
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group[PARAMS]]
-    return _parse_nested(state_dict, [info.param_names[one][0] for one in parameters if one in info.param_names])
+def _read(state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
+    """Parse an optimizer state dict in one of its forms, nested or flat."""
+    if STATE in state_dict:
+        return _parse_nested(state_dict)
+    return _parse_flat(state_dict, {name for found in info.param_names.values() for name in found})
 
 
 def _plan(
@@ -586,7 +568,13 @@ def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info:
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for number, tree in trees.items():
             parameter = flat[number].parameter
-            template = layout.of(parameter) if _unlike(tree, parameter) else layout.at_hand(parameter)
+            # Only the optimizer knows why state has a floating dtype other than the parameter's.
+            unlike = any(
+                leaf.is_floating_point() and leaf.dtype != parameter.dtype and path[-1] != STEP
+                for path, leaf in leaves_of(tree)
+                if isinstance(leaf, torch.Tensor)
+            )
+            template = layout.of(parameter) if unlike else layout.at_hand(parameter)
             loaded = optimizer.state[parameter]
             optimizer.state[parameter] = _in_own_types(tree, loaded, template)
 
@@ -602,15 +590,6 @@ def _with_own_keys(tree: dict[Any, Any], parameter: torch.Tensor, layout: StateL
     for path, value in leaves_of(tree, _is_mapping):
         _put(result, known.get(path_name(path), path), value)
     return result
-
-
-def _unlike(tree: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
-    """Return True if state has a floating dtype other than the parameter's, so that only the optimizer decides it."""
-    return any(
-        leaf.is_floating_point() and leaf.dtype != parameter.dtype and path[-1] != STEP
-        for path, leaf in leaves_of(tree)
-        if isinstance(leaf, torch.Tensor)
-    )
 
 
 def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mapping[Any, Any] | None) -> dict[Any, Any]:

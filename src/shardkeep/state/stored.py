@@ -112,14 +112,12 @@ class StoredState:
         self._leaves = sorted(found, key=lambda leaf: leaf.name)
         self._names = [leaf.name for leaf in self._leaves]
 
-    def below(self, name: str) -> list[tuple[tuple[PathStep, ...], StoredLeaf]]:
-        """Return the leaves whose names begin with `name` and a dot, each with its path from there on."""
-        prefix = f"{name}."
-        first = bisect_left(self._names, prefix)
+    def below(self, name: str) -> list[StoredLeaf]:
+        """Return the leaves whose names begin with `name` and a dot, in the order in which they were saved."""
+        first = bisect_left(self._names, f"{name}.")
         # "/" follows "." in ASCII, so every name with the prefix sorts before this.
         last = bisect_left(self._names, f"{name}/", lo=first)
-        found = sorted(self._leaves[first:last], key=lambda leaf: leaf.order)
-        return [(_tail(leaf, prefix), leaf) for leaf in found]
+        return sorted(self._leaves[first:last], key=lambda leaf: leaf.order)
 
     def find(self, name: str) -> StoredLeaf | None:
         """Return the leaf of exactly this name."""
@@ -128,7 +126,7 @@ class StoredState:
 
     def has(self, name: str) -> bool:
         """Return True if there is anything of this name or below it."""
-        return self.find(name) is not None or bool(self.below(name))
+        return self.find(name) is not None or _any_below(self._names, name)
 
     @cached_property
     def _former_names(self) -> list[str]:
@@ -136,8 +134,7 @@ class StoredState:
 
     def was(self, name: str) -> bool:
         """Return True if the checkpoint has anything below this name, before the load renames or drops it."""
-        at = bisect_left(self._former_names, f"{name}.")
-        return at < len(self._former_names) and self._former_names[at].startswith(f"{name}.")
+        return _any_below(self._former_names, name)
 
     def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
         """Return the global shape of a tensor."""
@@ -153,10 +150,19 @@ class StoredState:
 
     def nest(self, name: str, make: Callable[[StoredLeaf], Any]) -> Any:
         """Rebuild the containers below a name, calling `make` for each leaf; per-rank state becomes an `EveryRank`."""
+
+        def value_of(leaf: StoredLeaf) -> Any:
+            return _CONTAINERS[leaf.empty]([]) if leaf.empty else make(leaf)
+
         own = self.find(name)
-        items = [((), own)] if own is not None else self.below(name)
-        made = [(tail, _CONTAINERS[leaf.empty]([]) if leaf.empty else make(leaf)) for tail, leaf in items]
-        return made[0][1] if own is not None else build_containers(made)
+        if own is not None:
+            return value_of(own)
+        return build_containers([(_tail(leaf, f"{name}."), value_of(leaf)) for leaf in self.below(name)])
+
+
+def _any_below(names: list[str], name: str) -> bool:
+    at = bisect_left(names, f"{name}.")
+    return at < len(names) and names[at].startswith(f"{name}.")
 
 
 def build_containers(leaves: list[tuple[tuple[PathStep, ...], Any]], depth: int = 0) -> Any:
