@@ -87,19 +87,6 @@ PAIRS = [
 ]
 
 
-def test_every_wrapper_saves_and_loads_every_optimizer():
-    """
-    No pair of a wrapper and an optimizer is left out by taking turns, neither among those that save nor those that load.
-    """
-    assert {(source, target) for source, target, _ in PAIRS} == set(itertools.product(WORLDS, WORLDS))
-    wanted = {
-        (kind, optimizer) for kind, optimizer in itertools.product(WORLDS, OPTIMIZERS) if can_hold(optimizer, kind)
-    }
-    others = [pair for pair in PAIRS if pair[0] != pair[1]]
-    assert {(source, optimizer) for source, _, optimizer in others} == wanted
-    assert {(target, optimizer) for _, target, optimizer in others} == wanted
-
-
 @pytest.fixture(scope="module")
 def new_ranks():
     """Ranks that nothing else ran on: wrappers of torch keep what they know of meshes for the life of a process."""

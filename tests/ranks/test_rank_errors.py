@@ -113,7 +113,7 @@ def raised(error: BaseException) -> BaseException:
 @pytest.mark.parametrize(
     "error",
     [
-        CheckpointError("bad", whole=1, part=object(), deep={"a": [1, (2, 3)]}, huge=1 << 80, name="f\udcff"),
+        CheckpointError("bad", whole=1, part=object(), deep={"a": [1, (2, 3)]}, huge=1 << 80),
         OSError("file \udcff\udcfe"),
         Unprintable(),
         ValueError("x" * (3 * MOST_CHARS)),
@@ -128,9 +128,4 @@ def test_whatever_an_error_holds_it_can_travel(error: BaseException):
     assert msgspec.msgpack.decode(wire, type=GroupError).error().by_rank == {1: failure}
     assert len(failure.message) < MOST_CHARS + 100
     assert "raised" in failure.trace
-
-
-def test_details_that_cannot_travel_are_left_out():
-    error = CheckpointError("bad", whole=1, part=object(), deep={"a": [1, (2, 3)]}, huge=1 << 80)
-
-    assert describe_error(error).details == {"whole": 1, "deep": {"a": [1, [2, 3]]}}
+    assert failure.details == ({"whole": 1, "deep": {"a": [1, [2, 3]]}} if "bad" in failure.message else {})

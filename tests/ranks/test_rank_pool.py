@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -104,38 +100,3 @@ def test_a_process_whose_group_was_not_made_is_replaced(rank_pool: RankPool):
 
     assert [str(one.error) for one in outcomes] == [f"rank {r} could not join the process group" for r in range(2)]
     assert not set(pids) & {pid for pid, _, _ in rank_pool.run(2, state_of_process)}
-
-
-def test_ranks_end_with_the_process_that_started_them(tmp_path):
-    """Also when it is killed, and also ranks that are busy."""
-    (tmp_path / "busy.py").write_text(
-        textwrap.dedent("""
-            import os, time
-            from tests.support.rank_pool import RankPool
-            def busy():
-                print(os.getpid(), file=open(os.environ["PIDS"], "a"), flush=True)
-                time.sleep(60)
-            if __name__ == "__main__":
-                import busy
-                RankPool(2).run(2, busy.busy)
-        """)
-    )
-    pids = tmp_path / "pids"
-    pids.touch()
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PIDS": str(pids), "PYTHONPATH": path}
-    parent = subprocess.Popen([sys.executable, "busy.py"], cwd=tmp_path, env=environment)
-    try:
-        wait_until(lambda: len(pids.read_text().split()) == 2, 60)
-    finally:
-        parent.kill()
-        parent.wait()
-
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids.read_text().split()), 10)
-
-
-def wait_until(true, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -171,17 +171,14 @@ def vanish_after(failing: list[int]) -> Outcome:
     return outcome
 
 
-def test_rank_0_stays_until_the_others_have_its_answer(rank_pool: RankPool):
+@pytest.mark.parametrize("failing", [[], [1]])
+def test_rank_0_stays_until_the_others_have_its_answer(rank_pool: RankPool, failing: list[int]):
     """A script may end right after its save, and on rank 0 that ends the store."""
-    outcomes = rank_pool.run(3, vanish_after, [], expect_death=[0], store_on="rank0")
+    outcomes = rank_pool.run(3, vanish_after, failing, expect_death=[0], store_on="rank0")[1:]
 
-    assert [one.answer for one in outcomes[1:]] == [b",,>1", b",,>2"]
-
-
-def test_rank_0_stays_until_the_others_know_of_the_failure(rank_pool: RankPool):
-    outcomes = rank_pool.run(3, vanish_after, [1], expect_death=[0], store_on="rank0")
-
-    assert {one.message for one in outcomes[1:]} == {"rank 1: OSError: no space\n(during 'write' of save to a)"}
+    message = "rank 1: OSError: no space\n(during 'write' of save to a)" if failing else ""
+    assert [one.message for one in outcomes] == [message] * 2
+    assert [one.answer for one in outcomes] == ([None, None] if failing else [b",,>1", b",,>2"])
 
 
 def differ(what: str) -> tuple[Outcome, Outcome]:

@@ -64,10 +64,7 @@ def test_ranks_count_within_their_group(rank_pool: RankPool):
     assert zero == (0, (0, 2, False))
     assert two == (1, (1, 2, False))
     assert one[1] == (0, 1, True)
-
-
-def test_a_process_outside_the_group_is_told_so(rank_pool: RankPool):
-    assert rank_pool.run(3, in_groups)[1][0].startswith("rank 1 of the default group is not a member")
+    assert one[0].startswith("rank 1 of the default group is not a member")
 
 
 def talk(title: str, world: World, word: str) -> str:

@@ -70,23 +70,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-def count_the_counter():
-    with LiveBytes() as live:
-        kept = torch.zeros(1000)
-        for _ in range(5):
-            kept = kept + 1
-        half = kept[:500]
-        del kept
-        after = live.now
-        del half
-    return live.peak, after, live.now
-
-
-def test_the_counter_counts(rank_pool):
-    """Two tensors of 4000 bytes at a time at most, one kept alive by a view, then none."""
-    assert rank_pool.run(1, count_the_counter) == [(8000, 4000, 0)]
-
-
 def full_tree(shapes):
     return {f"t{i}": torch.full(shape, float(i)) for i, shape in enumerate(shapes)}
 

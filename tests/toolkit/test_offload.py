@@ -21,15 +21,7 @@ from tests.toolkit.samples import numbered, seen, sharded_tree
 
 def pointers(tree):
     """Where the memory of each tensor is."""
-    if isinstance(tree, ShardedTensor):
-        return [shard.tensor.data_ptr() for shard in tree.local_shards()]
-    if isinstance(tree, DTensor):
-        return [tree._local_tensor.data_ptr()]
-    if isinstance(tree, torch.Tensor):
-        return [tree.data_ptr()]
-    if isinstance(tree, dict):
-        return [at for value in tree.values() for at in pointers(value)]
-    return [at for value in tree for at in pointers(value)] if isinstance(tree, (list, tuple)) else []
+    return [tensor.data_ptr() for tensor in plain_tensors(tree)]
 
 
 def offload_both():

@@ -48,29 +48,16 @@ def outcome(func, *args):
 
 
 @pytest.mark.parametrize(
-    ("our_flatten", "our_unflatten", "their_flatten", "their_unflatten"),
-    [
-        (
-            our_nested.flatten_state_dict,
-            our_nested.unflatten_state_dict,
-            their_nested.flatten_state_dict,
-            their_nested.unflatten_state_dict,
-        ),
-        (
-            ours._flatten_state_dict,
-            ours._unflatten_state_dict,
-            theirs._flatten_state_dict,
-            theirs._unflatten_state_dict,
-        ),
-    ],
+    ("mine", "its", "prefix"),
+    [(our_nested, their_nested, ""), (ours, theirs, "_")],
     ids=["_nested_dict", "_state_dict_utils"],
 )
 @settings(deadline=None)
 @given(tree=TREES)
-def test_flattening_is_that_of_torch(our_flatten, our_unflatten, their_flatten, their_unflatten, tree):
-    """
-    Names, order, paths and leaves are equal, and so is what comes back; a name used twice is a ValueError in both.
-    """
+def test_flattening_is_that_of_torch(mine, its, prefix, tree):
+    """Names, order, paths, leaves and what comes back are equal; a name used twice is a ValueError in both."""
+    our_flatten, their_flatten = (getattr(module, f"{prefix}flatten_state_dict") for module in (mine, its))
+    our_unflatten, their_unflatten = (getattr(module, f"{prefix}unflatten_state_dict") for module in (mine, its))
     before = seen(tree)
     found = outcome(our_flatten, tree)
     assert found == outcome(their_flatten, tree)

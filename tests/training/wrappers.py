@@ -20,105 +20,66 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.training.samples import Net, quietly
 
 
-def bare(model: Net) -> nn.Module:
-    return model
-
-
-def ddp(model: Net) -> nn.Module:
-    return DistributedDataParallel(model)
+def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> dist.DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _fsdp1(model: Net, *, use_orig_params: bool, hybrid: bool = False) -> nn.Module:
     kwargs = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
     if hybrid:
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = _mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))
         kwargs |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-
-    def wrap(module: nn.Module) -> nn.Module:
-        return quietly(FullyShardedDataParallel, module, **kwargs)
-
     for name in ("first", "second", "norm"):
-        setattr(model, name, wrap(getattr(model, name)))
-    return wrap(model)
+        setattr(model, name, quietly(FullyShardedDataParallel, getattr(model, name), **kwargs))
+    return quietly(FullyShardedDataParallel, model, **kwargs)
 
 
-def fsdp1(model: Net) -> nn.Module:
-    return _fsdp1(model, use_orig_params=True)
-
-
-def fsdp1_flat(model: Net) -> nn.Module:
-    return _fsdp1(model, use_orig_params=False)
-
-
-def fsdp1_hybrid(model: Net) -> nn.Module:
-    return _fsdp1(model, use_orig_params=True, hybrid=True)
-
-
-def _shard_all(model: Net, mesh: dist.DeviceMesh) -> nn.Module:
+def _fsdp2(model: Net, mesh: dist.DeviceMesh | None = None) -> nn.Module:
     for part in (model.first, model.second, model):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh or _mesh(dist.get_world_size()))
     return model
 
 
-def fsdp2(model: Net) -> nn.Module:
-    return _shard_all(model, init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def hsdp(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    return _shard_all(model, mesh)
-
-
-def _split(model: Net, mesh: dist.DeviceMesh) -> Net:
+def _tp(model: Net, mesh: dist.DeviceMesh) -> Net:
     for block in (model.first, model.second):
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
-def tp(model: Net) -> nn.Module:
-    return _split(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+def _fsdp2_tp(model: Net) -> nn.Module:
+    mesh = _mesh(dist.get_world_size() // 2, 2, names=("dp", "tp"))
+    return _fsdp2(_tp(model, mesh["tp"]), mesh["dp"])
 
 
-def fsdp2_tp(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    return _shard_all(_split(model, mesh["tp"]), mesh["dp"])
+def _hsdp_tp(model: Net) -> nn.Module:
+    mesh = _mesh(1, dist.get_world_size() // 2, 2, names=("replicate", "shard", "tp"))
+    return _fsdp2(_tp(model, mesh["tp"]), mesh["replicate", "shard"])
 
 
-def hsdp_tp(model: Net) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    return _shard_all(_split(model, mesh["tp"]), mesh["replicate", "shard"])
-
-
-def compiled(model: Net) -> nn.Module:
+def _compiled(model: Net) -> nn.Module:
     model.second = torch.compile(model.second, backend="eager")
     return torch.compile(model, backend="eager")
 
 
-def compiled_ddp(model: Net) -> nn.Module:
-    return torch.compile(DistributedDataParallel(model), backend="eager")
-
-
-def compiled_in_place(model: Net) -> nn.Module:
+def _compiled_in_place(model: Net) -> nn.Module:
     model.first.compile(backend="eager")
     return model
 
 
-def checkpointed(model: Net) -> nn.Module:
-    model.first = checkpoint_wrapper(model.first)
+def _checkpointed(model: Net, part: str) -> Net:
+    setattr(model, part, checkpoint_wrapper(getattr(model, part)))
     return model
 
 
-def checkpointed_fsdp2(model: Net) -> nn.Module:
-    model.second = checkpoint_wrapper(model.second)
-    return fsdp2(model)
+def _fsdp1_checkpointed(model: Net) -> nn.Module:
+    model.first.up = checkpoint_wrapper(model.first.up)
+    wrapped = _fsdp1(model, use_orig_params=False)
+    _checkpointed(model, "second")
+    return wrapped
 
 
 def forget_meshes() -> None:
-    """
-    Make DTensor forget the meshes of earlier runs in this process.
-
-    Its caches take a mesh for an equal one of before, whose process groups are gone by now.
-    """
+    """Make DTensor forget the meshes of earlier runs, for which its caches take equal ones; their groups are gone."""
     torch.distributed.tensor.debug._clear_sharding_prop_cache()
     for one in _caches(len(sys.modules)):
         one.cache_clear()
@@ -135,33 +96,23 @@ def _caches(modules: int) -> list[functools._lru_cache_wrapper]:
     ]
 
 
-def fsdp1_checkpointed(model: Net) -> nn.Module:
-    model.first.up = checkpoint_wrapper(model.first.up)
-    wrapped = fsdp1_flat(model)
-    model.second = checkpoint_wrapper(model.second)
-    return wrapped
-
-
 WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
-    function.__name__: function
-    for function in (
-        bare,
-        ddp,
-        fsdp1,
-        fsdp1_flat,
-        fsdp1_hybrid,
-        fsdp2,
-        hsdp,
-        tp,
-        fsdp2_tp,
-        hsdp_tp,
-        compiled,
-        compiled_ddp,
-        compiled_in_place,
-        checkpointed,
-        checkpointed_fsdp2,
-        fsdp1_checkpointed,
-    )
+    "bare": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "fsdp1": functools.partial(_fsdp1, use_orig_params=True),
+    "fsdp1_flat": functools.partial(_fsdp1, use_orig_params=False),
+    "fsdp1_hybrid": functools.partial(_fsdp1, use_orig_params=True, hybrid=True),
+    "fsdp2": _fsdp2,
+    "hsdp": lambda model: _fsdp2(model, _mesh(2, dist.get_world_size() // 2, names=("replicate", "shard"))),
+    "tp": lambda model: _tp(model, _mesh(dist.get_world_size())),
+    "fsdp2_tp": _fsdp2_tp,
+    "hsdp_tp": _hsdp_tp,
+    "compiled": _compiled,
+    "compiled_ddp": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+    "compiled_in_place": _compiled_in_place,
+    "checkpointed": lambda model: _checkpointed(model, "first"),
+    "checkpointed_fsdp2": lambda model: _fsdp2(_checkpointed(model, "second")),
+    "fsdp1_checkpointed": _fsdp1_checkpointed,
 }
 FOR_FOUR = ("fsdp1_hybrid", "hsdp", "fsdp2_tp", "hsdp_tp")
 """Those that mean something on four ranks or more."""
