@@ -96,24 +96,6 @@ def test_what_a_killed_job_held_is_free(tmp_path: Path) -> None:
     assert not (tmp_path / LEASE_NAME).exists()
 
 
-def test_a_job_that_was_taken_over_saves_and_deletes_no_more(tmp_path: Path) -> None:
-    """It finds out before its next commit, and the new one goes on."""
-    first = checkpointer(tmp_path, keep_last=1, on_error="raise", asynchronous=False)
-    first.save(1, state_at(1))
-    first.wait()
-    with pytest.raises(sk.RootInUse, match="this process itself"):
-        checkpointer(tmp_path).save(2, state_at(2))
-    with checkpointer(tmp_path, takeover=True) as second:
-        second.save(2, state_at(2))
-        second.wait()
-        with pytest.raises(sk.LeaseLost, match="another job saves here now"):
-            first.save(3, state_at(3))
-        first.close()
-        assert second.all_steps() == [1, 2]
-        assert (tmp_path / LEASE_NAME).exists()
-    assert json.loads((tmp_path / LEASE_NAME).read_bytes())["released"]
-
-
 def test_a_holder_elsewhere_that_moves_is_alive() -> None:
     """It is watched, and the second job refused as soon as it writes."""
     root = MemoryStore()

@@ -30,7 +30,7 @@ from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.saves import Saves, find_timeline
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
-from tests.manage.scene import checkpointer, damage, empty_state, state_at, train
+from tests.manage.scene import checkpointer, empty_state, state_at, train
 from tests.support.rank_pool import RankPool
 from tests.warm.python import warm_python
 
@@ -120,25 +120,6 @@ def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> Non
     found = sk.Catalog(tmp_path).latest()
     assert found is not None
     assert (found.timeline, found.step) == (2, 160)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_a_save_that_failed_can_be_tried_again(tmp_path: Path, asynchronous: bool, on_error: Any) -> None:
-    """With the same step, even after its failure was reported."""
-    fault = Fault(tmp_path)
-    with checkpointer(fault.root, asynchronous=asynchronous, on_error=on_error, retries=0) as ckpt:
-        ckpt.save(5, state_at(5))
-        ckpt.wait()
-        fault.set("step-10", "create")
-        with suppress(sk.CheckpointError):
-            ckpt.step(10, state_at(10), force=True)
-            ckpt.wait()
-        assert ckpt.all_steps() == [5]
-        assert ckpt.step(10, state_at(10), force=True) is not None
-        ckpt.wait()
-        assert ckpt.step(10, state_at(10), force=True) is None
-        assert ckpt.all_steps() == [5, 10]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -350,29 +331,6 @@ def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: 
     assert state["step"] == 30
 
 
-def test_after_going_back_the_ancestor_is_worth_more_than_what_was_given_up(tmp_path: Path) -> None:
-    """It is kept, and restored if the newest is damaged; also by later jobs, and after going back twice."""
-    with checkpointer(tmp_path) as ckpt:
-        for step in (100, 150, 200):
-            ckpt.save(step, state_at(step))
-    with checkpointer(tmp_path, keep_last=2) as ckpt:
-        ckpt.restore(100, empty_state())
-        ckpt.save(110, state_at(110))
-        ckpt.wait()
-        assert ckpt.all_steps() == [100, 110]
-    went_back(tmp_path / "other")
-    with checkpointer(tmp_path / "other") as ckpt:
-        ckpt.restore_latest(empty_state())
-        ckpt.save(400, state_at(400))
-        ckpt.restore(150, empty_state())
-        ckpt.save(160, state_at(160))
-        ckpt.wait()
-        assert [entry.step for entry in sk.Catalog(tmp_path / "other").entries()] == [160, 150, 100, 400, 300, 200]
-        damage(tmp_path / "other" / "step-160")
-        damage(tmp_path / "other" / "step-150")
-        assert ckpt.restore_latest(empty_state()) == 100
-
-
 @pytest.mark.parametrize("call", ["save", "restore"])
 def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(
     tmp_path: Path, call: str, caplog: pytest.LogCaptureFixture
@@ -428,13 +386,6 @@ def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path: Path, rank_p
     for outcome in rank_pool.outcomes(2, misuse, tmp_path, metrics, timeout_s=60):
         assert "metric" in str(outcome.value), outcome
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [2]
-
-
-@pytest.mark.parametrize("wrong", [{"every_steps": 1.5}, {"retries": "3"}, {"keep_hours": "x"}, {"keep_last": True}])
-def test_arguments_that_are_no_numbers_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """The error names the argument."""
-    with pytest.raises(sk.StateError, match=next(iter(wrong))):
-        checkpointer(tmp_path, **wrong)
 
 
 def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,11 +19,9 @@ from shardkeep.manage.catalog import Entry
 from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
-from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, tear, train
 from tests.support.rank_pool import RankPool
-from tests.support.s3_server import S3Server
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -285,22 +282,6 @@ def test_a_step_that_is_only_far_is_newer_than_older_near_ones(tmp_path: Path) -
     assert committed(far) == [1, 2, 3, 4]
 
 
-def test_another_save_of_a_step_is_no_copy_of_it(tmp_path: Path) -> None:
-    """Where the near one is damaged, one of a past that was gone back from is not taken for it."""
-    near, far = two_roots(tmp_path, 3)
-    with checkpointer(near) as ckpt:  # does not promote
-        ckpt.restore(1, empty_state())
-        ckpt.save(2, state_at(20))
-    damage(near / "step-2")
-    state = empty_state()
-    with checkpointer(near, promote_to=far) as ckpt:
-        with pytest.raises(sk.DamagedCheckpoint, match="are not what was saved"):
-            ckpt.restore(2, state)
-        assert ckpt.restore_latest(state) == 1
-        assert ckpt.last_restore is not None
-        assert ckpt.last_restore.where == str(near)
-
-
 def test_going_back_replaces_far_steps_too(tmp_path: Path) -> None:
     """A new save of a step takes the place of the old one, also where only the far root has that; a pinned one stays."""
     near, far = two_roots(tmp_path, 4)
@@ -426,24 +407,3 @@ def test_ranks_share_the_files_and_fail_together(tmp_path: Path, rank_pool: Rank
     assert committed(near) == committed(far) == [2, 3]
     for name in ("step-2", "step-3"):
         sk.open(far / name).verify()
-
-
-def test_promoted_to_an_object_store(tmp_path: Path, s3_server: S3Server) -> None:
-    """Real S3: committed there last, verified, pruned, and restored from when the disk is gone."""
-    far = open_place(s3_server.url(f"tiers/{os.getpid()}"), **s3_server.options)
-    state = empty_state()
-    with checkpointer(tmp_path, promote_to=far, every_steps=1, keep_last=2) as ckpt:
-        train(ckpt, range(1, 4))
-        ckpt.wait()
-        assert committed(far) == committed(tmp_path) == [2, 3]
-        with checkpointer(tmp_path / "other", promote_to=far) as second, pytest.raises(sk.RootInUse):
-            second.save(9, state_at(9))
-        assert far.get("latest", limit=99) == b"step-3\n"
-    damage(tmp_path / "step-3")
-    with checkpointer(tmp_path, promote_to=far) as ckpt:
-        assert ckpt.restore_latest(state) == 3
-        assert ckpt.last_restore is not None
-        assert ckpt.last_restore.where == far.url
-    assert torch.equal(state["w"], state_at(3)["w"])
-    assert [info.name for info in far.list()] == ["latest"]
-    sk.open(far.place("step-2")).verify()

@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -216,14 +216,12 @@ class Checkpointer:
         self._should_stop = False
         self._closing = False
         self._closed = False
-        self._listening = None if on_event is None else _listen_below(on_event, self._tiers.urls)
         # Handlers must be installed last, because nothing after them may fail.
-        try:
-            self._handlers = SignalHandlers(wanted_signals, partial(self._requests.request, STOP))
-        except BaseException:
-            if self._listening is not None:
-                self._listening.stop()
-            raise
+        with ExitStack() as ends:
+            if on_event is not None:
+                ends.callback(_listen_below(on_event, self._tiers.urls).stop)
+            ends.callback(SignalHandlers(wanted_signals, partial(self._requests.request, STOP)).remove)
+            self._ends = ends.pop_all()
 
     def __repr__(self) -> str:
         return f"Checkpointer({self._root.url!r})"
@@ -605,10 +603,8 @@ class Checkpointer:
             self.cancel_promotions()
             raise
         finally:
-            self._handlers.remove()
-            self._saves.close()
-            if self._listening is not None:
-                self._listening.stop()
+            with self._ends:
+                self._saves.close()
         self._closed = True  # only now, because an interrupted call may be repeated
         self._errors.report_earlier(errors)
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -188,22 +189,17 @@ def copy_files(
     (whether to go on) and `pause` (which may wait) are called before each window, by the thread that copies it. Copying uses
     half of the memory budget. A `DamagedCheckpoint` is always one of the source.
     """
-
-    def damaged_in(store: Store, files: Sequence[ExpectedDigests]) -> dict[str, DamagedCheckpoint]:
-        check = _Pass(store, None, wanted, pause)
-        check.run(files, options)
-        return check.damaged
-
+    move = partial(_move_files, options=options, wanted=wanted, pause=pause)
     there = {info.name: info.nbytes for info in target.list()}
     files = [expected_digests(source, record, name) for name in names]
     present = [file for file in files if there.get(file.name) == file.nbytes]
-    sound = {file.name for file in present}.difference(damaged_in(target, present))
+    sound = {file.name for file in present}.difference(move(target, None, present))
     for name in set(names).difference(sound).intersection(there):
         target.delete(name)
     rest = [file for file in files if file.name not in sound]
-    _Pass(source, target, wanted, pause).run(rest, options)
+    move(source, target, rest)
     if not verifies_uploads(target):
-        for name, why in damaged_in(target, rest).items():
+        for name, why in move(target, None, rest).items():
             raise StorageError(
                 f"{target.url}/{name} was written, and is not read back as it was: {why.message}",
                 hint="the store or its disk changes bytes: look at its log; the copy is not used, and made again",
@@ -224,131 +220,121 @@ class _OpenFile:
     windows_left: int
 
 
-class _Pass:
-    """One pass over files of a source, which are written to a target, or only checked where there is no target."""
+def _move_files(
+    source: Store,
+    target: Store | None,
+    files: Sequence[ExpectedDigests],
+    *,
+    options: Options,
+    wanted: Callable[[], bool],
+    pause: Callable[[], None],
+) -> dict[str, DamagedCheckpoint]:
+    """Copy files, and raise what is damaged; without a target, only check them, and return what is damaged, and why."""
+    damaged: dict[str, DamagedCheckpoint] = {}
+    if not files:
+        return damaged
+    stores = [source] if target is None else [source, target]
+    threads = max(preferred_requests(each, options.io_threads) for each in stores)
+    threads, window_nbytes = window_for(threads, options.host_budget_bytes // 2)
+    opened: dict[str, _OpenFile] = {}
+    lock, failed = threading.Lock(), threading.Event()
 
-    def __init__(
-        self, source: Store, target: Store | None, wanted: Callable[[], bool], pause: Callable[[], None]
-    ) -> None:
-        self.damaged: dict[str, DamagedCheckpoint] = {}
-        """Without a target: the files that are damaged, and why."""
-        self._source = source
-        self._target = target
-        self._wanted = wanted
-        self._pause = pause
-        self._lock = threading.Lock()
-        self._open: dict[str, _OpenFile] = {}
-        self._failed = False
-
-    def run(self, files: Sequence[ExpectedDigests], options: Options) -> None:
-        """Go through all files."""
-        if not files:
-            return
-        stores = [self._source] if self._target is None else [self._source, self._target]
-        threads = max(preferred_requests(each, options.io_threads) for each in stores)
-        threads, window_nbytes = window_for(threads, options.host_budget_bytes // 2)
-        try:
-            run_workers(self._tasks(files, window_nbytes), self._move, threads=threads, buffer_nbytes=window_nbytes)
-        finally:
-            self._abandon()
-
-    def _tasks(
-        self, files: Sequence[ExpectedDigests], window_nbytes: int
-    ) -> Iterator[tuple[_OpenFile, list[DigestedRange]]]:
+    def tasks() -> Iterator[tuple[_OpenFile, list[DigestedRange]]]:
         """Open files one after the other, and yield their windows. Only one thread at a time is in here."""
         for expected in files:
             windows = list(expected.windows(window_nbytes))
-            self._pause()  # here, where threads come one at a time, so that it limits all of them together
-            writer = None if self._target is None else self._target.create(expected.name, expected.nbytes)
+            pause()  # here, where threads come one at a time, so that it limits all of them together
+            writer = None if target is None else target.create(expected.name, expected.nbytes)
             try:
-                reader = open_sized(self._source, expected.name, expected.nbytes)
+                reader = open_sized(source, expected.name, expected.nbytes)
             except BaseException as error:
                 if writer is None and isinstance(error, WrongSize):  # it was deleted since it was listed
-                    self.damaged[expected.name] = error
+                    damaged[expected.name] = error
                     continue
                 if writer is not None:
                     writer.abandon()
                 raise
             file = _OpenFile(expected.name, reader, writer, len(windows))
-            with self._lock:
-                self._open[expected.name] = file
+            with lock:
+                opened[file.name] = file
             for number, window in enumerate(windows):
                 if number:
-                    self._pause()
+                    pause()
                 yield file, window
 
-    def _move(self, task: tuple[_OpenFile, list[DigestedRange]], buffer: memoryview) -> bool:
+    def work(task: tuple[_OpenFile, list[DigestedRange]], buffer: memoryview) -> bool:
         file, ranges = task
         try:
-            if not self._wanted():
+            if not wanted():
                 raise SaveCancelled("copying was cancelled")
-            if file.name not in self.damaged:
-                self._move_ranges(file, ranges, buffer)
-            with self._lock:
+            if file.name not in damaged:
+                try:
+                    _move_ranges(source, file, ranges, buffer)
+                except DamagedCheckpoint as error:
+                    if target is not None:
+                        raise
+                    damaged.setdefault(file.name, error)
+            with lock:
                 file.windows_left -= 1
                 last = not file.windows_left
             if last:
                 file.reader.close()
                 if file.writer is not None:
                     file.writer.finish()
-                with self._lock:
-                    self._open.pop(file.name, None)
+                with lock:
+                    opened.pop(file.name, None)
         except BaseException as error:
-            with self._lock:
-                first, self._failed = not self._failed, True
-            # Abandon at once, because another thread may wait for a part that never comes.
-            self._abandon()
+            with lock:
+                first = not failed.is_set()
+                failed.set()
+            abandon()  # at once, because another thread may wait for a part that never comes
             if first:
                 raise
             raise FollowUpError("another window could not be copied") from error
         return True  # it waited for a disk or a network
 
-    def _move_ranges(self, file: _OpenFile, ranges: list[DigestedRange], buffer: memoryview) -> None:
-        try:
-            if ranges[0].nbytes > len(buffer):
-                self._move_long(file, ranges[0], buffer)
-                return
-            start = ranges[0].start
-            window = buffer[: ranges[-1].start + ranges[-1].nbytes - start]
-            file.reader.read_into(start, window)
-            for each in ranges:
-                each.verify(window[each.start - start :][: each.nbytes], self._source, file.name)
-        except DamagedCheckpoint as error:
-            if self._target is not None:
-                raise
-            self.damaged.setdefault(file.name, error)
-            return
-        if file.writer is not None:
-            file.writer.write_at(start, window)
-
-    def _move_long(self, file: _OpenFile, whole: DigestedRange, buffer: memoryview) -> None:
-        """Move a range that does not fit into the buffer: read it once to verify its digest, then again to copy it."""
-
-        def read(offset: int, nbytes: int) -> memoryview:
-            file.reader.read_into(offset, buffer[:nbytes])
-            return buffer[:nbytes]
-
-        parts, found = _split(whole, read, len(buffer))
-        if found != whole.digest:
-            with closing(SecondRead(file.name, self._source)) as again:
-                parts, found = _split(whole, again.read, len(buffer))
-            whole.check(found, f"{self._source.url}/{file.name}")
-            warn_reread_ok(file.name, whole.start, whole.nbytes)
-        if file.writer is None:
-            return
-        for part in parts:
-            window = read(part.start, part.nbytes)
-            part.verify(window, self._source, file.name)
-            file.writer.write_at(part.start, window)
-
-    def _abandon(self) -> None:
+    def abandon() -> None:
         """Close all open files, and leave nothing of what was written."""
-        with self._lock:
-            files, self._open = list(self._open.values()), {}
-        for file in files:
+        with lock:
+            left = list(opened.values())
+            opened.clear()
+        for file in left:
             if file.writer is not None:
                 file.writer.abandon()
             file.reader.close()
+
+    try:
+        run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes)
+    finally:
+        abandon()
+    return damaged
+
+
+def _move_ranges(source: Store, file: _OpenFile, ranges: list[DigestedRange], buffer: memoryview) -> None:
+    """Read a window, verify it, and write it if the file is copied."""
+
+    def read(offset: int, nbytes: int) -> memoryview:
+        file.reader.read_into(offset, buffer[:nbytes])
+        return buffer[:nbytes]
+
+    if (long := ranges[0]).nbytes > len(buffer):
+        # A range that does not fit into the buffer is read once to verify its digest, then again to copy it.
+        parts, found = _split(long, read, len(buffer))
+        if found != long.digest:
+            with closing(SecondRead(file.name, source)) as again:
+                parts, found = _split(long, again.read, len(buffer))
+            long.check(found, f"{source.url}/{file.name}")
+            warn_reread_ok(file.name, long.start, long.nbytes)
+        windows = [[part] for part in parts] if file.writer is not None else []
+    else:
+        windows = [ranges]
+    for window in windows:
+        start = window[0].start
+        data = read(start, window[-1].start + window[-1].nbytes - start)
+        for each in window:
+            each.verify(data[each.start - start :][: each.nbytes], source, file.name)
+        if file.writer is not None:
+            file.writer.write_at(start, data)
 
 
 def _split(

@@ -458,7 +458,12 @@ class Replicator:
             return
         # A daemon thread: Python does not wait for it at exit, so that a store that does not answer cannot block the exit.
         arguments = (self.rounds.count, self._futures[-1:], saved, newest, self._world)
-        future = spawn_daemon(partial(self._run_round, *arguments), "shardkeep-promote")
+        try:
+            future = spawn_daemon(partial(self._run_round, *arguments), "shardkeep-promote")
+        except RuntimeError as error:  # the interpreter is shutting down
+            log.warning("%s: the next job continues with promotions: %s", self._urls[FAR], error)
+            self.rounds.skip()
+            return
         self.rounds.add(future)
         self._futures = [each for each in self._futures if not each.done()] + [future]
 
