@@ -57,10 +57,8 @@ def test_a_contender_that_reads_something_else_is_not_measured(tmp_path):
 
 
 def test_too_large_a_checkpoint_is_refused(shardkeep, tmp_path):
-    """
-    More than the disk has, nothing at all, and a place that is no directory end with 2 before anything is written.
-    """
-    for words in ([tmp_path, "--gb", "1e9"], [tmp_path, "--gb", "0"], [tmp_path / "nothing"]):
+    """More than the disk has, nothing, no directory, and memory of one process end with 2 before anything is written."""
+    for words in ([tmp_path, "--gb", "1e9"], [tmp_path, "--gb", "0"], [tmp_path / "nothing"], ["memory://here"]):
         answer = shardkeep("bench", *words)
         assert answer.code == 2
     assert not list(tmp_path.iterdir())

@@ -147,13 +147,6 @@ def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
     assert shardkeep("verify", "s3://bucket/run").code == 2
 
 
-def test_places_as_urls(shardkeep, run_dir):
-    """A file:// URL is a place like its path, for runs and checkpoints."""
-    assert shardkeep("verify", f"file://{run_dir}").code == 0
-    assert shardkeep("latest", f"file://{run_dir}").out == f"file://{run_dir}/step-30\n"
-    assert shardkeep("ls", f"file://{run_dir}/step-30", "step", "--names").out == "step\n"
-
-
 def test_a_quick_look_says_what_it_looked_at(shardkeep, checkpoint):
     """Without --deep the output says that only sizes and headers were checked."""
     assert "no damage found in sizes and headers; --deep reads every byte" in shardkeep("verify", checkpoint).out

@@ -550,7 +550,7 @@ def attempt(
 
 TestCheckpointerAgainstItsModel = Machine.TestCase
 TestCheckpointerAgainstItsModel.settings = settings(
-    max_examples=50,
+    max_examples=30,
     stateful_step_count=30,
     deadline=None,
     print_blob=True,

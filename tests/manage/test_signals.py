@@ -27,7 +27,7 @@ def said(folder: Path, rank: int, word: str) -> list[str]:
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A job of three ranks, and its agent."""
+    """A job of two ranks, and its agent."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.WORLD)]
     repository = Path(__file__).parents[2]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), "GLOO_SOCKET_IFNAME": "lo"}
@@ -64,7 +64,7 @@ def test_signals_under_torchrun(tmp_path: Path, torchrun: subprocess.Popen[bytes
         return all(said(tmp_path, rank, "step") for rank in ranks)
 
     until(going, 100)
-    [_, pid] = said(tmp_path, 2, "pid")[0].split()
+    [_, pid] = said(tmp_path, 1, "pid")[0].split()
     os.kill(int(pid), signal.SIGUSR1)
     until(lambda: all(said(tmp_path, rank, "look") for rank in ranks), 60)
     until(lambda: len(said(tmp_path, 0, "step")) > 20 + int(said(tmp_path, 0, "look")[0].split()[1]), 60)

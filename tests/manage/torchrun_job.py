@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardkeep as sk
 
-WORLD = 3
+WORLD = 2
 MOST_STEPS = 5000
 
 
