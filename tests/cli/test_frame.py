@@ -1,6 +1,5 @@
 """The frame around all commands: help, mistakes, JSON, exit codes, pipes, and what is imported."""
 
-import json
 import os
 import pty
 import re

@@ -16,17 +16,16 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from heapq import nlargest
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from shardkeep.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from typing_extensions import Self
 
 Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -242,7 +241,7 @@ class Table:
         return self.indent + "  ".join(texts).rstrip()
 
 
-class ReadProgress:
+class ReadProgress(ExitStack):
     """
     A progress bar on stderr for work on a number of bytes.
 
@@ -250,46 +249,28 @@ class ReadProgress:
     """
 
     def __init__(self, what: str, total_nbytes: int) -> None:
-        self._what = what
-        self._total = total_nbytes
-        self._done = 0
-        self._began = time.monotonic()
-        self._visible = is_terminal(sys.stderr)
+        super().__init__()
+        self._what, self._total, self._done = what, total_nbytes, 0
+        self._visible_s = time.monotonic() + _SHOW_AFTER_S if is_terminal(sys.stderr) else math.inf
         self._bar: Progress | None = None
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def add(self, nbytes: int) -> None:
         """Count bytes as done. Threads may call it at the same time."""
         with self._lock:
             self._done += nbytes
-            if not self._visible:
+            if time.monotonic() < self._visible_s:
                 return
             if self._bar is None:
-                if time.monotonic() - self._began < _SHOW_AFTER_S:
-                    return
-                self._bar = self._start()
+                from rich.console import Console  # noqa: PLC0415 - slow to import, and rarely needed
+
+                from shardkeep.reports.progress import byte_progress  # noqa: PLC0415
+
+                self._bar = self.enter_context(byte_progress(Console(stderr=True), auto_refresh=True))
+                self._bar.add_task(self._what, total=self._total)
             self._bar.update(self._bar.task_ids[0], completed=self._done)
 
     def update(self, done: int, total: int) -> None:
         """Set what is done, and the total, which may not have been known at first."""
         self._total = total
         self.add(done - self._done)
-
-    def _start(self) -> Progress:
-        from rich.console import Console  # noqa: PLC0415 - slow to import, and rarely needed
-
-        from shardkeep.reports.progress import byte_progress  # noqa: PLC0415
-
-        bar = byte_progress(Console(stderr=True), auto_refresh=True)
-        bar.add_task(self._what, total=self._total)
-        bar.start()
-        return bar

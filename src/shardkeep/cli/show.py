@@ -16,8 +16,6 @@ from shardkeep.format.boxes import parse_index
 from shardkeep.opening import Checkpoint, StoredTensor
 
 if TYPE_CHECKING:
-    import torch
-
     from shardkeep.cli.tensors import Statistics
 
 _MAX_VALUES = 1_000_000
@@ -46,23 +44,15 @@ def show(args: argparse.Namespace) -> int:
         raise out.UsageError(f"--bins {args.bins}: give 1 to 1000")
     checkpoint = open_with_hints(args.checkpoint)
     item = find_item(checkpoint, args.key)
-    if not item.is_tensor:
-        return _show_value(checkpoint, item, args)
-    stored = checkpoint[args.key]
-    if args.slice is not None:
-        return _show_slice(checkpoint, item, stored, args)
-    return _show_tensor(checkpoint, item, stored, args)
-
-
-def _show_value(checkpoint: Checkpoint, item: Item, args: argparse.Namespace) -> int:
-    value = checkpoint[item.key]
+    found = checkpoint[args.key]
+    if item.is_tensor:
+        return (_show_tensor if args.slice is None else _show_slice)(checkpoint, item, found, args)
     if args.slice is not None:
         raise out.UsageError(f"{item.key!r} is a value, not a tensor: it has no slices")
     if args.json:
-        document = item_json(checkpoint, item, chunks=False)
-        out.print_json(document | {"type": type(value).__name__, "value": out.to_json(value)})
+        out.print_json(item_json(checkpoint, item, chunks=False) | {"type": type(found).__name__, "value": found})
     else:
-        print(out.printable_lines(value if isinstance(value, str) else repr(value)))
+        print(out.printable_lines(found if isinstance(found, str) else repr(found)))
     return 0
 
 
@@ -74,19 +64,17 @@ def parse_slice(text: str) -> tuple[Any, ...]:
     inner = text.strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1].strip()
-    parts = [part.strip() for part in inner.split(",")] if inner else []
     found: list[Any] = []
-    for part in parts:
+    for part in map(str.strip, inner.split(",") if inner else ()):
+        match = _INDEX_PART.fullmatch(part) if part else None
         if part == "...":
             found.append(...)
-            continue
-        match = _INDEX_PART.fullmatch(part)
-        if match is None or not part:
-            raise out.UsageError(
-                f"--slice {text!r}: {part!r} is not an index", hint='write it as in Python: "3:7, ::2"'
-            )
-        first, second, third = (int(number) if number else None for number in match.groups())
-        found.append(slice(first, second, third) if ":" in part else first)
+        elif match is None:
+            hint = 'write it as in Python: "3:7, ::2"'
+            raise out.UsageError(f"--slice {text!r}: {part!r} is not an index", hint=hint)
+        else:
+            bounds = [int(number) if number else None for number in match.groups()]
+            found.append(slice(*bounds) if ":" in part else bounds[0])
     return tuple(found)
 
 
@@ -102,26 +90,19 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
             f"--slice {args.slice!r} has {count:,} values", hint=f"print at most {_MAX_VALUES:,} at a time"
         )
     import numpy as np  # noqa: PLC0415 - torch and numpy only where values are read
+    import torch  # noqa: PLC0415
 
     from shardkeep.cli.tensors import plain_values  # noqa: PLC0415
 
     values = plain_values(stored[index])
     if args.json:
         document = item_json(checkpoint, item, chunks=False)
-        out.print_json(document | {"slice": args.slice, "values": _values_json(values)})
+        pairs = torch.view_as_real(values) if values.is_complex() else values
+        out.print_json(document | {"slice": args.slice, "values": pairs.tolist()})
         return 0
     print(f"{out.printable(item.key)}[{args.slice}]  {item.dtype} {out.format_shape(values.shape)}")
     print(np.array2string(values.numpy(), max_line_width=out.terminal_width() or 100, precision=6, separator=" "))
     return 0
-
-
-def _values_json(values: torch.Tensor) -> Any:
-    """Return nested lists; a complex number becomes a pair."""
-
-    def pairs(listed: Any) -> Any:
-        return [pairs(item) for item in listed] if isinstance(listed, list) else [listed.real, listed.imag]
-
-    return pairs(values.tolist()) if values.is_complex() else out.to_json(values.tolist())
 
 
 # -- whole tensors

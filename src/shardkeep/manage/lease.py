@@ -176,9 +176,14 @@ class Lease:
             self._written_s = self._clock()
             return True
         holder = _decoded(seen)
-        free = holder is not None and (holder.released or _certainly_gone(holder))
+        here = holder is not None and holder.host == self._mine.host
+        free = holder is not None and (
+            holder.released
+            or (here and process_start(holder.pid) != holder.started)
+            or (here and holder.pid == os.getpid() and holder.id not in _held)
+        )
         if not self._takeover and not free:
-            if holder and holder.host == self._mine.host:
+            if holder and here:
                 whose = "this process itself" if holder.pid == os.getpid() else str(holder)
                 raise RootInUse(f"{self._root.url}: another Checkpointer saves here ({whose})", hint=_HOW_TO_TAKE)
             if not self._wait_for_expiry(seen, holder):
@@ -322,9 +327,3 @@ def _decoded(data: bytes) -> Holder | None:
         return msgspec.json.decode(data, type=Holder)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _certainly_gone(holder: Holder) -> bool:
-    if holder.host != host_identity():
-        return False
-    return process_start(holder.pid) != holder.started or (holder.pid == os.getpid() and holder.id not in _held)

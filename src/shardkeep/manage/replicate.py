@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -214,7 +214,13 @@ class ReplicationCoordinator:
         near = self._near.entries()
         wanted = self._wanted(near, newest=newest)
         self._to_come = {entry.name for entry in wanted}
-        self._unsure = {entry.name for entry in near if entry.problem is not None and not _is_damage(entry.problem)}
+        self._unsure = {
+            entry.name
+            for entry in near
+            if entry.problem is not None
+            # A record that read differently each time is not certainly damaged.
+            and not (isinstance(entry.problem, DamagedCheckpoint) and entry.problem.details.get("same_twice", True))
+        }
         if not self._swept:  # here, in the background, because a far root may have thousands of directories
             self.pruner.sweep_all()
             self._swept = True
@@ -271,20 +277,18 @@ class ReplicationCoordinator:
         orphans.make_claim(place, entry.save_id)
         return over
 
-    def is_gone(self, order: ReplicationOrder) -> bool:
-        """Return whether the near checkpoint was deleted or replaced meanwhile."""
-        try:
-            return _read_record(self._near.root.place(order.name))[0] != order.record
-        except BlobNotFound:
-            return True
-        except DamagedCheckpoint:
-            return False
-
-    def leave_out(self, order: ReplicationOrder) -> None:
-        """Do not try this checkpoint again, because the near copy is damaged."""
+    def leave_out(self, order: ReplicationOrder) -> bool:
+        """Do not try a damaged checkpoint again; return False if it was only deleted or replaced meanwhile."""
+        with suppress(DamagedCheckpoint):
+            try:
+                if _read_record(self._near.root.place(order.name))[0] != order.record:
+                    return False
+            except BlobNotFound:
+                return False
         with self._lock:
             self._damaged.add((order.name, order.decoded().save_id))
         self._near_pruner.distrusted.add(order.name)
+        return True
 
     def commit(self, order: ReplicationOrder, over: Version | None) -> None:
         """Make the copy a checkpoint, once all its files are there; raise `CheckpointExists` if another one is there."""
@@ -293,7 +297,11 @@ class ReplicationCoordinator:
         pinned = is_pinned(self._near.root, order.name)
         if pinned:
             pin(self._far.root, order.name)
-        data = self._current_record(order)
+        data = order.record
+        with suppress(BlobNotFound, DamagedCheckpoint):
+            # Its keys may have been rotated while its files were copied.
+            latest, now = _read_record(self._near.root.place(order.name))
+            data = latest if (now.save_id, now.at_rest) == (record.save_id, record.at_rest) else data
         self.lease.check()
         try:
             place.put(RECORD_NAME, data, over=over)
@@ -310,15 +318,6 @@ class ReplicationCoordinator:
         entry = entry_from_record(order.name, order.step, record, pinned=pinned)
         with self._lock:
             self._there[order.name] = replace(entry, tier=FAR)
-
-    def _current_record(self, order: ReplicationOrder) -> bytes:
-        """Return the near record of the same save: its keys may have been rotated while its files were copied."""
-        was = order.decoded()
-        try:
-            data, now = _read_record(self._near.root.place(order.name))
-        except (BlobNotFound, DamagedCheckpoint):
-            return order.record
-        return data if (now.save_id, now.at_rest) == (was.save_id, was.at_rest) else order.record
 
     def clean_up(self, order: ReplicationOrder, held: ExitStack) -> None:
         """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
@@ -337,11 +336,6 @@ class ReplicationCoordinator:
                 self._there.pop(name, None)
         held.close()  # the near copy may be deleted from now on
         self._near_pruner.after_replication(order.name)
-
-
-def _is_damage(problem: CheckpointError) -> bool:
-    """Return whether an unreadable record is certainly damaged, and did not just read differently each time."""
-    return isinstance(problem, DamagedCheckpoint) and problem.details.get("same_twice") is not False
 
 
 def _read_record(place: Store) -> tuple[bytes, Record]:
@@ -652,8 +646,7 @@ class Replicator:
         phases.collect([part.spans for part in parts])
         phases.add("wait", phases.spans[-1].end_s, phases.now())
         damage = next((part.damage for part in parts if part.damage), "")
-        if damage and not self.coordinator.is_gone(order):
-            self.coordinator.leave_out(order)
+        if damage and self.coordinator.leave_out(order):
             raise NearCopyDamaged(
                 f"{self._urls[NEAR]}/{order.name} is damaged: {damage}",
                 hint="it stays as it is, and is not promoted; there may be a copy elsewhere",

@@ -303,9 +303,10 @@ class Saves:
             if refusal is not None:  # raised inside the save, so that it reaches all ranks
                 raise refusal
 
-        store = self._store_to_write(name, step)
+        place, first = self._root.place(name), self._ranks.world.rank == 0
+        before_put = self._lease.check if first else None
+        store = RetryingStore(place, self._retry_policy(place, step), before_put=before_put)
         request = SaveArguments(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
-        first = self._ranks.world.rank == 0
         if first:
             self._locks.acquire(name)
         other_failure: EarlierSaveFailed | None = None
@@ -371,11 +372,6 @@ class Saves:
         place = self._roots[candidate.tier].place(candidate.name)
         # Files of torch's layout may have any name, or be links; their reader uses the plain store.
         return place if candidate.torch else RetryingStore(place, self._retry_policy(place, candidate.step))
-
-    def _store_to_write(self, name: str, step: int) -> Store:
-        place = self._root.place(name)
-        before_put = self._lease.check if self._ranks.world.rank == 0 else None
-        return RetryingStore(place, self._retry_policy(place, step), before_put=before_put)
 
     def _retry_policy(self, place: Store, step: int) -> RetryPolicy:
         about: dict[str, Any] = {"rank": self._ranks.world.rank, "where": place.url, "step": step}
