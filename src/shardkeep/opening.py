@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardkeep.engine.reader import DigestCache, Source, explain_missing
+from shardkeep.engine.reader import Source, explain_missing
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
 from shardkeep.engine.workers import window_for
@@ -126,7 +126,7 @@ class Checkpoint(Mapping[str, Any]):
         self._options = options
         found = find(store)
         try:
-            self.source: Source = found.open(options, DigestCache())
+            self.source: Source = found.open(options)
             """What it is read from, for tools that look at files and offsets."""
         except WrongSize as exc:
             if isinstance(exc.__cause__, BlobNotFound):
@@ -289,7 +289,7 @@ class Checkpoint(Mapping[str, Any]):
         file = self.record.files[number]
         threads, window = _limits(self._store, self._options, coded=file.chain is not None)
         # Headers are read and verified again; digests beside a file without a header were read when it was opened.
-        digests = DigestCache() if file.header_nbytes or self.source.digests is None else self.source.digests
+        digests = {} if file.header_nbytes else self.source.digests
         return damage_of_file(
             self.source.store,
             self.record.files,

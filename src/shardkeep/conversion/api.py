@@ -26,7 +26,7 @@ from shardkeep.conversion.to_hf import model_files, names_in, tie_metadata, writ
 from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.engine.codecs import Codecs
-from shardkeep.engine.reader import DigestCache, Source
+from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.format.record import RECORD_NAME
@@ -134,7 +134,7 @@ def convert(
         options = replace(options, allow_pickle=True)
     origin, target = (open_store(each, direct=options.direct_io) for each in (where, to))
     check_different_place(origin, target)
-    source = drop_leaves(find(origin).open(options, DigestCache()), drop)
+    source = drop_leaves(find(origin).open(options), drop)
     if not options.allow_pickle:
         _refuse_pickles(source)
     how: dict[str, Any] = {"overwrite": overwrite, "options": options, "progress": progress}
@@ -287,7 +287,7 @@ def export(
     _check_codecs(codecs, "format", format)
     options = options or Options()
     origin = open_store(where, direct=options.direct_io)
-    source = find(origin).open(options, DigestCache())
+    source = find(origin).open(options)
     chosen = select(
         source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=cast_target(dtype)
     )
@@ -359,7 +359,7 @@ def _warn_if_decrypted(source: Source, to: str, coded: Store | None, options: Op
     if not is_encrypted(source):
         return False
     # Look at what was written: the names of codecs do not say which of them encrypt.
-    if coded is not None and is_encrypted(find(coded).open(options, DigestCache())):
+    if coded is not None and is_encrypted(find(coded).open(options)):
         return False
     log.warning("%s: what it was made from is encrypted, this copy is not", to)
     return True

@@ -9,7 +9,6 @@ and compares.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -288,11 +287,11 @@ def verify_written(
     `entries` are what the commit record will say of the files, where that differs from `file_entry`.
     """
     threads, window = limits(options, store)
-    known = DigestCache(most_nbytes=math.inf)
+    known: DigestCache = {}
     entries = [file_entry(file.job) for file in files] if entries is None else entries
     for file, entry, of_file in zip(files, entries, digests, strict=True):
         if not file.job.header:  # which would be read and checked itself, and has the digests
-            known.keep(entry, of_file)
+            known[entry] = of_file
 
     def keys_at(file: int, at: int, end: int) -> str:
         job, parts = files[file].job, files[file].parts

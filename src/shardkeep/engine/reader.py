@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -61,7 +61,6 @@ from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
 _CACHED_STEP_NBYTES = 2 * MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
-_KEPT_DIGESTS_NBYTES = 64 << 20
 _MOST_NAMED = 4
 
 T = TypeVar("T")
@@ -73,22 +72,8 @@ class ReadableStore(Opens, Gets, Protocol):
     """What reading needs of a store."""
 
 
-class DigestCache:
-    """The block digests of files whose headers were verified, so that a header is read once."""
-
-    def __init__(self, most_nbytes: float = _KEPT_DIGESTS_NBYTES) -> None:
-        self._digests: dict[FileEntry, bytes] = {}
-        self._room_nbytes = most_nbytes
-
-    def get(self, entry: FileEntry) -> bytes | None:
-        """Return a file's digests if they are in the cache."""
-        return self._digests.get(entry)
-
-    def keep(self, entry: FileEntry, digests: bytes) -> None:
-        """Add a file's digests if there is room."""
-        if entry not in self._digests and len(digests) <= self._room_nbytes:
-            self._room_nbytes -= len(digests)
-            self._digests[entry] = digests
+DigestCache = dict[FileEntry, bytes]
+"""The block digests of files whose headers were verified, so that a header is read once."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +87,8 @@ class Source:
     store: ReadableStore
     record: Record
     index: Index
-    digests: DigestCache | None = None
-    """Digests verified so far, where more reads will follow."""
+    digests: DigestCache = field(default_factory=dict)
+    """Digests verified so far."""
 
     aligned: ClassVar[bool] = True
     """Whether every chunk begins at a multiple of its element size."""
@@ -157,16 +142,12 @@ class Source:
         return int(self.index.chunks.file[chunk]), int(self.index.chunks.start[chunk])
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
+class FoundCheckpoint(NamedTuple):
     """A checkpoint that exists, of any layout."""
 
     record: Record
-    opener: Callable[[Options, DigestCache | None], Source]
-
-    def open(self, options: Options, digests: DigestCache | None = None) -> Source:
-        """Open it, without reading again what was read to find it."""
-        return self.opener(options, digests)
+    open: Callable[[Options], Source]
+    """Opens it, without reading again what was read to find it."""
 
 
 def list_keys(keys: Iterable[str]) -> str:
@@ -197,14 +178,14 @@ def open_checked(store: Opens, entry: FileEntry, cache: DigestCache | None = Non
     try:
         if not entry.block_nbytes:
             return reader, b""
-        if cache and (known := cache.get(entry)) is not None:
-            return reader, known
+        if cache is not None and entry in cache:
+            return reader, cache[entry]
         digests = _read_digests(store, entry, reader)
     except BaseException:
         reader.close()
         raise
-    if cache:
-        cache.keep(entry, digests)
+    if cache is not None:
+        cache[entry] = digests
     return reader, digests
 
 

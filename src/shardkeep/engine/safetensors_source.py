@@ -16,6 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -26,7 +27,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from shardkeep.engine.reader import FoundCheckpoint, Source
-from shardkeep.engine.workers import run_workers
 from shardkeep.errors import (
     BlobNotFound,
     CheckpointError,
@@ -89,11 +89,6 @@ class CatalogEntry:
     dtype: DType
     shape: Ints
     chunks: list[CatalogChunk]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Catalog = dict[str, CatalogEntry]
@@ -194,14 +189,8 @@ def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
 def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[SafetensorsFile]:
     """Read the headers of files, several at a time; in the order of `paths`."""
     wanted = list(dict.fromkeys(paths))
-    found: dict[str, SafetensorsFile] = {}
-
-    def work(path: str, _: memoryview) -> bool:
-        found[path] = read_header(path, opens)
-        return True
-
-    run_workers(wanted, work, threads=max(1, min(threads, len(wanted))), buffer_nbytes=0)
-    return [found[path] for path in wanted]
+    with ThreadPoolExecutor(max(1, min(threads, len(wanted))), thread_name_prefix="shardkeep-headers") as pool:
+        return list(pool.map(lambda path: read_header(path, opens), wanted))
 
 
 def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
@@ -380,7 +369,7 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
         raise MalformedFile(f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors")
     kept = decode_header_state(said[0][1], where=said[0][0].path) if said else None
     record = _record(folder, headers, catalog, kept)
-    return FoundCheckpoint(record, lambda *_: _open(folder, record, headers, catalog, kept))
+    return FoundCheckpoint(record, lambda _: _open(folder, record, headers, catalog, kept))
 
 
 def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile]) -> SafetensorsSource:
@@ -469,7 +458,7 @@ def _record(
             tensors=len(catalog) + (len(kept.ties) if kept else 0),
             chunks=sum(len(stored.chunks) for stored in catalog.values() if all(stored.shape)),
             values=len(kept.values) if kept else 0,
-            tensor_bytes=sum(stored.nbytes for stored in catalog.values()),
+            tensor_bytes=sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in catalog.values()),
         ),
         index=IndexEntry(name=name, nbytes=nbytes, checksum=checksum_text(together)),
         files=[

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.engine.codecs import open_chains
-from shardkeep.engine.reader import DigestCache, FoundCheckpoint, ReadableStore, Source
+from shardkeep.engine.reader import FoundCheckpoint, ReadableStore, Source
 from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.engine.torch_source import find_torch
@@ -48,7 +48,7 @@ def _committed(store: Store) -> FoundCheckpoint:
             raise exc from None
     if latest(store) == METADATA_NAME:
         return find_torch(store)
-    return FoundCheckpoint(record, lambda options, digests: open_native(store, record, options, digests))
+    return FoundCheckpoint(record, lambda options: open_native(store, record, options))
 
 
 class _ListedStore(Opens, Lists, Protocol):
@@ -66,14 +66,14 @@ def latest(store: _ListedStore) -> str | None:
     return max(when, key=lambda name: when[name], default=None)
 
 
-def open_native(store: ReadableStore, record: Record, options: Options, digests: DigestCache | None = None) -> Source:
+def open_native(store: ReadableStore, record: Record, options: Options) -> Source:
     """Open the native checkpoint of a record, through its codecs, with the keys of the options."""
     if not record.chains:
-        return Source(store, record, native.read_index(store, record), digests)
+        return Source(store, record, native.read_index(store, record))
     chains = open_chains(record, options, where=getattr(store, "url", record.save_id))
     plain = DecodingStore(store, [record.index, *record.files], chains)
     chain = None if record.index.chain is None else chains[record.index.chain]
-    return Source(plain, record, native.read_index(plain, record, chain), digests)
+    return Source(plain, record, native.read_index(plain, record, chain))
 
 
 def open_source(store: Store, record: Record, options: Options) -> Source:

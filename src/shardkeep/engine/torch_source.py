@@ -100,7 +100,7 @@ class ItemFiles:
     def __init__(self, store: ReadableStore, sums: Mapping[str, Sums]) -> None:
         self.store = store
         self.entries: list[FileEntry] = []
-        self.digests = DigestCache(most_nbytes=math.inf)  # they cannot be read again from the data file
+        self.digests: DigestCache = {}
         self._sums = sums
         self._number: dict[str, int] = {}
 
@@ -136,7 +136,7 @@ class ItemFiles:
             log.warning("%s.sums is missing, so %s is read without verifying it", name, name)
             return entry
         entry = msgspec.structs.replace(entry, block_nbytes=known.block_nbytes, checksum=known.checksum)
-        self.digests.keep(entry, digests)
+        self.digests[entry] = digests
         return entry
 
 
@@ -326,7 +326,7 @@ def find_torch(store: ReadableStore) -> FoundCheckpoint:
         index=IndexEntry(name=METADATA_NAME, nbytes=len(data), checksum=checksum),
         files=[],
     )
-    return FoundCheckpoint(record, lambda options, _: _open(store, record, metadata, options))
+    return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))
 
 
 def _open(store: ReadableStore, record: Record, metadata: TorchMetadata, options: Options) -> TorchSource:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shardkeep.engine.fill import fill, plain_target, read_whole
-from shardkeep.engine.reader import DigestCache, ReadableStore, Source
+from shardkeep.engine.reader import ReadableStore, Source
 from shardkeep.engine.sources import open_native
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Boxes
@@ -73,7 +73,7 @@ class TorchView:
     def open(cls, store: ReadableStore, path: PathLike) -> TorchView:
         """Open a native checkpoint."""
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
-        return cls(open_native(store, record, Options(), DigestCache()), path)
+        return cls(open_native(store, record, Options()), path)
 
     def _describe(self, checkpoint_id: PathLike) -> Metadata:
         index = self._source.index

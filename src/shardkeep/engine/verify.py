@@ -117,7 +117,7 @@ def stored_damage(
                 store,
                 record.files,
                 number,
-                digests=DigestCache(),
+                digests={},
                 keys_at=lambda *_: "tensors that only the encrypted index names",
                 threads=each,
                 window_nbytes=window_nbytes,

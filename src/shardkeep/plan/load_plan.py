@@ -212,23 +212,14 @@ def _intersect_chunks(
             plan.scatters.append(Scatter(file, start, stored.sizes, itemsize, source, want, target))
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Adjacent blocks to read in one request."""
+class Read(NamedTuple):
+    """Adjacent blocks to read in one request, or a part of a run to copy out of a buffer."""
 
     start: int
-    """Byte offset in the file's data, at the beginning of a block."""
+    """Byte offset in the file's data; where blocks are read, at the beginning of one."""
     nbytes: int
     address: int
     """Where the bytes go in memory; 0: into a buffer."""
-
-
-class Edge(NamedTuple):
-    """Part of a run to copy out of a buffer."""
-
-    start: int
-    nbytes: int
-    address: int
 
 
 class Intervals(Generic[T]):
@@ -252,7 +243,7 @@ class FileReads:
 
     file: int
     reads: list[Read]
-    edges: Intervals[Edge]
+    edges: Intervals[Read]
     scatters: Intervals[Scatter]
     """By the range from the first of their wanted bytes to the last."""
 
@@ -318,7 +309,7 @@ def plan_reads(
         reads.extend(Read(at, min(window_nbytes, end - at), 0) for at in range(begin, end, window_nbytes))
     reads.sort(key=lambda read: read.start)
     lows, highs = edge_low.tolist(), edge_high.tolist()
-    edges = [Edge(at, end - at, address) for at, end, address in zip(lows, highs, edge_address.tolist(), strict=True)]
+    edges = [Read(at, end - at, address) for at, end, address in zip(lows, highs, edge_address.tolist(), strict=True)]
     return FileReads(
         file=file,
         reads=reads,
