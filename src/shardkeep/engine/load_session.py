@@ -17,6 +17,7 @@ import torch
 
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World
+from shardkeep.engine import shared_reads
 from shardkeep.engine.fill import fill
 from shardkeep.engine.match import (
     LoadFilter,
@@ -29,18 +30,6 @@ from shardkeep.engine.match import (
 )
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases
-from shardkeep.engine.shared_reads import (
-    Channel,
-    Destinations,
-    Exchange,
-    SharedRequest,
-    accept_plan,
-    all_agree,
-    make_offer,
-    open_channel,
-    remaining_reads,
-    shared_requests,
-)
 from shardkeep.engine.sources import find, open_source
 from shardkeep.format.record import Record
 from shardkeep.format.values import decode_value
@@ -70,7 +59,7 @@ class OpenedLoad(NamedTuple):
     objects: Objects
     found: FoundCheckpoint | None
     """On rank 0, which read it: what was found in the store."""
-    channel: Channel | None
+    channel: shared_reads.Channel | None
     """Carries bytes between ranks, if all of them share their reads."""
     prepared: PreparedLoad | None
     """Prepared in a meeting of its own, if objects communicate with other ranks."""
@@ -100,9 +89,9 @@ class MatchedState(NamedTuple):
 class SharedLoad(NamedTuple):
     """After `share`: the tensors to fill, those among them that are new, and rank 0's plan of who reads what."""
 
-    destinations: Destinations
+    destinations: shared_reads.Destinations
     made: dict[str, Any]
-    requests: list[SharedRequest]
+    requests: list[shared_reads.SharedRequest]
     plan: bytes
     """Empty where ranks have nothing in common."""
 
@@ -112,7 +101,7 @@ class ReadTensors(NamedTuple):
 
     made: dict[str, Any]
     nbytes: int
-    exchange: Exchange | None
+    exchange: shared_reads.Exchange | None
     """What is still to be exchanged with other ranks, if reads are shared."""
 
 
@@ -135,11 +124,11 @@ class LoadSession:
         """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""
         on_rank_0: list[FoundCheckpoint] = []
 
-        def look() -> tuple[tuple[Objects, Channel | None], bytes]:
+        def look() -> tuple[tuple[Objects, shared_reads.Channel | None], bytes]:
             objects = Objects(self.state, rank=self.world.rank, world_size=self.world.size)
             channel, cannot_share = None, None
             if self.options.share_reads:
-                found = open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
+                found = shared_reads.open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
                 channel, cannot_share = (None, found) if isinstance(found, str) else (found, "")
             return (objects, channel), _encode((objects.names, objects.communicates, cannot_share))
 
@@ -148,7 +137,7 @@ class LoadSession:
             check_same_objects([names for names, _, _ in said])
             on_rank_0.append(find(self.store))
             record = msgspec.json.encode(on_rank_0[0].record)  # as it is stored: msgpack cannot hold every `meta`
-            shares = all_agree([cannot_share for _, _, cannot_share in said])
+            shares = shared_reads.all_agree([cannot_share for _, _, cannot_share in said])
             return [_encode((record, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
         (objects, channel), answer = self._agree("open", look, decide)
@@ -221,8 +210,8 @@ class LoadSession:
 
         def offer() -> tuple[SharedLoad, bytes]:
             to, made = _find_targets(matched)
-            requests = shared_requests(matched.source, to)
-            offered = make_offer(requests, budget_nbytes=self.options.host_budget_bytes)
+            requests = shared_reads.shared_requests(matched.source, to)
+            offered = shared_reads.make_offer(requests, budget_nbytes=self.options.host_budget_bytes)
             return SharedLoad(to, made, requests, b""), offered
 
         shared, plan = self._agree("share", offer, lambda offers: plan_sharing(offers) or [b""] * len(offers))
@@ -236,8 +225,8 @@ class LoadSession:
             to, made = (shared.destinations, shared.made) if shared else _find_targets(matched)
             exchange = None
             if shared and shared.plan and matched.opened.channel:
-                part = accept_plan(matched.opened.channel, shared.requests, shared.plan)
-                to, exchange = remaining_reads(to, part.rows, part.cuts), part.exchange
+                part = shared_reads.accept_plan(matched.opened.channel, shared.requests, shared.plan)
+                to, exchange = shared_reads.remaining_reads(to, part.rows, part.cuts), part.exchange
             synchronize_devices(to.into)
             nbytes = fill(
                 matched.source,
@@ -313,7 +302,7 @@ class LoadSession:
         return own[0], answer
 
 
-def _find_targets(matched: MatchedState) -> tuple[Destinations, dict[str, Any]]:
+def _find_targets(matched: MatchedState) -> tuple[shared_reads.Destinations, dict[str, Any]]:
     """Allocate memory for tensors on the meta device; return all tensors to fill, and the new ones among them."""
     tensors, present, index = matched.match.tensors, matched.description.leaves, matched.source.index
     shared: dict[tuple[Any, ...], Any] = {}
@@ -334,4 +323,4 @@ def _find_targets(matched: MatchedState) -> tuple[Destinations, dict[str, Any]]:
     rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
     row_of = np.array([tensors[key] for key in description.keys], np.int64)
     into = [description.pieces[row] for row in rows.tolist()]
-    return Destinations(row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made
+    return shared_reads.Destinations(row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made

@@ -42,22 +42,7 @@ from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals
 from shardkeep.format.values import Container, encode_tree
 from shardkeep.layouts import native
-from shardkeep.layouts.safetensors import (
-    CUSTOM_METADATA_KEY,
-    FILE_COUNT_KEY,
-    INDEX_NAME,
-    SAVE_ID_KEY,
-    SAVED_OFFSETS_KEY,
-    SINGLE_NAME,
-    STATE_KEY,
-    SUFFIX,
-    HeaderState,
-    HeaderTensor,
-    SafetensorsFile,
-    decode_header_state,
-    read_header,
-    to_bytes,
-)
+from shardkeep.layouts import safetensors as layout
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
@@ -135,7 +120,7 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
         self._folder = folder
         self._weight_map = weight_map
         self._threads = threads
-        self._files: dict[str, tuple[SafetensorsFile, dict[str, Any] | None]] = {}
+        self._files: dict[str, tuple[layout.SafetensorsFile, dict[str, Any] | None]] = {}
         """Files that were opened so far, and the offsets of their chunks."""
 
     def __getitem__(self, key: str) -> CatalogEntry:
@@ -143,13 +128,13 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
         if name is None or name not in self._folder.files or "_whole" in vars(self):
             return self._whole[key]
         if name not in self._files:
-            file = read_header(self._folder.files[name], self._folder.opens)
+            file = layout.read_header(self._folder.files[name], self._folder.opens)
             self._files[name] = file, saved_offsets(file)
         file, offsets = self._files[name]
         part = file.tensors.get(key)
         # It must be complete in this file. Tensors are cut only into files that are named as shards, for which there is no
         # index file.
-        of_one_save = len({file.metadata.get(SAVE_ID_KEY) for file, _ in self._files.values()}) == 1
+        of_one_save = len({file.metadata.get(layout.SAVE_ID_KEY) for file, _ in self._files.values()}) == 1
         if part is None or name.startswith(_SHARD_PREFIX) or not of_one_save:
             return self._whole[key]
         if offsets is not None and any(_offset_of(file, key, part, offsets)):
@@ -186,14 +171,14 @@ def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
     return weight_map
 
 
-def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[SafetensorsFile]:
+def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[layout.SafetensorsFile]:
     """Read the headers of files, several at a time; in the order of `paths`."""
     wanted = list(dict.fromkeys(paths))
     with ThreadPoolExecutor(max(1, min(threads, len(wanted))), thread_name_prefix="shardkeep-headers") as pool:
-        return list(pool.map(lambda path: read_header(path, opens), wanted))
+        return list(pool.map(lambda path: layout.read_header(path, opens), wanted))
 
 
-def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
+def catalog_of(files: Sequence[layout.SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
     """Return the tensors of files. `homes` has the file of each tensor that several files hold completely."""
     _check_one_save(files)
     found: dict[str, tuple[DType, list[CatalogChunk]]] = {}
@@ -222,23 +207,23 @@ def catalog_of(files: Sequence[SafetensorsFile], *, homes: Mapping[str, str] | N
     return catalog
 
 
-def saved_offsets(file: SafetensorsFile) -> dict[str, Any] | None:
+def saved_offsets(file: layout.SafetensorsFile) -> dict[str, Any] | None:
     """Return the offsets of a file's chunks in their tensors; None for a file with whole tensors."""
-    text = file.metadata.get(CUSTOM_METADATA_KEY)
+    text = file.metadata.get(layout.CUSTOM_METADATA_KEY)
     if not text:
         return None
     try:
         said = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{file.path}: {CUSTOM_METADATA_KEY} is no JSON: {error}", file=file.path) from error
+        raise MalformedFile(f"{file.path}: {layout.CUSTOM_METADATA_KEY} is no JSON: {error}", file=file.path) from error
     if not isinstance(said, dict):
-        raise MalformedFile(f"{file.path}: {CUSTOM_METADATA_KEY} is no JSON object", file=file.path)
+        raise MalformedFile(f"{file.path}: {layout.CUSTOM_METADATA_KEY} is no JSON object", file=file.path)
     return said
 
 
-def _offset_of(file: SafetensorsFile, key: str, part: HeaderTensor, said: Mapping[str, Any]) -> Ints:
+def _offset_of(file: layout.SafetensorsFile, key: str, part: layout.HeaderTensor, said: Mapping[str, Any]) -> Ints:
     entry = said.get(key)
-    offsets = entry.get(SAVED_OFFSETS_KEY) if isinstance(entry, dict) else None
+    offsets = entry.get(layout.SAVED_OFFSETS_KEY) if isinstance(entry, dict) else None
     if (
         not isinstance(offsets, list)
         or len(offsets) != len(part.shape)
@@ -251,12 +236,12 @@ def _offset_of(file: SafetensorsFile, key: str, part: HeaderTensor, said: Mappin
     return tuple(offsets)
 
 
-def _check_one_save(files: Iterable[SafetensorsFile]) -> None:
+def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
     """Check that the files which were written as a checkpoint are of the same save and complete."""
-    saves: dict[str | None, list[SafetensorsFile]] = {}
+    saves: dict[str | None, list[layout.SafetensorsFile]] = {}
     for file in files:
-        if CUSTOM_METADATA_KEY in file.metadata:
-            saves.setdefault(file.metadata.get(SAVE_ID_KEY), []).append(file)
+        if layout.CUSTOM_METADATA_KEY in file.metadata:
+            saves.setdefault(file.metadata.get(layout.SAVE_ID_KEY), []).append(file)
     if len(saves) > 1:
         sets = " and ".join(
             f"{_some([file.name for file in each])} of {'an unnamed save' if save is None else f'save {save}'}"
@@ -267,7 +252,7 @@ def _check_one_save(files: Iterable[SafetensorsFile]) -> None:
             hint="delete those of the older save",
         )
     for save, each in saves.items():
-        expected = each[0].metadata.get(FILE_COUNT_KEY)
+        expected = each[0].metadata.get(layout.FILE_COUNT_KEY)
         if save is not None and expected is not None and expected != str(len(each)):
             raise MalformedFile(
                 f"{each[0].path}: save {save} has {expected} files, and {len(each)} are here: "
@@ -314,7 +299,7 @@ FORMAT = "safetensors"
 class SafetensorsSource(Source):
     """Opened safetensors files, of any program."""
 
-    seen: Mapping[str, SafetensorsFile]
+    seen: Mapping[str, layout.SafetensorsFile]
     """Headers as they were when the files were opened, by the file's name."""
 
     aligned: ClassVar[bool] = False
@@ -323,7 +308,7 @@ class SafetensorsSource(Source):
         """Compare the header of a file with what it was, and with the size of the file."""
         name = self.record.files[file].name
         try:
-            now = read_header(name, self.store)
+            now = layout.read_header(name, self.store)
         except (DamagedCheckpoint, BlobNotFound) as exc:
             yield exc
             return
@@ -364,15 +349,15 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
                 file=path,
                 key=key,
             )
-    said = [(file, file.metadata[STATE_KEY]) for file in headers if STATE_KEY in file.metadata]
+    said = [(file, file.metadata[layout.STATE_KEY]) for file in headers if layout.STATE_KEY in file.metadata]
     if len(said) > 1:
         raise MalformedFile(f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors")
-    kept = decode_header_state(said[0][1], where=said[0][0].path) if said else None
+    kept = layout.decode_header_state(said[0][1], where=said[0][0].path) if said else None
     record = _record(folder, headers, catalog, kept)
     return FoundCheckpoint(record, lambda _: _open(folder, record, headers, catalog, kept))
 
 
-def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile]) -> SafetensorsSource:
+def open_shards(folder: ModelDirectory, headers: list[layout.SafetensorsFile]) -> SafetensorsSource:
     """Open files whose headers were read as one checkpoint: a flat dict of tensors."""
     catalog = catalog_of(headers)
     return _open(folder, _record(folder, headers, catalog, None), headers, catalog, None)
@@ -381,9 +366,9 @@ def open_shards(folder: ModelDirectory, headers: list[SafetensorsFile]) -> Safet
 def _open(
     folder: ModelDirectory,
     record: Record,
-    headers: list[SafetensorsFile],
+    headers: list[layout.SafetensorsFile],
     catalog: Catalog,
-    kept: HeaderState | None,
+    kept: layout.HeaderState | None,
 ) -> SafetensorsSource:
     index = _index(catalog, kept, [entry.name for entry in record.files])
     seen = {file.path: file for file in headers}
@@ -411,7 +396,7 @@ def _folder(store: Store) -> ModelDirectory | None:
         return _found(ModelDirectory(local.path, files, index, with_any_names(store)))
     seen = _found(list_model(store))
     above, _, name = store.url.rpartition("/")
-    if seen is not None or not name.endswith(SUFFIX) or "://" not in above:
+    if seen is not None or not name.endswith(layout.SUFFIX) or "://" not in above:
         return seen
     # The place may itself be a safetensors blob. The store's own parent has the options that it was opened with.
     parent = parent_of(store)
@@ -427,21 +412,21 @@ def _found(folder: ModelDirectory) -> ModelDirectory | None:
     files = {name: path for name, path in folder.files.items() if native.save_id_of(name) is None}
     if not files and folder.index is None:
         return None
-    if folder.index is None and SINGLE_NAME in files:
-        files = {SINGLE_NAME: files[SINGLE_NAME]}
+    if folder.index is None and layout.SINGLE_NAME in files:
+        files = {layout.SINGLE_NAME: files[layout.SINGLE_NAME]}
     return replace(folder, files=files)
 
 
 def _record(
     folder: ModelDirectory,
-    headers: list[SafetensorsFile],
+    headers: list[layout.SafetensorsFile],
     catalog: Catalog,
-    kept: HeaderState | None,
+    kept: layout.HeaderState | None,
 ) -> Record:
     together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
-    ids = {file.metadata.get(SAVE_ID_KEY) for file in headers}
+    ids = {file.metadata.get(layout.SAVE_ID_KEY) for file in headers}
     save_id = ids.pop() if len(ids) == 1 else None
-    name = folder.index or (headers[0].path if headers else INDEX_NAME)
+    name = folder.index or (headers[0].path if headers else layout.INDEX_NAME)
     nbytes = 0  # without an index file
     if folder.index is not None:
         with closing(folder.opens.open(name)) as reader:
@@ -478,7 +463,7 @@ def _when(folder: ModelDirectory, names: list[str]) -> str:
     return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _index(catalog: Catalog, kept: HeaderState | None, files: list[str]) -> Index:
+def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) -> Index:
     ties = dict(kept.ties) if kept else {}
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
@@ -491,11 +476,11 @@ def _index(catalog: Catalog, kept: HeaderState | None, files: list[str]) -> Inde
     row_of = {key: row for row, key in enumerate(keys)}
     stored = [catalog[ties.get(key, key)] for key in keys]
     number = {name: at for at, name in enumerate(files)}
-    values = {key: to_bytes(text, where=where) for key, text in kept.values.items()} if kept else {}
+    values = {key: layout.to_bytes(text, where=where) for key, text in kept.values.items()} if kept else {}
     value_keys = sorted(values, key=str.encode)
     # Without a saved tree: a flat dict of all tensors, in the order of the files.
     flat = Container("dict", tuple((key, None) for key in catalog))
-    tree = to_bytes(kept.tree, where=where) if kept else encode_tree(flat)
+    tree = layout.to_bytes(kept.tree, where=where) if kept else encode_tree(flat)
     return build_index(
         keys=keys,
         dtypes=[each.dtype for each in stored],

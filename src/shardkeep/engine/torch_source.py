@@ -46,16 +46,7 @@ from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
 from shardkeep.format.values import Container, Node, encode_tree, encode_value
-from shardkeep.layouts.torch import (
-    MAX_METADATA_NBYTES,
-    METADATA_NAME,
-    ItemLocation,
-    Sums,
-    TorchMetadata,
-    decode_torch_metadata,
-    read_sums,
-    writer_rank,
-)
+from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
 from shardkeep.storage.base import BlobInfo, BlobReader, preferred_requests, with_any_names
@@ -97,7 +88,7 @@ class FileGone(WrongSize, BlobNotFound):
 class ItemFiles:
     """Data files of torch's layout: each is opened once, for its size and digests, when it is first mentioned."""
 
-    def __init__(self, store: ReadableStore, sums: Mapping[str, Sums]) -> None:
+    def __init__(self, store: ReadableStore, sums: Mapping[str, layout.Sums]) -> None:
         self.store = store
         self.entries: list[FileEntry] = []
         self.digests: DigestCache = {}
@@ -111,7 +102,7 @@ class ItemFiles:
             self.entries.append(self._entry(name))
         return self._number[name]
 
-    def item(self, location: ItemLocation, key: str) -> Item:
+    def item(self, location: layout.ItemLocation, key: str) -> Item:
         """Return an item by the number of its file."""
         return Item(self.number(location.file), location.offset, location.nbytes, key)
 
@@ -131,7 +122,7 @@ class ItemFiles:
                 hint="the file was cut short or changed after the save",
                 file=name,
             )
-        digests = read_sums(self.store, name, known)
+        digests = layout.read_sums(self.store, name, known)
         if digests is None:
             log.warning("%s.sums is missing, so %s is read without verifying it", name, name)
             return entry
@@ -215,7 +206,7 @@ class TorchSource(Source):
     items: ChunkItems
     descriptors: Mapping[int, tuple[str, ...]]
     """The stream extensions of chunks that were written through some, by the chunk's row."""
-    objects: Mapping[str, ItemLocation]
+    objects: Mapping[str, layout.ItemLocation]
     undo: Undo
     archived: dict[int, ArchivedTensor | None] = field(default_factory=dict)
     """
@@ -275,7 +266,7 @@ class TorchSource(Source):
     def check_index(self, tensors: IntArray) -> None:
         """Check these tensors, and `.metadata` as a whole."""
         self.check(tensors)
-        unsealed(self.store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES), METADATA_NAME)
+        unsealed(self.store.get(layout.METADATA_NAME, limit=layout.MAX_METADATA_NBYTES), layout.METADATA_NAME)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors and objects in a byte range of a file; used only to explain damage."""
@@ -304,12 +295,12 @@ class TorchSource(Source):
 def find_torch(store: ReadableStore) -> FoundCheckpoint:
     """Find a checkpoint of torch's layout; `BlobNotFound` where there is none."""
     store = with_any_names(store)
-    data = store.get(METADATA_NAME, limit=MAX_METADATA_NBYTES)
-    metadata = decode_torch_metadata(data, where=METADATA_NAME)
+    data = store.get(layout.METADATA_NAME, limit=layout.MAX_METADATA_NBYTES)
+    metadata = layout.decode_torch_metadata(data, where=layout.METADATA_NAME)
     checksum = checksum_text(digest(data))
-    writers = [rank for rank in map(writer_rank, _file_names(metadata)) if rank is not None]
+    writers = [rank for rank in map(layout.writer_rank, _file_names(metadata)) if rank is not None]
     infos: Iterable[BlobInfo] = getattr(store, "list", tuple)()
-    seconds = next((info.modified_s for info in infos if info.name == METADATA_NAME), 0.0)
+    seconds = next((info.modified_s for info in infos if info.name == layout.METADATA_NAME), 0.0)
     entries = metadata.tensors.values()
     record = Record(
         format=FORMAT,
@@ -323,13 +314,13 @@ def find_torch(store: ReadableStore) -> FoundCheckpoint:
             values=len(metadata.objects),
             tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
         ),
-        index=IndexEntry(name=METADATA_NAME, nbytes=len(data), checksum=checksum),
+        index=IndexEntry(name=layout.METADATA_NAME, nbytes=len(data), checksum=checksum),
         files=[],
     )
     return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))
 
 
-def _open(store: ReadableStore, record: Record, metadata: TorchMetadata, options: Options) -> TorchSource:
+def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, options: Options) -> TorchSource:
     files = ItemFiles(store, metadata.sums)
     for name in _file_names(metadata):
         files.number(name)
@@ -352,13 +343,13 @@ def _open(store: ReadableStore, record: Record, metadata: TorchMetadata, options
     )
 
 
-def _file_names(metadata: TorchMetadata) -> list[str]:
+def _file_names(metadata: layout.TorchMetadata) -> list[str]:
     chunks = {location.file for entry in metadata.tensors.values() for _, location in entry.chunks}
     return sorted(chunks | {location.file for location in metadata.objects.values()})
 
 
 def _index_of(
-    metadata: TorchMetadata, files: ItemFiles, values: Strings
+    metadata: layout.TorchMetadata, files: ItemFiles, values: Strings
 ) -> tuple[Index, ChunkItems, dict[int, tuple[str, ...]]]:
     """Make the index, the items of its chunks, and the extensions of those that have some."""
     keys = sorted(metadata.tensors, key=str.encode)
@@ -377,7 +368,7 @@ def _index_of(
         value_keys=sorted(metadata.objects, key=str.encode),
         value_data=values,
         make_tree=lambda: encode_tree(_tree(metadata.paths)),
-        where=METADATA_NAME,
+        where=layout.METADATA_NAME,
     )
     locations = [location for entry in entries for _, location in entry.chunks]
     items = ChunkItems(
@@ -424,7 +415,9 @@ def _container(held: dict[Any, Any]) -> Container:
 class StoredObjects(Strings):
     """The objects of a checkpoint, sorted by key, as encoded values. Each is read when it is asked for."""
 
-    def __init__(self, objects: Mapping[str, ItemLocation], files: ItemFiles, options: Options, undo: Undo) -> None:
+    def __init__(
+        self, objects: Mapping[str, layout.ItemLocation], files: ItemFiles, options: Options, undo: Undo
+    ) -> None:
         super().__init__(np.zeros(len(objects), np.int64), memoryview(b""))
         self._files = files
         self._options = options
