@@ -189,7 +189,7 @@ Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE] | StateSnapshot
 """What a save begins with: a copy of the state, or a future of one; or a snapshot of the engine's."""
 
 
-# -- on a thread -------------------------------------------------------------------------------------------------------
+# -- executors ---------------------------------------------------------------------------------------------------------
 
 
 class _AsyncCheckpointExecutor(abc.ABC):
@@ -207,106 +207,11 @@ class _AsyncCheckpointExecutor(abc.ABC):
         no_dist: bool = False,
         use_collectives: bool = True,
     ) -> Future[Metadata]:
-        """Begin a save; all ranks of the group must call this, in the same order."""
+        """Begin a save, after earlier ones; all ranks of the group must call this, in the same order."""
 
 
 class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
-    """Saves on a thread, after earlier saves."""
-
-    def execute_save(
-        self,
-        staging_future_or_state_dict: Staged,
-        *,
-        checkpoint_id: str | os.PathLike[str] | None = None,
-        storage_writer: StorageWriter | None = None,
-        planner: SavePlanner | None = None,
-        process_group: ProcessGroup | None = None,
-        no_dist: bool = False,
-        use_collectives: bool = True,
-    ) -> Future[Metadata]:
-        """Begin a save, and return the future of what was saved."""
-        ranks = ranks_of_queue(process_group, no_dist=no_dist)
-
-        box = [staging_future_or_state_dict]
-        del staging_future_or_state_dict
-
-        def work() -> Metadata:
-            return _save_staged(
-                ranks,
-                box.pop(),  # a stored failure must not keep the state alive
-                checkpoint_id=checkpoint_id,
-                storage_writer=storage_writer,
-                planner=planner,
-                use_collectives=use_collectives,
-            )
-
-        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
-        call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
-        return group_saves_of(process_group, no_dist=no_dist).submit(
-            call, destination_of(checkpoint_id, storage_writer), storage_writer, planner
-        )
-
-
-def save_wrapper(
-    staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
-    *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    use_collectives: bool = True,
-) -> Metadata:
-    """Save a state on the calling thread, when it is staged."""
-    return _save_staged(
-        ranks_of_queue(process_group, no_dist=no_dist),
-        staging_future_or_state_dict,
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        use_collectives=use_collectives,
-    )
-
-
-def _save_staged(
-    ranks: _DistWrapper,
-    staged: Staged,
-    *,
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
-    planner: SavePlanner | None,
-    use_collectives: bool,
-) -> Metadata:
-    snapshot = staged if isinstance(staged, StateSnapshot) else None
-    with _profile(), contextlib.nullcontext() if snapshot is None else snapshot.open():
-        try:
-            state = _stateful_to_state_dict(once_staged(staged))
-            writer = _storage_setup(storage_writer, checkpoint_id)
-        except BaseException as error:  # noqa: BLE001 - raised on all ranks
-            fail_together(ranks, error, use_collectives=use_collectives)
-        return _run_save(ranks, lambda: state, writer, planner, use_collectives, snapshot)
-
-
-def once_staged(staged: Staged) -> STATE_DICT_TYPE:
-    """Wait for the staged state, and return it; raises what staging raised."""
-    if isinstance(staged, StateSnapshot):
-        return staged.state()
-    return staged.result() if isinstance(staged, Future) else staged
-
-
-# -- in a process ------------------------------------------------------------------------------------------------------
-#
-# The thread that waits for the process also communicates with the other ranks, as for any other save. If the process dies,
-# its rank fails in the current step, and all ranks learn of it at once. The processes do not communicate with each other.
-
-
-class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
-    """
-    Saves in a process that is spawned at the first save and serves the later ones.
-
-    The state is passed in shared memory; the writer and the planner are pickled. The process knows the rank and size of the
-    default group, and cannot communicate with other ranks. A process that has died is replaced at the next save.
-    """
+    """Saves on a thread."""
 
     def execute_save(
         self,
@@ -322,71 +227,126 @@ class _ProcessBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         """Begin a save, and return the future of what was saved."""
         ranks = ranks_of_queue(process_group, no_dist=no_dist)
         lane = group_saves_of(process_group, no_dist=no_dist)
-        world = _rank_in_world(no_dist=no_dist)
-        with contextlib.suppress(SaverDied):  # raised again by the save
-            _start_saver(lane, world)
+        run = self._prepare(lane, no_dist)
         box = [staging_future_or_state_dict]
         del staging_future_or_state_dict
 
         def work() -> Metadata:
-            try:
-                saver = _saver_of(lane, world)
-                request = StagedSave(
-                    # Taken out of the box, which would keep a second copy of the state alive.
-                    state=_stateful_to_state_dict(once_staged(box.pop())),
-                    checkpoint_id=checkpoint_id,
-                    storage_writer=storage_writer,
-                    planner=planner,
-                    rank=ranks.rank,
-                    is_coordinator=ranks.is_coordinator,
-                    use_collectives=use_collectives,
-                )
-            except BaseException as error:  # noqa: BLE001 - raised on all ranks
-                fail_together(ranks, error, use_collectives=use_collectives)
-            remote = RemoteSave(saver, request)
-            del request
-            try:
-                metadata: Metadata = pickle.loads(run_steps(ranks, remote, use_collectives))
-                return metadata
-            finally:
-                remote.forget()
+            # Popped: a stored failure must not keep the state alive.
+            return run(ranks, box.pop(), checkpoint_id, storage_writer, planner, use_collectives)
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
         return lane.submit(call, destination_of(checkpoint_id, storage_writer), storage_writer, planner)
 
+    def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
+        """Return the function that saves, on the thread of the queue."""
+        del lane, no_dist
+        return _save_staged
 
-def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> None:
+
+def save_wrapper(
+    staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save a state on the calling thread, when it is staged."""
+    ranks = ranks_of_queue(process_group, no_dist=no_dist)
+    return _save_staged(ranks, staging_future_or_state_dict, checkpoint_id, storage_writer, planner, use_collectives)
+
+
+def _save_staged(
+    ranks: _DistWrapper,
+    staged: Staged,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    use_collectives: bool,
+) -> Metadata:
+    snapshot = staged if isinstance(staged, StateSnapshot) else None
+    with _profile(), contextlib.ExitStack() as inside:
+        try:
+            if snapshot is not None:
+                inside.enter_context(snapshot.open())
+            state = _stateful_to_state_dict(once_staged(staged))
+            writer = _storage_setup(storage_writer, checkpoint_id)
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks
+            fail_together(ranks, error, use_collectives=use_collectives)
+        return _run_save(ranks, lambda: state, writer, planner, use_collectives, snapshot)
+
+
+def once_staged(staged: Staged) -> STATE_DICT_TYPE:
+    """Wait for the staged state, and return it; raises what staging raised."""
+    if isinstance(staged, StateSnapshot):
+        return staged.state()
+    return staged.result() if isinstance(staged, Future) else staged
+
+
+class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
     """
-    Start the lane's process if it has none, or a dead one.
+    Saves in a process that is spawned at the first save and serves the later ones.
 
-    On the thread of the caller: once the main script has ended, which is before the last save has, Python no longer
-    knows where the script is, and a process that is started then has none of its classes.
+    The state, the writer and the planner are pickled. The process knows the rank and size of the default group, and cannot
+    communicate with other ranks: the thread that waits for it does. If it dies, its rank fails in the current step, all
+    ranks learn of it at once, and the next save starts another one.
+    """
+
+    def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
+        world = None
+        if not is_alone(no_dist):
+            import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
+
+            world = RankInWorld(dist.get_rank(), dist.get_world_size())
+        with contextlib.suppress(SaverDied):  # raised again by the save
+            _start_saver(lane, world)
+        return functools.partial(_save_remotely, lane, world)
+
+
+def _save_remotely(
+    lane: GroupSaves,
+    world: RankInWorld | None,
+    ranks: _DistWrapper,
+    staged: Staged,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    planner: SavePlanner | None,
+    use_collectives: bool,
+) -> Metadata:
+    try:
+        if lane.saver is not None and lane.saver.world != world:
+            lane.saver.close()
+        saver = _start_saver(lane, world)
+        saver.wait_until_ready()
+        state, staged = _stateful_to_state_dict(once_staged(staged)), {}
+        place = ranks.rank, ranks.is_coordinator
+        remote = RemoteSave(saver, StagedSave(state, checkpoint_id, storage_writer, planner, *place, use_collectives))
+        del state
+    except BaseException as error:  # noqa: BLE001 - raised on all ranks
+        fail_together(ranks, error, use_collectives=use_collectives)
+    try:
+        metadata: Metadata = pickle.loads(run_steps(ranks, remote, use_collectives))
+        return metadata
+    finally:
+        remote.forget()
+
+
+def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> SaverProcess:
+    """
+    Return the lane's process, a new one if it has none, or a dead one.
+
+    First called on the thread of the caller: once the main script has ended, which is before the last save has, Python no
+    longer knows where the script is, and a process that is started then has none of its classes.
     """
     with lane.starting:
         # A dead process is not closed here: the thread that uses it may be about to notice.
         if lane.saver is None or not lane.saver.alive():
             lane.saver = SaverProcess(world)
-
-
-def _saver_of(lane: GroupSaves, world: RankInWorld | None) -> SaverProcess:
-    """Return the process when it is ready; a new one if there is none, it is dead, or the rank has changed."""
-    if lane.saver is not None and lane.saver.world != world:
-        lane.saver.close()
-    _start_saver(lane, world)
-    saver = lane.saver
-    if saver is None:
-        raise SaverDied("the process that saves is gone")
-    saver.wait_until_ready()
-    return saver
-
-
-def _rank_in_world(*, no_dist: bool) -> RankInWorld | None:
-    if is_alone(no_dist):
-        return None
-    import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
-
-    return RankInWorld(dist.get_rank(), dist.get_world_size())
+        return lane.saver
 
 
 # -- async_save --------------------------------------------------------------------------------------------------------
@@ -451,8 +411,11 @@ def async_save(
     """
     in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
     no_dist = without_ranks(no_dist, "saves")
-    stager, own = _choose(async_stager, storage_writer)
-    where = destination_of(checkpoint_id, storage_writer)
+    writer_stages = async_stager is None and isinstance(storage_writer, AsyncStager)
+    stager: Any = storage_writer if writer_stages else async_stager
+    own = None
+    if stager is None:
+        stager = own = DefaultStager(StagingOptions(False, False, False, False))
     by_engine = _is_staged_by_engine(stager, storage_writer, planner) and (
         not in_process or _is_written_by_engine(checkpoint_id, storage_writer)
     )
@@ -474,9 +437,13 @@ def async_save(
         )
 
     def copy_of(state: STATE_DICT_TYPE) -> Staged:
-        if by_engine and isinstance(stager, (DefaultStager, BlockingAsyncStager)):
-            return stager.snapshot(state, where, in_process=in_process)
-        return stager.stage(state)
+        if not by_engine:
+            copied: Staged = stager.stage(state)
+            return copied
+        snapshot: StateSnapshot = stager.snapshot(
+            state, destination_of(checkpoint_id, storage_writer), in_process=in_process
+        )
+        return snapshot
 
     def stage() -> Staged:
         return logged(copy_of, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
@@ -489,24 +456,13 @@ def async_save(
             own.close()
         raise
     if own is not None:
-        closing = own
         upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-        upload.add_done_callback(lambda _: closing.close())
+        upload.add_done_callback(lambda _: own.close())
     if earlier is not None:
         # Not before: the other ranks may not know of the failure yet, and need this rank's part of this save.
         earlier.response = response
         raise earlier
     return response
-
-
-def _choose(given: AsyncStager | None, writer: object) -> tuple[AsyncStager, DefaultStager | None]:
-    """Return the stager to use, and the stager to close afterwards, if it is ours."""
-    if given is not None:
-        return given, None
-    if isinstance(writer, AsyncStager):
-        return writer, None
-    own = DefaultStager(StagingOptions(False, False, False, False))
-    return own, own
 
 
 def _is_staged_by_engine(stager: AsyncStager, writer: object, planner: object) -> bool:
@@ -545,7 +501,10 @@ def _stage_and_begin(
     try:
         staged = stage()
     except BaseException as error:
-        _fail_on_other_ranks(begin, error)
+        # Fail the save on the other ranks, which have staged their part and would wait for this rank.
+        failed: Future[STATE_DICT_TYPE] = Future()
+        failed.set_exception(error)
+        begin(failed).add_done_callback(_mark_retrieved)  # it is raised now
         raise
     if isinstance(staged, StateSnapshot):
         try:
@@ -574,13 +533,6 @@ def _stage_and_begin(
         raise
     checked.set_result(staged)
     return upload
-
-
-def _fail_on_other_ranks(begin: Callable[[Staged], Future[Metadata]], error: BaseException) -> None:
-    """Fail the save on the other ranks, which have staged their part and would wait for this rank."""
-    failed: Future[STATE_DICT_TYPE] = Future()
-    failed.set_exception(error)
-    begin(failed).add_done_callback(_mark_retrieved)  # it is raised now
 
 
 def _mark_retrieved(upload: Future[Metadata]) -> None:
