@@ -7,6 +7,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 CODE := src tests bench examples
 RIVALS := bench-results/rivals
+COMPAT ?= 2.11.0 2.14.1 2.15.0
 
 ifdef PY
   READY :=
@@ -18,7 +19,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check soak bench docs clean
+.PHONY: help venv demo test check soak compat bench docs clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,16 @@ check: $(READY) ## Lint, format, types, and the one-direction rule of the folder
 
 soak: $(READY) ## Save, prune, kill and restart jobs for half an hour, and check what is on the disk (ARGS='--minutes 5')
 	$(PY) -m tests.soak $(ARGS)
+
+compat: $(addprefix compat-,$(COMPAT)) ## Test the drop-in, the engine and state on other versions of torch, each in its own .compat/ environment
+
+compat-%:
+	test -x .compat/$*/bin/python || $(PYTHON) -m venv .compat/$*
+	.compat/$*/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.compat/$*/bin/python -m pip install --quiet torch==$*
+	.compat/$*/bin/python -m pip install --quiet --editable . --group dev
+	.compat/$*/bin/python -m pytest -q --numprocesses 3 --dist loadfile tests/dcp tests/protocol tests/golden tests/engine \
+	  tests/state tests/objects tests/toolkit tests/training $(ARGS)
 
 docs: $(READY) ## Build the documentation into site/
 	$(PY) -m mkdocs build --strict
@@ -70,5 +81,5 @@ $(VENV)/.ready: pyproject.toml
 	@touch $@
 
 clean: ## Remove .venv, caches and benchmark results
-	rm -rf $(VENV) build dist site bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site bench-results .pytest_cache .mypy_cache .ruff_cache .hypothesis .compat
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
