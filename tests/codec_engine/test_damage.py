@@ -346,6 +346,18 @@ def test_damage_in_digests_that_lie_beside_the_data():
     assert bits(load(store)) == bits(sample_state())
 
 
+def test_damage_is_placed_whatever_the_file_is_called():
+    """Also where the word that says where is a part of the name."""
+    store = InOrderStore()
+    sk.save({"bytes": {"w": torch.ones(9)}}, store)
+    [name] = [file.blocks for file in data_files(store) if file.blocks]
+    data = bytearray(store.get(name, limit=MIB))
+    data[3] ^= 1
+    changed(store, name, data)
+    with pytest.raises(sk.DamagedCheckpoint, match=", from byte 0 on"):
+        sk.open(store).verify()
+
+
 def test_the_command_line_verifies_with_a_key_and_without(tmp_path, monkeypatch, capsys):
     """Without the key what is stored is checked, and damage is found all the same; with it, all is checked."""
     where, key = str(tmp_path / "ck"), bytes(range(32)).hex()

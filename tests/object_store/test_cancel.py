@@ -120,15 +120,29 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
         assert left() == ["index", *("m0", "m0", "m1", "m1", "m2", "m2"), "shardkeep.json"]
 
 
-def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place: Opened) -> None:
-    """A cancelled put that arrives later is deleted."""
+@pytest.mark.parametrize(
+    ("nbytes", "method", "path", "thread"),
+    [(99, "PUT", "late", "put late"), (PART + 99, "POST", r"late\?uploadId=", "upload late")],
+    ids=["put", "upload"],
+)
+def test_what_was_left_behind_does_not_stay(
+    s3_server: S3Server,
+    s3_place: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int,
+    method: str,
+    path: str,
+    thread: str,
+) -> None:
+    """A cancelled put or upload whose last request is on its way is not waited for; what appears later is deleted."""
+    monkeypatch.setattr(multipart, "_DEADLINE_S", 0.0)
     scope = CancelScope()
     with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
-        place = s3_place(endpoint=proxy.endpoint, conditional_puts=True)
+        place = s3_place(endpoint=proxy.endpoint, part_bytes=PART, conditional_puts=True)
         with scope.active():
-            writer = place.create("late", 99)
-        writer.write_at(0, memoryview(bytes(99)))
-        proxy.rules = [Rule("delay", method="PUT", path="late", delay_s=2)]
+            writer = place.create("late", nbytes)
+        writer.write_at(0, memoryview(bytes(nbytes)))
+        proxy.rules = [Rule("delay", method=method, path=path, delay_s=1.5)]
         finished = pool.submit(writer.finish)
         while not proxy.counts.faults["delay"]:
             time.sleep(0.01)
@@ -136,10 +150,9 @@ def test_a_put_that_was_left_behind_does_not_stay(s3_server: S3Server, s3_place:
         with pytest.raises(StorageError, match="was cancelled"):
             finished.result()
         writer.abandon()
-        [sending] = [thread for thread in threading.enumerate() if thread.name == "put late"]
+        [sending] = [each for each in threading.enumerate() if each.name == thread]
         sending.join()
-        kinds = [request.like.partition(" ")[0] for request in proxy.counts.requests]
-        assert kinds.count("PUT") == 1, "it was sent"
+        assert proxy.counts.requests[-1].path.endswith("?delete"), "it was there"
         assert list(place.list()) == []
 
 

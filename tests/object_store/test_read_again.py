@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.opening import verify_stored
 from shardkeep.storage.base import SecondRead
 from shardkeep.storage.buffers import flat
@@ -125,8 +126,9 @@ def test_verifying_without_keys_mends_too(caplog: pytest.LogCaptureFixture) -> N
     assert reads - coded <= mended <= reads  # of what is read with a table, not all is used
 
 
-def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any) -> None:
-    """Pages of a local file are dropped before it is read again, and no others."""
+@pytest.mark.parametrize("wrap", [lambda store: store, lambda store: DecodingStore(store, (), ())], ids=["", "codecs"])
+def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any, wrap: Any) -> None:
+    """Pages of a local file are dropped before it is read again, and no others; a store that decodes is looked through."""
     (tmp_path / "a").write_bytes(os.urandom(8 << 20))
     file = os.open(tmp_path / "a", os.O_RDONLY)
     try:
@@ -143,7 +145,7 @@ def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any) -> None:
                 seen.append([cached_bytes(file, mib << 20, 1 << 20) for mib in (0, 2, 6)])
                 return super().open(name)
 
-        with closing(SecondRead("a", Looks(tmp_path))) as again:
+        with closing(SecondRead("a", wrap(Looks(tmp_path)))) as again:
             assert again.read((1 << 20) + 1, 4 << 20) == whole[(1 << 20) + 1 : (5 << 20) + 1]
         assert seen == [[1 << 20, 0, 1 << 20]]
     finally:

@@ -18,8 +18,6 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.storage import multipart
-from shardkeep.storage.cancel import CancelScope
 from shardkeep.storage.multipart import ObjectWriter
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import read_blob, sample
@@ -246,32 +244,6 @@ def test_a_failure_does_not_wait_for_stalled_uploads(
         assert proxy.counts.faults["stall"], "or nothing was there to wait for"
         assert [blob.name for blob in place.list()] == []
         assert unfinished(place) == [] or not TAKES_BACK
-
-
-def test_what_is_given_up_at_its_very_end_is_deleted_when_it_appears(
-    s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cancelled upload whose last request is on its way is not waited for; an object that appears later is deleted."""
-    monkeypatch.setattr(multipart, "_DEADLINE_S", 0.0)
-    scope = CancelScope()
-    with Proxy(s3_server.port) as proxy, ThreadPoolExecutor(1) as pool:
-        place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
-        with scope.active():
-            writer = place.create("late", PART + 99)
-        writer.write_at(0, memoryview(bytes(PART + 99)))
-        proxy.rules = [Rule("delay", method="POST", path=r"late\?uploadId=", delay_s=1.5)]
-        finished = pool.submit(writer.finish)
-        while not proxy.counts.faults["delay"]:
-            time.sleep(0.01)
-        scope.cancel()
-        with pytest.raises(StorageError, match="was cancelled"):
-            finished.result()
-        writer.abandon()
-        sending = [thread for thread in threading.enumerate() if thread.name == "upload late"]
-        assert sending, "or it was waited for"
-        sending[0].join()
-        assert proxy.counts.requests[-1].path.endswith("?delete"), "it was there"
-        assert list(place.list()) == []
 
 
 @contextlib.contextmanager

@@ -1,9 +1,4 @@
-"""
-Compression of frames with zstd and lz4. A frame that does not shrink is stored as it is.
-
-zstd comes from `compression.zstd` of Python 3.14, or its backport `backports.zstd`. lz4 is very fast, and of little use
-for floating-point numbers.
-"""
+"""Compression with zstd (`compression.zstd` or `backports.zstd`) and lz4, which is fast of little use for floats."""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ from shardkeep.codecs.compression import MODULES, zstd_module
 from shardkeep.errors import ExtensionUnavailable, MalformedFile, StorageError, UnknownExtension
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Buffer
 
 _COPY_NBYTES = 1 << 20
@@ -147,9 +145,7 @@ class _OutputAdapter(io.RawIOBase):
             if self._beneath is not None:
                 self._beneath.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._drop()
         self.close()

@@ -1,9 +1,4 @@
-"""
-Host memory for I/O: page-aligned scratch buffers, a bound on buffered bytes, and a copy that lets other threads run.
-
-Buffers are reused, because touching fresh memory costs five times as much as copying into memory that is already
-mapped. Nothing here knows about files.
-"""
+"""Host memory for I/O: reused aligned buffers (fresh memory costs five copies), a bound on buffered bytes, copies."""
 
 from __future__ import annotations
 

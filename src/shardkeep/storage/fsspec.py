@@ -266,11 +266,8 @@ class FsspecStore(ConditionalPuts):
             return None
 
     def list(self) -> Iterator[BlobInfo]:
-        found = []
-        for each in self._level():
-            name = each["name"].rstrip("/").rpartition("/")[2]
-            if each.get("type") == "file" and is_name(name):
-                found.append(BlobInfo(name, int(each["size"]), _modified_s(each)))
+        files = [(name, info) for name, info in self._level() if info.get("type") == "file"]
+        found = [BlobInfo(name, int(info["size"]), _modified_s(info)) for name, info in files]
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def delete(self, name: str) -> None:
@@ -298,10 +295,7 @@ class FsspecStore(ConditionalPuts):
     # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
-        found = [
-            each["name"].rstrip("/").rpartition("/")[2] for each in self._level() if each.get("type") == "directory"
-        ]
-        return iter([name for name in found if is_name(name)])
+        return iter([name for name, info in self._level() if info.get("type") == "directory"])
 
     def place(self, name: str) -> FsspecStore:
         return FsspecStore(self._fs, self._at(name), f"{self.url}/{name}", settle_s=self._settle_s)
@@ -321,7 +315,8 @@ class FsspecStore(ConditionalPuts):
     def _at(self, name: str) -> str:
         return f"{self._path}/{check_name(name)}"
 
-    def _level(self) -> Sequence[dict[str, Any]]:
+    def _level(self) -> Sequence[tuple[str, dict[str, Any]]]:
+        """Return what is here under a blob's name."""
         with fs_errors("cannot list", self.url):
             self._fs.invalidate_cache(self._path)
             try:
@@ -330,7 +325,9 @@ class FsspecStore(ConditionalPuts):
                 return []
         # `ls` of a file lists the file itself.
         itself = self._fs._strip_protocol(self._path)
-        return [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
+        level = [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
+        named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level]
+        return [(name, info) for name, info in named if is_name(name)]
 
 
 class FsspecStoreSpec(msgspec.Struct, frozen=True, tag=True):

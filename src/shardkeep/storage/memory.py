@@ -1,8 +1,4 @@
-"""
-Blobs in this process's memory, for tests and for passing on a checkpoint without a disk.
-
-Only the process that made the store sees it, and nothing is durable; every other promise of the protocol holds.
-"""
+"""Blobs in this process's memory: nothing is durable, and no other process sees it; every other promise holds."""
 
 from __future__ import annotations
 

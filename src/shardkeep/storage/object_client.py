@@ -172,9 +172,18 @@ def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
+def _thawed(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    found = dict(options)
+    if "client_options" in found:
+        found["client_options"] = client = dict(found["client_options"])
+        if "default_headers" in client:
+            client["default_headers"] = dict(client["default_headers"])
+    return found
+
+
 @functools.lru_cache(maxsize=64)
 def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: tuple[tuple[str, str], ...]) -> Bucket:
-    given, environment = dict(options), dict(read)
+    given, environment = _thawed(options), dict(read)
     policy = _policy(given)
     url = f"{service}://{name}"
     more = resolve_options(service, given, url, environment)
@@ -186,8 +195,6 @@ def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: t
         more["aws_endpoint_url_s3"] = endpoint  # otherwise the variable would take precedence
     client: dict[str, Any] = {"timeout": timedelta(seconds=policy.timeout_s), "connect_timeout": timedelta(seconds=10)}
     client.update(more.pop("client_options", ()))
-    if "default_headers" in client:
-        client["default_headers"] = dict(client["default_headers"])
     if endpoint.lower().startswith("http://"):  # explicitly asked for
         client.setdefault("allow_http", True)
     if service == "s3":
@@ -204,7 +211,7 @@ def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: t
     return Bucket(
         _client(service, name, client_options=client, retry_config=retry, **more), policy, official, service, name,
         threading.BoundedSemaphore(policy.requests), MemoryBudget(policy.requests * policy.part_bytes),
-        options=dict(options), environment=environment, server=at,
+        options=_thawed(options), environment=environment, server=at,
     )  # fmt: skip
 
 

@@ -1,9 +1,4 @@
-"""
-A store in a bucket, below a prefix: S3 and compatible services, Google Cloud Storage, Azure.
-
-Nothing is written to this machine, nothing depends on a directory, and nothing is renamed. An object appears all at once
-or not at all. obstore retries requests that fail for a passing reason, with exponential delays and jitter, for a time.
-"""
+"""A store in a bucket, below a prefix: an object appears all at once or not at all, and nothing is renamed."""
 
 from __future__ import annotations
 
@@ -160,17 +155,10 @@ class ObjectStore(ConditionalPuts):
         self.prefix = prefix
         self._settle_s, self._retry_s = bucket.policy.settle_s, bucket.policy.retry_s
         self._lock, self._warned = bucket.lock, bucket.warned
+        self.requests, self.part_nbytes = bucket.policy.requests, bucket.policy.part_bytes
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
-
-    @property
-    def requests(self) -> int:
-        return self.bucket.policy.requests
-
-    @property
-    def part_nbytes(self) -> int:
-        return self.bucket.policy.part_bytes
 
     @property
     def verifies_uploads(self) -> bool:
@@ -193,12 +181,7 @@ class ObjectStore(ConditionalPuts):
 
     def spec(self) -> BucketStoreSpec:
         bucket = self.bucket
-        given = dict(bucket.options)
-        if "client_options" in given:  # kept as pairs
-            given["client_options"] = client = dict(given["client_options"])
-            if "default_headers" in client:
-                client["default_headers"] = dict(client["default_headers"])
-        options = sendable_options(self.url, given)
+        options = sendable_options(self.url, bucket.options)
         return BucketStoreSpec(bucket.service, bucket.name, self.prefix, self.url, options, dict(bucket.environment))
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:

@@ -1,8 +1,4 @@
-"""
-Helpers for tests: a contract suite for stores, a faulty store, ranks in threads, and torch's `checkpoint_utils`.
-
-Names are imported when they are first used, because only the contract suite needs pytest.
-"""
+"""Helpers for tests, imported when they are first used, because only the contract suite needs pytest."""
 
 from __future__ import annotations
 

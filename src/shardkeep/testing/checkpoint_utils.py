@@ -1,8 +1,4 @@
-"""
-Helpers for tests of checkpoints, under torch's names.
-
-An example of a stream extension, and decorators for test methods: a folder that all ranks share, and a log level.
-"""
+"""Helpers for tests under torch's names: an example of a stream extension, and decorators for test methods."""
 
 from __future__ import annotations
 

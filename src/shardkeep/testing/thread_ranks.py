@@ -1,8 +1,4 @@
-"""
-Ranks as threads of one process, for tests of many small worlds: no process group, no new processes, milliseconds each.
-
-They communicate as real ranks do, through `shardkeep.dist` and a torch store.
-"""
+"""Ranks as threads, for tests of many small worlds. They communicate as real ranks do, through a torch store."""
 
 from __future__ import annotations
 
