@@ -134,14 +134,6 @@ def keep_pickling(displaced: Modules) -> None:
         displaced[_FILES].pickle = SimpleNamespace(**{**vars(pickle), **own})  # type: ignore[attr-defined]
 
 
-def pickle_as_before(displaced: Modules) -> None:
-    """Undo `keep_pickling`."""
-    for kind in classes_of(displaced):
-        copyreg.dispatch_table.pop(kind, None)
-    if _FILES in displaced:
-        displaced[_FILES].pickle = pickle  # type: ignore[attr-defined]
-
-
 def classes_of(modules: Modules) -> set[type]:
     """Return the classes that these modules define."""
     return {
@@ -297,7 +289,10 @@ def uninstall() -> None:
         del sys.modules[name]
         _forget(name, module)
     sys.modules.update(hook.displaced)
-    pickle_as_before(hook.displaced)
+    for kind in classes_of(hook.displaced):
+        copyreg.dispatch_table.pop(kind, None)
+    if _FILES in hook.displaced:
+        hook.displaced[_FILES].pickle = pickle  # type: ignore[attr-defined]
     for name, module in hook.attributes.items():
         parent, _, child = name.rpartition(".")
         setattr(sys.modules[parent], child, module)

@@ -8,6 +8,7 @@ them knows which side it was given.
 from __future__ import annotations
 
 import collections
+import copy
 import io
 import os
 import pickle
@@ -488,14 +489,15 @@ def _model_trip(writes: Any, reads: Any, folder: str, wrap: Any, **options: Any)
     return seen_all(into), ended[0] == ended[1], ended[1]
 
 
-@script
-def fsdp1(writes: Any, reads: Any, folder: str) -> Any:
-    return _model_trip(writes, reads, folder, wrappers.fsdp1)
+def _model_script(name: str, wrap: Any, **options: Any) -> None:
+    SCRIPTS[name] = lambda writes, reads, folder: _model_trip(writes, reads, folder, wrap, **options)
 
 
-@script
-def fsdp1_full(writes: Any, reads: Any, folder: str) -> Any:
-    return _model_trip(writes, reads, folder, wrappers.fsdp1, full_state_dict=True)
+_model_script("fsdp1", wrappers.fsdp1)
+_model_script("fsdp1_full", wrappers.fsdp1, full_state_dict=True)
+_model_script("fsdp2", wrappers.fsdp2)
+_model_script("hsdp", wrappers.hsdp)
+_model_script("tensor_parallel", wrappers.tp)
 
 
 @script
@@ -513,21 +515,6 @@ def fsdp1_sharded_tensors(writes: Any, reads: Any, folder: str) -> Any:
         quietly(other.load_state_dict, into["model"])
         found = seen_all(quietly(other.state_dict))
     return expected == found, found
-
-
-@script
-def fsdp2(writes: Any, reads: Any, folder: str) -> Any:
-    return _model_trip(writes, reads, folder, wrappers.fsdp2)
-
-
-@script
-def hsdp(writes: Any, reads: Any, folder: str) -> Any:
-    return _model_trip(writes, reads, folder, wrappers.hsdp if dist.get_world_size() % 2 == 0 else wrappers.fsdp2)
-
-
-@script
-def tensor_parallel(writes: Any, reads: Any, folder: str) -> Any:
-    return _model_trip(writes, reads, folder, wrappers.tp)
 
 
 # Ways to save and to load
@@ -590,14 +577,8 @@ def plans_kept(writes: Any, reads: Any, folder: str) -> Any:
         into = zeroed(state)
         quietly(reads.load, into, checkpoint_id=f"{folder}-{step}")
         found.append(seen_all(into))
-    for cache in (
-        "_cached_save_plan",
-        "_cached_final_save_plan",
-        "_cached_all_plans",
-        "_cached_global_plan",
-        "_cached_metadata",
-    ):
-        getattr(writes.SavePlanner, cache, {}).clear()
+    for kept in [each for name, each in vars(writes.SavePlanner).items() if name.startswith("_cached")]:
+        kept.clear()
     return found
 
 
@@ -689,40 +670,16 @@ def flattened_as_in_2_3(writes: Any, reads: Any, folder: str) -> Any:
     return keys, seen_all(into)
 
 
-@plain_script
-def attributes_of_tomorrow(writes: Any, reads: Any, folder: str) -> Any:
-    """Metadata with more attributes than this torch has, as a later one may write them."""
+def _loaded_with(reads: Any, folder: str, change: Any) -> Any:
+    """Save with torch, change the metadata, and return what is loaded."""
     import torch.distributed.checkpoint as torchs
 
-    state = {"w": numbered(4, 2), "n": 1}
-    quietly(torchs.save, state, checkpoint_id=folder)
+    quietly(torchs.save, {"w": numbered(4, 2), "n": 1}, checkpoint_id=folder)
     if dist.get_rank() == 0:
         path = os.path.join(folder, ".metadata")
         with open(path, "rb") as file:
             metadata = pickle.load(file)
-        metadata.later = {"a": [1, 2.5], "b": None}
-        metadata.state_dict_metadata["w"].note = "x"
-        next(iter(metadata.storage_data.values())).crc = 5
-        with open(path, "wb") as file:
-            pickle.dump(metadata, file)
-    dist.barrier()
-    into = {"w": torch.zeros(4, 2), "n": 0}
-    quietly(reads.load, into, checkpoint_id=folder)
-    return seen_all(into), reads.FileSystemReader(folder).read_metadata().later
-
-
-@plain_script
-def metadata_of_older_ones(writes: Any, reads: Any, folder: str) -> Any:
-    """Metadata without the attributes that came later."""
-    import torch.distributed.checkpoint as torchs
-
-    state = {"w": numbered(4, 2), "n": 1}
-    quietly(torchs.save, state, checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        path = os.path.join(folder, ".metadata")
-        with open(path, "rb") as file:
-            metadata = pickle.load(file)
-        del vars(metadata)["storage_meta"], vars(metadata)["version"]
+        change(metadata)
         with open(path, "wb") as file:
             pickle.dump(metadata, file)
     dist.barrier()
@@ -731,22 +688,40 @@ def metadata_of_older_ones(writes: Any, reads: Any, folder: str) -> Any:
     return seen_all(into)
 
 
+@plain_script
+def attributes_of_tomorrow(writes: Any, reads: Any, folder: str) -> Any:
+    """Metadata with more attributes than this torch has, as a later one may write them."""
+
+    def change(metadata: Any) -> None:
+        metadata.later = {"a": [1, 2.5], "b": None}
+        metadata.state_dict_metadata["w"].note = "x"
+        next(iter(metadata.storage_data.values())).crc = 5
+
+    return _loaded_with(reads, folder, change), reads.FileSystemReader(folder).read_metadata().later
+
+
+@plain_script
+def metadata_of_older_ones(writes: Any, reads: Any, folder: str) -> Any:
+    """Metadata without the attributes that came later."""
+    return _loaded_with(
+        reads, folder, lambda metadata: [vars(metadata).pop(key) for key in ("storage_meta", "version")]
+    )
+
+
 # Mistakes
 
 
-@mistake
-def a_key_that_is_not_there(writes: Any, reads: Any, folder: str) -> Any:
-    return round_trip(writes, reads, folder, {"w": numbered(2)}, {"w": torch.zeros(2), "absent": torch.zeros(1)})
+def _misfit(name: str, into: dict[str, Any]) -> None:
+    def load(writes: Any, reads: Any, folder: str) -> Any:
+        return round_trip(writes, reads, folder, {"w": numbered(2, 3)}, copy.deepcopy(into))
+
+    load.__name__ = name
+    mistake(load)
 
 
-@mistake
-def an_object_that_is_not_there(writes: Any, reads: Any, folder: str) -> Any:
-    return round_trip(writes, reads, folder, {"w": numbered(2)}, {"w": torch.zeros(2), "absent": 1})
-
-
-@mistake
-def another_size(writes: Any, reads: Any, folder: str) -> Any:
-    return round_trip(writes, reads, folder, {"w": numbered(2, 3)}, {"w": torch.zeros(3, 2)})
+_misfit("a_key_that_is_not_there", {"w": torch.zeros(2, 3), "absent": torch.zeros(1)})
+_misfit("an_object_that_is_not_there", {"w": torch.zeros(2, 3), "absent": 1})
+_misfit("another_size", {"w": torch.zeros(3, 2)})
 
 
 @mistake

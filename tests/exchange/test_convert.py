@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.engine.samples import all_dtypes, bits, random_tensor
-from tests.exchange.samples import files_in, in_any_order, training_state, write
+from tests.exchange.samples import files_in, in_any_order, training_state
 from tests.protocol.samples import quietly
 
 LAYOUTS = ("native", "dcp", "safetensors")
@@ -147,14 +147,6 @@ def test_torch_reads_what_was_converted(tmp_path):
     assert in_any_order(state) == in_any_order(expected)
 
 
-def test_what_torch_wrote_is_converted(tmp_path):
-    """A checkpoint of torch's own becomes a native one and safetensors files that hold the same."""
-    write(training_state(), tmp_path / "dcp", "dcp")
-    for layout in ("native", "safetensors"):
-        sk.convert(tmp_path / "dcp", tmp_path / layout, layout)
-        assert in_any_order(sk.open(tmp_path / layout).to_dict()) == in_any_order(training_state())
-
-
 def test_other_tools_see_the_tensors(tmp_path):
     """The safetensors library reads the tensors of converted files under their flat names."""
     sk.save(training_state(), tmp_path / "ck")
@@ -207,21 +199,8 @@ def test_every_dtype_goes_where_it_can(tmp_path):
     with pytest.raises(sk.UnsupportedLeaf, match="safetensors files cannot hold"):
         sk.convert(tmp_path / "ck", tmp_path / "st", "safetensors")
     assert not (tmp_path / "st").exists()
-    lacking = ["complex32", "complex128", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"]
-    lacking += [
-        "int1",
-        "int2",
-        "int3",
-        "int4",
-        "int5",
-        "int6",
-        "int7",
-        "bits8",
-        "bits16",
-        "bits1x8",
-        "bits2x4",
-        "bits4x2",
-    ]
+    lacking = ["complex32", "complex128", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"]
+    lacking += [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
     sk.convert(tmp_path / "ck", tmp_path / "st", "safetensors", drop=[name for name in lacking if name in state])
     kept = {name: value for name, value in state.items() if name not in lacking}
     assert bits(sk.open(tmp_path / "st").to_dict()) == bits(kept)

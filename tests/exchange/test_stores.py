@@ -32,16 +32,21 @@ def root(request, monkeypatch, tmp_path, recwarn):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     if request.param == "s3":
-        server = request.getfixturevalue("s3_server")
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        yield server.url(f"exchange-{uuid.uuid4().hex}")
+        yield request.getfixturevalue("s3_root")
     elif request.param == "fsspec":
         monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # no other writer
         yield f"local://{tmp_path}/place"
     else:
         yield f"memory://{uuid.uuid4().hex}"
     assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.fixture
+def s3_root(s3_server, monkeypatch):
+    """The URL of an empty place of S3."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server.url(f"exchange-{uuid.uuid4().hex}")
 
 
 def names_at(where):
@@ -170,14 +175,12 @@ def test_a_directory_is_made_where_it_is_missing(tmp_path, form):
         assert bits(found) == bits(state)
 
 
-def test_a_large_file_for_torch_load_is_replaced_in_one_step(s3_server, monkeypatch):
+def test_a_large_file_for_torch_load_is_replaced_in_one_step(s3_root):
     """
     While a file of S3 that does not fit the memory is replaced, the old one is read; if that fails, it still is, and nothing
     of the new one is left.
     """
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    root = s3_server.url(f"exchange-{uuid.uuid4().hex}")
+    root = s3_root
     options = sk.Options(host_budget_bytes=16 << 20, io_threads=2)
     states = [{"w": torch.full((3 << 20,), float(k)), "step": k} for k in range(2)]  # two parts
     for k, state in enumerate(states):
@@ -220,15 +223,12 @@ def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
     to_file._write_blob(url, len(data), write, check, replace=True, most_held=budget_nbytes // 2)
 
 
-def test_equal_bytes_take_the_place_of_a_file(s3_server, monkeypatch):
+def test_equal_bytes_take_the_place_of_a_file(s3_root):
     """A file that is replaced by equal bytes has the same version as before, and was replaced all the same."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    url = s3_server.url(f"exchange-{uuid.uuid4().hex}/w.pt")
     data = bytes(9 << 20)
     for _ in range(2):
-        write_bytes(url, data)
-    assert blob_at(url.rpartition("/")[0], "w.pt") == data
+        write_bytes(f"{s3_root}/w.pt", data)
+    assert blob_at(s3_root, "w.pt") == data
 
 
 @pytest.mark.parametrize("fault", ["lose_answer", "refuse"])

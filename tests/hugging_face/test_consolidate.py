@@ -21,6 +21,7 @@ from shardkeep.dcp._consolidate_hf_safetensors import (
 from shardkeep.dcp._impl import hf
 from shardkeep.errors import CheckpointError, ChecksumMismatch
 from shardkeep.storage import local
+from tests.engine.samples import random_tensor
 from tests.hugging_face.samples import INDEX, by_library, full_state, load, memory_used, same, save, shard, spread_state
 from tests.toolkit.samples import numbered, seen
 
@@ -29,15 +30,6 @@ DTYPES = [
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.float8_e4m3fn,
     torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 ]  # fmt: skip
-
-
-def random_tensor(shape, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-    if dtype is torch.bool:
-        raw %= 2
-    return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
 
 
 def random_boxes(shape, cuts, seed):

@@ -325,19 +325,19 @@ def test_a_rank_that_fails_leaves_nothing_of_the_others(rank_pool, tmp_path, fai
 
 def save_slowly(folder):
     """Consolidate for longer than ranks wait for one that has nothing to do."""
-    real, slowest = hf.consolidate_files, hf.SLOWEST_BYTES_PER_S
+    real, slowest = hf._consolidate, hf.SLOWEST_BYTES_PER_S
     os.environ["SHARDKEEP_TIMEOUT_S"] = "1"
 
     def slow(*args):
         time.sleep(2.5)
         real(*args)
 
-    hf.consolidate_files, hf.SLOWEST_BYTES_PER_S = slow, 100
+    hf._consolidate, hf.SLOWEST_BYTES_PER_S = slow, 100
     try:
         state = {"w": spread_state()["rows"], "v": numbered(300)}
         save("ours", state, folder, save_distributed=True, enable_consolidation=True)
     finally:
-        hf.consolidate_files, hf.SLOWEST_BYTES_PER_S = real, slowest
+        hf._consolidate, hf.SLOWEST_BYTES_PER_S = real, slowest
         del os.environ["SHARDKEEP_TIMEOUT_S"]
     return sorted(os.listdir(folder))
 

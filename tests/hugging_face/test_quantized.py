@@ -25,6 +25,7 @@ ROWS, COLUMNS = 300, 200
 LEAD, GROUPS, WIDTH = (2, 3), 5, 8
 VALUES = GROUPS * WIDTH * 2
 FP8, PACKED = "layer.weight", "mlp.w_blocks"
+ALL_OF = {FP8: [(0, ROWS), (0, COLUMNS)], PACKED: [(0, LEAD[0]), (0, LEAD[1]), (0, VALUES)]}
 
 
 def model(seed=0, block=128):
@@ -135,7 +136,7 @@ def test_a_model_is_loaded_whole(tmp_path):
     quietly(theirs.load, other, storage_reader=theirs.QuantizedHuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert seen(ours[FP8]) == seen(other[FP8])
     assert seen(ours["plain"]) == seen(tensors["plain"])
-    full = by_torch(tmp_path, PACKED, [(0, LEAD[0]), (0, LEAD[1]), (0, VALUES)], homes)
+    full = by_torch(tmp_path, PACKED, ALL_OF[PACKED], homes)
     assert seen(ours[PACKED]) == seen(full)
     assert seen(other[PACKED][..., :GROUPS]) == seen(full[..., :GROUPS])
     assert bool((other[PACKED][..., GROUPS:] == -7).all())
@@ -158,8 +159,8 @@ def test_ranks_get_their_parts(rank_pool, tmp_path, ranks):
     """Columns that begin inside blocks, and values that begin inside groups, cast to the dtype of the state."""
     homes = save_model(tmp_path, model())
     expected = [
-        by_torch(tmp_path, FP8, [(0, ROWS), (0, COLUMNS)], homes).bfloat16(),
-        by_torch(tmp_path, PACKED, [(0, LEAD[0]), (0, LEAD[1]), (0, VALUES)], homes),
+        by_torch(tmp_path, FP8, ALL_OF[FP8], homes).bfloat16(),
+        by_torch(tmp_path, PACKED, ALL_OF[PACKED], homes),
         numbered(4, 5),
     ]
     for found in rank_pool.run(ranks, load_cut, str(tmp_path)):
@@ -172,30 +173,23 @@ def test_quantized_shards_and_no_index(tmp_path):
     (tmp_path / "whole").mkdir()
     homes = save_model(tmp_path / "whole", tensors)
     cut = tmp_path / "cut"
-    shard(
-        cut,
-        1,
-        {
-            FP8: (tensors[FP8][:170], [0, 0]),
-            f"{FP8}_scale_inv": (tensors[f"{FP8}_scale_inv"][:, :1], [0, 0]),
-            PACKED: (tensors[PACKED][:, :, :2], [0, 0, 0, 0]),
-            "mlp.w_scales": (tensors["mlp.w_scales"][:1], [0, 0, 0]),
-        },
-    )
-    shard(
-        cut,
-        2,
-        {
-            FP8: (tensors[FP8][170:], [170, 0]),
-            f"{FP8}_scale_inv": (tensors[f"{FP8}_scale_inv"][:, 1:], [0, 1]),
-            PACKED: (tensors[PACKED][:, :, 2:], [0, 0, 2, 0]),
-            "mlp.w_scales": (tensors["mlp.w_scales"][1:], [1, 0, 0]),
-        },
-    )
+    halves = {
+        FP8: (0, 170),
+        f"{FP8}_scale_inv": (1, 1),
+        PACKED: (2, 2),
+        "mlp.w_scales": (0, 1),
+    }  # axis, and where it is cut
+    for number in range(2):
+        parts = {}
+        for key, (axis, at) in halves.items():
+            sizes = [at, tensors[key].shape[axis] - at]
+            offsets = [number * at if each == axis else 0 for each in range(tensors[key].dim())]
+            parts[key] = tensors[key].split(sizes, dim=axis)[number], offsets
+        shard(cut, number + 1, parts)
     state = {FP8: torch.zeros(ROWS, COLUMNS), PACKED: torch.zeros(*LEAD, VALUES)}
     quietly(state_dict_loader.load, state, storage_reader=QuantizedHuggingFaceStorageReader(str(cut)), no_dist=True)
-    assert seen(state[FP8]) == seen(by_torch(tmp_path / "whole", FP8, [(0, ROWS), (0, COLUMNS)], homes))
-    packed = by_torch(tmp_path / "whole", PACKED, [(0, LEAD[0]), (0, LEAD[1]), (0, VALUES)], homes)
+    assert seen(state[FP8]) == seen(by_torch(tmp_path / "whole", FP8, ALL_OF[FP8], homes))
+    packed = by_torch(tmp_path / "whole", PACKED, ALL_OF[PACKED], homes)
     assert seen(state[PACKED]) == seen(packed)
 
 
@@ -206,9 +200,8 @@ def test_a_state_made_from_the_model_has_plain_numbers(tmp_path):
     state = quietly(state_dict_loader._load_state_dict_from_keys, {FP8, PACKED}, storage_reader=reader)
     assert state.keys() == {FP8, PACKED}
     options = {"target_dtype": torch.bfloat16}
-    assert seen(state[FP8]) == seen(by_torch(tmp_path, FP8, [(0, ROWS), (0, COLUMNS)], homes, **options))
-    packed = [(0, LEAD[0]), (0, LEAD[1]), (0, VALUES)]
-    assert seen(state[PACKED]) == seen(by_torch(tmp_path, PACKED, packed, homes, **options))
+    assert seen(state[FP8]) == seen(by_torch(tmp_path, FP8, ALL_OF[FP8], homes, **options))
+    assert seen(state[PACKED]) == seen(by_torch(tmp_path, PACKED, ALL_OF[PACKED], homes, **options))
 
 
 class Negating(QuantizedHuggingFaceStorageReader):
@@ -237,8 +230,8 @@ def test_a_reader_on_top_of_it(rank_pool, tmp_path, kind):
     homes = save_model(tmp_path, model())
     sign = -1 if kind is Negating else 1
     for found in rank_pool.run(3, load_cut, str(tmp_path), kind):
-        assert seen(found[0]) == seen(-by_torch(tmp_path, FP8, [(0, ROWS), (0, COLUMNS)], homes).bfloat16())
-        packed = by_torch(tmp_path, PACKED, [(0, LEAD[0]), (0, LEAD[1]), (0, VALUES)], homes)
+        assert seen(found[0]) == seen(-by_torch(tmp_path, FP8, ALL_OF[FP8], homes).bfloat16())
+        packed = by_torch(tmp_path, PACKED, ALL_OF[PACKED], homes)
         assert seen(found[1]) == seen(-packed)
         assert seen(found[2]) == seen(sign * numbered(4, 5))
 

@@ -165,7 +165,9 @@ class PartReader:
                     into.append(piece)
         self._fill(rows, boxes, into)
         for (part, start, _, _), flat in zip(wanted, flats, strict=True):
-            if _may_overflow(self._source.index.dtype(part.row), part.dtype):
+            before, after = to_torch(self._source.index.dtype(part.row)), to_torch(part.dtype)
+            floats = before.is_floating_point and after.is_floating_point
+            if before != after and floats and torch.finfo(before).max > torch.finfo(after).max:
                 self._look_at(part, start // part.dtype.itemsize, flat)
 
     def _look_at(self, part: TensorPart, first: int, flat: torch.Tensor) -> None:
@@ -198,16 +200,6 @@ def _boxes_of(part: TensorPart, first: int, flat: torch.Tensor) -> Iterator[tupl
         offsets = tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True))
         yield Box(offsets, box.sizes), flat[at : at + box.volume].view(box.sizes)
         at += box.volume
-
-
-def _may_overflow(stored: DType, target: DType) -> bool:
-    """Say whether there are finite numbers of one type that are infinite in another."""
-    if stored is target:
-        return False
-    before, after = to_torch(stored), to_torch(target)
-    if not before.is_floating_point or not after.is_floating_point:
-        return False
-    return torch.finfo(before).max > torch.finfo(after).max
 
 
 def write_filled(

@@ -128,13 +128,8 @@ def write_archive(
     """
     Write an archive to `path`, as `destination` returns it, and return its size.
 
-    `windows` are how many threads to use, and how large a window of each is.
-
-    Raises:
-        StorageError: it cannot be written; or something is there that it may not replace (errno EEXIST), or is too large
-            to replace there (errno EFBIG), and is still there. Or it was written and cannot be read.
-        DamagedCheckpoint: what was written is not what was meant.
-
+    `windows` are how many threads to use, and how large a window of each is. A `StorageError` has errno EEXIST if something
+    is there that may not be replaced, and EFBIG if the archive is too large to replace it in one step.
     """
     options = options or Options()
     layout = ArchiveLayout(pickled.data, [storage.nbytes for storage in pickled.storages])

@@ -64,12 +64,9 @@ def write_model(
         )
     groups = _groups(tensors, max_shard_bytes)
     single = len(groups) == 1 and safetensors_publish.can_rename(store)
-    names = (
-        [safetensors.SINGLE_NAME]
-        if single
-        else [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
-    )
-    companions = CompanionFiles(store, config, overwrite=overwrite)
+    names = [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
+    names = [safetensors.SINGLE_NAME] if single else names
+    new, changed = _companions(store, config, overwrite=overwrite)
     save_id = str(uuid.uuid4())
     files = [
         model_file(name, {key: tensors[key] for key in group}, metadata if name == names[0] else {})
@@ -82,7 +79,8 @@ def write_model(
     unpublished = True
     try:
         infinite = write_model_files(store, called, files, source, options, progress)
-        companions.add(store)
+        for name, data in new.items():  # before the weights are published: then the model is complete
+            store.put(name, data)
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         unpublished = False
         safetensors_publish.publish_model(
@@ -96,12 +94,15 @@ def write_model(
         )
     except BaseException:
         if safetensors_publish.discard_save(store, save_id, unpublished=unpublished):
-            companions.take_back(store)
+            for name in new:
+                with suppress(CheckpointError):
+                    store.delete(name)
             if is_new:
                 with suppress(OSError):  # not empty: another process uses it
                     os.rmdir(store.url)
         raise
-    companions.replace(store)
+    for name, data in changed.items():
+        store.put(name, data, replace=True)
     return pipeline.Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
 
 
@@ -271,38 +272,17 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 _MOST_COPIED_NBYTES = 1 << 30
 
 
-class CompanionFiles:
-    """Files to copy beside a model. They are read first, so that none is missing in the end."""
-
-    def __init__(self, store: Store, config: str | None, *, overwrite: bool) -> None:
-        found = {} if config is None else _read_all(config)
-        there = {name: data for name in found if (data := _read(store, name)) is not None}
-        self._new = {name: data for name, data in found.items() if name not in there}
-        self._changed = {name: data for name, data in found.items() if name in there and there[name] != data}
-        self._added: list[str] = []
-        if self._changed and not overwrite:
-            raise CheckpointExists(
-                f"{store.url}/{next(iter(self._changed))} is already there, and another one in {config}",
-                hint="pass overwrite=True (--overwrite) to replace it",
-            )
-
-    def add(self, store: Store) -> None:
-        """Write new files, before the weights are published: then the model is complete."""
-        for name, data in self._new.items():
-            self._added.append(name)
-            store.put(name, data)
-
-    def replace(self, store: Store) -> None:
-        """Replace files of the old model, after it was replaced."""
-        for name, data in self._changed.items():
-            store.put(name, data, replace=True)
-        self._added = []
-
-    def take_back(self, store: Store) -> None:
-        """Remove new files if the model was not published."""
-        for name in self._added:
-            with suppress(CheckpointError):
-                store.delete(name)
+def _companions(store: Store, config: str | None, *, overwrite: bool) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Read all files to copy beside a model, first, so that none is missing in the end: new ones, and changed ones."""
+    found = {} if config is None else _read_all(config)
+    there = {name: data for name in found if (data := _read(store, name)) is not None}
+    changed = {name: data for name, data in found.items() if name in there and there[name] != data}
+    if changed and not overwrite:
+        raise CheckpointExists(
+            f"{store.url}/{next(iter(changed))} is already there, and another one in {config}",
+            hint="pass overwrite=True (--overwrite) to replace it",
+        )
+    return {name: data for name, data in found.items() if name not in there}, changed
 
 
 def _read_all(config: str) -> dict[str, bytes]:

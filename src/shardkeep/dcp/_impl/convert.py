@@ -248,13 +248,6 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
 
     Every entry of the file is compared with its checksum first. Files in the format of torch before version 1.6 have no
     checksums, and are read into memory, as are files of a store, given by URL.
-
-    Raises:
-        CheckpointNotFound: the file does not exist.
-        PickleRefused: it names a class that is not known to be safe, and pickles are not allowed.
-        ChecksumMismatch: its bytes changed after they were written.
-        MalformedFile: it is not a file of `torch.save`.
-
     """
     blob = isinstance(path, str) and is_blob_url(path)
     where = os.fspath(path) if blob else os.path.abspath(file_path(path))
@@ -293,11 +286,7 @@ def _read(reader: BlobReader, at: int, nbytes: int) -> bytes:
 
 
 def _check(reader: BlobReader, where: str) -> None:
-    """
-    Check that `torch.save` can have written an archive, and compare all entries with their checksums.
-
-    This is done on several threads; the page cache then serves the next read.
-    """
+    """Check that `torch.save` can have written an archive, and compare all entries with their checksums, on threads."""
     entries = stored_parts(partial(_read, reader), reader.nbytes, where=where)
     # Torch would load a compiled program with another loader.
     if any(entry.name.endswith("/constants.pkl") for entry in entries):

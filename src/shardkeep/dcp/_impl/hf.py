@@ -109,18 +109,6 @@ def consolidate_safetensors_files(
     logger.info("consolidated %s into %s in %.1f s", input_dir, output_dir, time.monotonic() - begun)
 
 
-def consolidate_files(
-    store: Store,
-    names: Sequence[str],
-    output_dir: str,
-    fqn_to_index_mapping: Mapping[str, int] | None,
-    num_threads: int,
-) -> None:
-    """Consolidate shards that are known by their names in a store."""
-    folder = safetensors_publish.ModelDirectory(store.url, {name: name for name in names}, None, store)
-    _consolidate(lambda: _plan_of(folder, _place(output_dir), fqn_to_index_mapping, num_threads))
-
-
 def consolidate_safetensors_files_on_every_rank(
     input_dir: str,
     output_dir: str,
@@ -299,26 +287,11 @@ class Numbers:
     """Other numbers for this rank's files, where other ranks have tensors for the same files."""
 
 
-def split(mapping: Mapping[str, int] | None, items: Sequence[WriteItem]) -> dict[int, list[WriteItem]]:
-    """Return the items of each file; `BadMapping`, a KeyError, if the mapping has none for a tensor."""
-    if mapping is None:
-        return {1: list(items)}
-    found: dict[int, list[WriteItem]] = {}
-    for item in items:
-        key = item.index.fqn
-        if key not in mapping:
-            raise BadMapping(
-                f"fqn_to_index_mapping has no file for {key!r}", hint="give every tensor of the state one", key=key
-            )
-        found.setdefault(mapping[key], []).append(item)
-    return found
-
-
 Split = Callable[[Any, list[WriteItem]], dict[int, list[WriteItem]]]
-"""Returns the items of each file, as `split` does; a subclass of the writer may override it."""
+"""Returns the items of each file: the method of the writer, which a subclass may override."""
 
 
-def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) -> list[FileToWrite]:
+def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split) -> list[FileToWrite]:
     """Return the files that a rank writes."""
     files = []
     for number, group in by(numbers.mapping, list(items)).items():
@@ -342,7 +315,7 @@ def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split = split) ->
     return files
 
 
-def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, by: Split = split) -> list[Numbers]:
+def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, by: Split) -> list[Numbers]:
     """
     Number the files of a save of whole tensors, of which mostly rank 0 has all.
 
@@ -589,18 +562,29 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 safetensors_publish.discard_save(store, self.save_id)
             raise
         if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and files:
-            consolidate_files(
-                store,
-                list(map(names.final, files)),
-                self.consolidated_output_path,
+            shards = {name: name for name in map(names.final, files)}
+            folder = safetensors_publish.ModelDirectory(store.url, shards, None, store)
+            output, mapping, threads = (
+                _place(self.consolidated_output_path),
                 self.fqn_to_index_mapping,
                 self.thread_count_consolidation,
             )
+            _consolidate(lambda: _plan_of(folder, output, mapping, threads))
 
     def _split_by_storage_plan(
         self, storage_plan: dict[str, int] | None, items: list[WriteItem]
     ) -> dict[int, list[WriteItem]]:
-        return split(storage_plan, items)
+        if storage_plan is None:
+            return {1: items}
+        found: dict[int, list[WriteItem]] = {}
+        for item in items:
+            key = item.index.fqn
+            if key not in storage_plan:
+                raise BadMapping(
+                    f"fqn_to_index_mapping has no file for {key!r}", hint="give every tensor of the state one", key=key
+                )
+            found.setdefault(storage_plan[key], []).append(item)
+        return found
 
     @property
     def metadata_path(self) -> str:

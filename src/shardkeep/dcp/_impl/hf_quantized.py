@@ -167,14 +167,16 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def _fill_dequantized(self, batch: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
         cut = (
-            (_strip_of(req, strip), target[slices(strip)])
+            (req, target, strip)
             for req, target in zip(batch, targets, strict=True)
             for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
         )
 
-        def work(task: tuple[ReadItem, torch.Tensor], _: memoryview) -> bool:
-            strip, into = task
-            into.copy_(self._read_quantized_tensor_with_block_alignment(strip, None))
+        def work(task: tuple[ReadItem, torch.Tensor, Box], _: memoryview) -> bool:
+            req, target, strip = task
+            offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
+            part = dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
+            target[slices(strip)].copy_(self._read_quantized_tensor_with_block_alignment(part, None))
             return True
 
         run_workers(cut, work, threads=self._threads(), buffer_nbytes=0)
@@ -239,7 +241,12 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         """Return the numbers of a request; other files than its own may be read for them."""
         key = req.storage_index.fqn
         self._check(key)
-        req = dataclasses.replace(req, storage_offsets=torch.Size(_begin_of(req)))
+        # Where the request begins in the whole tensor, of which the stored chunk may be a shard.
+        chunk = tuple(req.storage_index.offset or ())
+        if len(chunk) != len(req.storage_offsets):
+            chunk = (0,) * len(req.storage_offsets)  # torch's index of packed groups has one axis more
+        begin = torch.Size(a + b for a, b in zip(chunk, req.storage_offsets, strict=True))
+        req = dataclasses.replace(req, storage_offsets=begin)
         box = Box(tuple(req.storage_offsets), tuple(req.lengths))
         scales = self._read_scales(key)
         shape = self._catalog[key].shape
@@ -249,8 +256,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         values = 2 * shape[-1]
         first, last = box.offsets[-1] // values, -(-(box.offsets[-1] + box.sizes[-1]) // values)
         groups = Box((*box.offsets[:-1], first, 0), (*box.sizes[:-1], last - first, shape[-1]))
-        begin = box.offsets[-1] - first * values
-        return self._dequantize_tensor_mxfp4(self._read_box(key, groups), scales, req, first, begin)
+        inside = box.offsets[-1] - first * values
+        return self._dequantize_tensor_mxfp4(self._read_box(key, groups), scales, req, first, inside)
 
     def _get_slice_to_block_mapping(self, req: ReadItem) -> tuple[tuple[int, int], tuple[int, int], slice, slice]:
         """Return the blocks that a request touches, from the first to after the last, and its rows and columns."""
@@ -312,17 +319,3 @@ def strips(sizes: Ints, most: int) -> Iterator[Box]:
         steps.insert(0, max(1, min(size, most // math.prod(steps))))
     for start in itertools.product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
         yield Box(start, tuple(min(step, size - at) for at, size, step in zip(start, sizes, steps, strict=True)))
-
-
-def _strip_of(req: ReadItem, strip: Box) -> ReadItem:
-    """Return the request for a strip of what another request wants."""
-    offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
-    return dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
-
-
-def _begin_of(req: ReadItem) -> Ints:
-    """Return where a request begins in the whole tensor, of which the stored chunk may be a shard."""
-    chunk = tuple(req.storage_index.offset or ())
-    if len(chunk) != len(req.storage_offsets):
-        chunk = (0,) * len(req.storage_offsets)  # torch's index of packed groups has one axis more
-    return tuple(a + b for a, b in zip(chunk, req.storage_offsets, strict=True))

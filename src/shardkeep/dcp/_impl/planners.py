@@ -74,10 +74,7 @@ def load_safely(opened: Callable[[], Any], name: str, about: dict[str, str], *, 
     """
     Return what `torch.save` wrote; `opened` returns the file, `about` is for errors, and `how` for `torch.load`.
 
-    Raises:
-        PickleRefused: it names a class that is not known to be safe, and pickles are not allowed.
-        MalformedFile: the bytes are not what `torch.save` writes.
-
+    A class that is not known to be safe is a `PickleRefused`, anything that `torch.save` does not write a `MalformedFile`.
     """
     try:
         if Options().allow_pickle:
@@ -462,20 +459,16 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         if self.metadata is None:
             raise BrokenProtocol("a load needs the checkpoint's metadata", hint="pass them to set_up_planner")
-        if self.flatten_state_dict:
-            self._flatten_as_saved(self.metadata.state_dict_metadata)
+        saved = self.metadata.state_dict_metadata
+        if self.flatten_state_dict and not all(key in saved for key in self.state_dict):
+            # Flatten by the rules of torch 2.3 if that finds keys of the checkpoint that today's rules do not.
+            state_dict = self.original_state_dict
+            if self.flatten_sharded_tensors:
+                state_dict = flatten_sharded_tensors(state_dict)
+            flat, mappings = flatten_state_dict_v_2_3(state_dict)
+            if flat.keys() & (saved.keys() - self.state_dict.keys()):
+                self.state_dict, self.mappings = flat, mappings
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
-
-    def _flatten_as_saved(self, saved: Mapping[str, Any]) -> None:
-        """Flatten by the rules of torch 2.3 if that finds keys of the checkpoint that today's rules do not."""
-        if all(key in saved for key in self.state_dict) or not (unclaimed := saved.keys() - self.state_dict.keys()):
-            return
-        state_dict = self.original_state_dict
-        if self.flatten_sharded_tensors:
-            state_dict = flatten_sharded_tensors(state_dict)
-        flat, mappings = flatten_state_dict_v_2_3(state_dict)
-        if flat.keys() & unclaimed:
-            self.state_dict, self.mappings = flat, mappings
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged: each rank reads what it needs."""

@@ -443,13 +443,9 @@ class PGTransport:
     """
     Sends and receives state dicts: tensors, DTensors and ShardedTensors by their local parts, and plain values.
 
-    Args:
-        pg: the group; ranks are counted in it.
-        timeout: how long a single message may take.
-        device: where its backend sends from and receives to.
-        state_dict: returns a state into whose tensors what arrives is written, where it fits. Without it new tensors
-            are made, on the CPU.
-
+    `timeout` is how long a single message may take, and `device` where the group's backend sends from and receives to.
+    What arrives is written into the tensors of the state that `state_dict` returns, where it fits, else into new ones on
+    the CPU.
     """
 
     def __init__(
@@ -464,11 +460,8 @@ class PGTransport:
         """
         Send a state to some ranks, each of which calls `recv_checkpoint`. Returns when it has been handed over.
 
-        Raises:
-            UnsupportedLeaf: a value that is neither a tensor nor plain data. Nothing of the state has been sent; the
-                other ranks are notified, and fail too.
-            RanksSilent: a rank did not take it within the timeout.
-
+        A value that is neither a tensor nor plain data is an `UnsupportedLeaf` before anything is sent; the other ranks are
+        notified, and fail too.
         """
         try:
             with _timeit("preparing the state dict"):
@@ -484,17 +477,9 @@ class PGTransport:
 
     def recv_checkpoint(self, src_rank: int) -> object:
         """
-        Receive the state that a rank sends.
+        Receive the state that a rank sends, into the tensors of the `state_dict` function that have the same names.
 
-        Returns:
-            The state. Its tensors are those of the `state_dict` function where that has one of the same name.
-
-        Raises:
-            MalformedMessage: what arrived is no state dict.
-            BrokenProtocol: (an AssertionError) a tensor to receive into has another shape or dtype; none has changed.
-            PeerRefused: the rank has a state that it cannot send.
-            RanksSilent: the rank did not send within the timeout.
-
+        If one of them has another shape or dtype, `BrokenProtocol` (an AssertionError) is raised before any has changed.
         """
         targets = take_apart(self._state_dict())[0] if self._state_dict is not None else {}
         announced = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -626,13 +611,6 @@ class _ReplicationStager(AsyncStager):
     Sends this rank's state to its partner, half the group away, and returns the partner's, which is kept in a file.
 
     A rank alone gets a copy of its own state.
-
-    Args:
-        pg: the ranks; an even number of them, or one.
-        timeout: how long a message between partners may take.
-        device: where the group's backend sends from and receives to.
-        storage_dir: where the partner's state is kept; a new temporary folder by default.
-
     """
 
     _synchronize_after_execute: bool = False
@@ -652,15 +630,7 @@ class _ReplicationStager(AsyncStager):
         os.makedirs(self._storage_dir, exist_ok=True)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """
-        Exchange states with the partner, and return the one that came.
-
-        Raises:
-            RanksDisagree: the group has an odd number of ranks, so that not all have a partner.
-            RanksSilent: the partner did not answer in time.
-            StorageError: the state that came could not be stored.
-
-        """
+        """Exchange states with the partner, and return the one that came."""
         size, me = self._pg.size(), self._pg.rank()
         if size == 1:
             staged: dict[str, Any] = StateDictStager().stage(state_dict)
