@@ -26,8 +26,8 @@ from tests.dcp.sides import quietly
 from tests.engine.samples import all_dtypes, random_tensor, raw_view
 from tests.protocol.samples import Counter, on_few_ranks
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, sharded_tensor, spread_out
-from tests.training import wrappers
 from tests.training.samples import Net, adamw, train
+from tests.training.wrappers import WRAPPERS
 
 SCRIPTS: dict[str, Any] = {}
 PLAIN: list[str] = []
@@ -493,19 +493,19 @@ def _model_script(name: str, wrap: Any, **options: Any) -> None:
     SCRIPTS[name] = lambda writes, reads, folder: _model_trip(writes, reads, folder, wrap, **options)
 
 
-_model_script("fsdp1", wrappers.fsdp1)
-_model_script("fsdp1_full", wrappers.fsdp1, full_state_dict=True)
-_model_script("fsdp2", wrappers.fsdp2)
-_model_script("hsdp", wrappers.hsdp)
-_model_script("tensor_parallel", wrappers.tp)
+_model_script("fsdp1", WRAPPERS["fsdp1"])
+_model_script("fsdp1_full", WRAPPERS["fsdp1"], full_state_dict=True)
+_model_script("fsdp2", WRAPPERS["fsdp2"])
+_model_script("hsdp", WRAPPERS["hsdp"])
+_model_script("tensor_parallel", WRAPPERS["tp"])
 
 
 @script
 def fsdp1_sharded_tensors(writes: Any, reads: Any, folder: str) -> Any:
     torch.manual_seed(0)
-    model = wrappers.fsdp1_flat(Net())
+    model = WRAPPERS["fsdp1_flat"](Net())
     torch.manual_seed(1)
-    other = wrappers.fsdp1_flat(Net())
+    other = WRAPPERS["fsdp1_flat"](Net())
     with quietly(FullyShardedDataParallel.state_dict_type, model, StateDictType.SHARDED_STATE_DICT):
         quietly(writes.save, {"model": quietly(model.state_dict)}, checkpoint_id=folder)
         expected = seen_all(quietly(model.state_dict))
