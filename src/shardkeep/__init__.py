@@ -12,6 +12,7 @@ Names are imported when they are first used, so that looking at a checkpoint doe
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +186,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"shardkeep.{home}"), name)
+    # Without the cycle collector: a full collection, which imports can trigger, scans all of torch and takes longer than they do.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(importlib.import_module(f"shardkeep.{home}"), name)
+    finally:
+        if enabled:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -9,19 +9,13 @@ Events are plain data: `msgspec.json.encode(event)` is a JSON object whose "even
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import msgspec
 from typing_extensions import Self
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 log = logging.getLogger("shardkeep")
 
@@ -267,22 +261,21 @@ def log_safely(level: int, message: str, *args: object, exc_info: BaseException 
 class Listening:
     """A callback that receives events until `stop`, or the end of a `with` block."""
 
-    def __init__(self, callback: Callback, kinds: tuple[type[Event], ...] | None, listeners: Listeners) -> None:
+    def __init__(self, callback: Callback, kinds: tuple[type[Event], ...] | None) -> None:
         self._callback = callback
         self._kinds = kinds
-        self._listeners = listeners
         self._failed = False
+        _all_listening().append(self)
 
     def stop(self) -> None:
         """Stop calling it. May be called twice."""
-        self._listeners.remove(self)
+        with contextlib.suppress(ValueError):
+            _all_listening().remove(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def wants(self, kind: type[Event]) -> bool:
@@ -305,31 +298,6 @@ class Listening:
                     type(event).__name__,
                     exc_info=error,
                 )
-
-
-class Listeners:
-    """The callbacks of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Replaced, never changed, so that reading it needs no lock.
-        self._all: tuple[Listening, ...] = ()
-
-    def add(self, callback: Callback, kinds: tuple[type[Event], ...] | None) -> Listening:
-        """Add a callback."""
-        listening = Listening(callback, kinds, self)
-        with self._lock:
-            self._all = (*self._all, listening)
-        return listening
-
-    def remove(self, listening: Listening) -> None:
-        """Remove a callback."""
-        with self._lock:
-            self._all = tuple(each for each in self._all if each is not listening)
-
-    def of(self, kind: type[Event]) -> list[Listening]:
-        """Return the callbacks that receive such events."""
-        return [each for each in self._all if each.wants(kind)]
 
 
 def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None) -> Listening:
@@ -356,27 +324,20 @@ def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None
         ['SaveBegan', 'SaveWritten', 'SaveCommitted']
 
     """
-    return _listeners().add(callback, None if kinds is None else tuple(kinds))
-
-
-def has_listeners(kind: type[Event]) -> bool:
-    """Return whether a callback receives such events."""
-    return bool(_listeners().of(kind))
+    return Listening(callback, None if kinds is None else tuple(kinds))
 
 
 def emit(kind: type[Event], make: Callable[[], Event]) -> None:
     """Make an event and pass it to the callbacks that receive its kind; without any, no event is made."""
-    if listening := _listeners().of(kind):
+    if listening := [each for each in _all_listening().copy() if each.wants(kind)]:
         event = make()
         for each in listening:
             each.hear(event)
 
 
-@functools.cache  # callbacks outlive calls; those of a parent may use threads and files that a fork does not have
-def _listeners_of(process_id: int) -> Listeners:
-    del process_id
-    return Listeners()
+_listening: dict[int, list[Listening]] = {}
 
 
-def _listeners() -> Listeners:
-    return _listeners_of(os.getpid())
+def _all_listening() -> list[Listening]:
+    """Return those of this process: callbacks of a parent may use threads and files that a fork does not have."""
+    return _listening.setdefault(os.getpid(), [])

@@ -6,11 +6,20 @@ Only the public entry points (`saving`, `loading`, `opening`, the command line) 
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 MIB = 1 << 20
+T = TypeVar("T")
+
+
+def per_process(make: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that makes one object for each process: a forked process must not use that of its parent."""
+    made = functools.cache(lambda _process_id: make())
+    return lambda: made(os.getpid())
 
 
 def _env_int(name: str, default: int) -> int:

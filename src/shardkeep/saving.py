@@ -9,35 +9,31 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.codecs import Codecs, keys_for
-from shardkeep.engine.coordinator import CommittedSave
+from shardkeep.engine.codecs import Codecs, FileCodecs
 from shardkeep.engine.pools import staging_memory
 from shardkeep.engine.process.client import writer_manager
 from shardkeep.engine.queue import SaveHandle, pending_saves
-from shardkeep.engine.report import SAVE_WORK, Phases, SaveEvents, SaveReport, find_slowest, report_progress
-from shardkeep.engine.save_session import (
-    BackgroundSave,
-    DescribedState,
-    RankPlan,
-    SaveArguments,
-    SaveSession,
-    WrittenFiles,
-    make_file_jobs,
-)
+from shardkeep.engine.report import Phases, SaveEvents, SaveReport
+from shardkeep.engine.save_session import DescribedState, SaveArguments, SaveSession, make_file_jobs
 from shardkeep.engine.snapshot import take_snapshot
+from shardkeep.engine.staging import BackgroundWrite
 from shardkeep.engine.step_barrier import step_barriers
 from shardkeep.engine.workers import budget_for_store
-from shardkeep.engine.writer import write_files
+from shardkeep.engine.writer import FileJob, write_files
 from shardkeep.errors import StateError
 from shardkeep.format.pickles import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
+from shardkeep.plan.save_plan import RankWritePlan
+from shardkeep.state.describe import Description
 from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store
 from shardkeep.storage.cancel import CancelScope
@@ -123,9 +119,8 @@ def save(
 
 def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
     """Save a state as a request says; see `save`."""
-    phases, options = Phases(), request.options
-    session = _new_session(request, current_world(request.group, timeout_s=options.timeout_s), phases)
-    events = SaveEvents(phases, rank=session.world.rank, where=session.store.url, step=request.step)
+    phases = Phases()
+    session, events = _new_session(request, current_world(request.group, timeout_s=request.options.timeout_s), phases)
     with events.reporting(background=False), session.running() as ranks:
         describe = session.describer(ranks, state)
         described: list[DescribedState] = []
@@ -135,28 +130,38 @@ def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
             return described[0].manifest
 
         plan = session.plan(ranks, manifest)
-        written = session.write(ranks, plan, lambda: _write(session, plan, described[0], options, events))
-        committed = session.commit(ranks, plan, written, described[0].labels)
+        session.write(ranks, lambda: _write(session, plan, described[0].description, events))
+        committed = session.commit(ranks, described[0].labels)
         seconds = phases.now()
-    report = _report(session, committed, written, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    report = session.report(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
     _raise_earlier_failure(report)
     return report
 
 
-def _write(
-    session: SaveSession, plan: RankPlan, described: DescribedState, options: Options, events: SaveEvents
-) -> list[FileEntry]:
+def _write(session: SaveSession, plan: RankWritePlan, description: Description, events: SaveEvents) -> list[FileEntry]:
     """Write this rank's files from the tensors themselves."""
-    synchronize_devices(described.description.pieces)
-    codecs = session.file_codecs(plan)
-    jobs = make_file_jobs(described.description, plan.writes)
+    synchronize_devices(description.pieces)
+    codecs, options = session.file_codecs(plan), session.options
+    jobs = make_file_jobs(description, plan)
     budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=bool(codecs.chains))
-    nbytes = sum(job.nbytes for job in jobs)
-    store = report_progress(codecs.over(session.store), events, nbytes)
+    written, total, lock = 0, sum(job.data_nbytes for job in jobs), threading.Lock()
+
+    def report(nbytes: int) -> None:
+        nonlocal written
+        with lock:
+            written += nbytes
+        events.progressed(staged=total, written=written, total=total)
+
     with CancelScope(budget=budget.room).active():
-        write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
-    events.written(nbytes)
+        write_files(
+            codecs.over(session.store),
+            jobs,
+            threads=budget.threads,
+            window_nbytes=budget.window_nbytes,
+            on_written=report,
+        )
+    events.written(sum(job.nbytes for job in jobs))
     return [codecs.entry_of(job) for job in jobs]
 
 
@@ -252,9 +257,8 @@ def start_save(
         )
     # Keys of its own: training threads may use the ranks' key-value store meanwhile.
     world = current_world(request.group, timeout_s=options.timeout_s).with_prefix("asynchronous-saves")
-    session = _new_session(request, world, phases)
+    session, events = _new_session(request, world, phases)
     handle: SaveHandle[SaveReport] = SaveHandle(session.store.url)
-    events = SaveEvents(phases, rank=session.world.rank, where=session.store.url, step=request.step)
     with phases.phase("queue"):
         pending_saves().wait_until_fewer_than(max_in_flight)
     with ExitStack() as inside:
@@ -269,18 +273,13 @@ def start_save(
                 )
             )
         with collector_paused():
-            described = session.describer(ranks, state)()
-        memory = process.memory if process else staging_memory()
-        optimizers = described.optimizers
+            described = [session.describer(ranks, state)()]
+        inside.callback(described.clear)
+        optimizers = described[0].optimizers
         with phases.phase("stage"):
-            snapshot = take_snapshot(
-                described.description.pieces,
-                memory.arenas,
-                staging=staging,
-                optimizers=optimizers,
-                threads=options.io_threads,
-            )
-        background = BackgroundSave(session, described, snapshot, handle, memory, options, events, process)
+            snapshot = take_snapshot(described[0].description.pieces, staging=staging, optimizers=optimizers)
+        memory = process.memory if process else staging_memory()
+        background = BackgroundWrite(snapshot, handle, memory, options, events)
         inside.enter_context(background.releasing())
         must_wait = background.copy_on_host()
         if snapshot.live_nbytes:
@@ -290,20 +289,36 @@ def start_save(
         running = inside.pop_all()
     blocked_s = phases.now()
 
+    def write(jobs: list[FileJob], codecs: FileCodecs) -> list[FileEntry]:
+        background.write(session.store, jobs, codecs, process)
+        handle.begin_commit()
+        entries = [codecs.entry_of(job) for job in jobs]
+        events.written(sum(entry.nbytes for entry in entries))
+        return entries
+
     def finish() -> SaveReport:
         with running:
-            committed, written = background.run(ranks)
+            plan = session.plan(ranks, lambda: described[0].manifest)
+            labels, tensors = described[0].labels, background.snapshot.tensors
+            # From here on only the file jobs hold the tensors, and drop each when it is copied.
+            jobs = make_file_jobs(replace(described.pop().description, pieces=tensors), plan)
+            tensors.clear()
+            try:
+                session.write(ranks, lambda: write(jobs, session.file_codecs(plan)))
+            finally:
+                jobs.clear()  # frames of an error that is kept hold the list, and must not hold the tensors with it
+            committed = session.commit(ranks, labels)
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
         waited_s = staged_s if must_wait else blocked_s
-        report = _report(session, committed, written, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
+        report = session.report(committed, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
         events.committed(report)
         return report
 
     box = [finish]
     try:
         pending_saves().begin(handle, box)
-        del state, described, snapshot, optimizers, finish  # only the thread holds them now
+        del state, snapshot, optimizers, finish  # only the thread holds them now
         if must_wait:
             handle.staged.wait_without_raising()
     except BaseException:  # Ctrl-C: the caller gets no handle, and the state may change before it is copied
@@ -333,46 +348,15 @@ def finish_saves() -> None:
         raise earlier
 
 
-def _new_session(request: SaveArguments, world: World, phases: Phases) -> SaveSession:
+def _new_session(request: SaveArguments, world: World, phases: Phases) -> tuple[SaveSession, SaveEvents]:
     store = open_on_all_ranks(request.where, world, direct=request.options.direct_io, doing="save to")
-    return SaveSession(request, store, world, phases, keys_for(request.options))
+    events = SaveEvents(phases, rank=world.rank, where=store.url, step=request.step)
+    return SaveSession(request, store, world, phases), events
 
 
 def _raise_earlier_failure(result: SaveReport | SaveHandle[SaveReport]) -> None:
-    """
-    Raise a failure that was never retrieved.
-
-    At the end of a call: other ranks may not know of it yet, or have retrieved it, and must not miss this rank's part.
-    """
+    """Raise a failure that was never retrieved: at the end of a call, because other ranks wait for this rank's part."""
     than = result if isinstance(result, SaveHandle) else None
     if (earlier := pending_saves().take_failure(hint=_RETRIEVE, than=than)) is not None:
         earlier.response = result
         raise earlier
-
-
-def _report(
-    session: SaveSession,
-    committed: CommittedSave,
-    written: WrittenFiles,
-    *,
-    seconds: float,
-    blocked_s: float,
-    staged_s: float,
-) -> SaveReport:
-    ranks = session.phases.all_ranks()
-    return SaveReport(
-        where=session.store.url,
-        save_id=committed.save_id,
-        step=committed.step,
-        bytes_written=sum(entry.nbytes for entry in written.entries),
-        bytes_stored=sum(nbytes for entry in written.entries for _, nbytes in entry.at_rest),
-        bytes_total=committed.bytes_total,
-        tensors=committed.tensors,
-        seconds=seconds,
-        blocked_s=blocked_s,
-        staged_s=staged_s,
-        written_s=written.seconds,
-        phases=session.phases.spans,
-        ranks=ranks,
-        slowest=find_slowest(ranks, SAVE_WORK),
-    )

@@ -67,7 +67,7 @@ ENDINGS = {
             sys.exit(3)
 
         def fork():
-            sk.async_save(full(1), BrokenStore(sk.LocalStore(place))).wait_for_end()
+            sk.async_save(full(1), BrokenStore(sk.LocalStore(place))).outcome()
             if (pid := os.fork()) > 0:
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
@@ -201,35 +201,20 @@ def ended(tmp_path_factory):
     return found
 
 
-def test_a_program_that_ends_right_after_the_call(ended):
-    """The interpreter waits for the save: the checkpoint is complete."""
-    place, code, _, err = ended["after the call"]
-    assert (code, err) == (0, "")
-    assert says(place) == {1}
-    assert names_in(place) == files_of_checkpoint(place)
-
-
-def test_sys_exit_in_the_middle(ended):
-    """The same when it leaves by `sys.exit`, which keeps its code."""
-    place, code, _, err = ended["sys.exit"]
-    assert (code, err) == (3, "")
+@pytest.mark.parametrize(("way", "wanted"), [("after the call", 0), ("sys.exit", 3)])
+def test_a_program_that_ends_with_a_save_in_flight(ended, way, wanted):
+    """The interpreter waits for the save: the checkpoint is complete; `sys.exit` keeps its code."""
+    place, code, _, err = ended[way]
+    assert (code, err) == (wanted, "")
     assert says(place) == {1}
     assert names_in(place) == files_of_checkpoint(place)
 
 
 def test_a_fork_does_not_wait_for_saves_of_its_parent(ended):
-    """A process forked while a save is in flight (as data loaders do) ends by itself: it has none of the threads."""
+    """A process forked while a save is in flight (as data loaders do) ends by itself, and is told if it asks for one."""
     assert "fork 0" in ended["sys.exit"][2]
-
-
-def test_a_fork_does_not_wait_for_saves_like_torchs(ended):
-    """Nor for those of `dcp.async_save`."""
-    assert ast.literal_eval(ended["forks"][2])[15:] == [0]
-
-
-def test_a_fork_that_asks_for_a_save_of_its_parent(ended):
-    """It is told that it will never know, instead of waiting for ever."""
     assert "asked in a fork: this handle belongs to a save of process" in ended["sys.exit"][2]
+    assert ast.literal_eval(ended["forks"][2])[15:] == [0]  # of `dcp.async_save`
 
 
 def test_a_failure_nobody_asked_for_is_told_beside_another(ended):
@@ -261,9 +246,7 @@ def test_the_exit_code_after_a_lost_save(ended):
 
 
 def test_failures_of_a_checkpointer_and_of_dcp_are_logged_at_exit(ended):
-    """
-    A Checkpointer with `on_error="raise"` that was never closed, and `dcp.async_save`: only if it was not retrieved.
-    """
+    """Of a Checkpointer that was never closed (`on_error="raise"`) and of dcp: only what was not retrieved."""
     place, _, out, _ = ended["forks"]
     assert ast.literal_eval(out)[5:11] == [0] * 6
     logged = ["its result was never retrieved" in Path(f"{place}.{number}").read_text() for number in range(5, 11)]

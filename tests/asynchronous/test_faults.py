@@ -10,7 +10,7 @@ import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
-from tests.asynchronous.scene import PATIENCE_S, broken
+from tests.asynchronous.scene import PATIENCE_S
 from tests.faults import doomed
 from tests.faults.scene import IN_ORDER, checkpoint_at, files_of_checkpoint, names_in, state_of
 from tests.support.rank_pool import RankPool
@@ -74,14 +74,6 @@ def test_a_place_that_is_taken():
     with pytest.raises(sk.CheckpointExists, match="overwrite=True"):
         handle.result(PATIENCE_S)
     assert sk.open(where).to_dict() == {"a": 1}
-
-
-def test_failures_in_a_row():
-    """However many saves fail one after the other, the next one works."""
-    for _ in range(30):
-        assert isinstance(save(broken(), 1), sk.StorageError)
-    where = sk.MemoryStore()
-    assert save(where, 2) is None
 
 
 def save_as_rank(place, k, victim, at):

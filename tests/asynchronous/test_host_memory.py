@@ -9,7 +9,6 @@ import os
 import random
 import resource
 import signal
-import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -351,12 +350,3 @@ def test_a_save_that_fails_gives_all_back(how):
     del model, optimizer
     gc.collect()
     assert storage() is None
-
-
-def test_threads_are_gone():
-    """Nothing that waited for writers is left when a save is over."""
-    sk.finish_saves()
-    before = threading.active_count()
-    sk.async_save({"w": torch.ones(MIB)}, sk.MemoryStore(), options=options(1)).result(PATIENCE_S)
-    sk.finish_saves()
-    assert threading.active_count() == before

@@ -1,5 +1,4 @@
-"""Asynchronous saves of what is on an accelerator: the checkpoint holds what was there at the call, however training
-goes on."""
+"""Asynchronous saves of what is on an accelerator: the checkpoint holds what was there at the call."""
 
 import copy
 import gc
@@ -77,8 +76,8 @@ def values(tree):
 @pytest.mark.parametrize("way", WAYS)
 def test_everything_is_changed_right_after_staged(way):
     """
-    Fifty saves with work queued before and after each, every tensor changed as soon as `staged` is over: the
-    checkpoint holds the old values.
+    Fifty saves with work queued before and after each, every tensor changed as soon as `staged` is over: the checkpoint holds
+    the old values. Without an optimizer in the state, only "overlap" leaves copies for after the call.
     """
     rng = random.Random(way)
     state = fresh_state()
@@ -87,25 +86,10 @@ def test_everything_is_changed_right_after_staged(way):
         fill(state, step)
         where = sk.MemoryStore()
         handle = sk.async_save(state, where, staging=way)
+        assert way == "overlap" or handle.staged.done()
         if rng.random() < 0.3:
             delay(rng)
         handle.staged.wait(PATIENCE_S)
-        fill(state, 99)
-        handle.result(PATIENCE_S)
-        assert values(saved_in(where)) == {step}, way
-
-
-@pytest.mark.parametrize("way", ["auto", "device", "host"])
-def test_these_ways_need_no_wait(way):
-    """Without an optimizer in the state, all is copied, or its copy queued, in the call."""
-    rng = random.Random(way)
-    state = fresh_state()
-    for step in range(1, 16):
-        delay(rng)
-        fill(state, step)
-        where = sk.MemoryStore()
-        handle = sk.async_save(state, where, staging=way)
-        assert handle.staged.done()
         fill(state, 99)
         handle.result(PATIENCE_S)
         assert values(saved_in(where)) == {step}, way
@@ -227,9 +211,7 @@ def small_budgets(count=6):
 
 
 def test_budgets_smaller_than_the_state(caplog):
-    """
-    200 MB through one pinned buffer and a few windows, with a disk that is slow: right, within the budgets, and told.
-    """
+    """200 MB through one pinned buffer and a few windows to a slow disk: right, within the budgets, and told."""
     sk.finish_saves()
     state = {f"t{n}": torch.full((5 << 20,), float(n), device=DEVICE) for n in range(10)}
     for way in WAYS:
@@ -241,17 +223,6 @@ def test_budgets_smaller_than_the_state(caplog):
         assert all(tensor.eq(int(key[1:])).all() for key, tensor in saved_in(where.inner).items())
         assert staging_memory().ring.nbytes <= WINDOW_NBYTES
         assert staging_memory().windows.nbytes <= 6 * WINDOW_NBYTES
-
-
-def test_failures_do_not_use_up_the_budget():
-    """After many saves that failed with windows filled, one with the same small budget still goes through."""
-    sk.finish_saves()
-    state = {f"t{n}": torch.full((5 << 20,), float(n), device=DEVICE) for n in range(10)}
-    for _ in range(6):
-        where = FaultyStore(sk.MemoryStore(), at=3, verbs=["write_at"])
-        handle = sk.async_save(state, where, options=small_budgets(3))
-        assert isinstance(handle.exception(10), sk.StorageError)
-    sk.async_save(state, sk.MemoryStore(), options=small_budgets(3)).result(10)
 
 
 def test_several_in_flight():
@@ -364,9 +335,7 @@ def test_a_hundred_saves():
 
 
 def test_ctrl_c_while_the_call_waits():
-    """
-    Interrupted while it waits for the copies, a call gives its save up: nobody keeps the state from changing any more.
-    """
+    """Interrupted while it waits for the copies, a call cancels its save, because the state may change now."""
     store = HeldStore(sk.MemoryStore(), "list")
     state = {"w": torch.ones(1000, device=DEVICE)}
 

@@ -139,9 +139,7 @@ def test_values_that_change_after_the_call():
 
 
 def test_modules_and_optimizers_go_on():
-    """
-    A module with a BatchNorm and its optimizer train on after the call: what is loaded is what they were at the call.
-    """
+    """A module with a BatchNorm and its optimizer train on: what is loaded is what they were at the call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -200,5 +198,7 @@ def test_a_state_that_cannot_be_saved_is_told_in_the_call():
         sk.async_save({"w": torch.zeros(2)}, where, staging="quick")
     with pytest.raises(sk.StateError, match="max_in_flight"):
         sk.async_save({"w": torch.zeros(2)}, where, max_in_flight=0)
+    with pytest.raises(sk.StateError, match="writer='fork'"):
+        sk.async_save({"w": torch.zeros(2)}, where, writer="fork")
     assert list(where.list()) == []
     sk.async_save({"w": torch.zeros(2)}, where).result(PATIENCE_S)

@@ -5,13 +5,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkeep as sk
 from shardkeep.engine.staging import Staging
-from shardkeep.engine.writer import HashingSink, windows_in_turn, write_files
+from shardkeep.engine.writer import windows_in_turn, write_files
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.elsewhere import BLOCK, CountingPool, Stream, make_jobs, pretended
 
@@ -70,7 +69,7 @@ def run(
     error = None
     try:
         with pretended(stream), staging.running():
-            write_files(store, jobs, threads=threads, window_nbytes=window, sink=HashingSink(store, staging.take))
+            write_files(store, jobs, threads=threads, window_nbytes=window, take=staging.take)
     except (sk.CheckpointError, RuntimeError) as raised:
         error = raised
     found = {info.name: store.inner.get(info.name, limit=1 << 20) for info in store.inner.list()}
@@ -89,9 +88,7 @@ def run(
     all_ahead=st.booleans(),
 )
 def test_what_is_staged_is_what_was_there(files, seed, threads, blocks, windows, pinned, queued, all_ahead):
-    """
-    Whatever lies where, with however little room, files hold the rows; every buffer comes back, and no source is kept.
-    """
+    """Whatever lies where, with however little room, files hold the rows; buffers come back, and no source is kept."""
     ran = run(
         files, seed=seed, threads=threads, blocks=blocks, windows=windows, pinned=pinned, queued=queued,
         all_ahead=all_ahead,
@@ -119,8 +116,8 @@ def test_what_is_staged_is_what_was_there(files, seed, threads, blocks, windows,
 )
 def test_a_failure_ends_it(files, seed, windows, queued, read_fails, write_fails, cancelled_at, fault):
     """
-    A device that fails, a disk that does, a save that is cancelled, at any moment: it ends, all are told, and no file
-    is left; or it came too late, and the files are whole.
+    A device that fails, a disk that does, a save that is cancelled, at any moment: it ends, all are told, every buffer comes
+    back, and no file is left; or it came too late, and the files are whole.
     """
     ran = run(
         files,
@@ -133,30 +130,9 @@ def test_a_failure_ends_it(files, seed, windows, queued, read_fails, write_fails
     )
     assert ran.found == ({} if ran.error else ran.wanted)
     assert (ran.error is None) or str(ran.error)
-    if ran.error is None:
-        assert ran.staging.copied.done()
-        assert ran.staging.queued.done()
-
-
-LARGE = [[(300, True)], [(300, True)]]
-
-
-@pytest.mark.parametrize("queued", [False, True])
-@pytest.mark.parametrize("fault", ["read", "write", "cancel"])
-def test_buffers_come_back_from_what_failed(fault, queued):
-    """Wherever it failed, every buffer is there for the next save: with none left that would wait for ever."""
-    for n in range(0, 24, 3):
-        ran = run(
-            LARGE,
-            queued=queued,
-            windows=3,
-            read_fails=n if fault == "read" else NEVER,
-            write_fails=n if fault == "write" else None,
-            cancelled_at=n if fault == "cancel" else NEVER,
-        )
-        assert (ran.pool.out, ran.ring.out) == (0, 0), n
-        assert ran.staging.copied.done()
-        assert ran.staging.queued.done()
+    assert (ran.pool.out, ran.ring.out) == (0, 0)  # else the next save would wait for ever
+    assert ran.staging.copied.done()
+    assert ran.staging.queued.done()
 
 
 def test_saves_that_share_memory_do_not_wait_for_each_other():
@@ -182,7 +158,7 @@ def test_saves_that_share_memory_do_not_wait_for_each_other():
                 urgent=True,
             )
             with staging.running():
-                write_files(store, jobs, threads=8, window_nbytes=BLOCK, sink=HashingSink(store, staging.take))
+                write_files(store, jobs, threads=8, window_nbytes=BLOCK, take=staging.take)
             return all(store.get(name, limit=1 << 20) == data for name, data in wanted.items())
 
         with pretended(stream), ThreadPoolExecutor(2) as threads:

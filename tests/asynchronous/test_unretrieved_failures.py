@@ -22,15 +22,13 @@ NEXT = {
 
 def fail_unasked():
     handle = sk.async_save(full(1), where := broken())
-    handle.wait_for_end()
+    handle.outcome()
     return where
 
 
 @pytest.mark.parametrize("then", NEXT)
 def test_the_next_call_raises_it(then, caplog):
-    """
-    It is raised once, names the place, and has the original as its cause with the lines it came from; it was logged.
-    """
+    """It is raised once, names the place, has the original and its lines as its cause, and was logged."""
     with caplog.at_level(logging.ERROR, "shardkeep"):
         where = fail_unasked()
     assert where.url in caplog.text
@@ -73,7 +71,7 @@ def test_what_was_asked_for_is_not_raised_again(ask):
     handle = sk.async_save(full(1), broken())
     if ask == "cancel":
         handle.cancel()
-        handle.wait_for_end()
+        handle.outcome()
     elif ask == "exception":
         assert handle.exception(PATIENCE_S) is not None
     else:
@@ -89,7 +87,7 @@ def test_looking_is_not_asking():
     handle.staged.wait(PATIENCE_S)
     with contextlib.suppress(TimeoutError, sk.StorageError):
         handle.staged.wait(0)
-    handle.wait_for_end()
+    handle.outcome()
     assert handle.done()
     assert handle.progress.phase == "failed"
     with pytest.raises(sk.EarlierSaveFailed):
@@ -102,16 +100,9 @@ def test_several_failures_are_told_together():
     handles = [sk.async_save(full(n), store, max_in_flight=9) for n, store in enumerate(stores)]
     for handle, store in zip(handles, stores, strict=True):
         store.release.set()  # only now: a save that has failed would be told by the next call
-        handle.wait_for_end()
+        handle.outcome()
     with pytest.raises(sk.EarlierSaveFailed, match=r"and 2 more"):
         sk.finish_saves()
-    sk.finish_saves()
-
-
-def test_a_failure_in_the_call_is_told_by_the_call_alone():
-    """What was raised by the call itself is known."""
-    with pytest.raises(sk.UnsupportedLeaf):
-        sk.async_save({"bad": object()}, sk.MemoryStore())
     sk.finish_saves()
 
 
@@ -135,7 +126,7 @@ def rank_1_fails(folder, asking, then):
     if rank in asking:
         assert isinstance(handle.exception(PATIENCE_S), sk.StorageError)
     else:
-        handle.wait_for_end()
+        handle.outcome()
     dist.barrier()
     state = {"w": sk.PerRank(torch.full((2,), 2.0))}
     if then == "finish_saves":
@@ -152,27 +143,19 @@ def rank_1_fails(folder, asking, then):
     return first
 
 
+@pytest.mark.parametrize("asking", [(), (0,), (1,)])
 @pytest.mark.parametrize("then", NEXT)
-def test_every_rank_is_told(rank_pool, tmp_path, then):
-    """
-    A failure of one rank is raised by the next call on both, with the lines it came from, and the save after that works.
-    """
-    told = rank_pool.run(2, rank_1_fails, str(tmp_path), (), then)
-    for rank, (kind, cause, ranks, text) in enumerate(told):
+def test_every_rank_that_has_not_asked_is_told(rank_pool, tmp_path, then, asking):
+    """One rank's failure is raised by the next call, with the lines it came from; the save after that is made by both."""
+    told = rank_pool.run(2, rank_1_fails, str(tmp_path), asking, then)
+    for rank in range(2):
+        if rank in asking:
+            assert told[rank] == "ok"
+            continue
+        kind, cause, ranks, text = told[rank]
         assert (kind, cause, ranks) == ("EarlierSaveFailed", "StorageError", [1])
         assert text.count("raise self.broken(verb, name)") == 1, "once, also where it did not happen"
         assert ("RemoteTraceback: on rank 1:" in text) == (rank == 0)
-
-
-@pytest.mark.parametrize("asking", [0, 1])
-@pytest.mark.parametrize("then", ["async_save", "save"])
-def test_a_rank_that_has_asked_is_not_told_again(rank_pool, tmp_path, then, asking):
-    """
-    Where one rank has asked and the other has not, only the other is told; the save is made by both, and so is the next.
-    """
-    told = rank_pool.run(2, rank_1_fails, str(tmp_path), (asking,), then)
-    assert told[asking] == "ok"
-    assert told[1 - asking][0] == "EarlierSaveFailed"
 
 
 def cancelled_by_rank_0(folder):
@@ -182,7 +165,7 @@ def cancelled_by_rank_0(folder):
     handle = sk.async_save(state, f"{folder}/1")
     if dist.get_rank() == 0:
         handle.cancel()
-    handle.wait_for_end()
+    handle.outcome()
     sk.async_save(state, f"{folder}/2").result(PATIENCE_S)
     sk.finish_saves()
     return True
@@ -191,13 +174,6 @@ def cancelled_by_rank_0(folder):
 def test_what_one_rank_cancels_is_no_failure_on_another(rank_pool, tmp_path):
     """The next save of a rank whose save another rank cancelled is made, and raises nothing."""
     assert rank_pool.run(2, cancelled_by_rank_0, str(tmp_path)) == [True, True]
-
-
-def test_finish_saves_is_each_ranks_own(rank_pool, tmp_path):
-    """`finish_saves` meets nobody: a rank that has asked is not told again."""
-    told = rank_pool.run(2, rank_1_fails, str(tmp_path), (0,), "finish_saves")
-    assert told[0] == "ok"
-    assert told[1][0] == "EarlierSaveFailed"
 
 
 def a_loop_that_goes_on(folder):

@@ -78,9 +78,7 @@ def test_one_thread_writes_one_file_after_another():
 
 
 def test_few_files_are_open_at_a_time():
-    """
-    However many files there are, those open are the ones whose turn it is and those that threads are about to finish.
-    """
+    """However many files there are, those open are the ones whose turn it is or that threads are about to finish."""
     threads = 3
     jobs = [job(f"f{i}", (i % 4 + 1) * WINDOW, start=i) for i in range(60)]
     store = Watched()

@@ -4,6 +4,8 @@ import errno
 import itertools
 import os
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,6 +42,53 @@ def is_committed(store: FaultyStore, before: int) -> bool:
     return COMMIT in store.operations[:before]
 
 
+class Strike(NamedTuple):
+    """A save over checkpoint `earlier`, as number `earlier + 1`, and the operation at which something happened to it."""
+
+    store: FaultyStore
+    at: int
+    outcomes: list[Any]
+    struck: str
+    committed: bool
+    earlier: int
+    before: set[str]
+
+
+def strikes(
+    ranks: int,
+    place: str,
+    make: Callable[[Store, int], FaultyStore],
+    *,
+    rank: int | None = None,
+    crashing: bool = False,
+    least: int = 15,
+) -> Iterator[Strike]:
+    """
+    Save with a store that goes wrong at the n-th operation, for every n; on all ranks, or on one of them.
+
+    When the test has looked at what it left, the next save must work, and leave nothing of the one that failed.
+    """
+    save_all(ranks, place, 0)
+    earlier = 0
+    for n in itertools.count():
+        before = names_in(place)
+        store = make(LocalStore(place), n)
+        with no_leaks(crashing=crashing):
+            wheres = store if rank is None else only(rank, store)
+            outcomes = save_all(ranks, wheres, earlier + 1, timeout_s=DEADLINE_S)
+        if len(store.operations) <= n:
+            assert_saved(outcomes)
+            break
+        committed = is_committed(store, n)
+        yield Strike(store, n, outcomes, store.operations[n], committed, earlier, before)
+        if names_in(place) != before:
+            earlier += 2
+            assert_saved(save_all(ranks, place, earlier), store.operations[n])
+        assert checkpoint_at(place) == earlier, store.operations[n]
+        assert names_in(place) == files_of_checkpoint(place), store.operations[n]
+    assert n >= least
+
+
 @pytest.mark.parametrize(("ranks", "faults"), RANKS_AND_FAULTS)
 def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, ranks, faults):
     """
@@ -47,32 +96,17 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, ranks, fault
     checkpoint is intact and not one file is added. After the commit, the save succeeds, and what it could not remove
     is removed by the next one.
     """
-    save_all(ranks, place, 0)
-    latest = 0
-    for n in itertools.count():
-        before = names_in(place)
-        fault = faults[n % len(faults)]
-        store = FaultyStore(LocalStore(place), fault, at=n)
-        began = time.monotonic()
-        with no_leaks():
-            outcomes = save_all(ranks, store, n + 1, timeout_s=DEADLINE_S)
+    began = time.monotonic()
+    for each in strikes(ranks, place, lambda disk, n: FaultyStore(disk, faults[n % len(faults)], at=n)):
         assert time.monotonic() - began < DEADLINE_S
-        if len(store.operations) <= n:
-            assert_saved(outcomes)
-            break
-        struck = store.operations[n]
-        if is_committed(store, n):
-            assert_saved(outcomes, struck)
-            assert checkpoint_at(place) == n + 1, struck
-            latest = 1000 + n
-            assert_saved(save_all(ranks, place, latest), struck)
+        if each.committed:
+            assert_saved(each.outcomes, each.struck)
+            assert checkpoint_at(place) == each.earlier + 1, each.struck
         else:
-            for outcome in outcomes:
-                check_storage_error(outcome, fault, struck, ranks)
-            assert names_in(place) == before, struck
-        assert checkpoint_at(place) == latest, struck
-        assert names_in(place) == files_of_checkpoint(place), struck
-    assert n >= 15
+            for outcome in each.outcomes:
+                check_storage_error(outcome, faults[each.at % len(faults)], each.struck, ranks)
+            assert names_in(place) == each.before, each.struck
+        began = time.monotonic()
 
 
 def check_storage_error(outcome, fault, struck, ranks):
@@ -111,34 +145,16 @@ def test_a_crash_loses_nothing_and_the_next_save_sweeps_it(place, ranks):
     When the process dies at any operation, the earlier checkpoint is intact, or the new one if it was committed; no
     file descriptor stays open. Once its claim is that of a dead process, the next save removes whatever it left.
     """
-    save_all(ranks, place, 0)
-    for n in itertools.count():
-        earlier = 2 * n
-        store = FaultyStore(LocalStore(place), "crash", at=n)
-        outcomes = save_all(ranks, store, earlier + 1, timeout_s=DEADLINE_S)
-        if not store.crashed:
-            assert_saved(outcomes)
-            break
-        struck = store.operations[n]
-        committed = is_committed(store, n)
-        died = [o for o in outcomes if isinstance(o, (InjectedCrash, sk.CheckpointError))]
+    for each in strikes(ranks, place, lambda disk, n: FaultyStore(disk, "crash", at=n), crashing=True):
+        operations, struck = each.store.operations[: each.at], each.struck
+        died = [o for o in each.outcomes if isinstance(o, (InjectedCrash, sk.CheckpointError))]
         # In a real crash nobody is left to raise; the ranks that only wait may have been answered before it.
-        assert died or not isinstance(outcomes[0], BaseException), struck
-        assert len(died) == ranks or committed, struck
-        assert checkpoint_at(place) == earlier + committed, struck
-        assert committed or names_in(place) >= files_of_checkpoint(place)
-
-        claims = bury_claims(place)
-        assert claims == ("put claim" in " ".join(store.operations[:n]) and not was_released(store, n)), struck
-        healthy = save_all(ranks, place, earlier + 2)
-        assert_saved(healthy, struck)
-        assert checkpoint_at(place) == earlier + 2, struck
-        assert names_in(place) == files_of_checkpoint(place), struck
-    assert n >= 15
-
-
-def was_released(store, before):
-    return any(done.startswith("delete claim") for done in store.operations[:before])
+        assert died or not isinstance(each.outcomes[0], BaseException), struck
+        assert len(died) == ranks or each.committed, struck
+        assert checkpoint_at(place) == each.earlier + each.committed, struck
+        assert each.committed or names_in(place) >= files_of_checkpoint(place)
+        released = any(done.startswith("delete claim") for done in operations)
+        assert bury_claims(place) == ("put claim" in " ".join(operations) and not released), struck
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -147,32 +163,17 @@ def test_a_crash_of_one_rank_reaches_the_others(place, rank):
     When one rank falls out at any of its operations, the others raise and name it; while rank 0 lives it removes
     what the dead rank left. With rank 0 gone, the next save does.
     """
-    save_all(3, place, 0)
-    for n in itertools.count():
-        earlier = 2 * n
-        before = names_in(place)
-        dying = FaultyStore(LocalStore(place), "crash", at=n)
-        with no_leaks(crashing=True):
-            outcomes = save_all(3, only(rank, dying), earlier + 1, timeout_s=DEADLINE_S)
-        if not dying.crashed:
-            assert_saved(outcomes)
-            break
-        struck = dying.operations[n]
-        if is_committed(dying, n):
-            assert checkpoint_at(place) == earlier + 1, struck
-        else:
-            assert isinstance(outcomes[rank], InjectedCrash), struck
+    crash = strikes(3, place, lambda disk, n: FaultyStore(disk, "crash", at=n), rank=rank, crashing=True, least=4)
+    for each in crash:
+        assert checkpoint_at(place) == each.earlier + each.committed, each.struck
+        if not each.committed:
+            assert isinstance(each.outcomes[rank], InjectedCrash), each.struck
             for other in set(range(3)) - {rank}:
-                assert isinstance(outcomes[other], sk.CheckpointError), struck
-                assert f"rank {rank}: InjectedCrash" in str(outcomes[other])
-                assert outcomes[other].by_rank[rank].kind == "InjectedCrash"
-            assert checkpoint_at(place) == earlier, struck
-            assert rank == 0 or names_in(place) == before, struck
+                assert isinstance(each.outcomes[other], sk.CheckpointError), each.struck
+                assert f"rank {rank}: InjectedCrash" in str(each.outcomes[other])
+                assert each.outcomes[other].by_rank[rank].kind == "InjectedCrash"
+            assert rank == 0 or names_in(place) == each.before, each.struck
         bury_claims(place)
-        save_all(3, place, earlier + 2)
-        assert checkpoint_at(place) == earlier + 2, struck
-        assert names_in(place) == files_of_checkpoint(place), struck
-    assert n >= 4
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -182,27 +183,11 @@ def test_a_disk_that_goes_away_loses_nothing(place, ranks):
     earlier checkpoint is intact, or the new one if it was committed. The same process can save there again, and that
     save removes what could not be removed before.
     """
-    save_all(ranks, place, 0)
-    for n in itertools.count():
-        earlier = 2 * n
-        store = DyingStore(LocalStore(place), since=n)
-        with no_leaks():
-            outcomes = save_all(ranks, store, earlier + 1, timeout_s=DEADLINE_S)
-        if len(store.operations) <= n:
-            assert_saved(outcomes)
-            break
-        struck = store.operations[n]
-        committed = is_committed(store, n)
-        for outcome in outcomes:
-            assert committed or type(outcome) is sk.StorageError, struck
-            assert not committed or not isinstance(outcome, BaseException), struck
-        assert checkpoint_at(place) == earlier + committed, struck
-
-        again = save_all(ranks, place, earlier + 2)
-        assert_saved(again, struck)
-        assert checkpoint_at(place) == earlier + 2, struck
-        assert names_in(place) == files_of_checkpoint(place), struck
-    assert n >= 15
+    for each in strikes(ranks, place, lambda disk, n: DyingStore(disk, since=n)):
+        for outcome in each.outcomes:
+            assert each.committed or type(outcome) is sk.StorageError, each.struck
+            assert not each.committed or not isinstance(outcome, BaseException), each.struck
+        assert checkpoint_at(place) == each.earlier + each.committed, each.struck
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -211,32 +196,17 @@ def test_an_interrupt_on_one_rank_reaches_the_others(place, rank):
     Ctrl-C on one rank, at any of its operations, goes through on that rank, is named by the others, and leaves
     nothing of the save; after the commit the checkpoint stands.
     """
-    save_all(3, place, 0)
-    latest = 0
-    for n in itertools.count():
-        before = names_in(place)
-        stopped = InterruptedStore(LocalStore(place), when=n)
-        with no_leaks():
-            outcomes = save_all(3, only(rank, stopped), n + 1, timeout_s=DEADLINE_S)
-        if len(stopped.operations) <= n:
-            assert_saved(outcomes)
-            break
-        struck = stopped.operations[n]
-        assert isinstance(outcomes[rank], KeyboardInterrupt), struck
-        others = [outcomes[other] for other in range(3) if other != rank]
-        if is_committed(stopped, n):
-            assert_saved(others, struck)
-            assert checkpoint_at(place) == n + 1, struck
-            latest = 1000 + n
-            save_all(3, place, latest)
-        else:
-            for other in others:
-                assert isinstance(other, sk.CheckpointError), struck
-                assert f"rank {rank}: KeyboardInterrupt" in str(other), struck
-            assert names_in(place) == before, struck
-        assert checkpoint_at(place) == latest, struck
-        assert names_in(place) == files_of_checkpoint(place), struck
-    assert n >= 4
+    for each in strikes(3, place, lambda disk, n: InterruptedStore(disk, when=n), rank=rank, least=4):
+        assert isinstance(each.outcomes[rank], KeyboardInterrupt), each.struck
+        others = [each.outcomes[other] for other in range(3) if other != rank]
+        assert checkpoint_at(place) == each.earlier + each.committed, each.struck
+        if each.committed:
+            assert_saved(others, each.struck)
+            continue
+        for other in others:
+            assert isinstance(other, sk.CheckpointError), each.struck
+            assert f"rank {rank}: KeyboardInterrupt" in str(other), each.struck
+        assert names_in(place) == each.before, each.struck
 
 
 def test_trouble_after_the_commit_is_a_warning(place, caplog):
@@ -296,9 +266,7 @@ def test_rank_0_late_with_the_commit_does_not_tear_it(place):
 
 
 def test_a_first_save_that_fails_leaves_an_empty_place(place):
-    """
-    With no earlier checkpoint, a failed save leaves a place where nothing is, and the next save needs no overwrite.
-    """
+    """With no earlier checkpoint, a failed save leaves an empty place, and the next save needs no overwrite."""
     for n in itertools.count():
         store = FaultyStore(LocalStore(place), at=n)
         [outcome] = save_all(1, store, n)

@@ -12,59 +12,25 @@ import torch.distributed.checkpoint as theirs
 from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save
 from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.staging import BlockingAsyncStager, DefaultStager, StagingOptions
-from shardkeep.engine.pools import Arenas
 from shardkeep.engine.snapshot import take_snapshot
 from shardkeep.engine.tensors import TorchScattered
 from shardkeep.engine.workers import windows_for
+from tests.asynchronous.test_on_accelerator import ROUNDS, delay, fill, fresh_state, tensors_of, values
 from tests.protocol.samples import quietly
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-ROUNDS = 50
-
-
-def delay():
-    """Keep the current stream busy, so that what is queued next has not happened when the host goes on."""
-    busy = torch.ones(3000, 3000, device=torch.accelerator.current_accelerator())
-    for _ in range(random.randrange(8)):
-        busy = busy @ busy * 1e-4
-    return busy
-
-
-def fresh_state():
-    device = torch.accelerator.current_accelerator()
-    whole = torch.zeros(2000, 1000, device=device)
-    return {
-        "whole": whole,
-        "row": whole[5],
-        "columns": torch.zeros(3000, 500, device=device)[:, 3:5],
-        "half": torch.zeros(100_000, dtype=torch.bfloat16, device=device),
-        "scalar": torch.zeros((), device=device),
-        "host": torch.zeros(1000),
-        "small": [torch.zeros(10, device=device) for _ in range(50)],
-    }
-
-
-def fill(state, value):
-    for each in state.values():
-        for tensor in each if isinstance(each, list) else [each]:
-            tensor.fill_(value)
-
-
-def values(staged):
-    tensors = [t for each in staged.values() for t in (each if isinstance(each, list) else [each])]
-    assert all(tensor.device.type == "cpu" for tensor in tensors)
-    return {value for tensor in tensors for value in (tensor.min().item(), tensor.max().item())}
 
 
 def rounds(stage, state):
     """Change the state right after each stage, with work still queued before and after; return what was staged."""
     found = []
     for step in range(ROUNDS):
-        delay()
+        delay(random)
         fill(state, step)
         staged = stage(state)
-        fill(state, -1)
-        delay()
+        fill(state, 99)
+        delay(random)
+        assert all(tensor.is_cpu for tensor in tensors_of(staged))
         found.append(values(staged))
     return found
 
@@ -72,9 +38,7 @@ def rounds(stage, state):
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 @pytest.mark.parametrize("options", [(0, 0, 0, 0), (1, 0, 0, 1), (0, 1, 1, 0), (1, 0, 1, 1), (1, 1, 1, 1)])
 def test_values_are_those_of_the_call(options, side):
-    """
-    Whatever the options and the stream, each of 50 snapshots by one stager has the values that were queued before it.
-    """
+    """Whatever the options and the stream, each of 50 snapshots by one stager has the values queued before it."""
     stager = DefaultStager(StagingOptions(*map(bool, options)))
     stage = (lambda state: stager.stage(state).result(60)) if options[2] else stager.stage
     stream = torch.Stream(torch.accelerator.current_accelerator()) if side else contextlib.nullcontext()
@@ -118,7 +82,7 @@ def test_saves_from_an_accelerator(tmp_path, kind):
     stager = DefaultStager()
     uploads = []
     for step in range(5):
-        delay()
+        delay(random)
         state["w"].fill_(step)
         writer = FileSystemWriter(tmp_path / str(step))
         response = quietly(async_save, state, storage_writer=writer, async_stager=stager, async_checkpointer_type=kind)
@@ -135,14 +99,12 @@ def test_saves_from_an_accelerator(tmp_path, kind):
 
 
 def device_pieces(tensors):
-    return take_snapshot(tensors, Arenas(), staging="device", optimizers=[], threads=2)
+    return take_snapshot(tensors, staging="device", optimizers=[])
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_copies_on_the_device_come_between(side):
-    """
-    A copy on the device has what was queued before it, bit for bit and without a graph, whatever is queued after it.
-    """
+    """A copy on the device has what was queued before it, bit for bit and without a graph, and nothing later."""
     device = torch.accelerator.current_accelerator()
     bits = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn]
@@ -150,7 +112,7 @@ def test_copies_on_the_device_come_between(side):
     weight = torch.nn.Parameter(torch.zeros(1000, 1000, device=device))
     with torch.Stream(device) if side else contextlib.nullcontext():
         for step in range(ROUNDS):
-            delay()
+            delay(random)
             for tensor in state:
                 tensor.view(torch.uint8).copy_(bits)
             weight.detach().fill_(step)
@@ -171,7 +133,7 @@ def test_memory_of_copies_that_are_given_up_is_free_for_the_caller():
     device = torch.accelerator.current_accelerator()
     state = [torch.zeros(4 << 20, device=device) for _ in range(8)]
     for step in range(ROUNDS):
-        delay()
+        delay(random)
         device_pieces(state).tensors.clear()
         mine = [torch.full_like(tensor, step + 1.0) for tensor in state]
         torch.accelerator.synchronize()
@@ -194,7 +156,7 @@ def test_each_thread_with_a_window_has_a_stream_after_the_callers(side):
     with torch.Stream(device) if side else contextlib.nullcontext():
         own = torch.accelerator.current_stream().stream_id
         for step in range(ROUNDS):
-            delay()
+            delay(random)
             target.fill_(step)
             memory = [TorchScattered(target, target.dtype)]
             with windows_for(memory, 1 << 20, 4) as lend, ThreadPoolExecutor(4) as pool:

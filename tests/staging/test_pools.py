@@ -5,7 +5,7 @@ import random
 import pytest
 
 import shardkeep as sk
-from shardkeep.engine.pools import Arenas, BufferPool, ordinary_buffer, staging_memory
+from shardkeep.engine.pools import Arenas, BufferPool, ordinary_buffer
 from shardkeep.engine.workers import windows_for
 
 SIZE = 1 << 16
@@ -34,8 +34,7 @@ def test_what_is_out_when_a_pool_is_closed_is_freed_as_it_comes_back():
 
 def test_windows_are_taken_in_the_same_order_whatever_order_they_came_back_in():
     """The buffer that a save fills most is the same one each time: memory that was not touched stays untouched."""
-    assert staging_memory().windows._oldest_first
-    pool = BufferPool(ordinary_buffer, SIZE, 4 * SIZE, oldest_first=True)
+    pool = BufferPool(ordinary_buffer, SIZE, 4 * SIZE)
     dice = random.Random(5)
     orders = []
     for _ in range(20):
@@ -47,23 +46,9 @@ def test_windows_are_taken_in_the_same_order_whatever_order_they_came_back_in():
     assert pool.nbytes == 4 * SIZE
 
 
-def test_other_buffers_come_back_last_first_and_closed_pools_forget_theirs():
-    """Without an order asked for, what came back last is taken next; a closed pool knows no buffer any more."""
-    pool = BufferPool(ordinary_buffer, SIZE, 3 * SIZE)
-    first, second, third = (pool.take() for _ in range(3))
-    for buffer in (second, third, first):
-        pool.give(buffer)
-    assert [pool.take() for _ in range(3)] == [first, third, second]
-    pool.give(third)
-    pool.close()
-    pool.give(first)
-    pool.give(second)
-    assert len(pool._ages) == len(pool._free) == pool.nbytes // SIZE == 1
-
-
 def test_what_nobody_uses_can_be_freed():
     """Buffers in use stay, and come back; no more is freed than has to be."""
-    pool = BufferPool(ordinary_buffer, SIZE, 4 * SIZE, oldest_first=True)
+    pool = BufferPool(ordinary_buffer, SIZE, 4 * SIZE)
     taken = [pool.take() for _ in range(4)]
     for buffer in taken[1:]:
         pool.give(buffer)
@@ -73,7 +58,6 @@ def test_what_nobody_uses_can_be_freed():
     assert pool.nbytes == SIZE
     pool.give(taken[0])
     assert pool.take() is taken[0]
-    assert len(pool._ages) == 1
 
 
 TOO_MUCH = 1 << 48

@@ -12,29 +12,13 @@ from torch import nn
 from shardkeep.engine import snapshot as pieces
 from shardkeep.engine.pools import Arenas, Buffer, ordinary_buffer
 from shardkeep.engine.snapshot import DeviceSnapshot, take_snapshot
-from tests.engine.samples import all_dtypes, bits, random_tensor
+from tests.engine.samples import bits
 
 
 def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> DeviceSnapshot:
-    found = take_snapshot(tensors, arenas or Arenas(), staging="auto", optimizers=[], threads=2)
-    found.copy_on_host(1 << 30)
+    found = take_snapshot(tensors, staging="auto", optimizers=[])
+    found.copy_on_host(arenas or Arenas(), 1 << 30, 2)
     return found
-
-
-@pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
-def test_bytes_of_every_dtype(dtype):
-    """Tensors of any dtype, also scalars and those of many axes, come out with the bytes and the form they had."""
-    sources = [
-        random_tensor(shape, dtype, seed=at) for at, shape in enumerate([(), (1,), (3, 5), (2, 1, 3, 2), (70_000,)])
-    ]
-    before = [bits(source) for source in sources]
-
-    found = taken(sources)
-    for source in sources:
-        source.untyped_storage().fill_(255)
-
-    assert [bits(each) for each in found.tensors] == before
-    assert all(each.is_contiguous() for each in found.tensors)
 
 
 def test_tensors_are_what_they_were_at_the_call():
@@ -66,9 +50,7 @@ def test_what_is_the_same_memory_is_copied_once():
 
 
 def test_memory_that_begins_inside_a_buffer():
-    """
-    An arena whose tensor does not begin where its storage does, or ends at an odd byte, holds the copies all the same.
-    """
+    """An arena whose tensor begins inside its storage, or ends at an odd byte, holds the copies all the same."""
 
     def make(nbytes):
         whole = ordinary_buffer(nbytes + 192)
@@ -79,15 +61,6 @@ def test_memory_that_begins_inside_a_buffer():
 
     assert torch.equal(found.tensors[0], source)
     assert torch.equal(found.tensors[1], source[1:])
-
-
-def test_whoever_empties_the_list_lets_go_of_all():
-    """Tensors are asked for once; a list that was emptied holds nothing of the state."""
-    found = taken([torch.ones(3)])
-    found.tensors.clear()
-
-    assert found.tensors == []
-    assert found.found == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,9 +80,9 @@ def test_what_finds_no_room_is_lent(sizes, room, guarded, again):
     optimizers = [torch.optim.SGD(behind)] if behind else []
     sources += [sources[at] for at in again if at < len(sizes)]
     before = [bits(source) for source in sources]
-    found = take_snapshot(sources, arenas := Arenas(), staging="overlap", optimizers=optimizers, threads=2)
+    found, arenas = take_snapshot(sources, staging="overlap", optimizers=optimizers), Arenas()
 
-    found.copy_on_host(room)
+    found.copy_on_host(arenas, room, 2)
 
     assert arenas.nbytes == found.copied_nbytes <= room
     lent = {tensor.data_ptr() for tensor in found.lent}

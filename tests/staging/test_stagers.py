@@ -319,9 +319,7 @@ def test_stagers_are_torchs_stagers_and_torchs_are_ours():
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_the_blocking_stager_copies_values_on_the_cpu(cache):
-    """
-    Each call has its own values though the last copy is still held, with the cache too; torch's overwrites that one.
-    """
+    """Each call has its own values though the last copy is held, with the cache too; torch's overwrites that one."""
     stager = BlockingAsyncStager(cache_staged_state_dict=cache)
     state = {"w": torch.zeros(100), "n": {"list": [1, numbered(2)]}, "scalar": torch.tensor(0)}
     held = []

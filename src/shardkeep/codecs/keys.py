@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import os
 import re
@@ -131,10 +132,21 @@ class KeyRing:
 class CachedKeys:
     """A key source that asks once per data key. Its cache is secret: it may go through pipes, never to files."""
 
-    def __init__(self, source: KeySource | None = None, known: Mapping[str, str] | None = None) -> None:
-        self._source = source
+    def __init__(
+        self,
+        source: KeySource | None = None,
+        known: Mapping[str, str] | None = None,
+        *,
+        find: Callable[[], KeySource | None] | None = None,
+    ) -> None:
+        """`find` returns the source when a key is first needed: not for a checkpoint that is not encrypted."""
+        self._find = find or (lambda: source)
         self.known = dict(known or {})
         """Data keys by their wrapped form, both in hex."""
+
+    @functools.cached_property
+    def _source(self) -> KeySource | None:
+        return self._find()
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
         if self._source is None:
@@ -154,7 +166,7 @@ class CachedKeys:
         return data_key
 
     def __repr__(self) -> str:
-        return f"CachedKeys({self._source!r}, {len(self.known)} known)"
+        return f"CachedKeys({len(self.known)} known)"
 
 
 Keys = Union[KeySource, Callable[[], str | bytes], "os.PathLike[str]", str, None]

@@ -21,7 +21,7 @@ import torch
 from shardkeep.engine.fill import fill
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source, read_files
 from shardkeep.engine.workers import window_for
-from shardkeep.engine.writer import FileJob, HashingSink, Window, WritableStore, file_entry, write_files
+from shardkeep.engine.writer import FileJob, Window, WritableStore, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, to_torch
@@ -221,17 +221,19 @@ def write_filled(
 
     @contextmanager
     def take(window: Window, own: memoryview) -> Iterator[memoryview]:
-        nonlocal done
         data = own[: window.nbytes]
         _gather(by_name[window.job.name], window, data, fill)
         yield data
+
+    def report(nbytes: int) -> None:
+        nonlocal done
         if progress is not None:
             with lock:
-                done += window.nbytes
+                done += nbytes
                 progress(done, total)
 
     jobs = [file.job for file in files]
-    return write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=HashingSink(store, take))
+    return write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, take=take, on_written=report)
 
 
 def _gather(file: FileParts, window: Window, data: memoryview, fill: Fill) -> None:

@@ -16,13 +16,14 @@ import numpy as np
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
-from shardkeep.engine.coordinator import Coordinator, RecordLabels
+from shardkeep.engine.coordinator import Coordinator
 from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import open_native
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
+from shardkeep.format.record import checked_meta, checked_step
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
@@ -50,19 +51,19 @@ def write_native(
     """
     keys = keys_for(options)
     coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
-    labels = RecordLabels.checked(source.record.step, source.record.meta)
+    labels = checked_step(source.record.step), checked_meta(source.record.meta)
     with orphans.holding_claim(coordinator.save_id):
         try:
             filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
-            planned = coordinator.plan([encode(_draft(index, filled))])
-            [orders] = planned.rank_plans
+            [orders] = coordinator.plan([encode(_draft(index, filled))])
             coding = FileCodecs(orders, keys)
             files = _files(index, [(row, rows[row]) for row in filled], orders)
             digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
             pipeline.verify_written(coded, files, digests, options, entries=entries)
-            coordinator.commit(planned, coordinator.collect(planned, [entries]), labels, 1)
+            coordinator.collect([entries])
+            coordinator.commit(labels)
         except BaseException:
             coordinator.withdraw()
             raise

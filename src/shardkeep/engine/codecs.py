@@ -20,7 +20,7 @@ from shardkeep.codecs.chain import CodecChain, codec_config
 from shardkeep.codecs.coded_store import EncodingStore, Seal, checksum_of
 from shardkeep.codecs.keys import CachedKeys, KeyRing, KeySource, key_source
 from shardkeep.engine.writer import FileJob, WritableStore, file_entry
-from shardkeep.errors import CheckpointError, InvalidCodec, KeyMissing, StateError
+from shardkeep.errors import CheckpointError, InvalidCodec, StateError
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import MOST_CHAINS, FileEntry, Record, Recorded
 from shardkeep.format.values import Node, join, leaf_keys, part_name
@@ -30,32 +30,17 @@ from shardkeep.plan.save_plan import RankWritePlan
 
 
 def keys_for(options: Options) -> CachedKeys | None:
-    """
-    Return the source of keys that the options or the environment name, or None.
-
-    Keys are loaded when they are first needed: not for a checkpoint that is not encrypted.
-    """
+    """Return the source of keys that the options or the environment name, or None. Keys are loaded when first needed."""
     file, text, given = setting("SHARDKEEP_KEY_FILE"), setting("SHARDKEEP_KEY"), options.keys
     if given is not None:
-        return CachedKeys(_LazyKeys(lambda: key_source(given)))
+        return CachedKeys(find=lambda: key_source(given))
     if file:
-        return CachedKeys(_LazyKeys(lambda: KeyRing.from_file(file)))
-    if text:
-        return CachedKeys(_LazyKeys(lambda: KeyRing.from_text(text, named="SHARDKEEP_KEY")))
-    return None
+        return CachedKeys(find=lambda: KeyRing.from_file(file))
+    return CachedKeys(find=lambda: KeyRing.from_text(text, named="SHARDKEEP_KEY")) if text else None
 
 
 def open_chains(record: Record, options: Options, *, where: str) -> list[CodecChain]:
-    """
-    Open the codecs of a checkpoint's files, and check that its commit record is the one that was signed.
-
-    Raises:
-        KeyMissing: it is encrypted, and there is no key.
-        WrongKey: it is encrypted with another key.
-        NotAuthentic: the record was changed without the key.
-        UnknownCodec: a codec is not installed.
-
-    """
+    """Open the codecs of a checkpoint's files, and check that its commit record is the one that was signed."""
     keys = keys_for(options)
     try:
         # Chains that no file uses may need a codec or a key that is not here: they are opened as empty ones.
@@ -68,26 +53,6 @@ def open_chains(record: Record, options: Options, *, where: str) -> list[CodecCh
     return chains
 
 
-class _LazyKeys:
-    """Keys that are loaded when they are first needed."""
-
-    def __init__(self, find: Callable[[], KeySource | None]) -> None:
-        self._find = find
-        self._source: KeySource | None = None
-
-    def _found(self) -> KeySource:
-        self._source = self._source or self._find()
-        if self._source is None:  # unreachable: there is no key source then
-            raise KeyMissing("no key was given")
-        return self._source
-
-    def wrap(self, data_key: bytes) -> tuple[str, bytes]:
-        return self._found().wrap(data_key)
-
-    def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
-        return self._found().unwrap(key_id, wrapped)
-
-
 def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | None], list[int]]:
     """
     Return which of the names fits each leaf of a state best, and which of them fit nothing.
@@ -95,38 +60,24 @@ def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | 
     "model" fits all of the model, "model.layers.0" what is below that. A `*` stands for anything, including dots. The name
     with more parts is closer; then the one with fewer `*`; then the one that comes first.
     """
-    order = sorted(range(len(names)), key=lambda number: _closeness(names[number]), reverse=True)
-    patterns = [(number, _pattern(names[number]).match) for number in order]
-    by_leaf = {leaf: next((number for number, fits in patterns if fits(leaf)), None) for leaf in leaf_keys(tree)}
-    # A name whose leaves all have closer names is no mistake, nor is the name of something that is still empty.
+    parts = [name.split(".") for name in names]
+    closeness = [(len(each), sum("*" not in part for part in each)) for each in parts]
+    order = sorted(range(len(names)), key=closeness.__getitem__, reverse=True)
+    # DOTALL: a key may contain line breaks.
+    fits = [re.compile(".*".join(map(re.escape, name.split("*"))) + r"(?:\.|\Z)", re.DOTALL).match for name in names]
+    by_leaf = {leaf: next((number for number in order if fits[number](leaf)), None) for leaf in leaf_keys(tree)}
+    # A name whose leaves all have closer names is no mistake, nor is the name of something that is still empty, or below it, such
+    # as an optimizer's state before its first step. Only the part before a `*` counts as below: after it, a typing error
+    # would go unnoticed.
     idle = set(order).difference(number for number in by_leaf.values() if number is not None)
     empty = list(_empty(tree, None)) if idle else []
     unfit = [
         number
-        for number, fits in patterns
-        if number in idle and not any(map(fits, by_leaf)) and not _fits_empty(names[number], empty)
+        for number in sorted(idle)
+        if not any(map(fits[number], by_leaf))
+        and not any(fits[number](each) or names[number].partition("*")[0].startswith(f"{each}.") for each in empty)
     ]
-    return by_leaf, sorted(unfit)
-
-
-def _fits_empty(name: str, empty: list[str]) -> bool:
-    """
-    Return whether a name is that of an empty container, or below one, such as an optimizer's state before its first step.
-
-    Only the part before a `*` counts as below: after it, a typing error would go unnoticed.
-    """
-    fits, certain = _pattern(name).match, name.partition("*")[0]
-    return any(fits(each) or certain.startswith(f"{each}.") for each in empty)
-
-
-def _closeness(name: str) -> tuple[int, int]:
-    parts = name.split(".")
-    return len(parts), sum("*" not in part for part in parts)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    # DOTALL: a key may contain line breaks.
-    return re.compile(".*".join(map(re.escape, name.split("*"))) + r"(?:\.|\Z)", re.DOTALL)
+    return by_leaf, unfit
 
 
 def _empty(node: Node, name: str | None) -> Iterator[str]:
@@ -156,10 +107,6 @@ class CodecPlan:
         Return the chain of each tensor; `alias` has the tensor in whose place it is stored.
 
         Memory with several names is written once: with an encrypting chain, if that was asked for any of the names.
-
-        Raises:
-            StateError: a tensor is not in the tree of the state, so its codecs are unknown.
-
         """
         if self.by_leaf is None:
             return [0 if self.chains else None] * len(keys)
@@ -172,13 +119,10 @@ class CodecPlan:
         found = [self.by_leaf[key] for key in keys]
         for row in np.flatnonzero(alias != np.arange(len(keys))).tolist():
             owner = int(alias[row])
-            found[owner] = self._safer(found[owner], found[row])
+            asked = [number for number in (found[owner], found[row]) if number is not None]
+            secret = [number for number in asked if self.chains[number].is_secret]
+            found[owner] = next(iter([*secret, *asked]), None)
         return found
-
-    def _safer(self, one: int | None, other: int | None) -> int | None:
-        """Return the one of two chains that encrypts; else the first that there is."""
-        asked = [number for number in (one, other) if number is not None]
-        return next((number for number in asked if self.chains[number].is_secret), asked[0] if asked else None)
 
     @property
     def of_index(self) -> int | None:
@@ -188,14 +132,7 @@ class CodecPlan:
 
 
 def plan_codecs(codecs: Codecs, *, tree: Callable[[], Node], keys: KeySource | None) -> CodecPlan:
-    """
-    Start the codec chains of a new checkpoint, from what the caller asked for and the tree of the state.
-
-    Raises:
-        StateError: codecs were asked for a part that the state does not have, or twice for one.
-        InvalidCodec: what was given are not codecs.
-
-    """
+    """Start the codec chains of a new checkpoint, from what the caller asked for and the tree of the state."""
     if not codecs:
         return CodecPlan()
     if not isinstance(codecs, Mapping):
@@ -205,9 +142,11 @@ def plan_codecs(codecs: Codecs, *, tree: Callable[[], Node], keys: KeySource | N
     twice = [number for number, name in enumerate(names) if names.index(name) < number]
     for number in [*twice, *unfit]:
         what = "twice" if number in twice else "which is no part of the state"
+        tops = sorted(part_name(root.kind, part) for part, _ in root.children) if root is not None else []
         raise StateError(
             f"codecs were asked for {list(codecs)[number]!r}, {what}",
-            hint=f"its top-level keys are {_tops_of(root)}; numbers may be spelt as text, and * stands for anything",
+            hint=f"its top-level keys are {', '.join(map(repr, tops[:20]))}; numbers may be spelt as text, and * stands for"
+            " anything",
         )
     different: list[list[CodecConfig]] = []
     chain_of: list[int | None] = []
@@ -220,11 +159,6 @@ def plan_codecs(codecs: Codecs, *, tree: Callable[[], Node], keys: KeySource | N
         raise StateError(f"{len(different)} different chains of codecs were asked for; {MOST_CHAINS} are the most")
     by_leaf = {leaf: None if number is None else chain_of[number] for leaf, number in closest_to.items()}
     return CodecPlan([CodecChain.begin(configs, keys=keys) for configs in different], by_leaf)
-
-
-def _tops_of(root: Node) -> str:
-    tops = [part_name(root.kind, part) for part, _ in root.children] if root is not None else []
-    return ", ".join(map(repr, sorted(tops)[:20]))
 
 
 def _configs(codecs: Sequence[str | CodecConfig] | None) -> list[CodecConfig]:

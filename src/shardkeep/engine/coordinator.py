@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from shardkeep.errors import (
 )
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.index import Chunks
-from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded, checked_meta, checked_step
+from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
@@ -45,6 +45,7 @@ from shardkeep.storage.base import Store, Version, free_nbytes, is_sequential
 
 log = logging.getLogger("shardkeep")
 
+
 _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 
 
@@ -57,21 +58,12 @@ class CommittedSave(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
 
 
-@dataclass(frozen=True)
-class RecordLabels:
-    """The step and the user's own values, as they go into the commit record."""
-
-    step: int | None
-    meta: dict[str, Any]
-
-    @classmethod
-    def checked(cls, step: int | None, meta: Mapping[str, Any] | None) -> RecordLabels:
-        """Check that a record can hold these; raises StateError."""
-        return cls(checked_step(step), checked_meta(meta))
+Labels = tuple[int | None, dict[str, Any]]
+"""The step and the user's own values, as they go into the commit record."""
 
 
 @dataclass(frozen=True)
-class PlannedSave:
+class _PlannedSave:
     """What rank 0 has planned for all ranks."""
 
     plan: CheckpointPlan
@@ -80,11 +72,14 @@ class PlannedSave:
     codecs: CodecPlan
     replaces: Version | None
     """The version of the commit record that this save replaces."""
-    rank_plans: list[RankWritePlan]
+    world_size: int
 
 
 class Coordinator:
-    """Plans, checks, commits and cleans up one save."""
+    """Plans, checks, commits and cleans up one save: `plan`, `collect`, `commit`, `tidy`, in this order; or `withdraw`."""
+
+    _planned: _PlannedSave
+    _files: list[FileEntry]
 
     def __init__(self, store: Store, *, overwrite: bool, codecs: Codecs = None, keys: KeySource | None = None) -> None:
         self.store = store
@@ -96,7 +91,7 @@ class Coordinator:
         self._committed = False
         self._interrupt: KeyboardInterrupt | None = None
 
-    def plan(self, payloads: list[bytes]) -> PlannedSave:
+    def plan(self, payloads: list[bytes]) -> list[RankWritePlan]:
         """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
         replaces = self._check_place()
         manifests = [decode_manifest(payload) for payload in payloads]
@@ -104,20 +99,29 @@ class Coordinator:
         codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
         plan = plan_save(manifests, codecs.chain_of)
         values = merge_rank_values(manifests, plan.keys)
-        if not codecs.chains:  # the size of coded files is not known beforehand
-            self._check_free_space(sum(file.data_nbytes for file in plan.files) + sum(len(data) for _, data in values))
+        wanted, free = sum(file.data_nbytes for file in plan.files), free_nbytes(self.store)
+        wanted += sum(len(data) for _, data in values)
+        # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
+        if not codecs.chains and free is not None and free < wanted:
+            raise StorageFull(
+                f"{self.store.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
+                hint="delete checkpoints you no longer need, or save to another place; nothing was written",
+                errno=errno.ENOSPC,
+                wanted=wanted,
+                free=free,
+            )
         orphans.make_claim(self.store, self.save_id)
+        self._planned = _PlannedSave(plan, values, tree, codecs, replaces, len(manifests))
         recorded = [chain.recorded for chain in codecs.chains]
-        sequential = is_sequential(self.store)
-        rank_plans = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sequential)
-        return PlannedSave(plan, values, tree, codecs, replaces, rank_plans)
+        return split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=is_sequential(self.store))
 
-    def collect(self, planned: PlannedSave, by_rank: list[list[FileEntry]]) -> list[FileEntry]:
-        """Return the files that all ranks wrote, in the order of the plan, after checking that they are in the store."""
+    def collect(self, by_rank: list[list[FileEntry]]) -> None:
+        """Take the files that all ranks wrote, and check that they are in the store."""
         written = {entry.name: entry for entries in by_rank for entry in entries}
-        files = [written[name] for name in data_file_names(planned.plan, self.save_id, len(by_rank))]
+        plan = self._planned.plan
+        self._files = [written[name] for name in data_file_names(plan, self.save_id, len(by_rank))]
         listed = {info.name: info.nbytes for info in self.store.list()}
-        for entry, file in zip(files, planned.plan.files, strict=True):
+        for entry, file in zip(self._files, plan.files, strict=True):
             for name, nbytes in entry.at_rest:
                 # A network file system may list an old state; a request for one name is answered anew.
                 if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
@@ -126,7 +130,6 @@ class Coordinator:
                         hint="all ranks must see one file system",
                         name=name,
                     )
-        return files
 
     def _nbytes(self, name: str) -> int | None:
         try:
@@ -135,11 +138,10 @@ class Coordinator:
         except BlobNotFound:
             return None
 
-    def commit(
-        self, planned: PlannedSave, files: list[FileEntry], labels: RecordLabels, world_size: int
-    ) -> CommittedSave:
+    def commit(self, labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
-        plan, pieces = planned.plan, planned.plan.pieces_by_tensor()
+        planned, plan, pieces = self._planned, self._planned.plan, self._planned.plan.pieces_by_tensor()
+        step, meta = labels
         self._publishing = True
         record = native.publish(
             self.store,
@@ -150,11 +152,11 @@ class Coordinator:
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
             values=planned.values,
             tree=planned.tree,
-            files=files,
+            files=self._files,
             tensor_bytes=int(pieces.nbytes.sum()),
-            world_size=world_size,
-            step=labels.step,
-            meta=labels.meta,
+            world_size=planned.world_size,
+            step=step,
+            meta=meta,
             over=planned.replaces,
             chains=planned.codecs.chains,
             index_chain=planned.codecs.of_index,
@@ -162,9 +164,7 @@ class Coordinator:
         self._check_all_present(record)
         self._committed = True
         totals = record.totals
-        return CommittedSave(
-            save_id=self.save_id, step=labels.step, bytes_total=totals.tensor_bytes, tensors=totals.tensors
-        )
+        return CommittedSave(save_id=self.save_id, step=step, bytes_total=totals.tensor_bytes, tensors=totals.tensors)
 
     def _check_all_present(self, record: Record) -> None:
         """Look once more for all files: a job that prunes may have taken this place for an old checkpoint meanwhile."""
@@ -196,7 +196,12 @@ class Coordinator:
         """Remove every file of a save that failed, including those of ranks that died. Never raises."""
         claim = native.claim_name(self.save_id)
         try:
-            if self._has_committed():
+            committed = self._committed
+            if self._publishing and not committed:
+                # The record may be in place, even if the attempt to put it there has raised.
+                with contextlib.suppress(CheckpointNotFound):
+                    committed = native.read_record(self.store).save_id == self.save_id
+            if committed:
                 orphans.discard(self.store, [claim])
                 return
             mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
@@ -204,15 +209,6 @@ class Coordinator:
             log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
             return
         orphans.discard(self.store, [*mine, claim])
-
-    def _has_committed(self) -> bool:
-        """Return whether the record is in place: it may be, even if the attempt to put it there has raised."""
-        if not self._publishing:
-            return False
-        try:
-            return self._committed or native.read_record(self.store).save_id == self.save_id
-        except CheckpointNotFound:
-            return False
 
     def tidy(self) -> None:
         """After the commit, remove the claim, the files that were replaced, and orphans. A failure here loses nothing."""
@@ -227,18 +223,6 @@ class Coordinator:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
         if self._interrupt is not None:
             raise self._interrupt
-
-    def _check_free_space(self, wanted: int) -> None:
-        """Check, before the first file is made, that all of them fit; files that are replaced stay until the commit."""
-        free = free_nbytes(self.store)
-        if free is not None and free < wanted:
-            raise StorageFull(
-                f"{self.store.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
-                hint="delete checkpoints you no longer need, or save to another place; nothing was written",
-                errno=errno.ENOSPC,
-                wanted=wanted,
-                free=free,
-            )
 
     def _check_no_checkpoint(self) -> None:
         try:
@@ -292,7 +276,11 @@ def split_by_rank(
     ranks = np.array([file.rank for file in plan.files], np.int64)
     first_file = np.searchsorted(ranks, np.arange(world_size + 1))
     first_piece = np.searchsorted(plan.pieces.file, first_file)
-    blocks = _block_sizes(plan)
+    together: dict[tuple[int, str], int] = {}
+    for file in plan.files:
+        together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
+    # By the size of its group: many small blocks keep many threads waiting.
+    blocks = [block_nbytes_for(together[file.rank, file.group]) for file in plan.files]
     plans = []
     for rank in range(world_size):
         low, high = int(first_file[rank]), int(first_file[rank + 1])
@@ -313,11 +301,3 @@ def split_by_rank(
             )
         )
     return plans
-
-
-def _block_sizes(plan: CheckpointPlan) -> list[int]:
-    """Choose each file's block size by the size of its group: many small blocks keep many threads waiting."""
-    together: dict[tuple[int, str], int] = {}
-    for file in plan.files:
-        together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
-    return [block_nbytes_for(together[file.rank, file.group]) for file in plan.files]

@@ -10,9 +10,7 @@ Fresh memory costs five times the copy into it, and pinning it a hundred times a
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import sys
 import threading
 from bisect import insort
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 
 from shardkeep.errors import PinningRefused
+from shardkeep.options import per_process
 from shardkeep.state.offload import register_pinned
 from shardkeep.storage.buffers import aligned_buffer, allocating
 
@@ -45,7 +44,8 @@ class Buffer:
     view: memoryview
     tensor: torch.Tensor
     """The same bytes, for copies from and to accelerators."""
-    pinned: bool = False
+    number: int = field(default_factory=count().__next__)
+    """Buffers that were made later have larger ones."""
 
 
 def ordinary_buffer(nbytes: int) -> Buffer:
@@ -61,9 +61,10 @@ def pinned_buffer(nbytes: int) -> Buffer:
         return ordinary_buffer(nbytes)
     if accelerator.type != "cuda":
         tensor = _pinned_by_torch(nbytes)
-        return Buffer(tensor.numpy().data, tensor, pinned=True)
+        return Buffer(tensor.numpy().data, tensor)
     made = ordinary_buffer(nbytes)
-    return Buffer(made.view, made.tensor, pinned=_try_to_pin(made.tensor))
+    _try_to_pin(made.tensor)
+    return made
 
 
 def _pinned_by_torch(nbytes: int) -> torch.Tensor:
@@ -82,24 +83,18 @@ def _try_to_pin(tensor: torch.Tensor) -> bool:
 
 
 class BufferPool:
-    """Buffers of one size, made when they are first needed. Thread-safe."""
+    """
+    Buffers of one size, made when they are first needed. Thread-safe.
 
-    def __init__(
-        self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int, *, oldest_first: bool = False
-    ) -> None:
-        """
-        Make no buffer yet. Buffers take `most_nbytes` together, but at least one is made.
+    The oldest buffer is given out first, so that a user that fills few of them touches the same memory each time.
+    """
 
-        `oldest_first`: give out the buffer that was made first, rather than the one that came back last. A user that fills some of
-        them only in part, in the same order each time, then touches the same memory each time.
-        """
+    def __init__(self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int) -> None:
+        """Make no buffer yet. Buffers take `most_nbytes` together, but at least one is made."""
         self.buffer_nbytes = buffer_nbytes
         self.most_nbytes = most_nbytes
         self._make = make
         self._made = 0
-        self._oldest_first = oldest_first
-        self._ages: dict[Buffer, int] = {}
-        self._age = count()
         self._free: list[Buffer] = []
         self._changed = threading.Condition()
 
@@ -130,32 +125,27 @@ class BufferPool:
         try:
             most = f"{self._made} of {self.buffer_nbytes >> 20} MiB, in {self.most_nbytes >> 20} MiB at most"
             with allocating(f"buffer number {most}", "allow less with Options(staging_bytes=...)"):
-                buffer = self._make(self.buffer_nbytes)
+                return self._make(self.buffer_nbytes)
         except BaseException:
             with self._changed:
                 self._made -= 1
                 self._changed.notify()
             raise
-        self._ages[buffer] = next(self._age)
-        return buffer
 
     def shrink(self, most_nbytes: int) -> None:
         """Free buffers that are not in use, as long as more than `most_nbytes` are held."""
         with self._changed:
             while self._free and self._made * self.buffer_nbytes > most_nbytes:
                 self._made -= 1
-                del self._ages[self._free.pop(0)]
+                del self._free[0]
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer to the pool."""
         with self._changed:
             if self._made * self.buffer_nbytes > max(self.most_nbytes, self.buffer_nbytes):
                 self._made -= 1  # the pool was closed, or its limit lowered
-                del self._ages[buffer]
-            elif self._oldest_first:
-                insort(self._free, buffer, key=lambda each: -self._ages[each])
             else:
-                self._free.append(buffer)
+                insort(self._free, buffer, key=lambda each: -each.number)
             self._changed.notify()
 
     def grow(self, wanted: Callable[[], bool]) -> None:
@@ -169,12 +159,8 @@ class BufferPool:
 
     def close(self) -> None:
         """Free buffers that are not in use; the others are freed when they are given back. The next user sets the limit."""
-        with self._changed:
-            self.most_nbytes = 0
-            self._made -= len(self._free)
-            for buffer in self._free:
-                del self._ages[buffer]
-            self._free.clear()
+        self.most_nbytes = 0
+        self.shrink(0)
 
 
 class Arenas:
@@ -184,40 +170,35 @@ class Arenas:
         """Hold nothing yet; `make` makes the memory."""
         self._make = make
         self._free: list[Buffer] = []
-        self._held = 0
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """How much memory is held."""
-        return self._held
+        self._lock = threading.Lock()
 
     @property
     def nbytes_in_use(self) -> int:
         """How much of it holds a snapshot."""
         with self._lock:
-            return self._held - sum(each.view.nbytes for each in self._free)
+            return self.nbytes - sum(each.view.nbytes for each in self._free)
 
-    def take(self, nbytes: int, most_nbytes: int | None = None) -> Buffer:
+    def take(self, nbytes: int, most_nbytes: int = sys.maxsize) -> Buffer:
         """
         Return memory of at least `nbytes`, and at most `most_nbytes` if that is more.
 
         It is the smallest free arena that is large enough; if there is none, all free arenas are freed, and one is made.
         """
-        most_nbytes = sys.maxsize if most_nbytes is None else max(nbytes, most_nbytes)
         with self._lock:
-            fits = [each for each in self._free if nbytes <= each.view.nbytes <= most_nbytes]
+            fits = [each for each in self._free if nbytes <= each.view.nbytes <= max(nbytes, most_nbytes)]
             if fits:
                 arena = min(fits, key=lambda each: each.view.nbytes)
                 self._free.remove(arena)
                 return arena
-            self._held += nbytes - sum(each.view.nbytes for each in self._free)
+            self.nbytes += nbytes - sum(each.view.nbytes for each in self._free)
             self._free.clear()
         try:
             return self._make(nbytes)
         except BaseException:
             with self._lock:
-                self._held -= nbytes
+                self.nbytes -= nbytes
             raise
 
     def give(self, arena: Buffer) -> None:
@@ -228,7 +209,7 @@ class Arenas:
     def close(self) -> None:
         """Free what is not in use."""
         with self._lock:
-            self._held -= sum(each.view.nbytes for each in self._free)
+            self.nbytes -= sum(each.view.nbytes for each in self._free)
             self._free.clear()
 
 
@@ -238,9 +219,7 @@ class StagingMemory:
 
     ring: BufferPool = field(default_factory=lambda: BufferPool(pinned_buffer, WINDOW_NBYTES, 0))
     """Pinned: accelerators copy into it."""
-    windows: BufferPool = field(
-        default_factory=lambda: BufferPool(ordinary_buffer, WINDOW_NBYTES, 0, oldest_first=True)
-    )
+    windows: BufferPool = field(default_factory=lambda: BufferPool(ordinary_buffer, WINDOW_NBYTES, 0))
     """Ordinary: the ring is emptied into it, and files are written from it."""
     arenas: Arenas = field(default_factory=Arenas)
     """Ordinary: copies of tensors that lie in host memory."""
@@ -252,15 +231,8 @@ class StagingMemory:
         self.arenas.close()
 
 
-@functools.cache  # outlives the calls that use it; a forked process must not touch its parent's
-def _memory_of(process_id: int) -> StagingMemory:
-    del process_id
-    return StagingMemory()
-
-
-def staging_memory() -> StagingMemory:
-    """Return the memory of this process."""
-    return _memory_of(os.getpid())
+staging_memory = per_process(StagingMemory)
+"""Returns the memory of this process, which outlives the calls that use it."""
 
 
 @dataclass(frozen=True)
@@ -343,12 +315,12 @@ class StoragePool:
                 self._pinned = _try_to_pin(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._to_pin.pop()))
 
 
+@dataclass
 class _KeptStorage:
     """A storage, and the last copy of a state it was used in."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-        self.used_in = 0
+    storage: torch.UntypedStorage
+    used_in: int = 0
 
     def is_free(self) -> bool:
         """Return whether no tensor uses it: the one reference to it is ours."""

@@ -9,25 +9,22 @@ may have retrieved it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import Self
 
 from shardkeep.dist.rank_errors import attach_remote_traceback
 from shardkeep.errors import CheckpointError, CheckpointException, EarlierSaveFailed, SaveCancelled
 from shardkeep.events import log_safely
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from shardkeep.options import per_process
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -116,22 +113,20 @@ class SaveHandle(Generic[T]):
             CheckpointError: it failed; the same on all ranks.
 
         """
-        ended = _wait(timeout, self._future, "the save is not complete", self._process_id)
-        self._mark_retrieved()
-        return ended.result()
+        return self._ended(timeout).result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save to end, and return its failure, or None."""
-        ended = _wait(timeout, self._future, "the save is not complete", self._process_id)
-        self._mark_retrieved()
-        return ended.exception()
+        return self._ended(timeout).exception()
 
     def outcome(self) -> BaseException | None:
         """Wait, and return the failure, or None, without marking it as retrieved."""
         return _wait(None, self._future, "the save is not complete", self._process_id).exception()
 
-    def _mark_retrieved(self) -> None:
+    def _ended(self, timeout: float | None) -> Future[T]:
+        ended = _wait(timeout, self._future, "the save is not complete", self._process_id)
         self.retrieved, self.reported_later = True, False
+        return ended
 
     @property
     def progress(self) -> SaveProgress:
@@ -159,19 +154,13 @@ class SaveHandle(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.result()
         else:  # the error of the block matters more than how the save ended
             self._future.exception()
 
     # -- called by the save ------------------------------------------------------------------------------------
-
-    def wait_for_end(self) -> None:
-        """Wait for the save to end, without marking its outcome as retrieved."""
-        wait_for_all([self._future])
 
     def wanted(self) -> bool:
         """Return whether the save has not been cancelled."""
@@ -194,11 +183,8 @@ class SaveHandle(Generic[T]):
 
     def end_staging(self, error: BaseException | None = None) -> None:
         """Note that the state is not read any more. May be called again."""
-        with contextlib.suppress(Exception), self._lock:
-            if error is None:
-                self.staged._future.set_result(None)
-            else:
-                self.staged._future.set_exception(error)
+        with contextlib.suppress(InvalidStateError), self._lock:
+            _set(self.staged._future, None, error)
 
     def end(self, result: T | None = None, error: BaseException | None = None) -> None:
         """Set how the save ended."""
@@ -207,12 +193,16 @@ class SaveHandle(Generic[T]):
         with self._lock:
             # `cancel` came too late here, but another rank's was in time.
             self.retrieved = self.retrieved or (cancelled and self._cancel_called)
-            if error is None:
-                self._progress = replace(self._progress, phase="done")
-                self._future.set_result(result)  # type: ignore[arg-type]  # one of the two is given
-            else:
-                self._progress = replace(self._progress, phase="cancelled" if cancelled else "failed")
-                self._future.set_exception(error)
+            phase = "done" if error is None else "cancelled" if cancelled else "failed"
+            self._progress = replace(self._progress, phase=phase)
+            _set(self._future, result, error)
+
+
+def _set(future: Future[Any], result: object, error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
@@ -228,8 +218,9 @@ def _wait(timeout: float | None, future: Future[T], what: str, process_id: int) 
             f"this handle belongs to a save of process {process_id}, and a fork of it never learns how that save ends",
             hint="wait for the handle in the process that called async_save",
         )
-    wait([future], timeout)
-    if not future.done():
+    if timeout is None:
+        wait_for_all([future])
+    elif wait([future], timeout).not_done:
         raise TimeoutError(f"{what} within {timeout:g} s")
     return future
 
@@ -248,9 +239,6 @@ class PendingSave(Protocol):
     def outcome(self) -> BaseException | None:
         """Wait, and return the failure, or None, without marking it as retrieved."""
 
-    def wait_for_end(self) -> None:
-        """Wait for the save to end, without marking its outcome as retrieved."""
-
     def cancel(self) -> bool:
         """Cancel the save; return False where that is not possible."""
 
@@ -268,7 +256,7 @@ class SaveQueue:
         self._niceness = niceness
         self._process_id = os.getpid()
         self._most_threads = threads
-        self._threads = self._new_threads()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-save")
         self._cancels_at_exit = cancels_at_exit
         # Runs before the standard library shuts its executors down: a save in progress at exit still needs threads.
         threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
@@ -284,7 +272,7 @@ class SaveQueue:
     def wait_until_fewer_than(self, limit: int) -> None:
         """Wait until fewer than `limit` saves are pending."""
         while len(pending := self.pending()) >= limit:
-            pending[0].wait_for_end()
+            pending[0].outcome()
 
     def pending(self) -> list[PendingSave]:
         """Return the saves that have not ended, oldest first."""
@@ -316,10 +304,7 @@ class SaveQueue:
         """Wait for all saves, and end the threads."""
         self.wait_until_fewer_than(1)
         self._threads.shutdown()
-        self._threads = self._new_threads()
-
-    def _new_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._most_threads, thread_name_prefix="shardkeep-save")
+        self._threads = ThreadPoolExecutor(self._most_threads, thread_name_prefix="shardkeep-save")
 
     def _run(self, save: PendingSave, box: list[Callable[[], Any]]) -> None:
         if self._niceness:
@@ -367,13 +352,14 @@ class SaveQueue:
     def _interrupted_at_exit(self) -> None:
         """Handle the first Ctrl-C at exit: cancel what can be cancelled, and wait again."""
         pending = list(self.pending())
-        if not self._cancels_at_exit:
+        if self._cancels_at_exit:
+            for each in pending:
+                each.cancel()
+        else:
+            places = ", ".join(each.where for each in pending)
             log.warning(
-                "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete",
-                ", ".join(each.where for each in pending),
+                "interrupted at exit: waiting for saves to %s; interrupt again to leave them incomplete", places
             )
-        for each in pending if self._cancels_at_exit else ():
-            each.cancel()
         self.wait_until_fewer_than(1)
         # Others were committed before they could be cancelled, or failed, which is logged as any failure is.
         if lost := [each for each in pending if isinstance(each.outcome(), SaveCancelled)]:
@@ -385,23 +371,25 @@ def _log_abandoned(saves: Sequence[PendingSave]) -> None:
     log_safely(logging.ERROR, "interrupted at exit: abandoned before they were complete: saves to %s", places)
 
 
-def drop_frames(error: BaseException | None, *, drop_traceback: bool = False, seen: set[int] | None = None) -> None:
+def drop_frames(error: BaseException) -> None:
     """
     Clear the frames that an exception passed through: they hold the state, and exceptions are kept.
 
     Exceptions inside a CheckpointException lose their whole traceback, as its text already contains it.
     """
-    seen = set() if seen is None else seen
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    traceback.clear_frames(error.__traceback__)
-    inner = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    drop_traceback = drop_traceback or bool(inner)
-    if drop_traceback:
-        error.__traceback__ = None
-    for each in (error.__cause__, error.__context__, *inner):
-        drop_frames(each, drop_traceback=drop_traceback, seen=seen)
+    todo: list[tuple[BaseException | None, bool]] = [(error, False)]
+    seen: set[int] = set()
+    while todo:
+        each, is_inside = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        inner = [found for found, _ in each.failures.values()] if isinstance(each, CheckpointException) else []
+        is_inside = is_inside or bool(inner)
+        if is_inside:
+            each.__traceback__ = None
+        todo += [(found, is_inside) for found in (*inner, each.__context__, each.__cause__)]
 
 
 def lower_priority(niceness: int = _NICENESS) -> None:
@@ -411,12 +399,5 @@ def lower_priority(niceness: int = _NICENESS) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
-@functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
-def _pending_saves_of(process_id: int) -> SaveQueue:
-    del process_id
-    return SaveQueue()
-
-
-def pending_saves() -> SaveQueue:
-    """Return the queue of `sk.async_save` in this process."""
-    return _pending_saves_of(os.getpid())
+pending_saves = per_process(SaveQueue)
+"""Returns the queue of `sk.async_save` in this process."""

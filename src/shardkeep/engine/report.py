@@ -11,35 +11,18 @@ that to its own time; the error is what an answer takes to arrive, which is mill
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardkeep.engine.writer import WritableStore
+from shardkeep import events
 from shardkeep.errors import SaveCancelled, StateError
-from shardkeep.events import (
-    Event,
-    LoadBegan,
-    LoadFailed,
-    LoadFinished,
-    RankPhases,
-    SaveBegan,
-    SaveCommitted,
-    SaveFailed,
-    SaveProgressed,
-    SaveStaged,
-    SaveWritten,
-    Slowest,
-    Span,
-    emit,
-    has_listeners,
-    log_safely,
-)
+from shardkeep.events import Event, RankPhases, Slowest, Span, emit, log_safely
 from shardkeep.format.record import checked_step
-from shardkeep.storage.base import BlobWriter
 
 SAVE_WORK = ("describe", "stage", "write")
 """Phases of a save in which a rank does not wait for another."""
@@ -49,9 +32,8 @@ _EXPLAINED = 0.5
 _PROGRESS_INTERVAL_S = 0.1
 _WORTH_LOGGING_S = 0.01
 
-SentPhases = list[tuple[str, float, float, int]]
+SentPhases = list[Span]
 """Phases as they are sent to rank 0; the first entry is not a phase, but the moment of the call."""
-_CALL = "call"
 
 
 class Phases:
@@ -96,26 +78,23 @@ class Phases:
 
     def sent(self) -> SentPhases:
         """Return the phases of this rank in the form that is sent to rank 0: relative to `mark_meeting`."""
-        met_s = self._met_s
-        did = [(span.name, span.begin_s - met_s, span.end_s - met_s, span.nbytes) for span in self.spans]
-        return [(_CALL, -met_s, -met_s, 0), *did]
+        return _shifted([Span("call", 0.0, 0.0), *self.spans], -self._met_s)
 
     def collect(self, sent: list[SentPhases]) -> None:
         """On rank 0: take what all ranks have sent, in their order."""
-        met_s = self._met_s
-        first_s = min(called_s for (_, called_s, _, _), *_ in sent)
+        first_s = min(call.begin_s for call, *_ in sent)
         self.ranks = [
-            RankPhases(
-                rank,
-                [Span(name, begin_s + met_s, end_s + met_s, nbytes) for name, begin_s, end_s, nbytes in did],
-                called_s - first_s,
-            )
-            for rank, ((_, called_s, _, _), *did) in enumerate(sent)
+            RankPhases(rank, _shifted(did, self._met_s), call.begin_s - first_s)
+            for rank, (call, *did) in enumerate(sent)
         ]
 
     def all_ranks(self) -> list[RankPhases]:
         """On rank 0: what all ranks did, including what this rank did since `collect`."""
         return [RankPhases(0, self.spans, self.ranks[0].late_s), *self.ranks[1:]] if self.ranks else []
+
+
+def _shifted(spans: list[Span], by_s: float) -> list[Span]:
+    return [Span(span.name, span.begin_s + by_s, span.end_s + by_s, span.nbytes) for span in spans]
 
 
 def seconds_by_name(spans: list[Span]) -> dict[str, float]:
@@ -127,11 +106,7 @@ def seconds_by_name(spans: list[Span]) -> dict[str, float]:
 
 
 def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | None:
-    """
-    Return the rank whose time for a phase of `work`, or to make the call, is furthest above the median of all ranks.
-
-    None if there is one rank. `work` has the phases in which a rank does not wait for another.
-    """
+    """Return the rank whose time for a phase of `work`, or to make the call, is furthest above the median of all ranks."""
     if len(ranks) < 2:
         return None
     taken = [seconds_by_name(each.spans) | ({"late": each.late_s} if each.late_s else {}) for each in ranks]
@@ -141,14 +116,12 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
     # The lower of two: in a pair, the rank that did not have to be waited for.
     medians = {name: sorted(seconds.get(name, 0.0) for seconds in taken)[(len(ranks) - 1) // 2] for name in names}
 
-    def excess(place: int, name: str) -> float:
-        return taken[place].get(name, 0.0) - medians[name]
+    def excess(place: int, name: str) -> tuple[float, float]:
+        seconds = taken[place].get(name, 0.0)
+        return seconds - medians[name], seconds
 
-    place, name = max(
-        ((place, name) for place in range(len(ranks)) for name in names),
-        key=lambda each: (excess(*each), taken[each[0]].get(each[1], 0.0)),
-    )
-    if name == "write" and "stage" in names and excess(place, "stage") >= _EXPLAINED * excess(place, "write") > 0:
+    place, name = max(itertools.product(range(len(ranks)), names), key=lambda each: excess(*each))
+    if name == "write" and "stage" in names and excess(place, "stage")[0] >= _EXPLAINED * excess(place, "write")[0] > 0:
         name = "stage"
     return Slowest(ranks[place].rank, name, taken[place].get(name, 0.0), medians[name])
 
@@ -237,16 +210,21 @@ class _CallEvents:
         emit(event, lambda: event(**{"rank": self._rank, "where": self._where, "step": self._step, **figures}))
 
     @contextlib.contextmanager
-    def _emitting_failure(self, kind: type[Event]) -> Iterator[None]:
+    def _reporting(self, begins: type[Event], fails: type[Event], **figures: Any) -> Iterator[None]:
+        """Emit that the call begins, and if what is inside fails, that it failed."""
+        self._emit(begins, **figures)
         try:
             yield
         except BaseException as error:
-            cancelled = {"cancelled": isinstance(error, SaveCancelled)} if kind is SaveFailed else {}
+            message = type(error).__name__
+            with contextlib.suppress(Exception):  # an error without a text must still be raised
+                message = _plain(str(error))
+            cancelled = {"cancelled": isinstance(error, SaveCancelled)} if fails is events.SaveFailed else {}
             self._emit(
-                kind,
+                fails,
                 called_s=self.phases.called_s,
                 kind=type(error).__name__,
-                message=_text(error),
+                message=message,
                 seconds=self.phases.now(),
                 phases=self.phases.spans,
                 **cancelled,
@@ -266,27 +244,24 @@ class SaveEvents(_CallEvents):
 
     _next_progress_s = 0.0
 
-    @contextlib.contextmanager
-    def reporting(self, *, background: bool) -> Iterator[None]:
+    def reporting(self, *, background: bool) -> AbstractContextManager[None]:
         """Emit that a save begins, and if what is inside fails, that it failed."""
-        self._emit(SaveBegan, background=background)
-        with self._emitting_failure(SaveFailed):
-            yield
+        return self._reporting(events.SaveBegan, events.SaveFailed, background=background)
 
     def staged(self, seconds: float) -> None:
         """Emit that the state may be changed."""
-        self._emit(SaveStaged, seconds=seconds)
+        self._emit(events.SaveStaged, seconds=seconds)
 
     def written(self, nbytes: int) -> None:
         """Emit that this rank's files are written."""
-        self._emit(SaveWritten, seconds=self.phases.now(), bytes_written=nbytes)
+        self._emit(events.SaveWritten, seconds=self.phases.now(), bytes_written=nbytes)
 
     def progressed(self, *, staged: int, written: int, total: int) -> None:
         """Emit how far the save has come, a few times a second at most."""
         if self.phases.now() < self._next_progress_s and written < total:
             return
         self._next_progress_s = self.phases.now() + _PROGRESS_INTERVAL_S
-        self._emit(SaveProgressed, bytes_staged=staged, bytes_written=written, bytes_total=total)
+        self._emit(events.SaveProgressed, bytes_staged=staged, bytes_written=written, bytes_total=total)
 
     def committed(self, saved: SaveReport) -> None:
         """Emit that the checkpoint is committed, and log it."""
@@ -304,21 +279,18 @@ class SaveEvents(_CallEvents):
                 f" ({queued_s:.2f} s by earlier saves)" if queued_s >= _WORTH_LOGGING_S else "",
                 saved.staged_s,
                 saved.written_s,
-                _slowest_text(saved.slowest),
+                f"; slowest: {saved.slowest}" if saved.slowest else "",
             )
         sizes, times = ("tensors", "bytes_total", "bytes_written"), ("blocked_s", "staged_s", "written_s", "gb_per_s")
-        self._emit_end(SaveCommitted, saved, (*sizes, *times))
+        self._emit_end(events.SaveCommitted, saved, (*sizes, *times))
 
 
 class LoadEvents(_CallEvents):
     """The events of one load."""
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self) -> AbstractContextManager[None]:
         """Emit that a load begins, and if what is inside fails, that it failed."""
-        self._emit(LoadBegan)
-        with self._emitting_failure(LoadFailed):
-            yield
+        return self._reporting(events.LoadBegan, events.LoadFailed)
 
     def finished(self, loaded: LoadReport) -> None:
         """Emit that the state is filled, and log it."""
@@ -336,61 +308,12 @@ class LoadEvents(_CallEvents):
                 loaded.seconds,
                 gb_per_s,
                 took,
-                _slowest_text(loaded.slowest),
+                f"; slowest: {loaded.slowest}" if loaded.slowest else "",
             )
         names = ("bytes_read", "bytes_received")
-        self._emit_end(LoadFinished, loaded, names, bytes_total=total, gb_per_s=gb_per_s)
-
-
-def _slowest_text(slowest: Slowest | None) -> str:
-    return "" if slowest is None else f"; slowest: {slowest}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return _plain(str(error))
-    except Exception:  # noqa: BLE001 - an error without a text must still be raised
-        return type(error).__name__
+        self._emit_end(events.LoadFinished, loaded, names, bytes_total=total, gb_per_s=gb_per_s)
 
 
 def _plain(text: str) -> str:
     """Return text that JSON can carry: file names may contain what UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def report_progress(store: WritableStore, events: SaveEvents, total: int) -> WritableStore:
-    """Return the store; if there are listeners, one that emits how much of `total` bytes has been written to it."""
-    if not has_listeners(SaveProgressed):
-        return store
-    lock = threading.Lock()
-    so_far = 0
-
-    def report(nbytes: int) -> None:
-        nonlocal so_far
-        with lock:
-            so_far = min(so_far + nbytes, total)  # sidecar files are not part of the total
-        events.progressed(staged=total, written=so_far, total=total)
-
-    return _ProgressStore(store, report)
-
-
-class _ProgressStore:
-    def __init__(self, store: WritableStore, report: Callable[[int], None]) -> None:
-        self._store = store
-        self._report = report
-        self.delete = store.delete
-
-    def create(self, name: str, nbytes: int) -> BlobWriter:
-        return _ProgressWriter(self._store.create(name, nbytes), self._report)
-
-
-class _ProgressWriter:
-    def __init__(self, writer: BlobWriter, report: Callable[[int], None]) -> None:
-        self._writer = writer
-        self._report = report
-        self.finish = writer.finish
-        self.abandon = writer.abandon
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        self._writer.write_at(offset, data)
-        self._report(data.nbytes)

@@ -17,31 +17,25 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from shardkeep.codecs.keys import CachedKeys
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
-from shardkeep.engine.codecs import Codecs, FileCodecs
-from shardkeep.engine.coordinator import CommittedSave, Coordinator, PlannedSave, RecordLabels
-from shardkeep.engine.pools import StagingMemory
-from shardkeep.engine.process.client import WriterSession
-from shardkeep.engine.queue import SaveHandle
-from shardkeep.engine.report import Phases, SaveEvents, SentPhases
-from shardkeep.engine.snapshot import DeviceSnapshot
-from shardkeep.engine.staging import BackgroundWrite
+from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
+from shardkeep.engine.coordinator import CommittedSave, Coordinator, Labels
+from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
-from shardkeep.format.record import FileEntry
+from shardkeep.format.record import FileEntry, checked_meta, checked_step
 from shardkeep.format.values import encode_tree, encode_value
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
@@ -85,31 +79,9 @@ class DescribedState:
 
     description: Description
     manifest: bytes
-    labels: RecordLabels
+    labels: Labels
     optimizers: Sequence[Optimizer]
     """The optimizers that are in the state as objects."""
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """The result of the plan step."""
-
-    writes: RankWritePlan
-    """The files this rank writes."""
-    planned: PlannedSave | None
-    """The plan of all ranks; on rank 0."""
-
-
-@dataclass(frozen=True)
-class WrittenFiles:
-    """The result of the write step."""
-
-    entries: list[FileEntry]
-    """The files of this rank."""
-    collected: list[FileEntry]
-    """The files of all ranks, in the order of the plan; on rank 0."""
-    seconds: float
-    """From the call until every rank had written."""
 
 
 class _RankWritten(msgspec.Struct, frozen=True):
@@ -120,25 +92,25 @@ class _RankWritten(msgspec.Struct, frozen=True):
 
 
 class SaveSession:
-    """One save of one rank. Used by one thread at a time; the steps are called inside `running`."""
+    """One save of one rank. Used by one thread at a time; the steps are called inside `running`, in their order."""
 
-    def __init__(
-        self, request: SaveArguments, store: Store, world: World, phases: Phases, keys: CachedKeys | None
-    ) -> None:
+    def __init__(self, request: SaveArguments, store: Store, world: World, phases: Phases) -> None:
         self.store = store
         self.world = world
         self.phases = phases
+        self.options = request.options
         self._request = request
-        self._keys = keys
-        self._coordinator = Coordinator(store, overwrite=request.overwrite, codecs=request.codecs, keys=keys)
-        self._title = f"save to {store.url}"
+        self._keys = keys_for(request.options)
+        self._coordinator = Coordinator(store, overwrite=request.overwrite, codecs=request.codecs, keys=self._keys)
         self._written: list[FileEntry] = []
+        self._written_s = 0.0
         self._handed_over = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Rendezvous]:
         """Make the call together with the other ranks; gives what they meet through."""
-        with orphans.holding_claim(self._coordinator.save_id), rendezvous(self.world, self._title) as ranks:
+        title = f"save to {self.store.url}"
+        with orphans.holding_claim(self._coordinator.save_id), rendezvous(self.world, title) as ranks:
             try:
                 yield ranks
             except BaseException:
@@ -161,45 +133,47 @@ class SaveSession:
 
         Everything that can fail on one rank alone comes before ranks wait for each other.
         """
-        request, rank = self._request, self.world.rank
-        objects = _find_objects(state, self.world)
-        # Ranks meet only if there are objects.
-        with self.phases.phase("plan") if objects and self.world.size > 1 else contextlib.nullcontext():
-            differing = find_differing_state(objects, ranks, self.world.size, allow_pickle=request.allow_pickle)
+        request, world = self._request, self.world
+        try:
+            objects = Objects(state, rank=world.rank, world_size=world.size)
+        except CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
+            objects = Objects({}, rank=world.rank, world_size=world.size)
+        differing = frozenset[str]()
+        if objects and world.size > 1:  # ranks meet only then
+            with self.phases.phase("plan"):
+                differing = _find_differing_state(objects, ranks, allow_pickle=request.allow_pickle)
 
-        def prepare() -> tuple[RecordLabels, dict[str, Any]]:
+        def prepare() -> tuple[Labels, dict[str, Any]]:
             if request.check is not None:
                 request.check()
-            labels = RecordLabels.checked(request.step, request.meta)
+            labels = checked_step(request.step), checked_meta(request.meta)
             return labels, objects.states(differing, communicating=False)
 
         def describe_now() -> DescribedState:
             with self.phases.phase("describe"):
-                labels, in_place_of = prepared or prepare()
+                labels, in_place_of = prepared[0] if prepared else prepare()
                 if objects.communicates:
                     in_place_of |= objects.states(differing, communicating=True)
-                description = describe(state, rank=rank, in_place_of=in_place_of)
+                description = describe(state, rank=world.rank, in_place_of=in_place_of)
                 manifest = make_manifest(
                     description, allow_pickle=request.allow_pickle, check_replicas=request.check_replicas
                 )
                 return DescribedState(description, encode(manifest), labels, objects.optimizers)
 
-        prepared: tuple[RecordLabels, dict[str, Any]] | None = None
+        prepared: list[tuple[Labels, dict[str, Any]]] = []
         if objects.communicates:
 
             def prepare_first() -> bytes:
-                nonlocal prepared
                 with self.phases.phase("describe"):
-                    prepared = prepare()
+                    prepared.append(prepare())
                 return b""
 
             ranks.agree("prepare", prepare_first, lambda done: done)
         return describe_now
 
-    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> RankPlan:
+    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> RankWritePlan:
         """Send what this rank holds, and return what it has to write."""
         began_s = 0.0
-        planned: PlannedSave | None = None
 
         def describing() -> bytes:
             nonlocal began_s
@@ -207,23 +181,17 @@ class SaveSession:
             began_s = self.phases.now()
             return made
 
-        def decide(payloads: list[bytes]) -> list[bytes]:
-            nonlocal planned
-            planned = self._coordinator.plan(payloads)
-            return [encode(each) for each in planned.rank_plans]
-
-        answer = ranks.agree("plan", describing, decide)
+        answer = ranks.agree("plan", describing, lambda sent: list(map(encode, self._coordinator.plan(sent))))
         self.phases.add("plan", began_s, self.phases.mark_meeting())
-        return RankPlan(msgspec.msgpack.decode(answer, type=RankWritePlan), planned)
+        return msgspec.msgpack.decode(answer, type=RankWritePlan)
 
-    def file_codecs(self, plan: RankPlan) -> FileCodecs:
+    def file_codecs(self, plan: RankWritePlan) -> FileCodecs:
         """Open the codecs of this rank's files."""
-        return FileCodecs(plan.writes, self._keys)
+        return FileCodecs(plan, self._keys)
 
-    def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], list[FileEntry]]) -> WrittenFiles:
+    def write(self, ranks: Rendezvous, work: Callable[[], list[FileEntry]]) -> None:
         """Write this rank's files, and wait until the other ranks have written theirs."""
         began_s = ended_s = self.phases.now()
-        collected: list[FileEntry] = []
 
         def writing() -> bytes:
             nonlocal ended_s
@@ -237,46 +205,47 @@ class SaveSession:
         def collect(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=_RankWritten) for payload in payloads]
             self.phases.collect([each.spans for each in said])
-            if plan.planned is not None:  # always: this runs on rank 0
-                collected.extend(self._coordinator.collect(plan.planned, [each.files for each in said]))
+            self._coordinator.collect([each.files for each in said])
             return [b""] * len(payloads)
 
         ranks.agree("write", writing, collect)
-        written_s = self.phases.now()
-        self.phases.add("wait", ended_s, written_s)
-        return WrittenFiles(self._written, collected, written_s)
+        self._written_s = self.phases.now()
+        self.phases.add("wait", ended_s, self._written_s)
 
-    def commit(self, ranks: Rendezvous, plan: RankPlan, written: WrittenFiles, labels: RecordLabels) -> CommittedSave:
+    def commit(self, ranks: Rendezvous, labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            if plan.planned is None:  # unreachable: this runs on rank 0
-                raise CheckpointError("only rank 0 commits")
-            committed = self._coordinator.commit(plan.planned, written.collected, labels, len(payloads))
-            return [encode(committed)] * len(payloads)
+            return [encode(self._coordinator.commit(labels))] * len(payloads)
 
         # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
         self._handed_over = True
         with self.phases.phase("commit"):
             return msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
 
+    def report(self, committed: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
+        """Return what the save did."""
+        ranks = self.phases.all_ranks()
+        return SaveReport(
+            where=self.store.url,
+            save_id=committed.save_id,
+            step=committed.step,
+            bytes_written=sum(entry.nbytes for entry in self._written),
+            bytes_stored=sum(nbytes for entry in self._written for _, nbytes in entry.at_rest),
+            bytes_total=committed.bytes_total,
+            tensors=committed.tensors,
+            seconds=seconds,
+            blocked_s=blocked_s,
+            staged_s=staged_s,
+            written_s=self._written_s,
+            phases=self.phases.spans,
+            ranks=ranks,
+            slowest=find_slowest(ranks, SAVE_WORK),
+        )
 
-def _find_objects(state: Mapping[str, Any], world: World) -> Objects:
-    """Find the objects in a state; none in one that cannot be walked: describing it then fails on all ranks."""
-    try:
-        return Objects(state, rank=world.rank, world_size=world.size)
-    except CheckpointError:
-        return Objects({}, rank=world.rank, world_size=world.size)
 
-
-def find_differing_state(objects: Objects, ranks: Rendezvous, size: int, *, allow_pickle: bool) -> frozenset[str]:
-    """
-    Return the names of object state that differs between ranks, and so is saved for each rank.
-
-    A scheduler's state is the same everywhere, a data loader's is not, and neither says so: ranks compare digests.
-    """
-    if size == 1 or not objects:
-        return frozenset()
+def _find_differing_state(objects: Objects, ranks: Rendezvous, *, allow_pickle: bool) -> frozenset[str]:
+    """Return the names of object state whose digests differ between ranks, and which so is saved for each rank."""
 
     def digests() -> bytes:
         return msgspec.msgpack.encode((objects.names, objects.digests(allow_pickle=allow_pickle)))
@@ -347,121 +316,49 @@ def _digests(description: Description) -> bytes:
 def make_file_jobs(description: Description, plan: RankWritePlan) -> list[FileJob]:
     """Find the memory of every chunk that this rank writes, and build its files' headers."""
     file, start, row = ints(plan.file), ints(plan.start), ints(plan.row)
-    offsets = ints(plan.offsets).reshape(len(row), plan.axes)
-    sizes = ints(plan.sizes).reshape(len(row), plan.axes)
+    boxes = Boxes(*(ints(each).reshape(len(row), plan.axes) for each in (plan.offsets, plan.sizes)))
     jobs = []
     for at, (name, data_nbytes, block) in enumerate(plan.files):
         mine = np.flatnonzero(file == at)
-        chunks = _FileChunks(description, row[mine], Boxes(offsets[mine], sizes[mine]), start[mine])
+        entries, tensors = _chunks_of_file(description, row[mine], boxes.take(mine), start[mine])
         sidecar = plan.sidecar and plan.chain[at] is None
         header = build_header(
-            chunks.entries(), save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, sidecar=sidecar
+            entries, save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, sidecar=sidecar
         )
-        tensors = chunks.tensors()
-        addresses = [host_address(tensor) for tensor in tensors]
-        others = {
-            i: scattered_memory(tensors[i], tensors[i].dtype) for i, address in enumerate(addresses) if not address
-        }
-        begins = np.array(addresses, np.int64)
-        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], begins, others, sidecar=sidecar))
+        addresses = np.array([host_address(tensor) for tensor in tensors], np.int64)
+        others = {i: scattered_memory(tensors[i], tensors[i].dtype) for i in np.flatnonzero(addresses == 0).tolist()}
+        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], addresses, others, sidecar=sidecar))
     return jobs
 
 
-class _FileChunks:
-    """The chunks of one file: their entries in its header, and the tensors that hold exactly their boxes."""
-
-    def __init__(self, description: Description, row: IntArray, boxes: Boxes, start: IntArray) -> None:
-        d = description
-        self.rows = row.tolist()
-        self.pieces = d.pieces
-        self.tensor = d.row_tensor[row]
-        self.boxes = boxes
-        self.start = start
-        self.keys = d.keys
-        self.ndim = d.ndim[self.tensor].tolist()
-        self.dtype = [by_code(code) for code in d.dtype[self.tensor].tolist()]
-        axes = d.boxes.axes
-        self.held = d.boxes.take(row)
-        narrow = Boxes(boxes.offsets[:, :axes], boxes.sizes[:, :axes])  # the rest is padding for other ranks' tensors
-        self.offsets, self.sizes = narrow.offsets.tolist(), narrow.sizes.tolist()
-        self.whole = np.all(narrow.sizes == d.shape[self.tensor], axis=1).tolist()
-        self.as_held = np.all(narrow.sizes == self.held.sizes, axis=1).tolist()
-
-    def entries(self) -> Iterator[HeaderEntry]:
-        """Yield the entries of the header."""
-        columns = zip(self.tensor.tolist(), self.ndim, self.dtype, self.offsets, self.sizes, self.whole, strict=True)
-        for start, (tensor, ndim, dtype, offsets, sizes, whole) in zip(self.start.tolist(), columns, strict=True):
-            shape = tuple(sizes[:ndim])
-            name = native.chunk_name(self.keys[tensor], None if whole else Box(tuple(offsets[:ndim]), shape))
-            kind, stored = dtype.in_safetensors(shape)
-            yield HeaderEntry(name, kind, stored, start, start + math.prod(shape) * dtype.itemsize)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the memory of each chunk: a tensor of the state, or a slice of one if replicas share the work."""
-        found = [self.pieces[row] for row in self.rows]
-        for at, as_held in enumerate(self.as_held):
-            if not as_held:
-                ndim = self.ndim[at]
-                found[at] = found[at][slices(relative(self.boxes.box(at, ndim), self.held.box(at, ndim)))]
-        return found
-
-
-class BackgroundSave(BackgroundWrite):
-    """The part of an asynchronous save that goes on after its call has returned: plan, stage and write, commit."""
-
-    def __init__(
-        self,
-        session: SaveSession,
-        described: DescribedState,
-        snapshot: DeviceSnapshot,
-        handle: SaveHandle[Any],
-        memory: StagingMemory,
-        options: Options,
-        events: SaveEvents,
-        writer: WriterSession | None = None,
-    ) -> None:
-        """Start nothing yet. Without `writer`, threads of this process hash and write."""
-        super().__init__(snapshot, handle, memory, options, events)
-        self._session = session
-        self._writer = writer
-        self._described = [described]
-        """Popped when its file jobs are made: from then on only these hold the tensors."""
-        self._labels = described.labels
-        self._manifest = described.manifest
-
-    @contextlib.contextmanager
-    def releasing(self) -> Iterator[None]:
-        """Release the state and the memory at the end, whatever happens inside."""
-        with super().releasing():
-            try:
-                yield
-            finally:
-                self._described.clear()
-
-    def run(self, ranks: Rendezvous) -> tuple[CommittedSave, WrittenFiles]:
-        """Make the rest of the save."""
-        session = self._session
-        plan = session.plan(ranks, lambda: self._manifest)
-        jobs = self._make_jobs(plan)
-        try:
-            written = session.write(ranks, plan, lambda: self._write_files(jobs, session.file_codecs(plan)))
-        finally:
-            jobs.clear()  # frames of an error that is kept hold the list, and must not hold the tensors with it
-        self._handle.set_progress(
-            "committing", staged=self._bytes_total, written=self._bytes_written, total=self._bytes_total
-        )
-        return session.commit(ranks, plan, written, self._labels), written
-
-    def _make_jobs(self, plan: RankPlan) -> list[FileJob]:
-        """Make the file jobs, which alone hold the tensors from here on, and drop each when it is copied."""
-        description = self._described.pop().description
-        jobs = make_file_jobs(replace(description, pieces=self._snapshot.tensors), plan.writes)
-        self._snapshot.tensors.clear()
-        return jobs
-
-    def _write_files(self, jobs: list[FileJob], codecs: FileCodecs) -> list[FileEntry]:
-        self.write(self._session.store, jobs, codecs, self._writer)
-        self._handle.begin_commit()
-        entries = [codecs.entry_of(job) for job in jobs]
-        self._events.written(sum(entry.nbytes for entry in entries))
-        return entries
+def _chunks_of_file(
+    d: Description, rows: IntArray, boxes: Boxes, starts: IntArray
+) -> tuple[list[HeaderEntry], list[torch.Tensor]]:
+    """Return the entries of a file's chunks in its header, and the tensors that hold exactly their boxes."""
+    tensors = d.row_tensor[rows]
+    held = d.boxes.take(rows)
+    sizes = boxes.sizes[:, : d.boxes.axes]  # the rest is padding for other ranks' tensors
+    columns = zip(
+        rows.tolist(),
+        tensors.tolist(),
+        d.ndim[tensors].tolist(),
+        d.dtype[tensors].tolist(),
+        starts.tolist(),
+        boxes.offsets.tolist(),
+        sizes.tolist(),
+        np.all(sizes == d.shape[tensors], axis=1).tolist(),
+        np.all(sizes == held.sizes, axis=1).tolist(),
+        strict=True,
+    )
+    entries: list[HeaderEntry] = []
+    pieces: list[torch.Tensor] = []
+    for at, (row, tensor, ndim, code, start, offset, size, is_whole, is_as_held) in enumerate(columns):
+        shape, dtype = tuple(size[:ndim]), by_code(code)
+        name = native.chunk_name(d.keys[tensor], None if is_whole else Box(tuple(offset[:ndim]), shape))
+        kind, stored = dtype.in_safetensors(shape)
+        entries.append(HeaderEntry(name, kind, stored, start, start + math.prod(shape) * dtype.itemsize))
+        piece = d.pieces[row]
+        if not is_as_held:  # replicas share the work
+            piece = piece[slices(relative(boxes.box(at, ndim), held.box(at, ndim)))]
+        pieces.append(piece)
+    return entries, pieces

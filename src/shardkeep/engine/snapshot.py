@@ -12,10 +12,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -42,77 +43,102 @@ ArenaSlot = tuple[int, int, torch.dtype, torch.Size]
 """A row, where in the arena it begins, its dtype and its shape."""
 
 
-class HostCopyResult(NamedTuple):
-    """What was copied to host memory, and what was not."""
+_ROOM = 0.5
+"""How much of the free memory of a device a copy on it may take."""
 
-    arena: Buffer | None
-    places: list[ArenaSlot]
-    nbytes: int
-    """What the copies take."""
-    left: list[int]
-    """Rows that found no room."""
-    guarded: bool
-    """Whether all of these change only in optimizer steps, which wait."""
+
+@dataclass
+class DeviceSnapshot:
+    """The tensors of a state, some of which are copies by now."""
+
+    found: list[torch.Tensor]
+    """The caller's tensors, or copies on the device; `tensors` replaces those that were copied to the arena."""
+    on_host: list[int] = field(default_factory=list)
+    """Which of them lie in host memory."""
+    optimizers: Sequence[Optimizer] = ()
+    """Their steps wait for what is not copied on the host."""
+    events: dict[torch.device, torch.Event] = field(default_factory=dict)
+    """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
+    live_nbytes: int = 0
+    """How much is still the caller's memory."""
+    guarded: bool = True
+    """Whether that cannot change until it is copied; else the call must wait."""
+    arena: Buffer | None = None
+    """The host memory of the copies."""
+    in_arena: list[ArenaSlot] = field(default_factory=list)
+    """Which tensors are in the arena, and where; with their dtype and shape at the call."""
+    copied_nbytes: int = 0
+    """How much of the arena they take."""
+    lent: list[torch.Tensor] = field(default_factory=list)
+    """Tensors in host memory that were not copied. This list keeps their memory alive until it has been read."""
     refused: bool = False
-    """The system refused the memory, although the limit allowed it."""
+    """Whether that is because the system refused memory, rather than because of a limit."""
 
+    def copy_on_host(self, arenas: Arenas, most_nbytes: int, threads: int) -> None:
+        """
+        Copy tensors in host memory, up to `most_nbytes`; the rest is lent.
 
-class _Layout(NamedTuple):
-    """Where tensors go in an arena; tensors that are the same memory go to one place."""
-
-    starts: list[int]
-    copies: list[tuple[int, int, torch.Tensor]]
-    """Offset in the arena, size, and source."""
-    nbytes: int
-
-
-class HostCopy(NamedTuple):
-    """The copy of the rows of a state that lie in host memory."""
-
-    rows: list[int]
-    arenas: Arenas
-    threads: int
-    optimizers: Sequence[Optimizer]
-    """Their steps may wait for what is not copied."""
-
-    def copy(self, tensors: Sequence[torch.Tensor], most_nbytes: int) -> HostCopyResult:
-        """Copy what fits."""
-        rows = self.rows
-        sources = [tensors[row] for row in rows]
+        Called once, in the call, after `take_snapshot`, whose copies on devices go on meanwhile. The caller gives the arena back,
+        also after a failure.
+        """
+        rows, optimizers, self.optimizers = self.on_host, self.optimizers, ()
+        sources = [self.found[row] for row in rows]
         keys = memory_keys(sources)
-        layout = _lay_out(sources, keys)
-        loose: set[int] = set()
-        if layout.nbytes > most_nbytes:
-            loose = set(rows_outside_optimizers(tensors, rows, self.optimizers))
+        starts, copies, nbytes = _lay_out(sources, keys)
+        if nbytes > most_nbytes:
+            loose = set(rows_outside_optimizers(self.found, rows, optimizers))
             fits = _fitting(sources, keys, [row in loose for row in rows], most_nbytes)
-            rows = [rows[at] for at in fits]
-            sources = [sources[at] for at in fits]
-            layout = _lay_out(sources, [keys[at] for at in fits])
-        arena = self._arena(layout.nbytes, most_nbytes) if rows else None
-        if arena is None:
-            loose = loose or set(rows_outside_optimizers(tensors, self.rows, self.optimizers))
-            return HostCopyResult(None, [], 0, self.rows, guarded=not loose, refused=bool(rows))
-        try:
-            _copy_all(layout.copies, arena, self.threads)
-            # Now: the caller may change the shape of its tensors before `DeviceSnapshot.tensors` is used.
+            rows, sources = [rows[at] for at in fits], [sources[at] for at in fits]
+            starts, copies, nbytes = _lay_out(sources, [keys[at] for at in fits])
+        if rows:
+            try:
+                self.arena = arenas.take(nbytes, most_nbytes)
+            except (OSError, MemoryError) as error:
+                log.warning("no memory for a copy of %.2f GB of the state: %s", nbytes / 1e9, error)
+                self.refused, rows = True, []
+        if self.arena is not None:
+            _copy_all(copies, self.arena, threads)
+            # Now: the caller may change the shape of its tensors before `tensors` is used.
             dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
-            places = list(zip(rows, layout.starts, dtypes, shapes, strict=True))
-            left = sorted(set(self.rows).difference(rows)) if len(rows) < len(self.rows) else []
-            return HostCopyResult(arena, places, layout.nbytes, left, guarded=loose.isdisjoint(left))
-        except BaseException:
-            self.arenas.give(arena)
-            raise
+            self.in_arena = list(zip(rows, starts, dtypes, shapes, strict=True))
+            self.copied_nbytes = nbytes
+        if len(rows) == len(self.on_host):
+            return
+        left = sorted(set(self.on_host).difference(rows))
+        self.guarded = self.guarded and not rows_outside_optimizers(self.found, left, optimizers)
+        for row in left:
+            # Detached: the caller may give its tensor other memory, or another shape, before this one is read.
+            self.found[row] = self.found[row].detach()
+            self.lent.append(self.found[row])
+        self.live_nbytes += sum([tensor.nbytes for tensor in self.lent])
 
-    def _arena(self, nbytes: int, most_nbytes: int) -> Buffer | None:
-        """Take an arena; None if the system has no memory for it."""
-        try:
-            return self.arenas.take(nbytes, most_nbytes)
-        except (OSError, MemoryError) as error:
-            log.warning("no memory for a copy of %.2f GB of the state: %s", nbytes / 1e9, error)
-            return None
+    @functools.cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """
+        All tensors. The user empties the list, so that nothing else holds them.
+
+        Tensors over the arena are made when this is first used, which is not in the call: for a small tensor, making a view takes
+        longer than copying its bytes.
+        """
+        if self.arena is not None:
+            whole = self.arena.tensor[: self.arena.tensor.numel() // ALIGNMENT * ALIGNMENT]
+            by_dtype: dict[torch.dtype, torch.Tensor] = {}
+            made: dict[int, torch.Tensor] = {}
+            for row, start, dtype, shape in self.in_arena:
+                if start not in made:
+                    if dtype not in by_dtype:
+                        by_dtype[dtype] = whole.view(dtype)
+                    flat = by_dtype[dtype]
+                    first = flat.storage_offset() + start // dtype.itemsize
+                    made[start] = flat.as_strided(shape, strides_of(shape), first)
+                self.found[row] = made[start]
+        return self.found
 
 
-def _lay_out(sources: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> _Layout:
+def _lay_out(
+    sources: Sequence[torch.Tensor], keys: Sequence[Hashable]
+) -> tuple[list[int], list[tuple[int, int, torch.Tensor]], int]:
+    """Return the place of each tensor in an arena, each copy (offset, size, source), and the size; equal memory goes once."""
     places: dict[Hashable, int] = {}
     starts: list[int] = []
     copies: list[tuple[int, int, torch.Tensor]] = []
@@ -123,24 +149,20 @@ def _lay_out(sources: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> _Layo
         if start == end:
             nbytes = source.nbytes
             copies.append((start, nbytes, source))
-            end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT  # inlined, because there may be many thousands
-    return _Layout(starts, copies, end)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+            end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
+    return starts, copies, end
 
 
 def _fitting(
     sources: Sequence[torch.Tensor], keys: Sequence[Hashable], loose: Sequence[bool], most_nbytes: int
 ) -> list[int]:
     """Return which tensors fit: first those that may change at any time, and small ones before large ones."""
-    sizes = [source.nbytes for source in sources]
+    sizes = [-(-source.nbytes // ALIGNMENT) * ALIGNMENT for source in sources]
     taken: set[Hashable] = set()
     fits: list[int] = []
     free = most_nbytes
-    for at in sorted(range(len(sources)), key=lambda at: (not loose[at], sizes[at])):
-        nbytes = 0 if keys[at] in taken else _aligned(sizes[at])
+    for at in sorted(range(len(sources)), key=lambda at: (not loose[at], sources[at].nbytes)):
+        nbytes = 0 if keys[at] in taken else sizes[at]
         if nbytes <= free:
             free -= nbytes
             taken.add(keys[at])
@@ -169,92 +191,7 @@ def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, thread
                 pass
 
 
-_ROOM = 0.5
-"""How much of the free memory of a device a copy on it may take."""
-
-
-@dataclass
-class DeviceSnapshot:
-    """The tensors of a state, some of which are copies by now."""
-
-    found: list[torch.Tensor]
-    """The caller's tensors, or copies on the device; `tensors` replaces those that were copied to the arena."""
-    events: dict[torch.device, torch.Event] = field(default_factory=dict)
-    """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
-    live_nbytes: int = 0
-    """How much is still the caller's memory."""
-    guarded: bool = True
-    """Whether that cannot change until it is copied; else the call must wait."""
-    arena: Buffer | None = None
-    """The host memory of the copies."""
-    in_arena: list[ArenaSlot] = field(default_factory=list)
-    """Which tensors are in the arena, and where; with their dtype and shape at the call."""
-    copied_nbytes: int = 0
-    """How much of the arena they take."""
-    lent: list[torch.Tensor] = field(default_factory=list)
-    """Tensors in host memory that were not copied. This list keeps their memory alive until it has been read."""
-    refused: bool = False
-    """Whether that is because the system refused memory, rather than because of a limit."""
-    on_host: HostCopy | None = None
-    """What `copy_on_host` copies."""
-
-    def copy_on_host(self, most_nbytes: int) -> None:
-        """
-        Copy tensors in host memory, up to `most_nbytes`; the rest is lent.
-
-        Called once, in the call, after `take_snapshot`, whose copies on devices go on meanwhile.
-        """
-        if self.on_host is None:
-            return
-        # In one statement: if an interrupt came between, the arena would never be given back.
-        self.arena, self.in_arena, self.copied_nbytes, left, guarded, self.refused = self.on_host.copy(
-            self.found, most_nbytes
-        )
-        self.on_host = None  # it holds optimizers
-        self.guarded = self.guarded and guarded
-        for row in left:
-            # Detached: the caller may give its tensor other memory, or another shape, before this one is read.
-            self.found[row] = self.found[row].detach()
-            self.lent.append(self.found[row])
-        self.live_nbytes += sum([tensor.nbytes for tensor in self.lent])
-
-    @functools.cached_property
-    def tensors(self) -> list[torch.Tensor]:
-        """
-        All tensors. The user empties the list, so that nothing else holds them.
-
-        Tensors over the arena are made when this is first used, which is not in the call: for a small tensor, making a view takes
-        longer than copying its bytes.
-        """
-        if self.arena is not None:
-            views = _Views(self.arena)
-            for row, start, dtype, shape in self.in_arena:
-                self.found[row] = views.at(start, dtype, shape)
-        return self.found
-
-
-class _Views:
-    """Tensors over an arena; one for each place in it."""
-
-    def __init__(self, arena: Buffer) -> None:
-        self._whole = arena.tensor[: arena.tensor.numel() // ALIGNMENT * ALIGNMENT]
-        self._as: dict[torch.dtype, torch.Tensor] = {}
-        self._made: dict[int, torch.Tensor] = {}
-
-    def at(self, start: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """View the contiguous tensor that begins at a byte."""
-        if start not in self._made:
-            if dtype not in self._as:
-                self._as[dtype] = self._whole.view(dtype)
-            whole = self._as[dtype]
-            first = whole.storage_offset() + start // dtype.itemsize
-            self._made[start] = whole.as_strided(shape, strides_of(shape), first)
-        return self._made[start]
-
-
-def take_snapshot(
-    tensors: Sequence[torch.Tensor], arenas: Arenas, *, staging: str, optimizers: Sequence[Optimizer], threads: int
-) -> DeviceSnapshot:
+def take_snapshot(tensors: Sequence[torch.Tensor], *, staging: str, optimizers: Sequence[Optimizer]) -> DeviceSnapshot:
     """
     Queue the copies on devices; `DeviceSnapshot.copy_on_host` copies what lies in host memory.
 
@@ -263,14 +200,11 @@ def take_snapshot(
     outside the memory of optimizers if there is room for these, else none. With "overlap", the steps of optimizers also wait for
     what finds no room in host memory; otherwise the call waits.
     """
-    taken = DeviceSnapshot(list(tensors))
     on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
+    taken = DeviceSnapshot(list(tensors), on_host, optimizers if staging == "overlap" else ())
     if len(on_host) < len(tensors):
         on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
         _copy_on_device(taken, on_device, staging, optimizers)
-    if on_host:
-        waiting = optimizers if staging == "overlap" else ()
-        taken.on_host = HostCopy(on_host, arenas, threads, waiting)
     return taken
 
 
@@ -349,18 +283,13 @@ def _warn_without_optimizer() -> None:
 
 def _without_room(tensors: Sequence[torch.Tensor], rows: list[int]) -> set[torch.device]:
     """Return the devices on which copies of these tensors would take too much memory."""
-    wanted: dict[torch.device, int] = {}
+    wanted: Counter[torch.device] = Counter()
     for row in rows:
-        device = tensors[row].device
-        wanted[device] = wanted.get(device, 0) + tensors[row].nbytes
+        wanted[tensors[row].device] += tensors[row].nbytes
     return {device for device, nbytes in wanted.items() if nbytes > _ROOM * _free_nbytes(device)}
 
 
 def _free_nbytes(device: torch.device) -> int:
-    """
-    Return the free memory of a device; 0 if it does not say.
-
-    Memory in torch's cache is not counted as free: the next forward needs it again.
-    """
+    """Return the free memory of a device, without torch's cache, which the next forward needs again; 0 if unknown."""
     module: Any = torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0

@@ -344,21 +344,20 @@ class StateSnapshot:
             self._tree = map_leaves(state, lambda path, leaf: self._copied(path, leaf, copying), _is_opened)
             copying.state_copy.wait()
             parts = [part for each in self._opened for part in each.parts if part.numel()]
-            self._snapshot = take_snapshot(
-                [part.detach().resolve_conj().resolve_neg() for part in parts],
-                memory.arenas,
-                staging="auto",
-                optimizers=(),
-                threads=options.io_threads,
-            )
+            resolved = [part.detach().resolve_conj().resolve_neg() for part in parts]
+            self._snapshot = take_snapshot(resolved, staging="auto", optimizers=())
         silent = _Silent(Phases(), rank=0, where=where)
         self._background = BackgroundWrite(self._snapshot, self.handle, memory, options, silent)
         self._copying: Future[bool] = Future()
         """Of what is in host memory; its result is whether some of it is still the caller's."""
-        if thread is not None and self._snapshot.on_host is not None:
-            self._copying = thread.submit(self._background.copy_on_host)
-        else:
-            self._copying.set_result(self._background.copy_on_host())
+        try:
+            if thread is not None and self._snapshot.on_host:
+                self._copying = thread.submit(self._background.copy_on_host)
+            else:
+                self._copying.set_result(self._background.copy_on_host())
+        except BaseException:
+            with self._background.releasing():
+                raise
 
     def _copied(self, path: TreePath, leaf: Any, copying: _Copying) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -16,8 +16,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from shardkeep.engine.codecs import FileCodecs
 from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMemory, staging_memory
@@ -28,8 +30,6 @@ from shardkeep.engine.step_barrier import StepBarrier
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import (
     FileJob,
-    HashingSink,
-    Sink,
     Window,
     WritableStore,
     gather,
@@ -39,14 +39,11 @@ from shardkeep.engine.writer import (
 from shardkeep.errors import SaveCancelled
 from shardkeep.format.boxes import IntArray
 from shardkeep.options import Options, cores, local_ranks
-from shardkeep.storage.base import BlobWriter
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope
 from shardkeep.storage.local import available_memory
 
 if TYPE_CHECKING:
-    import torch
-
     from shardkeep.engine.process.client import WriterSession
 
 log = logging.getLogger("shardkeep")
@@ -72,7 +69,7 @@ _WORTH_NOTING_NBYTES = 16 << 20
 _PATIENCE_S = 0.2
 """How often a wait for writers checks whether the save still goes on."""
 
-Events = dict["torch.device", "torch.Event"]
+Events = dict[torch.device, torch.Event]
 
 
 class Staging:
@@ -106,12 +103,11 @@ class Staging:
         self._one_writer = threading.Lock()
         self._lock = threading.Lock()
         every = list(windows)
-        self._queue = list(filter(ahead or _has_scattered, every))
-        self._ahead: dict[tuple[str, int], Future[Buffer]] = {(w.job.name, w.start): Future() for w in self._queue}
-        self._last_of = {(w.job.name, w.start): list(_ending_in(w)) for w in self._queue}
+        self._queue = list(filter(ahead or (lambda each: any(row in each.job.scattered for row in each.rows)), every))
+        self._ahead: dict[tuple[str, int], Future[Buffer]] = {window.key: Future() for window in self._queue}
         self._noted_nbytes = 0
         lent = filter(live, every) if live else ()
-        self._unread = {key: w.nbytes for w in lent if (key := (w.job.name, w.start)) not in self._ahead}
+        self._unread = {window.key: window.nbytes for window in lent if window.key not in self._ahead}
         self._all_read = threading.Event()
         self.nbytes = sum(w.nbytes for w in self._queue) + sum(self._unread.values())
         """How much is copied after the call."""
@@ -160,33 +156,27 @@ class Staging:
     def take(self, window: Window, own: memoryview) -> Iterator[memoryview]:
         """Give the bytes of a window: wait until it is filled, or gather them now into the writer's own buffer."""
         self.check_wanted()
-        ahead = self._ahead.get((window.job.name, window.start))
+        ahead = self._ahead.get(window.key)
         if ahead is None:
             gather(window, own[: window.nbytes])
-            self._note_read(window)
+            with self._lock:
+                self._noted_nbytes += self._unread.pop(window.key, 0)
+                if not self._unread:
+                    self._all_read.set()
             yield own[: window.nbytes]
             return
-        buffer = ahead.result()  # before the lock of `_among_writers`: its holder may have what this would wait for
+        buffer = ahead.result()  # before the lock of the one writer: its holder may have what this would wait for
         with self._lock:
-            del self._ahead[window.job.name, window.start]
+            del self._ahead[window.key]
+        # One writer works at a time while training waits for copies: both need the cores and the memory bandwidth. Not if there
+        # are too few windows, because staging waits for writers then.
+        enough = self.count * self._pool.buffer_nbytes <= self._pool.most_nbytes
+        alone = self._urgent and enough and self._all_read.is_set() and not self.copied.done()
         try:
-            with self._among_writers():
+            with self._one_writer if alone else contextlib.nullcontext():
                 yield buffer.view[: window.nbytes]
         finally:
             self._pool.give(buffer)
-
-    def _among_writers(self) -> contextlib.AbstractContextManager[Any]:
-        """Let one writer work at a time while training waits for copies: both need the cores and the memory bandwidth."""
-        enough = self.count * self._pool.buffer_nbytes <= self._pool.most_nbytes  # else staging waits for writers
-        alone = self._urgent and enough and self._all_read.is_set() and not self.copied.done()
-        return self._one_writer if alone else contextlib.nullcontext()
-
-    def _note_read(self, window: Window) -> None:
-        """Note that a writer has read its bytes."""
-        with self._lock:
-            self._noted_nbytes += self._unread.pop((window.job.name, window.start), 0)
-            if not self._unread:
-                self._all_read.set()
 
     def check_wanted(self) -> None:
         """Raise SaveCancelled if the save was cancelled."""
@@ -210,11 +200,15 @@ class Staging:
                     except BaseException:
                         for stream in streams.values():
                             stream.synchronize()  # copies that were queued before the failure
-                        self._give_back(buffer, target)
+                        self._pool.give(target)
+                        if buffer is not target:
+                            self._ring.give(buffer)
                         raise
                     last = {device: stream.record_event() for device, stream in streams.items()}
                     threads.submit(self._empty, window, buffer, target, last)
-            self._wait_for_readers()
+            while not self._all_read.wait(_PATIENCE_S):
+                if not self._goes_on():
+                    raise _save_ended()
             self._settle(self.queued, last)
             for event in last.values():
                 event.synchronize()  # the copies are complete, even if the ring is not emptied yet
@@ -222,21 +216,12 @@ class Staging:
         except BaseException as error:  # noqa: BLE001 - raised by other threads
             self._fail(error)
             return
-        if last:
-            self._grow_ring()
-
-    def _wait_for_readers(self) -> None:
-        while not self._all_read.wait(_PATIENCE_S):
-            if not self._goes_on():
-                raise _save_ended()
-
-    def _grow_ring(self) -> None:
-        """Pin memory for the next save: it takes long, and this save does not wait for it."""
-        self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
-        try:
-            self._ring.grow(self._goes_on)
-        except Exception as error:  # noqa: BLE001 - this save does not need it
-            log.warning("could not pin more memory for staging: %s", error)
+        if last:  # pin memory for the next save: it takes long, and this save does not wait for it
+            self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
+            try:
+                self._ring.grow(self._goes_on)
+            except Exception as error:  # noqa: BLE001 - this save does not need it
+                log.warning("could not pin more memory for staging: %s", error)
 
     def _buffers(self, *, through_ring: bool) -> tuple[Buffer, Buffer]:
         """Return a buffer to copy to, and the one that keeps the bytes until they are written."""
@@ -249,11 +234,6 @@ class Staging:
             raise _save_ended()
         return buffer, target
 
-    def _give_back(self, buffer: Buffer, target: Buffer) -> None:
-        self._pool.give(target)
-        if buffer is not target:
-            self._ring.give(buffer)
-
     def _goes_on(self) -> bool:
         return not self._ending and self._wanted()
 
@@ -262,20 +242,22 @@ class Staging:
         try:
             for event in events.values():
                 event.synchronize()
-            self._note_copied(window)
+            self._release_sources(window)
             if buffer is not target:
                 copy_memory(address_of(target.view), address_of(buffer.view), window.nbytes)
         except BaseException as error:  # noqa: BLE001 - raised by the threads that wait for a window
             self._fail(error)
         if buffer is not target:
             self._ring.give(buffer)
-        if not self._settle(self._ahead[window.job.name, window.start], target):
+        if not self._settle(self._ahead[window.key], target):
             self._pool.give(target)
 
-    def _note_copied(self, window: Window) -> None:
-        """Release the sources of a copied window: they may be copies on an accelerator, where memory is scarce."""
-        for row in self._last_of.pop((window.job.name, window.start)):
-            window.job.scattered.pop(row, None)
+    def _release_sources(self, window: Window) -> None:
+        """Release the sources that end in a copied window: they may be copies on an accelerator, where memory is scarce."""
+        job, rows = window.job, window.rows
+        end = job.start[rows.stop] if rows.stop < len(job.start) else job.data_nbytes
+        for row in rows if end <= window.stop else rows[:-1]:
+            job.scattered.pop(row, None)
         with self._lock:
             self._noted_nbytes += window.nbytes
 
@@ -297,20 +279,6 @@ class Staging:
                     future.set_exception(error)
 
 
-def _ending_in(window: Window) -> Iterator[int]:
-    """Yield the sources whose last bytes are in a window."""
-    starts = window.job.start
-    for row in window.rows:
-        end = int(starts[row + 1]) if row + 1 < len(starts) else window.job.data_nbytes
-        if end <= window.stop:
-            yield row
-
-
-def _has_scattered(window: Window) -> bool:
-    """Return whether some bytes of a window do not lie in order in host memory."""
-    return any(row in window.job.scattered for row in window.rows)
-
-
 def _save_ended() -> SaveCancelled:
     return SaveCancelled("the save ended before its state was copied")
 
@@ -319,29 +287,11 @@ def _streams_after(events: Mapping[torch.device, torch.Event]) -> dict[torch.dev
     """Make a stream for each accelerator, whose work comes after an event, and switch this thread away from device 0."""
     if not events:
         return {}
-    import torch  # noqa: PLC0415 - loaded, as there are events
-
     torch.accelerator.set_device_index(next(iter(events)).index)
     streams = {device: torch.Stream(device) for device in events}
     for device, event in events.items():
         streams[device].wait_event(event)
     return streams
-
-
-@dataclass(frozen=True)
-class _ProgressSink:
-    """A sink that reports how much has been written."""
-
-    sink: Sink
-    report: Callable[[int], None]
-
-    def begin(self, job: FileJob) -> BlobWriter:
-        return self.sink.begin(job)
-
-    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
-        digests = self.sink.put(window, file, own)
-        self.report(window.nbytes)
-        return digests
 
 
 class BackgroundWrite:
@@ -361,12 +311,17 @@ class BackgroundWrite:
         events: SaveEvents,
     ) -> None:
         """Start nothing yet. `memory` is shared with the writer process if that will write."""
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._handle = handle
         self._memory = memory
         self._options = options
         self._events = events
-        self._limit_nbytes = self._limit()
+        arenas = memory.arenas
+        kept = arenas.nbytes - arenas.nbytes_in_use + memory.windows.nbytes
+        self._limit_nbytes = int(_FAIR_PART * available_memory() / local_ranks()) + kept
+        """How much host memory this save may copy to, beside what others have copied to."""
+        if options.staging_bytes:
+            self._limit_nbytes = options.staging_bytes - arenas.nbytes_in_use
         self.barrier = StepBarrier()
         """Before the next step of the optimizers in the state."""
         self.staged_s = 0.0
@@ -377,14 +332,6 @@ class BackgroundWrite:
         self._bytes_total = 0
         self._lock = threading.Lock()
 
-    def _limit(self) -> int:
-        """Return how much host memory this save may copy to, beside what others have copied to."""
-        arenas, pool = self._memory.arenas, self._memory.windows
-        if self._options.staging_bytes:
-            return self._options.staging_bytes - arenas.nbytes_in_use
-        kept = arenas.nbytes - arenas.nbytes_in_use + pool.nbytes
-        return int(_FAIR_PART * available_memory() / local_ranks()) + kept
-
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
         """Release the state and the memory at the end, whatever happens inside."""
@@ -392,13 +339,13 @@ class BackgroundWrite:
             yield
         finally:
             self.barrier.open({})
-            if self._snapshot.arena is not None:
-                self._memory.arenas.give(self._snapshot.arena)
-            self._snapshot = DeviceSnapshot([])
+            if self.snapshot.arena is not None:
+                self._memory.arenas.give(self.snapshot.arena)
+            self.snapshot = DeviceSnapshot([])
 
     def copy_on_host(self) -> bool:
         """Copy what lies in host memory and fits; return whether the call must wait until the rest has been read."""
-        snapshot, phases = self._snapshot, self._events.phases
+        snapshot, phases = self.snapshot, self._events.phases
         windows = (
             _FEWEST_WINDOWS * self._memory.windows.buffer_nbytes
             if snapshot.events or self._memory is not staging_memory()
@@ -407,7 +354,8 @@ class BackgroundWrite:
         began_s = phases.now()
         limit = max(0, self._limit_nbytes)
         taken = max(windows, self._memory.windows.nbytes_in_use)  # by this save, or by those before it
-        snapshot.copy_on_host(max(limit - taken, int(limit * _FOR_SMALL_TENSORS)))
+        most_nbytes = max(limit - taken, int(limit * _FOR_SMALL_TENSORS))
+        snapshot.copy_on_host(self._memory.arenas, most_nbytes, self._options.io_threads)
         copied = snapshot.copied_nbytes
         # The arena may be larger than the copy, if it was kept from an earlier save.
         arena_nbytes = snapshot.arena.view.nbytes if snapshot.arena else 0
@@ -431,41 +379,40 @@ class BackgroundWrite:
         codecs: FileCodecs | None = None,
         writer: WriterSession | None = None,
     ) -> None:
-        """
-        Write files, whose sources are those of the snapshot, and drop each source when it is copied.
-
-        Without `writer`, threads of this process hash and write.
-        """
+        """Write files from the snapshot, and drop each source when it is copied; without `writer`, on threads."""
         # No more threads than cores: training needs them, and the interpreter's lock. With a store that prefers many
         # requests at a time, threads wait and keep no cores busy.
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
-        budget_nbytes, coded = self._options.host_budget_bytes, bool(codecs and codecs.chains)
-        if writer:
-            budget = writer.budget(threads, budget_nbytes, coded=coded)
-        else:
-            budget = budget_for_store(store, threads, budget_nbytes, coded=coded)
+        snapshot, budget_for = self.snapshot, writer.budget if writer else partial(budget_for_store, store)
+        budget = budget_for(threads, self._options.host_budget_bytes, coded=bool(codecs and codecs.chains))
         threads, window_nbytes = budget.threads, budget.window_nbytes
-        if self._snapshot.events and not writer:
+        if snapshot.events and not writer:
             window_nbytes = WINDOW_NBYTES
-        borrowed = _BorrowedMemory(self._snapshot.arena) if self._snapshot.lent else None
-        if borrowed:  # first the files that staging waits for
-            jobs.sort(key=lambda job: not borrowed.among(job.address))
-        ahead = writer.filled_ahead if writer else None
-        if borrowed and not writer and not self._snapshot.events:
-            ahead = _never  # writers have memory of their own
+        arena = address_of(snapshot.arena.view) if snapshot.arena else 0
+        arena_end = arena + (snapshot.arena.view.nbytes if snapshot.arena else 0)
+
+        def is_borrowed(addresses: IntArray) -> bool:
+            """Return whether one of these is in the caller's memory; what is not contiguous has no address, but 0."""
+            return bool(((addresses < arena) | (addresses >= arena_end)).any())
+
+        ahead: Callable[[Window], bool] | None = writer.filled_ahead if writer else None
+        if snapshot.lent:
+            jobs.sort(key=lambda job: not is_borrowed(job.address))  # first the files that staging waits for
+            if not writer and not snapshot.events:
+                ahead = lambda _window: False  # noqa: E731 - writers have memory of their own
         staging = Staging(
             windows_in_turn(jobs, window_nbytes, threads),
             ring=self._memory.ring,
             pool=self._memory.windows,
-            after=self._snapshot.events,
+            after=snapshot.events,
             wanted=self._handle.wanted,
-            urgent=self._snapshot.live_nbytes > 0,
+            urgent=snapshot.live_nbytes > 0,
             ahead=ahead,
-            live=borrowed,
+            live=(lambda window: is_borrowed(window.addresses)) if snapshot.lent else None,
         )
         self._set_limits(staging)
         self._bytes_total = sum(job.data_nbytes for job in jobs)
-        staging.queued.add_done_callback(self._open_barrier)
+        staging.queued.add_done_callback(lambda it: self.barrier.open({} if it.exception() else it.result()))
         staging.copied.add_done_callback(self._note_copied)
         began_s = self._events.phases.now()
 
@@ -478,24 +425,23 @@ class BackgroundWrite:
             self._report_staged()
             self._events.progressed(staged=total if copied else staged, written=self._bytes_written, total=total)
 
-        sink: Sink = HashingSink(codecs.over(store) if codecs else store, staging.take)
-        if writer:
-            sink = writer.sink(staging, codecs, budget.room_nbytes)
         # The writer process has a memory budget of its own for what it copies on the way.
         scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
+        write = partial(write_files, jobs=jobs, threads=threads, window_nbytes=window_nbytes, on_written=report)
         with scope.active(), staging.running():
-            sink = _ProgressSink(sink, report)
-            write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, sink=sink)
+            if writer:
+                sink = writer.sink(staging, codecs, budget.room_nbytes)
+                write(store, create=sink.create, put=sink.put)
+            else:
+                write(codecs.over(store) if codecs else store, take=staging.take)
         if staging.nbytes:
             self._events.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
         self._report_staged()
+        total = self._bytes_total
+        self._handle.set_progress("committing", staged=total, written=self._bytes_written, total=total)
 
     def _report_staged(self) -> None:
-        """
-        Emit the event that the state is copied, once it is.
-
-        Not in the callback that notes it: there a lock is held that saving needs, and listeners may take their time.
-        """
+        """Emit that the state is copied; not where that is noted, because a lock is held there, and listeners are slow."""
         with self._lock:
             reports = self.staged_s > 0 and not self._staged_reported
             self._staged_reported = self._staged_reported or reports
@@ -524,34 +470,11 @@ class BackgroundWrite:
             through_nbytes / 1e9,
         )
 
-    def _open_barrier(self, queued: Future[Any]) -> None:
-        self.barrier.open({} if queued.exception() else queued.result())
-
     def _note_copied(self, copied: Future[None]) -> None:
         self._copied_s = self._events.phases.now()
         if copied.exception() is not None:
             return  # a writer may still be reading the caller's memory
-        self._snapshot.lent.clear()
+        self.snapshot.lent.clear()
         if not self._handle.staged.done():
             self.staged_s = self._copied_s
             self._handle.end_staging()
-
-
-class _BorrowedMemory:
-    """Says which windows take bytes from the caller's memory: all that is not in the arena."""
-
-    def __init__(self, arena: Buffer | None) -> None:
-        self._begin = address_of(arena.view) if arena else 0
-        self._end = self._begin + (arena.view.nbytes if arena else 0)
-
-    def __call__(self, window: Window) -> bool:
-        return self.among(window.job.address[window.rows.start : window.rows.stop])
-
-    def among(self, addresses: IntArray) -> bool:
-        """Return whether one of these addresses is the caller's; what is not contiguous has none."""
-        return bool(((addresses < self._begin) | (addresses >= self._end)).any())
-
-
-def _never(window: Window) -> bool:
-    del window
-    return False

@@ -10,7 +10,7 @@ waits; anything else has to be copied in the call.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import sys
 import threading
@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardkeep.engine.tensors import extent
+from shardkeep.options import per_process
 from shardkeep.state.leaves import is_dtensor
 
 Events = dict[torch.device, torch.Event]
@@ -89,56 +90,43 @@ class StepBarriers:
             self._barriers.clear()
 
 
-@functools.cache  # a forked process has optimizers of its own, and no save of its parent's
-def _barriers_of(process_id: int) -> StepBarriers:
-    del process_id
-    return StepBarriers()
-
-
-def step_barriers() -> StepBarriers:
-    """Return the barriers of this process."""
-    return _barriers_of(os.getpid())
+step_barriers = per_process(StepBarriers)
+"""Returns the barriers of this process."""
 
 
 def rows_outside_optimizers(
     tensors: Sequence[torch.Tensor], rows: list[int], optimizers: Iterable[Optimizer]
 ) -> list[int]:
-    """
-    Return the rows whose memory may also change outside the steps of these optimizers.
-
-    All of the rows lie in host memory, or none does.
-    """
-    owned = list(_optimizer_tensors(optimizers, on_host=any(tensors[row].is_cpu for row in rows[:1])))
+    """Return the rows, all or none in host memory, whose memory may also change outside the steps of these optimizers."""
+    on_host = any(tensors[row].is_cpu for row in rows[:1])
+    owned = [each for each in _optimizer_tensors(optimizers) if each.is_cpu == on_host]
     whole = {_memory_key(each) for each in owned if each.is_contiguous()}
     rest = [row for row in rows if not (tensors[row].is_contiguous() and _memory_key(tensors[row]) in whole)]
-    if rest:  # they may be parts of optimizer memory, which is slower to find out
-        covered = _AddressRanges(owned)
-        rest = [row for row in rest if tensors[row].numel() and tensors[row] not in covered]
-    return rest
+    if not rest:
+        return rest
+    # They may be parts of optimizer memory, which is slower to find out: by ranges of addresses that do not touch each other.
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    spans = [(*_span(each), each) for each in owned if each.numel()]
+    for device, begin, end in sorted(
+        (t.get_device(), begin, end) for begin, end, t in spans if end - begin == t.nbytes
+    ):
+        found = ranges.setdefault(device, [])
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+
+    def is_covered(tensor: torch.Tensor) -> bool:
+        begin, end = _span(tensor)
+        found = ranges.get(tensor.get_device(), [])
+        at = bisect_right(found, (begin, sys.maxsize)) - 1
+        return at >= 0 and end <= found[at][1]
+
+    return [row for row in rest if tensors[row].numel() and not is_covered(tensors[row])]
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.get_device(), tensor.data_ptr(), tensor.nbytes
-
-
-class _AddressRanges:
-    """The memory of tensors, as ranges of addresses that do not touch each other."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._runs: dict[int, list[tuple[int, int]]] = {}
-        spans = [(tensor.get_device(), *_span(tensor)) for tensor in tensors if tensor.numel() and _is_dense(tensor)]
-        for device, begin, end in sorted(spans):
-            runs = self._runs.setdefault(device, [])
-            if runs and begin <= runs[-1][1]:
-                runs[-1] = runs[-1][0], max(runs[-1][1], end)
-            else:
-                runs.append((begin, end))
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        begin, end = _span(tensor)
-        runs = self._runs.get(tensor.get_device(), [])
-        at = bisect_right(runs, (begin, sys.maxsize)) - 1
-        return at >= 0 and end <= runs[at][1]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -147,27 +135,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + end - begin
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    begin, end = extent(tensor)
-    return end - begin == tensor.nbytes
-
-
-def _optimizer_tensors(optimizers: Iterable[Optimizer], *, on_host: bool) -> Iterator[torch.Tensor]:
-    """Yield the parameters and state tensors of optimizers, those in host memory or the others."""
+def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield the parameters and state tensors of optimizers that are one piece of memory, found by its address."""
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kept = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
         for value in (*parameters, *kept):
             tensor: Any = value._local_tensor if is_dtensor(value) else value
-            if isinstance(tensor, torch.Tensor) and tensor.is_cpu == on_host and _has_memory(tensor):
-                yield tensor
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is one piece of memory, which can be found by its address."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    try:
-        return bool(tensor.data_ptr())
-    except RuntimeError:  # a tensor made of others
-        return False
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+                with contextlib.suppress(RuntimeError):  # a tensor made of others
+                    if tensor.data_ptr():
+                        yield tensor

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from shardkeep.engine.workers import Scattered
-from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import (
     Box,
     Ints,
@@ -47,16 +46,6 @@ def host_address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.device.type == "cpu" and tensor.is_contiguous() else 0
 
 
-def _accelerator_of(device: torch.device) -> int | None:
-    """Return the index of an accelerator; None for other devices."""
-    kind = None if device.type == "cpu" else torch.accelerator.current_accelerator()
-    return None if kind is None or kind.type != device.type else device.index or 0
-
-
-def _no_run() -> CheckpointError:
-    return CheckpointError("write_run was called for memory whose run_of returned None: a bug in shardkeep")
-
-
 class _Matrix(NamedTuple):
     """A box of host memory whose rows are the stripes of a stored chunk."""
 
@@ -66,13 +55,12 @@ class _Matrix(NamedTuple):
     rows: npt.NDArray[np.generic]
 
 
-class HostScattered:
+class HostScattered(Scattered):
     """A strided tensor in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._array: npt.NDArray[np.generic] = as_raw(tensor).numpy()
         self.nbytes = tensor.nbytes
-        self.accelerator: int | None = None
         self._matrices: dict[tuple[Ints, Box, Box], _Matrix | None] = {}
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:  # noqa: ARG002
@@ -117,17 +105,8 @@ class HostScattered:
         sides = (found.number, found.width), (found.steps[1] * size, size)
         return _Matrix(found, start, np.lib.stride_tricks.as_strided(array, *sides))
 
-    def run_of(self, box: Box) -> None:  # noqa: ARG002
-        return None
 
-    def write_run(self, start: int, data: memoryview) -> None:  # noqa: ARG002
-        raise _no_run()
-
-    def wait(self) -> None:
-        """Return at once: nothing is queued."""
-
-
-class TorchScattered:
+class TorchScattered(Scattered):
     """A tensor on an accelerator, or one that holds another dtype than the stored one."""
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype) -> None:
@@ -140,7 +119,9 @@ class TorchScattered:
             self._flat = self._tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self._device = tensor.device
         self.nbytes = tensor.nbytes
-        self.accelerator = _accelerator_of(tensor.device)
+        kind = None if tensor.is_cpu else torch.accelerator.current_accelerator()
+        if kind is not None and kind.type == tensor.device.type:
+            self.accelerator = tensor.device.index or 0
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         tensor = self._tensor
@@ -161,16 +142,13 @@ class TorchScattered:
         with torch.inference_mode():  # a tensor made in inference mode can only be changed in it
             self._tensor[slices(box)].copy_(source[slices(part)])
 
-    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:  # noqa: ARG002
-        return False
-
     def run_of(self, box: Box) -> int | None:
         run = None if self._flat is None else contiguous_run(tuple(self._tensor.shape), box)
         return None if run is None else run[0] * self._tensor.element_size()
 
     def write_run(self, start: int, data: memoryview) -> None:
-        if self._flat is None:
-            raise _no_run()
+        if self._flat is None:  # `run_of` returns None
+            raise NotImplementedError
         source = torch.frombuffer(data, dtype=torch.uint8)
         with torch.inference_mode():
             self._flat[start : start + len(data)].copy_(source, non_blocking=self.accelerator is not None)
@@ -187,8 +165,8 @@ def scattered_memory(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
     return TorchScattered(tensor, stored)
 
 
-# Tensors of one storage come in; out come runs of bytes. Those that overlap are copied as one run, so that they stay views of
-# each other; the others are copied alone, each with its own bytes and no more.
+# Tensors that share memory: those of one storage whose ranges of bytes overlap are copied as one run, so that they stay views of
+# each other; the others are copied alone, each with its own bytes and no more. Values are never looked at.
 
 _ALIGNMENT: Final = 16
 """No element is larger: a run that begins at a multiple of it keeps every view of it aligned."""
@@ -210,11 +188,10 @@ class MemoryRun:
         return self.stop - self.start if self.whole else self.tensors[0].nbytes
 
 
-Form = tuple[Any, ...]
 Geometry = tuple[Any, ...]
 
 
-def form(tensor: torch.Tensor) -> Form:
+def form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return how a tensor views the memory it begins at."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
@@ -225,11 +202,7 @@ def geometry(tensor: torch.Tensor) -> Geometry:
 
 
 def memory_keys(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
-    """
-    Return a key for each tensor: equal for two that view the same memory in the same way, even through different storages.
-
-    All of them have memory.
-    """
+    """Return a key for each tensor, which must have memory: equal for two that view the same memory in the same way."""
     starts = [tensor.data_ptr() for tensor in tensors]
     # Nearly all tensors are the only one at their address, and need no longer key.
     shared = {start for start, times in Counter(starts).items() if times > 1}
@@ -246,8 +219,19 @@ def runs(tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRun]:
         key = geometry(tensor)
         by_storage.setdefault(key[0], {}).setdefault(key, tensor)
     for views in by_storage.values():
-        for group in _groups(list(views.values())):
-            yield _run(group)
+        groups: list[list[torch.Tensor]] = []
+        end = 0
+        for tensor in sorted(views.values(), key=extent):
+            start, stop = extent(tensor)
+            if tensor.is_conj() or tensor.is_neg():  # it has other values than its bytes, so a copy cannot stay a view
+                yield MemoryRun([tensor], start, stop, whole=False)
+            elif groups and start < end:
+                groups[-1].append(tensor)
+                end = max(end, stop)
+            else:
+                groups.append([tensor])
+                end = stop
+        yield from map(_run, groups)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -258,30 +242,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _run(group: list[torch.Tensor]) -> MemoryRun:
-    bounds = [extent(tensor) for tensor in group]
-    start, stop = min(low for low, _ in bounds), max(high for _, high in bounds)
+    start, stop = extent(group[0])[0], max(extent(tensor)[1] for tensor in group)
     if len(group) > 1:
         return MemoryRun(group, start - start % _ALIGNMENT, stop, whole=True)
-    [tensor] = group
     # Dense, or expanded from fewer elements: all bytes between its ends belong to it.
-    whole = not _resolved_by_copy(tensor) and (stop - start == tensor.nbytes or overlaps_itself(tensor))
-    return MemoryRun(group, start, stop, whole)
-
-
-def _groups(views: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group the tensors of one storage whose bytes lie between each other's."""
-    groups: list[list[torch.Tensor]] = []
-    end = 0
-    for view in sorted(views, key=extent):
-        begin, stop = extent(view)
-        if groups and begin < end and not _resolved_by_copy(view):
-            groups[-1].append(view)
-        else:
-            groups.append([view])
-        end = 0 if _resolved_by_copy(view) else max(end, stop)
-    return groups
-
-
-def _resolved_by_copy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has other values than its bytes, so that a copy cannot stay a view."""
-    return tensor.is_conj() or tensor.is_neg()
+    return MemoryRun(group, start, stop, whole=stop - start == group[0].nbytes or overlaps_itself(group[0]))

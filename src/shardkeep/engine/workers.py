@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from shardkeep.codecs.coded_store import BATCH
 from shardkeep.errors import CheckpointError, SaveCancelled
@@ -53,16 +53,12 @@ def window_for(
     return divide_budget(threads, budget_nbytes, window, coded=coded)[:2]
 
 
-class Scattered(Protocol):
+class Scattered:
     """Memory that is not one run of host bytes."""
 
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-    @property
-    def accelerator(self) -> int | None:
-        """The index of the accelerator it is on; None for host memory."""
+    nbytes: int
+    accelerator: int | None = None
+    """The index of the accelerator it is on; None for host memory."""
 
     def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
         """
@@ -70,23 +66,28 @@ class Scattered(Protocol):
 
         With `queued`, a copy from an accelerator is only queued on its current stream.
         """
+        raise NotImplementedError
 
     def write(self, box: Box, data: memoryview, shape: Ints, part: Box) -> None:
         """Fill `box` from `part` of row-major elements of this shape."""
+        raise NotImplementedError
 
-    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:  # noqa: ARG002
         """
         Fill box `target` with what `data` holds of box `source` of a row-major chunk of this shape.
 
         `data` begins `at` bytes after the start of the chunk, or before it. Returns False, and does nothing, if only `write`
         can do it.
         """
+        return False
 
-    def run_of(self, box: Box) -> int | None:
+    def run_of(self, box: Box) -> int | None:  # noqa: ARG002
         """Return where the bytes of a box begin in its row-major form, if `write_run` can fill them at once."""
+        return None
 
     def write_run(self, start: int, data: memoryview) -> None:
         """Fill bytes from `start` on; on an accelerator this is only queued, and needs `data` until `wait` returns."""
+        raise NotImplementedError
 
     def wait(self) -> None:
         """Wait for what this thread has queued on its accelerator, for any memory."""
@@ -118,18 +119,13 @@ def divide_budget(
     """
     Divide a budget: fewer threads and smaller windows if it is small, but at least one thread with a small window.
 
-    Args:
-        threads: how many there may be.
-        budget_nbytes: memory for all of them together.
-        window: the largest one.
-        coded: bytes go through codecs.
-        part_nbytes: what a store keeps of each open file until it can be sent; 0: it keeps nothing.
-
+    `coded`: bytes go through codecs. `part_nbytes`: what a store keeps of each open file until it can be sent; 0: nothing.
     """
 
     def held(count: int, nbytes: int) -> int:
         """Return what `count` threads with windows of `nbytes` hold, without the room."""
-        each = nbytes + (_codec_nbytes(nbytes) if coded else 0)
+        # Frames that go through two codecs take three copies, and scratch space.
+        each = nbytes + (4 * min(nbytes, BATCH * FRAME_NBYTES) + FRAME_NBYTES if coded else 0)
         if not part_nbytes:
             return count * (each + nbytes)  # the store may read or write through a buffer of its own
         # Each thread may be assembling a part of another file, and one of these is in the room.
@@ -140,9 +136,8 @@ def divide_budget(
 
     def fitting(nbytes: int) -> int:
         """Return how many threads with windows of `nbytes` fit."""
-        counts = range(threads, 0, -1)
-        rooms = ((count if copied else 1) * part_nbytes for count in counts)
-        return next((n for n, room in zip(counts, rooms, strict=True) if held(n, nbytes) + room <= budget_nbytes), 0)
+        sizes = ((n, held(n, nbytes) + (n if copied else 1) * part_nbytes) for n in range(threads, 0, -1))
+        return next((n for n, size in sizes if size <= budget_nbytes), 0)
 
     sizes = [window]
     while sizes[-1] > MIN_WINDOW_NBYTES:
@@ -165,11 +160,6 @@ def budget_for_store(store: object, threads: int, budget_nbytes: int, *, coded: 
     )
 
 
-def _codec_nbytes(window: int) -> int:
-    """Return what a thread holds beyond a window while its frames go through two codecs: three copies, and scratch space."""
-    return 4 * min(window, BATCH * FRAME_NBYTES) + FRAME_NBYTES
-
-
 class FollowUpError(CheckpointError):
     """Raised by a task that cannot be done because another task failed, whose error is the cause."""
 
@@ -190,16 +180,10 @@ def run_workers(
     If a task fails, no other task is started, those in progress end, and the first exception is raised. The cancel scope of
     the caller is then cancelled too. If that scope is no longer wanted, SaveCancelled is raised.
 
-    Args:
-        tasks: taken one by one.
-        work: does a task; returns whether it waited for a device. Threads that do not wait only get in each other's way if
-            there are more than cores, so these leave.
-        threads: how many.
-        buffer_nbytes: the size of the buffers.
-        lend: makes a buffer, on the thread that uses it; by default of ordinary memory.
-        stop: set on a failure, or when the caller is interrupted; long tasks should check it.
-        on_stop: called then, for tasks that cannot check it. It must neither wait nor raise, and may be called again.
-
+    `work` returns whether it waited for a device: threads that do not wait only get in each other's way if there are more than
+    cores, so these leave. `lend` makes a buffer, on the thread that uses it; by default of ordinary memory. `stop` is set on a
+    failure, or when the caller is interrupted; long tasks should check it. `on_stop` is called then, for tasks that cannot
+    check it; it must neither wait nor raise, and may be called again.
     """
     scope = current_scope()
     queue = iter(tasks)
@@ -209,14 +193,9 @@ def run_workers(
     changed, at_work = threading.Condition(), 0
     surplus = max(0, threads - max(1, cores() // local_ranks()))
 
-    def next_task() -> Iterator[T]:
-        while not stop.is_set():
-            with lock:
-                try:
-                    task = next(queue)
-                except StopIteration:
-                    return
-            yield task
+    def next_task() -> T | None:
+        with lock:
+            return None if stop.is_set() else next(queue, None)
 
     def leaves() -> bool:
         nonlocal surplus
@@ -230,7 +209,7 @@ def run_workers(
         with changed:
             at_work += 1
         try:
-            for task in next_task():
+            while (task := next_task()) is not None:
                 if buffer is None:
                     buffer = lend() if lend else aligned_buffer(buffer_nbytes)
                 waited = work(task, buffer)
@@ -272,7 +251,6 @@ def run_workers(
 
 Lend = Callable[[], memoryview]
 """Returns the window of the calling thread."""
-Events = dict["torch.device", "torch.Event"]
 
 
 @contextmanager
@@ -292,8 +270,11 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
 
     from shardkeep.engine.pools import staging_memory  # noqa: PLC0415 - it imports torch
 
-    indices = list(dict.fromkeys(each.accelerator for each in on_accelerators if each.accelerator is not None))
-    after = _events_now(indices)
+    kind = torch.accelerator.current_accelerator(True)
+    indices = dict.fromkeys(each.accelerator for each in on_accelerators if each.accelerator is not None)
+    devices = [torch.device(kind.type, index) for index in indices] if kind else []
+    # After what this thread has queued so far.
+    after = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
     ring = staging_memory().ring
     per_buffer = ring.buffer_nbytes // nbytes
     pins = per_buffer > 0 and sum(each.nbytes for each in on_accelerators) >= _WORTH_PINNING_NBYTES
@@ -306,9 +287,13 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
     numbers = count()
 
     def lend() -> memoryview:
-        torch.accelerator.set_device_index(indices[0])
+        torch.accelerator.set_device_index(next(iter(indices)))
         with lock:
-            _use_own_stream(next(numbers), after)
+            number = next(numbers)
+            for device, event in reversed(after.items()):
+                stream = _stream(os.getpid(), device, number)
+                stream.wait_event(event)
+                torch.accelerator.set_stream(stream)  # and its device, in the end the first
             # Never waits: the save that uses the ring now may be waiting for this very thread.
             if pins and not free and (buffer := ring.take(lambda: False)):
                 taken.append(buffer)
@@ -325,25 +310,6 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
 def _window(nbytes: int) -> memoryview:
     with allocating(f"a window of {nbytes >> 10} KiB", "allow less with Options(host_budget_bytes=...)"):
         return aligned_buffer(nbytes)
-
-
-def _events_now(indices: Iterable[int]) -> Events:
-    """Record an event after what this thread has queued so far on each of these accelerators."""
-    import torch  # noqa: PLC0415 - loaded, as there are tensors
-
-    kind = torch.accelerator.current_accelerator(True)
-    devices = [torch.device(kind.type, index) for index in indices] if kind else []
-    return {device: torch.accelerator.current_stream(device).record_event() for device in devices}
-
-
-def _use_own_stream(number: int, after: Events) -> None:
-    """Switch this thread, which has this number, to streams that come after these events, and to the first device."""
-    import torch  # noqa: PLC0415 - loaded, as there are tensors
-
-    for device, event in reversed(after.items()):
-        stream = _stream(os.getpid(), device, number)
-        stream.wait_event(event)
-        torch.accelerator.set_stream(stream)  # and its device
 
 
 @cache  # always the same few streams, because torch caches memory for each stream

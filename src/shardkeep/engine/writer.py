@@ -81,6 +81,11 @@ class Window(NamedTuple):
     stop: int
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Identifies it among the windows of a save."""
+        return self.job.name, self.start
+
+    @property
     def nbytes(self) -> int:
         """Its size."""
         return self.stop - self.start
@@ -96,41 +101,18 @@ class Window(NamedTuple):
         first = int(np.searchsorted(self.job.start, self.start, "right")) - 1
         return range(first, int(np.searchsorted(self.job.start, self.stop, "left")))
 
+    @property
+    def addresses(self) -> IntArray:
+        """The addresses of these sources."""
+        return self.job.address[self.rows.start : self.rows.stop]
+
 
 Take = Callable[[Window, memoryview], AbstractContextManager[memoryview]]
 """Gives the bytes of a window while the context lasts; the memory, of the size of a window, belongs to the writing thread."""
 
 
-class Sink(Protocol):
-    """Where windows go. Used by several threads."""
-
-    def begin(self, job: FileJob) -> BlobWriter:
-        """Begin a file."""
-
-    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
-        """
-        Write a window to its file, and return the digests of its blocks.
-
-        `own` is memory of the size of a window that only the calling thread uses.
-        """
-
-
-class HashingSink:
-    """A sink whose windows the calling thread hashes and writes to a store."""
-
-    def __init__(self, store: Creates, take: Take | None = None) -> None:
-        """`take` gives the bytes of a window; by default they are gathered when they are written."""
-        self._store = store
-        self._take = take or _gathered
-
-    def begin(self, job: FileJob) -> BlobWriter:
-        """Begin a file."""
-        return self._store.create(job.name, job.nbytes)
-
-    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
-        """Write a window, and return the digests of its blocks."""
-        with self._take(window, own) as data:
-            return hash_and_write(file, window.offset, data, window.job.block_nbytes)
+Put = Callable[[Window, BlobWriter, memoryview], bytes]
+"""Writes a window to its file, and returns the digests of its blocks. The memory is as for `Take`."""
 
 
 def hash_and_write(file: BlobWriter, offset: int, data: memoryview, block_nbytes: int) -> bytes:
@@ -149,26 +131,42 @@ class _FileInProgress:
 
 
 def write_files(
-    store: WritableStore, jobs: Sequence[FileJob], *, threads: int, window_nbytes: int, sink: Sink | None = None
+    store: WritableStore,
+    jobs: Sequence[FileJob],
+    *,
+    threads: int,
+    window_nbytes: int,
+    take: Take | None = None,
+    put: Put | None = None,
+    create: Callable[[FileJob], BlobWriter] | None = None,
+    on_written: Callable[[int], object] | None = None,
 ) -> list[bytes]:
     """
     Write all files, durable on return, and return the digests of each file's blocks.
 
-    By default, these threads gather, hash and write the windows; `sink` writes them in another way.
+    By default, these threads gather windows (else `take` does), hash and write them (`put`), to files that the store makes
+    (`create`). `on_written` is called with the size of each window that is written.
     """
-    # Not in host memory, and gathered here.
-    gathered = () if sink else [each for job in jobs for each in job.scattered.values()]
-    sink = sink or HashingSink(store)
+    gathered = () if take or put else [each for job in jobs for each in job.scattered.values()]
+    take, create = take or _gathered, create or (lambda job: store.create(job.name, job.nbytes))
+
+    def hash_and_put(window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        with take(window, own) as data:
+            return hash_and_write(file, window.offset, data, window.job.block_nbytes)
+
+    put = put or hash_and_put
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
         scope, begun = CancelScope(), list[str]()
         undo.callback(_remove_begun, store, begun)
-        tasks = _tasks(sink, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, scope)
+        tasks = _tasks(create, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, scope)
 
         def work(task: tuple[_FileInProgress, Window], buffer: memoryview) -> bool:
             file, window = task
-            found = sink.put(window, file.writer, buffer)
+            found = put(window, file.writer, buffer)
             at = window.start // file.job.block_nbytes * DIGEST_NBYTES
             file.job.digests[at : at + len(found)] = found
+            if on_written is not None:
+                on_written(window.nbytes)
             with file.lock:
                 file.windows_left -= 1
                 last = file.windows_left == 0
@@ -205,7 +203,12 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
 
 
 def _tasks(
-    sink: Sink, windows: Iterator[Window], window_nbytes: int, undo: ExitStack, begun: list[str], scope: CancelScope
+    create: Callable[[FileJob], BlobWriter],
+    windows: Iterator[Window],
+    window_nbytes: int,
+    undo: ExitStack,
+    begun: list[str],
+    scope: CancelScope,
 ) -> Iterator[tuple[_FileInProgress, Window]]:
     """Begin each file with the first of its windows, and note the names of all files that may exist then."""
     opened: dict[str, _FileInProgress] = {}
@@ -214,7 +217,7 @@ def _tasks(
         if job.name not in opened:
             # Only if no other file ever has this name: a cancelled upload may still appear, and is deleted then.
             with scope.active() if native.save_id_of(job.name) else contextlib.nullcontext():
-                writer = sink.begin(job)
+                writer = create(job)
             undo.callback(writer.abandon)
             begun.append(job.name)
             if job.sidecar:
@@ -227,28 +230,23 @@ def _tasks(
 
 def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
     """Remove finished files, which their writers' `abandon` does not remove, within a deadline."""
-    if not names:
-        return
+    batches = [names] if hasattr(store, "delete_all") else [[name] for name in names]
     waits = True
 
     def removed() -> None:
-        if hasattr(store, "delete_all"):
-            with contextlib.suppress(CheckpointError):
-                delete_all(store, names)
-            return
-        for name in names:
+        for batch in batches:
             try:
-                store.delete(name)
+                delete_all(store, batch)
             except CheckpointError:
                 if not waits:
                     return
 
     # A name that another save may use must not be deleted later. Files with a save id may: what is left of them is an orphan,
     # which a later save removes as long as the claim is there.
-    if all(map(native.save_id_of, names)):
-        waits = run_with_deadline(removed, f"remove {len(names)} files")
-    else:
+    if not all(map(native.save_id_of, names)):
         removed()
+    elif names:
+        waits = run_with_deadline(removed, f"remove {len(names)} files")
 
 
 @contextlib.contextmanager
@@ -259,11 +257,7 @@ def _gathered(window: Window, buffer: memoryview) -> Iterator[memoryview]:
 
 
 def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
-    """
-    Copy the bytes of a window out of the tensors they come from.
-
-    With `queued`, copies from accelerators are only queued on their current streams.
-    """
+    """Copy the bytes of a window out of its tensors; with `queued`, copies from accelerators are only queued."""
     job, start, stop = window
     first, last = window.rows.start, window.rows.stop
     base = address_of(into) - start

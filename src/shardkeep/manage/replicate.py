@@ -524,7 +524,7 @@ class Replicator:
         futures.wait(before)
         self._running_round = number
         if isinstance(saved, SaveHandle):
-            saved.wait_for_end()
+            saved.outcome()
         damaged: NotPromoted | None = None
         for turn in count():
             try:

@@ -59,6 +59,7 @@ from shardkeep.layouts.torch_values import (
     StorageReader,
     StorageWriter,
 )
+from shardkeep.options import per_process
 from shardkeep.storage.base import spec_of
 from shardkeep.storage.file_systems import file_system_at, file_system_for, store_of
 
@@ -97,11 +98,8 @@ class SaveFuture(Future[T]):
 
     def outcome(self) -> BaseException | None:
         """Wait, and return the failure, or None, without marking it as retrieved."""
-        return super().exception()
-
-    def wait_for_end(self) -> None:
-        """Wait for the save to end, without marking its outcome as retrieved."""
         wait_for_all([self])
+        return super().exception()
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
         """Set how the save ended; called by the queue."""
@@ -148,15 +146,12 @@ class GroupSaves:
             return box.pop()()  # taken out of its box: nothing here may hold the state when the future is done
 
 
-@functools.cache  # saves outlive the calls that began them; a forked process has none of its parent's threads
-def _group_saves_of_process(process_id: int) -> dict[str, GroupSaves]:
-    del process_id
-    return {}
+_all_group_saves = per_process(dict[str, GroupSaves])  # saves outlive the calls that began them
 
 
 def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
     """Return the saves of a group of ranks, or of this process only."""
-    lanes = _group_saves_of_process(os.getpid())
+    lanes = _all_group_saves()
     name = "alone" if is_alone(no_dist) else f"group {_name_of(group)}"
     return lanes[name] if name in lanes else lanes.setdefault(name, GroupSaves())
 

@@ -23,7 +23,7 @@ import torch
 from shardkeep.conversion.pipeline import FileParts, file_parts
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import Scattered
-from shardkeep.engine.writer import FileJob, Window, write_files
+from shardkeep.engine.writer import Window, write_files
 from shardkeep.errors import MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import MAX_HEADER_NBYTES
@@ -209,11 +209,12 @@ def write_hf_files(
             for name, tensors in laid
         ]
         tensors = [tensor for _, of_file in laid for tensor in of_file]
-        sink = _TensorSink(store, made, resolve)
+        sink = _TensorSink(made, resolve)
         for tensor in tensors:
             if not tensor.nbytes:  # no window has bytes of it
                 sink.check(tensor)
-        write_files(store, [file.job for file in made], threads=threads, window_nbytes=window_nbytes, sink=sink)
+        jobs = [file.job for file in made]
+        write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, put=sink.put)
         return {id(tensor.item): tensor.nbytes for tensor in tensors}
 
     try:
@@ -252,16 +253,11 @@ class _Resolved:
 class _TensorSink:
     """Takes windows from tensors and writes them, without digests: safetensors files hold none."""
 
-    def __init__(self, store: Store, files: Sequence[FileParts], resolve: Resolve) -> None:
-        self._store = store
+    def __init__(self, files: Sequence[FileParts], resolve: Resolve) -> None:
         self._parts = {file.job.name: file.parts for file in files}
         self._resolve = resolve
         self._lock = threading.Lock()  # a planner may not be used by several threads
         self._resolved: dict[int, _Resolved] = {}
-
-    def begin(self, job: FileJob) -> BlobWriter:
-        """Begin a file."""
-        return self._store.create(job.name, job.nbytes)
 
     def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
         """Write a window: from the memory of its tensor if it has one, else from a copy."""

@@ -22,7 +22,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any, NamedTuple
 
@@ -33,26 +33,14 @@ import torch
 import shardkeep
 from shardkeep.engine.codecs import FileCodecs
 from shardkeep.engine.pools import WINDOW_NBYTES, Arenas, Buffer, BufferPool, StagingMemory, staging_memory
-from shardkeep.engine.process import rpc
-from shardkeep.engine.process.rpc import SLOWEST_BYTES_PER_S, ChildKind, ChildProcess, Ready, WaitPolicy
-from shardkeep.engine.process.server import (
-    IGNORED_SIGNALS,
-    AbandonFile,
-    CancelSave,
-    CreateFile,
-    FileCodecSpec,
-    FinishFile,
-    WriteBytes,
-    WriterReply,
-    WriterRequest,
-    WriteRuns,
-    map_shared,
-)
+from shardkeep.engine.process import rpc, server
+from shardkeep.engine.process.rpc import CANCELLED_S, SLOWEST_BYTES_PER_S, ChildKind, ChildProcess, WaitPolicy
 from shardkeep.engine.staging import Staging
 from shardkeep.engine.workers import WorkerBudget, divide_budget
-from shardkeep.engine.writer import FileJob, Sink, Window
-from shardkeep.errors import CheckpointError, Failure, SaveCancelled, UnknownCodec, WriterDied, error_class
+from shardkeep.engine.writer import FileJob, Window
+from shardkeep.errors import CheckpointError, SaveCancelled, UnknownCodec, WriterDied, error_class
 from shardkeep.format.boxes import IntArray
+from shardkeep.options import per_process
 from shardkeep.storage.base import BlobWriter, Store, is_sequential, part_nbytes_of, preferred_requests, spec_of
 from shardkeep.storage.buffers import ALIGNMENT, address_of
 from shardkeep.storage.cancel import current_scope
@@ -90,39 +78,22 @@ class WriterTraceback(CheckpointError):
 
 
 class WriterProcess(ChildProcess):
-    """
-    The process that writes.
-
-    It runs a program of its own: nothing of the training process is copied, and `__main__` is not imported. Requests may be
-    sent at once; they wait in the pipes until it is ready.
-    """
+    """The process that writes: a program of its own, without `__main__`. Requests may be sent before it is ready."""
 
     def __init__(self, memory: int, pipes: int) -> None:
         """Start the process, which writes from the memory file of this descriptor; raises WriterDied if that fails."""
         super().__init__(functools.partial(_spawn, memory), pipes=pipes, kind=_KIND)
 
-    def ask(self, request: WriterRequest, policy: WaitPolicy, *, more_s: float = 0.0) -> WriterReply:
-        """
-        Send a request, and return the reply.
-
-        Raises:
-            WriterDied: the process died, or did not answer and was ended.
-            CheckpointError: what the request raised there.
-
-        """
+    def ask(self, request: server.WriterRequest, policy: WaitPolicy, *, more_s: float = 0.0) -> server.WriterReply:
+        """Send a request, and return the reply; raises WriterDied, or what the request raised there."""
         message = msgspec.msgpack.encode(request)
-
-        def send(pipe: socket.socket, ready: Ready) -> None:
-            rpc.send(pipe, message, ready)
-
-        reply = msgspec.msgpack.decode(self.call(send, policy, more_s=more_s), type=WriterReply)
-        if reply.failure is not None:
-            raise _error_of(reply.failure) from WriterTraceback(reply.failure.trace)
+        raw = self.call(lambda pipe, ready: rpc.send(pipe, message, ready), policy, more_s=more_s)
+        reply = msgspec.msgpack.decode(raw, type=server.WriterReply)
+        if (failure := reply.failure) is not None:
+            kind = error_class(failure.kind)
+            text = failure.message if kind.__name__ == failure.kind else f"{failure.kind}: {failure.message}"
+            raise kind(text, hint=failure.hint, **failure.details) from WriterTraceback(failure.trace)
         return reply
-
-    def cancel(self, name: str) -> None:
-        """Cancel the save that a file belongs to; neither waits nor raises."""
-        self.notify(msgspec.msgpack.encode(CancelSave(name)))
 
 
 def _spawn(memory: int, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
@@ -135,7 +106,8 @@ def _spawn(memory: int, sockets: Sequence[socket.socket]) -> subprocess.Popen[by
     notices, *pipes = (each.fileno() for each in sockets)
     program = _PROGRAM.format(path=ascii(path), pipes=pipes, notices=notices, memory=memory, parent=os.getpid())
     flags: list[str] = _subprocess._args_from_interpreter_flags()  # as multiprocessing starts its processes
-    with _signals_blocked():  # until the process can ignore them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, server.IGNORED_SIGNALS)  # until the process can ignore them
+    try:
         return subprocess.Popen(  # noqa: S603 - ourselves
             [os.fsdecode(executable), *flags, "-c", program],
             stdin=subprocess.DEVNULL,
@@ -143,21 +115,8 @@ def _spawn(memory: int, sockets: Sequence[socket.socket]) -> subprocess.Popen[by
             pass_fds=[notices, *pipes, memory],
             start_new_session=True,  # so that a terminal's signals do not reach it
         )
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _error_of(failure: Failure) -> CheckpointError:
-    kind = error_class(failure.kind)
-    text = failure.message if kind.__name__ == failure.kind else f"{failure.kind}: {failure.message}"
-    return kind(text, hint=failure.hint, **failure.details)
 
 
 class Region(NamedTuple):
@@ -174,13 +133,7 @@ class SharedMemory:
     """Buffers that the writer process can map: regions of one memory file, so that one descriptor is enough. Thread-safe."""
 
     def __init__(self) -> None:
-        """
-        Make an empty memory file.
-
-        Raises:
-            CheckpointError: this system has no memory files.
-
-        """
+        """Make an empty memory file."""
         if not hasattr(os, "memfd_create"):
             raise CheckpointError(
                 'writer="process" needs memory files (memfd_create), which this system does not have',
@@ -190,7 +143,8 @@ class SharedMemory:
             self.fd = os.memfd_create("shardkeep", os.MFD_CLOEXEC | _NOEXEC)
         except OSError:  # an older kernel, without that flag
             self.fd = os.memfd_create("shardkeep", os.MFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self.fd)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        """Closes the memory file; buffers stay valid."""
         self._end = 0
         self._regions: list[Region] = []
         self._freed: deque[Region] = deque()
@@ -204,7 +158,7 @@ class SharedMemory:
             offset = self._end
             os.ftruncate(self.fd, offset + rounded)
             self._end += rounded
-        view = map_shared(self.fd, offset, rounded, owned=True)
+        view = server.map_shared(self.fd, offset, rounded, owned=True)
         region = Region(address_of(view), rounded, offset)
         # Noted before the region is unmapped, because something else may lie at its address afterwards; and without the
         # lock, because the thread that frees the region may hold it.
@@ -213,33 +167,31 @@ class SharedMemory:
             insort(self._living(), region)
         return Buffer(view[:nbytes], torch.frombuffer(view, dtype=torch.uint8)[:nbytes])
 
-    def region_of(self, start: int, stop: int) -> Region | None:
-        """Return the region that holds these addresses."""
+    def locate(self, starts: IntArray, sizes: IntArray) -> SharedRuns | None:
+        """Return where runs of bytes are, if all of them are in one region."""
+        first, end = int(starts.min()), int((starts + sizes).max())
         with self._lock:
             regions = self._living()
-            at = bisect_right(regions, start, key=lambda region: region.address) - 1
-            found = regions[at] if at >= 0 else None
-        return found if found and stop <= found.address + found.nbytes else None
+            at = bisect_right(regions, first, key=lambda region: region.address) - 1
+            region = regions[at] if at >= 0 else None
+        return SharedRuns(region, starts, sizes) if region and end <= region.address + region.nbytes else None
+
+    def locate_window(self, window: Window) -> SharedRuns | None:
+        """Return where the bytes of a window are, if all of them are in one region."""
+        job, rows, addresses = window.job, window.rows, window.addresses
+        if not addresses.all():
+            return None
+        begins = job.start[rows.start : rows.stop]
+        ends = np.append(job.start[rows.start + 1 : rows.stop + 1], job.data_nbytes)[: len(begins)]
+        low = np.maximum(begins, window.start)
+        sizes = np.minimum(ends, window.stop) - low
+        some = sizes > 0
+        return self.locate((addresses + low - begins)[some], sizes[some])
 
     def _living(self) -> list[Region]:
         while self._freed:
             self._regions.remove(self._freed.popleft())
         return self._regions
-
-    def close(self) -> None:
-        """Close the memory file; buffers stay valid."""
-        self._close()
-
-
-class WriteTarget(NamedTuple):
-    """Where files go."""
-
-    store: Store
-    """As this process has it."""
-    spec: StoreSpec
-    """As the writer process opens it."""
-    room_nbytes: int = 0
-    """Memory for what the store copies on the way; 0: what the store has for all files together."""
 
 
 class SharedRuns(NamedTuple):
@@ -251,50 +203,40 @@ class SharedRuns(NamedTuple):
     sizes: IntArray
 
 
+@dataclass(frozen=True)
 class ProcessSink:
-    """A sink whose windows the writer process hashes and writes."""
+    """What `write_files` needs so that the writer process hashes and writes the windows."""
 
-    def __init__(
-        self,
-        client: WriterSession,
-        memory: SharedMemory,
-        target: WriteTarget,
-        staging: Staging,
-        codecs: FileCodecs | None,
-    ) -> None:
-        self._codecs = codecs
-        self._client = client
-        self._memory = memory
-        self._target = target
-        self._staging = staging
+    session: WriterSession
+    staging: Staging
+    codecs: FileCodecs | None
+    room_nbytes: int
+    """Memory for what the store copies on the way; 0: what the store has for all files together."""
 
-    def begin(self, job: FileJob) -> BlobWriter:
+    def create(self, job: FileJob) -> BlobWriter:
         """Begin a file."""
         try:
-            return _ProcessFile(self._client, self._target, job, self._codecs)
+            return _ProcessFile(self.session, job, self.codecs, self.room_nbytes)
         except BaseException:
             # The file may exist or not, and is in no list that is cleaned up later.
             with contextlib.suppress(CheckpointError):
-                self._target.store.delete(job.name)
+                self.session.store.delete(job.name)
             raise
 
     def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
         """Have a window written, and return the digests of its blocks."""
-        self._staging.check_wanted()
-        runs = shared_runs(window, self._memory)
-        if runs is not None:
+        self.staging.check_wanted()
+        memory = self.session.shared
+        if runs := memory.locate_window(window):
             return self._write(window, file, runs)
-        with self._staging.take(window, own) as data:
-            start = address_of(data)
-            region = self._memory.region_of(start, start + len(data))
-            if region is None:  # unreachable: windows are staged in shared memory
-                raise CheckpointError("a window does not lie in shared memory")
-            return self._write(window, file, SharedRuns(region, np.array([start]), np.array([len(data)])))
+        with self.staging.take(window, own) as data:
+            runs = memory.locate(np.array([address_of(data)]), np.array([len(data)]))
+            return self._write(window, file, runs)
 
-    def _write(self, window: Window, file: BlobWriter, runs: SharedRuns) -> bytes:
-        if not isinstance(file, _ProcessFile):  # unreachable: `begin` made it
-            raise TypeError(type(file))
-        request = WriteRuns(
+    def _write(self, window: Window, file: BlobWriter, runs: SharedRuns | None) -> bytes:
+        if runs is None or not isinstance(file, _ProcessFile):  # unreachable: windows are staged in shared memory
+            raise CheckpointError("a window does not lie in shared memory")
+        request = server.WriteRuns(
             file.number,
             window.offset,
             window.job.block_nbytes,
@@ -303,24 +245,24 @@ class ProcessSink:
             (runs.starts - runs.region.address).astype(np.int64).tobytes(),
             runs.sizes.astype(np.int64).tobytes(),
         )
-        return self._client.ask(request).digests
+        return self.session.ask(request).digests
 
 
 class _ProcessFile:
     """A file that the writer process writes."""
 
-    def __init__(self, client: WriterSession, target: WriteTarget, job: FileJob, codecs: FileCodecs | None) -> None:
-        self._client = client
+    def __init__(self, session: WriterSession, job: FileJob, codecs: FileCodecs | None, room_nbytes: int) -> None:
+        self._session = session
         self._nbytes = job.nbytes
         self._name = job.name
         self._codecs = codecs
         self._over = False
         if (scope := current_scope()) is not None:
             scope.on_cancel(self.give_up)
-        codec_spec = codecs.spec_of(job.name) if codecs else None
+        coded = codecs.spec_of(job.name) if codecs else None
+        spec = None if coded is None else server.FileCodecSpec(*coded)
         try:
-            coded = None if codec_spec is None else FileCodecSpec(*codec_spec)
-            self.number = client.ask(CreateFile(target.spec, job.name, job.nbytes, coded, target.room_nbytes)).file
+            self.number = session.ask(server.CreateFile(session.spec, job.name, job.nbytes, spec, room_nbytes)).file
         except UnknownCodec as error:
             error.hint = (
                 "the writer process does not run your program: register the codec by an entry point of a package, or"
@@ -331,13 +273,15 @@ class _ProcessFile:
     def give_up(self) -> None:
         """Let threads that wait for a reply about this file have it soon, because the save has failed."""
         if not self._over:
-            self._client.process.cancel(self._name)
+            self._session.process.notify(msgspec.msgpack.encode(server.CancelSave(self._name)))
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        self._client.ask(WriteBytes(self.number, offset, bytes(data)))
+        self._session.ask(server.WriteBytes(self.number, offset, bytes(data)))
 
     def finish(self, nbytes: int | None = None) -> None:
-        reply = self._client.ask(FinishFile(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes)
+        reply = self._session.ask(
+            server.FinishFile(self.number, nbytes), nbytes=self._nbytes if nbytes is None else nbytes
+        )
         self._over = True
         if reply.seal is not None and self._codecs is not None:
             self._codecs.seals[self._name] = reply.seal
@@ -346,23 +290,7 @@ class _ProcessFile:
         if not self._over:
             self._over = True
             with contextlib.suppress(CheckpointError):  # the process is gone: a later save deletes the files
-                self._client.ask(AbandonFile(self.number))
-
-
-def shared_runs(window: Window, memory: SharedMemory) -> SharedRuns | None:
-    """Return where the bytes of a window are, if all of them are in one region of shared memory."""
-    job, rows = window.job, window.rows
-    if not job.address[rows.start : rows.stop].all():
-        return None
-    begins = job.start[rows.start : rows.stop]
-    ends = np.append(job.start[rows.start + 1 : rows.stop + 1], job.data_nbytes)[: len(begins)]
-    low = np.maximum(begins, window.start)
-    sizes = np.minimum(ends, window.stop) - low
-    starts = job.address[rows.start : rows.stop] + low - begins
-    some = sizes > 0
-    starts, sizes = starts[some], sizes[some]
-    region = memory.region_of(int(starts.min()), int((starts + sizes).max()))
-    return None if region is None else SharedRuns(region, starts, sizes)
+                self._session.ask(server.AbandonFile(self.number))
 
 
 Wanted = Callable[[], bool]
@@ -377,30 +305,24 @@ class WriterSession:
     """Shared memory, to copy and to stage to."""
     process: WriterProcess
     shared: SharedMemory
-    target: WriteTarget
+    store: Store
+    """Where files go, as this process has it."""
+    spec: StoreSpec
+    """As the writer process opens it."""
     policy: WaitPolicy
     wanted: Wanted
 
     def budget(self, threads: int, budget_nbytes: int, *, coded: bool) -> WorkerBudget:
         """Return how many requests to make at a time, with which windows, and how much the other process may copy."""
-        store = self.target.store
-        threads = min(preferred_requests(store, threads), self.process.pipes)
-        part_nbytes = part_nbytes_of(store)
+        threads = min(preferred_requests(self.store, threads), self.process.pipes)
+        part_nbytes = part_nbytes_of(self.store)
         if not part_nbytes:
             return WorkerBudget(threads, WINDOW_NBYTES, 0)
         # Where a store has parts, a window has several of them, so that few threads make many requests.
         return divide_budget(threads, budget_nbytes, WINDOW_NBYTES, coded=coded, part_nbytes=part_nbytes)
 
-    def ask(self, request: WriterRequest, *, nbytes: int = 0) -> WriterReply:
-        """
-        Send a request, for which the process may have to make `nbytes` durable.
-
-        Raises:
-            WriterDied: the process died, or does not answer.
-            SaveCancelled: the save was cancelled, and the process died, or does not answer.
-            CheckpointError: what the request raised there.
-
-        """
+    def ask(self, request: server.WriterRequest, *, nbytes: int = 0) -> server.WriterReply:
+        """Send a request, for which the process may have to make `nbytes` durable."""
         try:
             return self.process.ask(request, self.policy, more_s=nbytes / SLOWEST_BYTES_PER_S)
         except WriterDied as error:
@@ -408,13 +330,13 @@ class WriterSession:
                 raise
             raise SaveCancelled("the save was cancelled before its files were written") from error
 
-    def sink(self, staging: Staging, codecs: FileCodecs | None, room_nbytes: int) -> Sink:
-        """Return where windows go, with which codecs, and with how much memory for what is copied on the way."""
-        return ProcessSink(self, self.shared, self.target._replace(room_nbytes=room_nbytes), staging, codecs)
+    def sink(self, staging: Staging, codecs: FileCodecs | None, room_nbytes: int) -> ProcessSink:
+        """Return where windows go."""
+        return ProcessSink(self, staging, codecs, room_nbytes)
 
     def filled_ahead(self, window: Window) -> bool:
         """Return whether a window must be staged, because the other process does not see its bytes."""
-        return shared_runs(window, self.shared) is None
+        return self.shared.locate_window(window) is None
 
 
 class WriterManager:
@@ -432,22 +354,17 @@ class WriterManager:
 
     @contextlib.contextmanager
     def session(self, store: Store, pipes: int, *, wanted: Wanted, timeout_s: float) -> Iterator[WriterSession]:
-        """
-        Use the process for one save; it is started, to answer `pipes` requests at a time, if there is none.
-
-        Raises CheckpointError if another process cannot open the store, and WriterDied if the process cannot be started.
-        """
-        target = WriteTarget(store, spec_of(store))
+        """Use the process for one save; it is started, to answer `pipes` requests at a time, if there is none."""
+        spec = spec_of(store)
         with self._lock:
             process, memory, shared = self._ready(pipes)
             self._ending = False
             self._saves.append(wanted)
-        policy = WaitPolicy(timeout_s, abandoned=lambda: self._abandon(process))
-        if is_sequential(store):
-            policy = replace(policy, cancelled_s=_REMOTE_CLEANUP_S)
+        cancelled_s = _REMOTE_CLEANUP_S if is_sequential(store) else CANCELLED_S
+        policy = WaitPolicy(timeout_s, cancelled_s, abandoned=lambda: self._abandon(process))
         with contextlib.ExitStack() as after:
             after.callback(self._release, wanted)
-            yield WriterSession(memory, process, shared, target, policy, wanted)
+            yield WriterSession(memory, process, shared, store, spec, policy, wanted)
 
     def memory(self) -> StagingMemory:
         """
@@ -518,12 +435,5 @@ class WriterManager:
         self._process = self._memory = self._shared = None
 
 
-@functools.cache  # outlives the calls that use it; a forked process must not touch its parent's
-def _manager_of(process_id: int) -> WriterManager:
-    del process_id
-    return WriterManager()
-
-
-def writer_manager() -> WriterManager:
-    """Return the manager of this process."""
-    return _manager_of(os.getpid())
+writer_manager = per_process(WriterManager)
+"""Returns the manager of this process."""

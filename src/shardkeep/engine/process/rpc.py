@@ -23,13 +23,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from shardkeep.errors import CheckpointError
 
 SLICE_S = 0.1
 """Between two checks of a wait. What it waits for wakes it at once."""
-_CANCELLED_S = 1.0
+CANCELLED_S = 1.0
 """What a healthy process usually needs for a request; a process that no save needs is cheap to replace."""
 MESSAGE_NBYTES = 4096
 """The longest message of `notify`."""
@@ -41,6 +41,7 @@ _SIZE = struct.Struct("!Q")
 
 Ready = Callable[[int], None]
 """Waits until a socket can be read (POLLIN) or written (POLLOUT)."""
+no_wait: Ready = lambda _event: None  # noqa: E731 - for sockets that block themselves
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class WaitPolicy:
     """How long a save waits for a reply."""
 
     timeout_s: float
-    cancelled_s: float = _CANCELLED_S
+    cancelled_s: float = CANCELLED_S
     """How long at least, before the process is ended because the save was cancelled."""
     abandoned: Callable[[], bool] = lambda: False
     """
@@ -70,18 +71,8 @@ class ReplyDeadline:
         self._waited_s = 0.0
         self._checked = time.monotonic()
 
-    def restart(self) -> None:
-        """Start again from zero: the process has answered another thread."""
-        self._waited_s = 0.0
-
     def check(self) -> None:
-        """
-        Count one slice of time without a reply.
-
-        Raises:
-            NoReply: the time is up.
-
-        """
+        """Count one slice of time without a reply; raises NoReply if the time is up."""
         now = time.monotonic()
         # A scheduler may stop a whole job and resume it hours later: that time does not count.
         self._waited_s += min(now - self._checked, 2 * SLICE_S)
@@ -93,11 +84,7 @@ class ReplyDeadline:
 
 
 def ready_within(pipe: socket.socket, watched: Sequence[int], deadline: ReplyDeadline) -> Ready:
-    """
-    Return a function that waits until a pipe can be used.
-
-    It raises EOFError when one of the `watched` descriptors shows that the other process has ended, and NoReply.
-    """
+    """Return a function that waits until a pipe can be used; it raises NoReply, and EOFError if one of `watched` ends."""
 
     def ready(event: int) -> None:
         poll = select.poll()
@@ -112,11 +99,6 @@ def ready_within(pipe: socket.socket, watched: Sequence[int], deadline: ReplyDea
     return ready
 
 
-def no_wait(event: int) -> None:
-    """Return at once: for sockets that block."""
-    del event
-
-
 def send(pipe: socket.socket, data: bytes | memoryview, ready: Ready = no_wait) -> None:
     """Send a message."""
     for part in (_SIZE.pack(len(data)), data) if len(data) > MESSAGE_NBYTES else (_SIZE.pack(len(data)) + data,):
@@ -128,13 +110,7 @@ def send(pipe: socket.socket, data: bytes | memoryview, ready: Ready = no_wait) 
 
 
 def receive(pipe: socket.socket, ready: Ready = no_wait) -> bytes:
-    """
-    Receive a message.
-
-    Raises:
-        EOFError: the other end was closed.
-
-    """
+    """Receive a message; raises EOFError if the other end was closed."""
     (nbytes,) = _SIZE.unpack(_receive_exactly(pipe, _SIZE.size, ready))
     return bytes(_receive_exactly(pipe, nbytes, ready))
 
@@ -154,23 +130,6 @@ def _receive_exactly(pipe: socket.socket, nbytes: int, ready: Ready) -> bytearra
     return data
 
 
-class Process(Protocol):
-    """A process that was started, as `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int:
-        """Its id."""
-
-    def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its exit code; raises subprocess.TimeoutExpired."""
-
-    def kill(self) -> None:
-        """Kill it."""
-
-
 class MultiprocessingProcess:
     """A `multiprocessing` process, with the methods of `subprocess.Popen`."""
 
@@ -184,13 +143,15 @@ class MultiprocessingProcess:
         code: int | None = self._process.exitcode
         return code
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         """Wait for its exit code."""
         self._process.join(timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
         return code
+
+
+Process = subprocess.Popen[bytes] | MultiprocessingProcess
 
 
 @dataclass(frozen=True)
@@ -274,11 +235,7 @@ class ChildProcess:
     def call(
         self, send_request: Callable[[socket.socket, Ready], None], policy: WaitPolicy, *, more_s: float = 0.0
     ) -> bytes:
-        """
-        Send a request by `send_request`, and return the reply, which may take `more_s` longer than usual.
-
-        Raises an error of the process's kind if it died, which is noticed as soon as it happens, or did not answer and was ended.
-        """
+        """Send a request, and return the reply, which may take `more_s` longer; an error of its kind if the process died."""
         pipe = self._free_pipe(policy)
         self._longest_more_s = max(self._longest_more_s, more_s)
         ready = ready_within(pipe, self._watched, ReplyDeadline(policy, more_s=more_s))
@@ -305,14 +262,12 @@ class ChildProcess:
 
     def _free_pipe(self, policy: WaitPolicy) -> socket.socket:
         """Wait for a pipe that is not in use."""
-        # The thread that uses one may be at a long request.
-        deadline, answered = ReplyDeadline(policy, more_s=self._longest_more_s), self._answered
+        answered = -1.0
         while self._died is None:
+            if answered != self._answered:  # by another thread; the thread that uses a pipe may be at a long request
+                deadline, answered = ReplyDeadline(policy, more_s=self._longest_more_s), self._answered
             with contextlib.suppress(queue.Empty):
                 return self._free.get(timeout=SLICE_S)
-            if answered != self._answered:
-                answered = self._answered
-                deadline.restart()
             try:
                 deadline.check()
             except NoReply as error:
@@ -330,7 +285,7 @@ class ChildProcess:
     def _how_it_died(self) -> CheckpointError:
         """Make sure that the process is gone, as it must not touch memory or files any more, and return the error to raise."""
         with self._lock:
-            return self._copy(self._died or self._note(describe_exit(self._reap(_GRACE_S)), self._kind.if_dead))
+            return self._copy(self._died or self._note(_describe_exit(self._reap(_GRACE_S)), self._kind.if_dead))
 
     def _end(self, why: str, hint: str) -> CheckpointError:
         """End the process if it has not ended, and return the error to raise."""
@@ -367,7 +322,7 @@ def _close_all(pipes: list[socket.socket], descriptors: list[int]) -> None:
         os.close(each)
 
 
-def describe_exit(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     """Describe the end of a process by its exit code."""
     if code is None:
         return "does not answer, and cannot be killed"

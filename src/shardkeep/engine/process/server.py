@@ -189,26 +189,25 @@ def main(pipes: Sequence[int], notices: int, memory: int, parent: int) -> NoRetu
     for pipe in pipes:
         threads.submit(_serve, socket.socket(fileno=pipe), files)
     threads.submit(_serve_notices, socket.socket(fileno=notices), files)
-    _wait_for_end_of(parent)
-    os._exit(0)
-
-
-def _wait_for_end_of(parent: int) -> None:
-    """Wait until a process is gone. The end of a pipe would not do: processes that it has forked may hold it open."""
+    # Until the parent is gone. The end of a pipe would not do: processes that the parent has forked may hold it open.
     watched: list[int] = []
     with contextlib.suppress(AttributeError, OSError):  # an old system: polls
         watched.append(os.pidfd_open(parent))
-    while os.getppid() == parent:
-        if select.select(watched, [], [], None if watched else _PARENT_POLL_S)[0]:
-            return
+    while os.getppid() == parent and not select.select(watched, [], [], None if watched else _PARENT_POLL_S)[0]:
+        pass
+    os._exit(0)
 
 
 def _serve(pipe: socket.socket, files: _Files) -> None:
     decoder = msgspec.msgpack.Decoder(WriterRequest)
-    buffer = _ThreadBuffer()
     try:
         while True:
-            send(pipe, msgspec.msgpack.encode(_answer(decoder.decode(receive(pipe)), files, buffer)))
+            request = decoder.decode(receive(pipe))
+            try:
+                reply = files.answer(request)
+            except Exception as error:  # noqa: BLE001 - raised in the training process
+                reply = WriterReply(failure=describe_error(error))
+            send(pipe, msgspec.msgpack.encode(reply))
     except (EOFError, OSError):
         os._exit(0)  # the training process has closed the pipe
     except BaseException:  # noqa: BLE001 - or that process would wait for a reply
@@ -221,26 +220,6 @@ def _serve_notices(notices: socket.socket, files: _Files) -> None:
     with notices, contextlib.suppress(OSError):  # the training process closes it before the pipes
         while message := notices.recv(MESSAGE_NBYTES):
             files.cancel_save_of(decoder.decode(message).name)
-
-
-def _answer(request: WriterRequest, files: _Files, buffer: _ThreadBuffer) -> WriterReply:
-    """Carry out a request. Whatever it raises becomes a reply."""
-    try:
-        return files.answer(request, buffer)
-    except Exception as error:  # noqa: BLE001 - raised in the training process
-        return WriterReply(failure=describe_error(error))
-
-
-class _ThreadBuffer:
-    """Memory of one thread, allocated when it is needed."""
-
-    def __init__(self) -> None:
-        self._view = memoryview(b"")
-
-    def of(self, nbytes: int) -> memoryview:
-        if len(self._view) < nbytes:
-            self._view = aligned_buffer(nbytes)
-        return self._view[:nbytes]
 
 
 @contextlib.contextmanager
@@ -263,18 +242,25 @@ class _File:
     """Shared by all files of its save."""
 
 
+class _ThreadMemory(threading.local):
+    """Memory of each thread."""
+
+    view = memoryview(b"")
+
+
 class _Files:
     """The files that are being written. Used by several threads."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
+        self._own = _ThreadMemory()
         self._mapped: dict[tuple[int, int], memoryview] = {}
         self._numbers = itertools.count(1)
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
         self._scopes: WeakValueDictionary[str, CancelScope] = WeakValueDictionary()
 
-    def answer(self, request: WriterRequest, buffer: _ThreadBuffer) -> WriterReply:
+    def answer(self, request: WriterRequest) -> WriterReply:
         """Carry out a request."""
         if isinstance(request, CreateFile):
             return self._create(request)
@@ -287,7 +273,7 @@ class _Files:
             return WriterReply()
         with _cancelling(file.scope):
             if isinstance(request, WriteRuns):
-                data = self._bytes_of(request, buffer)
+                data = self._bytes_of(request)
                 return WriterReply(digests=hash_and_write(file.writer, request.offset, data, request.block_nbytes))
             if isinstance(request, WriteBytes):
                 file.writer.write_at(request.offset, memoryview(request.data))
@@ -298,9 +284,12 @@ class _Files:
 
     def _create(self, request: CreateFile) -> WriterReply:
         chains = {} if request.codecs is None else {request.name: request.codecs.open()}
+        scope = CancelScope(budget=MemoryBudget(request.room_nbytes) if request.room_nbytes else None)
         with self._lock:  # one at a time: opening a store may change the environment
             store = EncodingStore(request.store.open(), chains)
-            scope = self._scope_of(request)
+            # Shared by the files of a save. A file without a save id has its own: its name may be reused.
+            if (save_id := native.save_id_of(request.name)) is not None:
+                scope = self._scopes.setdefault(save_id, scope)
         with _cancelling(scope), scope.active():
             writer = store.create(request.name, request.nbytes)
         number = next(self._numbers)
@@ -314,31 +303,22 @@ class _Files:
         if scope is not None:
             scope.cancel()
 
-    def _scope_of(self, request: CreateFile) -> CancelScope:
-        """Return the scope that the files of a save share. A file without a save id has its own: its name may be reused."""
-        scope = CancelScope(budget=MemoryBudget(request.room_nbytes) if request.room_nbytes else None)
-        save_id = native.save_id_of(request.name)
-        return scope if save_id is None else self._scopes.setdefault(save_id, scope)
-
-    def _bytes_of(self, request: WriteRuns, buffer: _ThreadBuffer) -> memoryview:
+    def _bytes_of(self, request: WriteRuns) -> memoryview:
         """Return the runs end to end: a single one as it lies, several as a copy."""
-        region = self._region(request.region, request.region_nbytes)
+        key = request.region, request.region_nbytes
+        region = self._mapped.get(key)
+        if region is None:  # mapped once: mapping is cheap, but then each of its pages faults again
+            if len(self._mapped) >= _MOST_MAPPED:  # most of them were freed by the training process since
+                self._mapped = {}
+            region = self._mapped[key] = map_shared(self._memory, *key, owned=False)
         starts: list[int] = np.frombuffer(request.starts, np.int64).tolist()
         sizes: list[int] = np.frombuffer(request.sizes, np.int64).tolist()
         if len(starts) == 1:
             return region[starts[0] : starts[0] + sizes[0]]
-        data = buffer.of(sum(sizes))
-        at = 0
+        if len(self._own.view) < sum(sizes):
+            self._own.view = aligned_buffer(sum(sizes))
+        data, at = self._own.view[: sum(sizes)], 0
         for start, size in zip(starts, sizes, strict=True):
             copy(data[at : at + size], region[start : start + size])
             at += size
         return data
-
-    def _region(self, offset: int, nbytes: int) -> memoryview:
-        """Map a region once: mapping is cheap, but then each of its pages faults again."""
-        region = self._mapped.get((offset, nbytes))
-        if region is None:
-            if len(self._mapped) >= _MOST_MAPPED:  # most of them were freed by the training process since
-                self._mapped = {}
-            region = self._mapped[offset, nbytes] = map_shared(self._memory, offset, nbytes, owned=False)
-        return region
