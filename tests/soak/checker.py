@@ -45,18 +45,7 @@ class Checker:
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """
-        Read nothing yet.
-
-        Args:
-            ground: the root.
-            ledger: what ranks wrote down.
-            kinds: the tensors of every checkpoint.
-            far: whether it is the root to which checkpoints are promoted.
-            options: how shardkeep opens it.
-            environment: how its command does.
-
-        """
+        """Compare a root, to which checkpoints are promoted if `far`, with what ranks wrote down."""
         self._ground = ground
         self._ledger = ledger
         self._kinds = kinds
@@ -71,16 +60,10 @@ class Checker:
 
     def check(self, *, tidy: bool, died_since_tidy: int = 0, afresh: bool = False) -> list[Made]:
         """
-        Check everything, and return what is committed, the newest first.
+        Check everything, what was read before only if `afresh`; return what is committed, the newest first.
 
-        Args:
-            tidy: the last job ended well: nothing is there but what is kept.
-            died_since_tidy: jobs since then that may have left something behind.
-            afresh: read again what was read before.
-
-        Raises:
-            Damage: something is wrong.
-
+        `tidy`: the last job ended well, so nothing is there but what is kept. Otherwise `died_since_tidy` jobs may have left
+        something behind.
         """
         self._ledger.update()
         if afresh:

@@ -46,18 +46,7 @@ class Soak:
         short: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
-        """
-        Begin nothing yet.
-
-        Args:
-            folder: is filled with the root and with logs.
-            seed: decides what happens.
-            store: where the root is.
-            server: where buckets are, if there are any.
-            short: processes are started as rarely as can be.
-            say: called after each round.
-
-        """
+        """Fill a folder with the root and with logs, as the seed decides; `short` starts processes as rarely as can be."""
         self.scene = Scene.of(store, folder, server)
         self._folder = folder
         self._logs = folder / "logs"
@@ -88,13 +77,7 @@ class Soak:
         self._threads.shutdown()
 
     def round(self, number: int) -> None:
-        """
-        Make a round.
-
-        Raises:
-            Damage: something was lost, is wrong or stays for ever; says how to do this round again.
-
-        """
+        """Make a round; raise `Damage`, which says how to do it again, if something was lost, is wrong or stays for ever."""
         if self.scene.store == "local":
             this = round_of(self._seed, number, short=self._short)
         else:
@@ -158,7 +141,10 @@ class Soak:
             elif this.chaos.endswith("at an operation"):
                 self._kill_the_others(this, plan, running)
                 self.kills[this.chaos] += any(each.died for each in running.result())
-        return self._ended_well(running) if this.chaos == "calm" else self._ended(running)
+        ended = self._ended(running)
+        if this.chaos == "calm" and (bad := [each for each in running.result() if each.value != "done"]):
+            raise Damage(f"a calm job ended with {bad}")
+        return ended
 
     def _two_jobs(self, this: Round, proxy: Proxy | None) -> list[str]:
         with self._job(this, 0, this.world, proxy) as (plan, first):
@@ -199,18 +185,11 @@ class Soak:
         self._young = plan.keep_hours is not None or (self._young and this.chaos != "calm")
 
     def _ended(self, running: Running) -> list[str]:
-        words = _words(running)
         for outcome in running.result():
             if outcome.error is not None:
                 raise Damage(f"rank {outcome.rank}: {outcome.trace}")
-        return words
-
-    def _ended_well(self, running: Running) -> list[str]:
-        """Insist that nothing went wrong where nothing was made to."""
-        ended = self._ended(running)
-        if bad := [each for each in running.result() if each.value != "done"]:
-            raise Damage(f"a calm job ended with {bad}")
-        return ended
+        said = Counter(each.value or each.died.partition("\n")[0] or "raised" for each in running.result())
+        return [f"{word}x{count}" for word, count in said.items()]
 
     # -- kills ---------------------------------------------------------------------------------------------------
 
@@ -299,14 +278,6 @@ class Soak:
         wanted, _ = kept([*near, *self.ledger.promoted.values(), *far])
         if lacking := wanted & set(near) - set(far):
             raise Damage(f"{lacking} were not promoted, and the job has ended well")
-
-
-def _words(running: Running) -> list[str]:
-    error = running.exception()
-    if error is not None:
-        return [type(error).__name__]
-    said = Counter(each.value or each.died.partition("\n")[0] or "raised" for each in running.result())
-    return [f"{word}x{count}" for word, count in said.items()]
 
 
 def _runs(pid: int) -> bool:

@@ -22,15 +22,9 @@ def options_by(server: S3Server, proxy: Proxy) -> dict[str, Any]:
 
 def rules_of(seed: str, *, rate: float, storm: bool, misread: bool, at_part: int | None) -> list[Rule]:
     """
-    Say what goes wrong.
+    Say what goes wrong: with which rate of requests, and which upload (`at_part`) waits for ever in its second part.
 
-    Args:
-        seed: whatever.
-        rate: of requests that do.
-        storm: the service has enough for a while, and answers nothing but that.
-        misread: answers may be changed on the way, too.
-        at_part: which upload waits for ever in its second part.
-
+    In a `storm` the service answers for a while that it has enough; `misread` answers may be changed on the way.
     """
     dice = random.Random(seed)
     rules: list[Rule] = []

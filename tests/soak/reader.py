@@ -80,13 +80,7 @@ def _record_of(data: bytes, name: str) -> dict[str, Any]:
 
 
 def read(ground: Ground, name: str, kinds: dict[str, Kind]) -> Found | None:
-    """
-    Read the checkpoint of a place, which must have these tensors, and check every byte of it; None where there is none.
-
-    Raises:
-        Broken: there is one, and something is wrong with it.
-
-    """
+    """Read the checkpoint of a place, which must have these tensors, and check every byte of it; None where there is none."""
     data, place = ground.get(name, RECORD), _Place(ground, name)
     if data is None:
         return None

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+import pytest
+
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.layouts import native, orphans
 from shardkeep.storage.base import BlobInfo, Store
@@ -27,16 +29,7 @@ class Luck:
     """Decides, by a seed, what becomes of each operation. Used by several threads."""
 
     def __init__(self, seed: str, *, rate: float, dies_at: int | None, on_fault: Callable[[str], None]) -> None:
-        """
-        Begin.
-
-        Args:
-            seed: whatever.
-            rate: of operations that fail.
-            dies_at: the operation, from 0, in which this process is killed.
-            on_fault: called with each fault.
-
-        """
+        """Let a rate of operations fail, and kill this process in operation number `dies_at`."""
         self._random = random.Random(seed)
         self._rate = rate
         self._dies_at = dies_at
@@ -167,16 +160,8 @@ def wrong_clock(clock: JumpyClock | None) -> Iterator[None]:
     if clock is None:
         yield
         return
-    patched: list[tuple[Any, str, Any]] = [
-        (native, "time", clock),
-        (native, "datetime", clock),
-        (orphans, "time", clock),
-    ]
-    before = [getattr(module, name) for module, name, _ in patched]
-    for module, name, value in patched:
-        setattr(module, name, value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "time", clock)
+        patch.setattr(native, "datetime", clock)
+        patch.setattr(orphans, "time", clock)
         yield
-    finally:
-        for (module, name, _), value in zip(patched, before, strict=True):
-            setattr(module, name, value)

@@ -24,16 +24,7 @@ KINDS: tuple[Chaos, ...] = (
 )
 SHORT_KINDS: tuple[Chaos, ...] = (*KINDS, *KINDS[:3], *KINDS[:3], "machine at an operation")
 """Where there is little time: rather more kills."""
-S3_KINDS: tuple[Chaos, ...] = (
-    "rank",
-    "rank at an operation",
-    "machine",
-    "machine at an operation",
-    "writer",
-    "network",
-    "rivals",
-    "clock",
-)
+S3_KINDS: tuple[Chaos, ...] = tuple("network" if kind == "disk" else kind for kind in KINDS)
 TIERS_KINDS: tuple[Chaos, ...] = (*S3_KINDS, "disk", "near lost")
 CALM_EVERY, SHORT_CALM_EVERY = 3, 4
 """Rounds; a calm job tidies up what the others left."""
@@ -101,20 +92,9 @@ def round_of(seed: int, number: int, *, short: bool) -> Round:
         how["keep_hours"] = 0.001
     if how.get("rate") or how.get("dies_at"):
         how["writer"] = "thread"  # another process writes to a plain store
-    return Round(
-        number=number,
-        chaos=chaos,
-        world=world,
-        steps=dice.randrange(3, 8) if calm else dice.randrange(10, 20 if short else 60),
-        how=how,
-        victim=victim,
-        after_steps=dice.choice([0, 1, 1, 3, 8]),
-        after_s=dice.uniform(0.0, 0.1),
-        orphans_s=None if alone else dice.uniform(0.0, 0.2),
-        store_on=dice.choice(["parent", "parent", "rank0"]),
-        takeover=dice.random() < 0.6,
-        rival_world=dice.choice([1, 2]),
-    )
+    steps = dice.randrange(3, 8) if calm else dice.randrange(10, 20 if short else 60)
+    about: dict[str, Any] = {"number": number, "chaos": chaos, "world": world, "victim": victim}
+    return Round(**about, steps=steps, how=how, **_moments(dice, [0, 1, 1, 3, 8], 0.1, alone=alone))
 
 
 def bucket_round_of(seed: int, number: int, store: StoreKind, *, short: bool) -> Round:
@@ -155,22 +135,21 @@ def bucket_round_of(seed: int, number: int, store: StoreKind, *, short: bool) ->
         how["writer"] = "thread"  # another process writes to a plain store
     if chaos == "clock":
         how |= {"jumps": True, "keep_hours": 0.001}
-    return Round(
-        number=number,
-        chaos=chaos,
-        world=world,
-        steps=dice.randrange(3, 6) if calm else dice.randrange(4, 8 if short else 15),
-        how=how,
-        victim=victim,
-        after_steps=dice.choice([0, 1, 1, 3]),
-        after_s=dice.uniform(0.0, 0.3),
-        orphans_s=None if alone else dice.uniform(0.0, 0.2),
-        store_on=dice.choice(["parent", "parent", "rank0"]),
-        takeover=dice.random() < 0.6,
-        rival_world=dice.choice([1, 2]),
-        network=network,
-        at_request=at_request,
-    )
+    steps = dice.randrange(3, 6) if calm else dice.randrange(4, 8 if short else 15)
+    about: dict[str, Any] = {"number": number, "chaos": chaos, "world": world, "victim": victim, "network": network}
+    moments = _moments(dice, [0, 1, 1, 3], 0.3, alone=alone)
+    return Round(**about, steps=steps, how=how, at_request=at_request, **moments)
+
+
+def _moments(dice: random.Random, after_steps: list[int], most_s: float, *, alone: bool) -> dict[str, Any]:
+    return {
+        "after_steps": dice.choice(after_steps),
+        "after_s": dice.uniform(0.0, most_s),
+        "orphans_s": None if alone else dice.uniform(0.0, 0.2),
+        "store_on": dice.choice(["parent", "parent", "rank0"]),
+        "takeover": dice.random() < 0.6,
+        "rival_world": dice.choice([1, 2]),
+    }
 
 
 def _in_turn(seed: int, count: int, kinds: tuple[Chaos, ...]) -> Chaos:

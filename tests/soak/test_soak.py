@@ -55,27 +55,19 @@ def newest(root: Path) -> Path:
     return max(root.glob("step-*"), key=lambda place: int(place.name.removeprefix("step-")))
 
 
+def one(root: Path, pattern: str) -> Path:
+    return next(newest(root).glob(pattern))
+
+
 def flip_data(root: Path) -> None:
-    file = next(newest(root).glob("model*.safetensors"))
+    file = one(root, "model*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
 
 
-def lose_it(root: Path) -> None:
-    shutil.rmtree(newest(root))
-
-
-def lose_the_record(root: Path) -> None:
-    (newest(root) / "shardkeep.json").unlink()
-
-
-def lose_a_file(root: Path) -> None:
-    next(newest(root).glob("optim*.safetensors")).unlink()
-
-
 def garble_the_index(root: Path) -> None:
-    file = next(newest(root).glob("*.skindex"))
+    file = one(root, "*.skindex")
     file.write_bytes(file.read_bytes()[::-1])
 
 
@@ -88,18 +80,6 @@ def save_something_else(root: Path) -> None:
     sk.save(state, place, step=record["step"], meta=record["meta"], overwrite=True)
 
 
-def leave_a_file(root: Path) -> None:
-    (newest(root) / f"model-00000-of-00001-{'a' * 20}.safetensors").touch()
-
-
-def leave_a_place(root: Path) -> None:
-    (root / "step-77777").mkdir()
-
-
-def leave_a_lease(root: Path) -> None:
-    (root / "lease.json").touch()
-
-
 def leave_too_many(root: Path) -> None:
     for number in range(90001, 90010):
         (root / f"step-{number}").mkdir()
@@ -109,7 +89,7 @@ def leave_too_many(root: Path) -> None:
 def keep_what_is_not_wanted(root: Path) -> None:
     """An old checkpoint that should have been deleted."""
     step, state = 1, sk.open(newest(root)).to_dict()
-    for key in ("model.w", "model.b", "optim.m", "optim.v", "optim.t"):
+    for key in TENSORS:
         first, second = key.split(".")
         tensor = state[first][second]
         state[first][second] = torch.from_numpy(bits(key, 9, step).copy()).view(tensor.dtype).reshape(tensor.shape)
@@ -131,14 +111,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("do", "said"),
     [
         (flip_data, "a block's digest is wrong"),
-        (lose_it, "acknowledged"),
-        (lose_the_record, "acknowledged"),
-        (lose_a_file, "is missing"),
+        (lambda root: shutil.rmtree(newest(root)), "acknowledged"),
+        (lambda root: one(root, "shardkeep.json").unlink(), "acknowledged"),
+        (lambda root: one(root, "optim*.safetensors").unlink(), "is missing"),
         (garble_the_index, "the index's digest is wrong"),
         (save_something_else, "is not what job"),
-        (leave_a_file, "files of step"),
-        (leave_a_place, "places: too many"),
-        (leave_a_lease, "files of the root"),
+        (lambda root: (newest(root) / f"model-00000-of-00001-{'a' * 20}.safetensors").touch(), "files of step"),
+        (lambda root: (root / "step-77777").mkdir(), "places: too many"),
+        (lambda root: (root / "lease.json").touch(), "files of the root"),
         (leave_too_many, "places are there"),
         (keep_what_is_not_wanted, "checkpoints: too many"),
     ],
