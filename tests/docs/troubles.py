@@ -1,15 +1,16 @@
 """
 Every error of the troubleshooting page, made to happen: what is printed there is what is raised here.
 
-Each function is called in an empty folder and raises the error it is named after in `TROUBLES`.
+Each function is called in an empty folder and raises the error it is named after.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import shardkeep as sk
+from shardkeep import errors
 from shardkeep.dist.world import World
 from shardkeep.engine.process.client import writer_manager
 from shardkeep.reports.metrics import import_optional
@@ -51,11 +53,11 @@ def on_ranks(size: int, work: Callable[[World], Any], timeout_s: float = 10.0) -
     raise LookupError(f"rank 0 returned {outcome!r}")
 
 
-def no_such_place() -> None:
+def checkpoint_error() -> None:
     sk.save(state(), "nowhere://bucket/step-10")
 
 
-def no_step() -> None:
+def state_error() -> None:
     sk.Checkpointer("runs/a", every_steps=0)
 
 
@@ -87,19 +89,24 @@ def state_mismatch() -> None:
     sk.load(other, WHERE)
 
 
-def not_found() -> None:
+def checkpoint_not_found() -> None:
     sk.load(state(), "runs/a/step-11")
 
 
-def exists() -> None:
+def checkpoint_exists() -> None:
     saved()
     sk.save(state(), WHERE)
 
 
-def unsupported_version() -> None:
-    record = saved() / "shardkeep.json"
-    text = record.read_text().replace('"version": 1', '"version": 99')
+def forge_record(old: str, new: str) -> None:
+    record = Path(WHERE) / "shardkeep.json"
+    text = record.read_text().replace(old, new)
     record.write_bytes(seal_record(text[: text.rindex(',\n  "checksum"')].encode()))
+
+
+def unsupported_version() -> None:
+    saved()
+    forge_record('"version": 1', '"version": 99')
     sk.load(state(), WHERE)
 
 
@@ -108,17 +115,19 @@ def pickle_refused() -> None:
     sk.load({"model": {"w": torch.ones(4)}, "config": None}, WHERE)
 
 
-def all_damaged() -> None:
+def flip_a_byte() -> None:
     with data_file().open("r+b") as file:
         file.seek(4100)
         file.write(b"\xff")
+
+
+def damaged_checkpoint() -> None:
+    flip_a_byte()
     sk.Checkpointer("runs/a").restore_latest(state())
 
 
 def checksum_mismatch() -> None:
-    with data_file().open("r+b") as file:
-        file.seek(4100)
-        file.write(b"\xff")
+    flip_a_byte()
     sk.load(state(), WHERE)
 
 
@@ -127,7 +136,7 @@ def wrong_size() -> None:
     sk.load(state(), WHERE)
 
 
-def malformed() -> None:
+def malformed_file() -> None:
     record = saved() / "shardkeep.json"
     record.write_bytes(record.read_bytes()[:100])
     sk.load(state(), WHERE)
@@ -153,12 +162,12 @@ def storage_full() -> None:
     sk.save(state(), Small(WHERE))
 
 
-def earlier_failed() -> None:
+def earlier_save_failed() -> None:
     sk.async_save(state(), Small(WHERE))
     sk.finish_saves()
 
 
-def cancelled() -> None:
+def save_cancelled() -> None:
     go_on = threading.Event()
 
     class Waits(FaultyStore):
@@ -185,7 +194,7 @@ def writer_died() -> None:
     handle.result()
 
 
-def silent() -> None:
+def ranks_silent() -> None:
     def rank(world: World) -> None:
         if world.rank != 1:
             sk.save(state(), WHERE, group=world, options=sk.Options(timeout_s=1))
@@ -193,7 +202,7 @@ def silent() -> None:
     on_ranks(2, rank, timeout_s=1)
 
 
-def disagree() -> None:
+def ranks_disagree() -> None:
     def rank(world: World) -> None:
         sk.save(state(), WHERE if world.rank == 0 else "runs/b/step-10", group=world)
 
@@ -214,9 +223,9 @@ def lease_lost() -> None:
             first.save(3, state())
 
 
-def secret(codecs: list[str] | None = None) -> sk.Options:
+def secret() -> sk.Options:
     keys = sk.Options(keys=sk.KeyRing.from_text("11" * 32))
-    sk.save(state(), WHERE, codecs=codecs or ["aes"], options=keys)
+    sk.save(state(), WHERE, codecs=["aes"], options=keys)
     return keys
 
 
@@ -232,9 +241,7 @@ def wrong_key() -> None:
 
 def not_authentic() -> None:
     keys = secret()
-    record = Path(WHERE) / "shardkeep.json"
-    text = record.read_text().replace('"step": null', '"step": 20')
-    record.write_bytes(seal_record(text[: text.rindex(',\n  "checksum"')].encode()))
+    forge_record('"step": null', '"step": 20')
     sk.load(state(), WHERE, options=keys)
 
 
@@ -251,38 +258,14 @@ def package_missing() -> None:
     import_optional("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
 
 
-TROUBLES: dict[str, Callable[[], object]] = {
-    "CheckpointError": no_such_place,
-    "StateError": no_step,
-    "UnsupportedLeaf": unsupported_leaf,
-    "KeyCollision": key_collision,
-    "InvalidShards": invalid_shards,
-    "ReplicasDiffer": replicas_differ,
-    "StateMismatch": state_mismatch,
-    "CheckpointNotFound": not_found,
-    "CheckpointExists": exists,
-    "UnsupportedVersion": unsupported_version,
-    "PickleRefused": pickle_refused,
-    "DamagedCheckpoint": all_damaged,
-    "ChecksumMismatch": checksum_mismatch,
-    "WrongSize": wrong_size,
-    "MalformedFile": malformed,
-    "StorageError": storage_error,
-    "BlobNotFound": blob_not_found,
-    "StorageFull": storage_full,
-    "EarlierSaveFailed": earlier_failed,
-    "SaveCancelled": cancelled,
-    "WriterDied": writer_died,
-    "RanksSilent": silent,
-    "RanksDisagree": disagree,
-    "RootInUse": root_in_use,
-    "LeaseLost": lease_lost,
-    "KeyMissing": key_missing,
-    "WrongKey": wrong_key,
-    "NotAuthentic": not_authentic,
-    "NotPromoted": not_promoted,
-    "PackageMissing": package_missing,
-}
+def _found() -> Iterator[tuple[str, Callable[[], object]]]:
+    for name in vars(errors):
+        function = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        if function != name and function in globals():
+            yield name, globals()[function]
+
+
+TROUBLES: dict[str, Callable[[], object]] = dict(_found())
 
 
 def text_of(name: str) -> str:
