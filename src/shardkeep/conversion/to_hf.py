@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
+
 from shardkeep.conversion import pipeline
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import find_safetensors, read_weight_map
@@ -210,7 +212,7 @@ def write_safetensors(
         _tensors(source),
         source,
         max_shard_bytes=max_shard_bytes,
-        metadata={safetensors.STATE_KEY: safetensors.encode_header_state(_state(source))},
+        metadata={safetensors.STATE_KEY: msgspec.json.encode(_state(source)).decode()},
         overwrite=overwrite,
         options=options,
         progress=progress,
@@ -258,8 +260,8 @@ def _state(source: Source) -> safetensors.HeaderState:
     return safetensors.HeaderState(
         step=record.step,
         meta=record.meta,
-        tree=safetensors.to_text(index.tree),
-        values={key: safetensors.to_text(index.value_data.raw(row)) for key, row in index.value_rows.items()},
+        tree=index.tree,
+        values={key: index.value_data.raw(row) for key, row in index.value_rows.items()},
         numpy=[key for key, row in rows.items() if int(index.tensors.origin[row]) == 1],
         ties={key: names[alias[row]] for key, row in rows.items() if alias[row] != row},
     )

@@ -476,11 +476,11 @@ def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) 
     row_of = {key: row for row, key in enumerate(keys)}
     stored = [catalog[ties.get(key, key)] for key in keys]
     number = {name: at for at, name in enumerate(files)}
-    values = {key: layout.to_bytes(text, where=where) for key, text in kept.values.items()} if kept else {}
+    values = kept.values if kept else {}
     value_keys = sorted(values, key=str.encode)
     # Without a saved tree: a flat dict of all tensors, in the order of the files.
     flat = Container("dict", tuple((key, None) for key in catalog))
-    tree = layout.to_bytes(kept.tree, where=where) if kept else encode_tree(flat)
+    tree = kept.tree if kept else encode_tree(flat)
     return build_index(
         keys=keys,
         dtypes=[each.dtype for each in stored],

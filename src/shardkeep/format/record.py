@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
 from shardkeep.format.boxes import IntArray
@@ -37,17 +37,18 @@ FIRST_VERSION = 1
 """For checkpoints without codecs or sidecars, which every version of shardkeep reads."""
 MAX_RECORD_NBYTES = 256 << 20
 MOST_CHAINS = 256
+_MAX_BLOB_NBYTES = 1 << 62
+"""So that offsets and sizes fit into 63 bits."""
 _BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALIGNMENT).bit_length())})
 """Powers of two, so that any read window consists of whole blocks."""
 
 _META_HINT = (
     "meta takes plain JSON values only: text, finite numbers of 64 bits, True, False, None, lists, dicts of text"
 )
-BlobName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,250}\Z")]
-"""No separators, no leading dot."""
-_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
-"""So that offsets and sizes fit into 63 bits."""
-_Checksum = Annotated[str, Meta(pattern=r"^xxh3_128:[0-9a-f]{32}\Z")]
+BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+"""Valid names of files of a checkpoint: no separators, no leading dot."""
+_CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
+_MAC = re.compile(r"hmac_sha256:[0-9a-f]{64}")
 
 Recorded = list[dict[str, Any]]
 """What is recorded of a chain of codecs (`codecs.chain`)."""
@@ -56,17 +57,17 @@ Recorded = list[dict[str, Any]]
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A file of a checkpoint. A coded file has all of the last three members, others have none of them."""
 
-    name: BlobName
-    nbytes: _Size
+    name: str
+    nbytes: int
     """Size before codecs."""
-    checksum: _Checksum
+    checksum: str
     """Checksum of the part that covers the whole file. If the chain has a secret, a checksum of a MAC of it: otherwise a
     guess of the contents could be confirmed without the key."""
-    chain: Annotated[int, Meta(ge=0)] | None = None
+    chain: int | None = None
     """The number of its chain in the record."""
-    stored_nbytes: _Size | None = None
+    stored_nbytes: int | None = None
     """Size in the store."""
-    table_checksum: _Checksum | None = None
+    table_checksum: str | None = None
     """Checksum of its table of frames with the footer (`format.frames`)."""
 
     @property
@@ -83,12 +84,12 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
     digests are in a sidecar, it is the checksum of the sidecar, which holds the digest of the header, too.
     """
 
-    header_nbytes: Annotated[int, Meta(ge=8, le=MAX_HEADER_NBYTES)]
+    header_nbytes: int
     """Where the tensor data begin."""
     block_nbytes: int
     """Tensor data have one digest for each block of this size. 0 for a file of another program, which has no digests; never
     in a commit record."""
-    blocks: BlobName | None = None
+    blocks: str | None = None
     """The sidecar with its digests, if its header does not hold them."""
 
     @property
@@ -122,7 +123,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of the commit record."""
 
     format: str = FORMAT
-    version: Annotated[int, Meta(ge=1)] = FIRST_VERSION
+    version: int = FIRST_VERSION
     save_id: str
     step: int | None = None
     saved_at: str
@@ -132,9 +133,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     totals: Totals
     index: IndexEntry
     files: list[FileEntry]
-    chains: Annotated[list[Recorded], Meta(max_length=MOST_CHAINS)] = []
+    chains: list[Recorded] = []
     """The codec chains of the files."""
-    mac: Annotated[str, Meta(pattern=r"^hmac_sha256:[0-9a-f]{64}\Z")] | None = None
+    mac: str | None = None
     """If a chain has a secret: proof that the record was written with the key."""
 
     @property
@@ -243,40 +244,62 @@ def decode_record(data: bytes, where: str) -> Record:
                 f" this shardkeep reads up to {VERSION}",
                 hint="upgrade shardkeep",
             )
+        if peek["version"] < 1:
+            raise MalformedFile(f"{where}: there never was a format version {peek['version']}", file=RECORD_NAME)
         record = msgspec.convert(peek, Record)
     except CheckpointError:
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
         raise MalformedFile(f"{where}: the commit record cannot be read: {exc}", file=RECORD_NAME) from exc
-    chains = len(record.chains)
-    sound = (
-        all(
-            (blob.chain is None) == (blob.stored_nbytes is None) == (blob.table_checksum is None)
-            and (blob.chain is None or blob.chain < chains)
-            for blob in (record.index, *record.files)
+    _check(record, where)
+    return record
+
+
+def _tail(head: bytes) -> bytes:
+    return b',\n  "checksum": "' + checksum_text(digest(head)).encode() + b'"\n}\n'
+
+
+def _check(record: Record, where: str) -> None:
+    if len(record.chains) > MOST_CHAINS:
+        raise MalformedFile(
+            f"{where}: the commit record has {len(record.chains)} chains of codecs, and {MOST_CHAINS} are the most",
+            hint="do not trust this checkpoint",
+            file=RECORD_NAME,
         )
+    blobs: list[Blob] = [record.index, *record.files]
+    sound = (
+        all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
+        and all(_is_sound(blob, len(record.chains)) for blob in blobs)
         and all(
-            file.header_nbytes <= file.nbytes
+            8 <= file.header_nbytes <= min(file.nbytes, MAX_HEADER_NBYTES)
             and file.block_nbytes in _BLOCK_SIZES
             and (file.blocks is None or file.chain is None)
             for file in record.files
         )
+        and (record.mac is None or _MAC.fullmatch(record.mac))
         and (record.version > FIRST_VERSION or not _needs_second(record))
     )
     if sound:
-        names = [name for blob in (record.index, *record.files) for name, _ in blob.at_rest]
-        sound = RECORD_NAME not in names and len(set(names)) == len(names)
+        named = [record.index.name, *(name for file in record.files for name, _ in file.at_rest)]
+        sound = all(BLOB_NAME.fullmatch(name) and name != RECORD_NAME for name in named)
+        sound = sound and len(set(named)) == len(named)
     if not sound:
         raise MalformedFile(
             f"{where}: the commit record names files in a way no writer does (path tricks, duplicates or sizes)",
             hint="do not trust this checkpoint",
             file=RECORD_NAME,
         )
-    return record
 
 
-def _tail(head: bytes) -> bytes:
-    return b',\n  "checksum": "' + checksum_text(digest(head)).encode() + b'"\n}\n'
+def _is_sound(blob: Blob, chains: int) -> bool:
+    members = (blob.chain, blob.stored_nbytes, blob.table_checksum)
+    if blob.chain is None or blob.stored_nbytes is None or blob.table_checksum is None:
+        return members == (None, None, None)
+    return (
+        0 <= blob.chain < chains
+        and 0 <= blob.stored_nbytes < _MAX_BLOB_NBYTES
+        and _CHECKSUM.fullmatch(blob.table_checksum) is not None
+    )
 
 
 def _needs_second(record: Record) -> bool:

@@ -7,7 +7,6 @@ sizes must fit the file before memory is allocated. Files may be symbolic links,
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -261,19 +260,14 @@ class HeaderState(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     meta: dict[str, Any] = {}
     """From the commit record."""
-    tree: str
+    tree: bytes
     """The nesting, encoded."""
-    values: dict[str, str]
+    values: dict[str, bytes]
     """Plain values by flat name, encoded."""
     numpy: list[str] = []
     """Tensors that were numpy arrays."""
     ties: dict[str, str] = {}
     """Names of tensors that share the memory of another one, which is in the file."""
-
-
-def encode_header_state(state: HeaderState) -> str:
-    """Return the text for a header."""
-    return msgspec.json.encode(state).decode()
 
 
 def decode_header_state(text: str, *, where: str) -> HeaderState:
@@ -288,16 +282,3 @@ def decode_header_state(text: str, *, where: str) -> HeaderState:
             hint="upgrade shardkeep",
         )
     return found
-
-
-def to_text(raw: bytes) -> str:
-    """Return bytes as base64."""
-    return base64.b64encode(raw).decode()
-
-
-def to_bytes(text: str, *, where: str) -> bytes:
-    """Return the bytes of base64 text."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as exc:
-        raise MalformedFile(f"{where}: {STATE_KEY} is not valid base64", file=where) from exc
