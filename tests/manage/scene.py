@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.dist.world import World
-from shardkeep.errors import StorageError
+from shardkeep.errors import StorageError, StorageFull
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import Fault, FaultyStore
@@ -77,17 +78,25 @@ class Overriding:
 
 
 class FarRoot:
-    """A root in memory whose places call a function before each operation, with the verb and the name."""
+    """A root, in memory by default, whose places call a function before each operation, with the verb and the name."""
 
-    def __init__(self, before: Callable[[str, str], object] | None = None) -> None:
-        self.inner = MemoryStore()
+    def __init__(self, before: Callable[[str, str], object] | None = None, inner: Any = None) -> None:
+        self.inner = inner or MemoryStore()
         self.url = self.inner.url
         self.before = before
         self.seen: list[str] = []
-        """The operations on its places: "verb name"."""
+        """The operations on its places, and what changed it: "verb name"."""
 
     def __getattr__(self, verb: str) -> Any:
         return getattr(self.inner, verb)
+
+    def put(self, name: str, data: bytes, **how: Any) -> None:
+        self.seen.append(f"put {name}")
+        self.inner.put(name, data, **how)
+
+    def remove(self, name: str) -> None:
+        self.seen.append(f"remove {name}")
+        self.inner.remove(name)
 
     def place(self, name: str) -> Any:
         return _Place(self, self.inner.place(name))
@@ -116,14 +125,16 @@ class _Place(FaultyStore):
 class Broken:
     """Fails a verb on names that start with `start`."""
 
-    def __init__(self, verb: str = "", start: str = "", code: int = errno.EACCES) -> None:
-        self.verb, self.start, self.code = verb, start, code
+    def __init__(self, verb: str = "", start: str = "", code: int = errno.EACCES, times: float = math.inf) -> None:
+        self.verb, self.start, self.code, self.times = verb, start, code, times
 
     def __call__(self, verb: str, name: str) -> None:
-        if verb == self.verb and name.startswith(self.start):
-            raise StorageError(f"injected: {verb} {name}", errno=self.code, name=name)
+        if verb == self.verb and name.startswith(self.start) and self.times > 0:
+            self.times -= 1
+            kind = StorageFull if self.code == errno.ENOSPC else StorageError
+            raise kind(f"injected: {verb} {name}", errno=self.code, name=name)
 
 
-def far_root(before: Callable[[str, str], object] | None = None) -> Any:
+def far_root(before: Callable[[str, str], object] | None = None, inner: Any = None) -> Any:
     """Make a FarRoot, typed as any root."""
-    return FarRoot(before)
+    return FarRoot(before, inner)

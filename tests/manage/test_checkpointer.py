@@ -18,7 +18,18 @@ from shardkeep.events import Event, Pruned, PruneFailed, Retried, SaveCommitted,
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.manage.scene import QUICK, Overriding, checkpointer, damage, empty_state, state_at, tear, train
+from tests.manage.scene import (
+    QUICK,
+    Broken,
+    Overriding,
+    checkpointer,
+    damage,
+    empty_state,
+    far_root,
+    state_at,
+    tear,
+    train,
+)
 
 
 def places(root: Path) -> set[str]:
@@ -280,57 +291,16 @@ def test_policies_prune(tmp_path: Path) -> None:
     assert [event.step for event in heard if isinstance(event, Pruned)][:3] == [1, 5, 6]
 
 
-class _Recording(LocalStore):
-    """Notes in which order things happen, on this root and below it."""
-
-    def __init__(self, path: Path, **fault: Any) -> None:
-        super().__init__(path)
-        self.fault = fault
-        self.seen: list[str] = []
-
-    def put(self, name: str, data: bytes, **how: Any) -> None:
-        self.seen.append(f"root: put {name}")
-        super().put(name, data, **how)
-
-    def place(self, name: str) -> Any:
-        store = _Noting(super().place(name), **self.fault)
-        store.operations = _Prefixed(self.seen, name)
-        return store
-
-    def remove(self, name: str) -> None:
-        self.seen.append(f"root: remove {name}")
-        super().remove(name)
-
-
-class _Noting(FaultyStore):
-    pass
-
-
-class _Prefixed(list):  # type: ignore[type-arg]
-    def __init__(self, into: list[str], prefix: str) -> None:
-        super().__init__()
-        self.into, self.prefix = into, prefix
-
-    def append(self, what: str) -> None:
-        self.into.append(f"{self.prefix}: {what}")
-
-
 def test_data_then_commit_then_pointer_then_prune(tmp_path: Path) -> None:
     """In that order, and nothing is deleted before the new checkpoint is there."""
-    root = _Recording(tmp_path)
+    root = far_root(inner=LocalStore(tmp_path))
     with checkpointer(root, keep_last=1) as ckpt:
         ckpt.save(1, state_at(1))
         ckpt.wait()
         root.seen.clear()
         ckpt.save(2, state_at(2))
         ckpt.wait()
-    wanted = [
-        "step-2: finish",
-        "step-2: put index",
-        "step-2: put shardkeep.json",
-        "root: put latest",
-        "root: remove step-1",
-    ]
+    wanted = ["finish", "put index", "put shardkeep.json", "put latest", "remove step-1"]
     at = [next(row for row, seen in enumerate(root.seen) if seen.startswith(each)) for each in wanted]
     assert at == sorted(at), root.seen
     assert places(tmp_path) == {"step-2"}
@@ -340,7 +310,7 @@ def test_a_failed_save_deletes_nothing(tmp_path: Path) -> None:
     """Neither the pointer nor the old checkpoints change."""
     with checkpointer(tmp_path, keep_last=1) as ckpt:
         ckpt.save(1, state_at(1))
-    root = _Recording(tmp_path, fault="error", at=0, verbs=("finish",))
+    root = far_root(Broken("finish"), LocalStore(tmp_path))
     with checkpointer(root, keep_last=1, on_error="warn") as ckpt:
         ckpt.save(2, state_at(2))
     assert places(tmp_path) >= {"step-1"}
@@ -427,8 +397,8 @@ def test_a_listing_that_misses_the_record_costs_no_checkpoint(tmp_path: Path) ->
 # -- what goes wrong
 
 
-def _broken(tmp_path: Path, **more: Any) -> _Recording:
-    return _Recording(tmp_path, **{"fault": "full", "at": 0, "verbs": ("create",), **more})
+def _broken(tmp_path: Path) -> Any:
+    return far_root(Broken("create", code=errno.ENOSPC), LocalStore(tmp_path))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -444,7 +414,7 @@ def test_a_failure_is_raised(tmp_path: Path, asynchronous: bool) -> None:
     handle = ckpt.step(2, state_at(2))
     assert isinstance(handle, sk.SaveHandle)
     handle.exception()
-    root.fault = {}
+    root.before = None
     with pytest.raises(sk.EarlierSaveFailed) as caught:
         ckpt.step(4, state_at(4))
     assert isinstance(caught.value.__cause__, sk.StorageFull)
@@ -510,7 +480,7 @@ def _save_and_fail(root: Any) -> None:
 def test_what_passes_is_tried_again(tmp_path: Path) -> None:
     """An asynchronous save succeeds, and each retry emits an event."""
     heard: list[Event] = []
-    root = _Recording(tmp_path, fault="error", at=0, verbs=("write_at",))
+    root = far_root(Broken("write_at", code=errno.EIO, times=1), LocalStore(tmp_path))
     with checkpointer(root, on_event=heard.append) as ckpt:
         ckpt.save(1, state_at(1))
     retried = [event for event in heard if isinstance(event, Retried)]
@@ -584,7 +554,7 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
     root = _broken(tmp_path)
     with checkpointer(root, on_error="warn") as ckpt:
         ckpt.save(6, state_at(6)).exception()  # type: ignore[union-attr]
-        root.fault = {}
+        root.before = None
         assert ckpt.step(6, state_at(6), force=True) is not None
     assert sk.Catalog(tmp_path).latest().step == 6  # type: ignore[union-attr]
 

@@ -253,26 +253,6 @@ def test_ranks_at_different_steps_are_found_out() -> None:
     assert isinstance(outcomes[1], sk.RanksDisagree)
 
 
-def test_what_any_rank_asks_for_reaches_rank_0() -> None:
-    """Each request is served by the decision that follows it, and by one alone."""
-
-    def main(world: World) -> list[list[str]]:
-        agreement = StepDecisions(world, "s")
-        seen: list[list[str]] = []
-        for step in range(3):
-            if world.rank == 1 and step == 1:
-                agreement.request(["save"])
-            if world.rank == 0:
-                time.sleep(0.1)
-            made = agreement.decision(step, lambda asked: Decision(step=step, why=",".join(asked)), ("save", "stop"))  # noqa: B023
-            seen.append([made.why])
-        return seen
-
-    results = run_thread_ranks(2, main)
-    assert results[0] == results[1]
-    assert sorted(why for [why] in results[0]) == ["", "", "save"]
-
-
 def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The world may be given; a step is announced once."""
     caplog.set_level(logging.INFO, logger="shardkeep")

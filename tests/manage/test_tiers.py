@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from datetime import datetime, timezone
@@ -19,7 +20,6 @@ from shardkeep.manage.catalog import Entry
 from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
-from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, tear, train
 from tests.support.rank_pool import RankPool
 
@@ -193,19 +193,6 @@ def two_roots(tmp_path: Path, steps: int = 2) -> tuple[Path, Path]:
     return near, far
 
 
-class FailingDisk(LocalStore):
-    """Whose data files cannot be read."""
-
-    def place(self, name: str) -> Any:
-        class Place(LocalStore):
-            def open(self, name: str) -> Any:
-                if name.endswith(".safetensors"):
-                    raise StorageError(f"{self.url}/{name}: cannot open: Input/output error", errno=5)
-                return super().open(name)
-
-        return Place(super().place(name).url)
-
-
 REASONS = {
     "none": "",
     "damaged": "ChecksumMismatch",
@@ -232,7 +219,7 @@ def test_the_nearest_valid_copy_is_restored(
     with checkpointer(near, promote_to=far, every_steps=1) as ckpt:
         train(ckpt, range(1, 3), metrics={"loss": 1.0})
     heard, reason = list[Event](), REASONS[mishap]
-    root: Any = FailingDisk(near) if mishap == "disk" else near
+    root: Any = far_root(Broken("open", "state-", errno.EIO), LocalStore(near)) if mishap == "disk" else near
     if mishap == "damaged":
         damage(near / "step-2")
     if mishap == "record":
@@ -332,43 +319,22 @@ def groups(step: int) -> dict[str, Any]:
     return {f"part{number}": {"w": torch.arange(5000.0) + step + number} for number in range(6)}
 
 
-class Noting(LocalStore):
-    """Records which files this rank created, and fails where the test wants it."""
-
-    made: list[str]
-    broken: Any = None
-
-    def place(self, name: str) -> Any:
-        root, inner = self, super().place(name)
-
-        class Place(FaultyStore):
-            def begin(self, verb: str, name: str) -> Any:
-                if root.broken is not None:
-                    root.broken(verb, name)
-                if verb == "create":
-                    root.made.append(name.split("-", maxsplit=1)[0])
-                return super().begin(verb, name)
-
-        return Place(inner)
-
-
 def job(near: Path, far: Path, fails: int) -> dict[str, Any]:
     """Save, with one rank that fails to copy the second time."""
-    root, heard = Noting(far), list[Event]()
-    root.made = []
+    root, heard = far_root(inner=LocalStore(far)), list[Event]()
     said: list[str] = []
     with checkpointer(near, promote_to=root, keep_last=2, on_event=heard.append, retries=0) as ckpt:
         ckpt.save(1, groups(1))
         ckpt.wait()
-        made, root.made = root.made, []
+        made = [each.removeprefix("create ").split("-")[0] for each in root.seen if each.startswith("create ")]
         if rank() == fails:
-            root.broken = Broken("create")
+            root.before = Broken("create")
         ckpt.save(2, groups(2))
         try:
             ckpt.wait()
         except NotPromoted as error:
             said.append(type(error.__cause__).__name__)
-        root.broken = None
+        root.before = None
         ckpt.save(3, groups(3))
         ckpt.wait()
     state = groups(0)

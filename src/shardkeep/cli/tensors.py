@@ -113,11 +113,7 @@ Number = int | float
 
 @dataclass
 class Statistics:
-    """
-    Statistics of all elements so far. NaN and infinities are counted, and are part of nothing else.
-
-    Sums are float64, and blocks are merged by their means, so that the deviation of a billion elements is accurate.
-    """
+    """Statistics of some elements. NaN and infinities are counted, and are part of nothing else."""
 
     count: int = 0
     min: Number | None = None
@@ -143,46 +139,39 @@ class Statistics:
         """Euclidean norm of the finite elements."""
         return math.sqrt(self._spread + self._finite * self.mean * self.mean) if self._finite else 0.0
 
-    def add(self, block: torch.Tensor) -> None:
-        """Include the elements of a piece of a block."""
-        numbers = _real(as_numbers(block))
-        self.of_magnitudes |= block.dtype.is_complex
-        self.count += numbers.numel()
-        self.zeros += int((numbers == 0).sum())
-        if numbers.is_floating_point():
-            good = numbers.isfinite()
-            if not good.all():
-                self.nan += int(numbers.isnan().sum())
-                self.positive_inf += int(numbers.isposinf().sum())
-                self.negative_inf += int(numbers.isneginf().sum())
-                numbers = numbers[good]
+    @classmethod
+    def of(cls, piece: torch.Tensor) -> Statistics:
+        """Compute the statistics of a few elements."""
+        numbers = _real(as_numbers(piece))
+        found = cls(numbers.numel(), zeros=int((numbers == 0).sum()), of_magnitudes=piece.dtype.is_complex)
+        if numbers.is_floating_point() and not (good := numbers.isfinite()).all():
+            found.nan = int(numbers.isnan().sum())
+            found.positive_inf, found.negative_inf = int(numbers.isposinf().sum()), int(numbers.isneginf().sum())
+            numbers = numbers[good]
         if numbers.numel():
-            is_whole = not block.dtype.is_floating_point and not block.dtype.is_complex
-            low, high = (int(bound) if is_whole else bound.item() for bound in torch.aminmax(numbers))
-            if block.dtype == torch.uint64:  # `numbers` may be rounded
-                low, high = int(block.numpy().min()), int(block.numpy().max())
+            is_whole = not piece.dtype.is_floating_point and not piece.dtype.is_complex
+            found.min, found.max = (int(bound) if is_whole else bound.item() for bound in torch.aminmax(numbers))
+            if piece.dtype == torch.uint64:  # `numbers` may be rounded
+                found.min, found.max = int(piece.numpy().min()), int(piece.numpy().max())
             floats = numbers.to(torch.float64)
-            mean = float(floats.mean())
-            spread = float((floats - mean).square_().sum())
-            self.merge(Statistics(min=low, max=high, mean=mean, _finite=floats.numel(), _spread=spread))
+            found._finite, found.mean = floats.numel(), float(floats.mean())
+            found._spread = float((floats - found.mean).square_().sum())
+        return found
 
-    def merge(self, other: Statistics) -> None:
-        """Include the elements of other statistics."""
-        for name in ("count", "zeros", "nan", "positive_inf", "negative_inf"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.of_magnitudes |= other.of_magnitudes
-        if not other._finite:
-            return
-        if not self._finite:
-            self.min, self.max, self.mean, self._spread = other.min, other.max, other.mean, other._spread
-        else:
-            self.min = min(x for x in (self.min, other.min) if x is not None)
-            self.max = max(x for x in (self.max, other.max) if x is not None)
-            share = other._finite / (self._finite + other._finite)
-            apart = other.mean - self.mean
-            self.mean += apart * share
-            self._spread += other._spread + apart * apart * self._finite * share
-        self._finite += other._finite
+    @classmethod
+    def merged(cls, parts: Sequence[Statistics]) -> Statistics:
+        """Combine statistics of parts, by their means, so that the deviation of a billion elements is accurate."""
+        names = ("count", "zeros", "nan", "positive_inf", "negative_inf", "_finite")
+        found = cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
+        found.of_magnitudes = any(part.of_magnitudes for part in parts)
+        if found._finite:
+            some = [part for part in parts if part._finite]
+            found.min = min(part.min for part in some if part.min is not None)
+            found.max = max(part.max for part in some if part.max is not None)
+            found.mean = sum(part.mean * (part._finite / found._finite) for part in some)
+            apart = [part.mean - found.mean for part in some]
+            found._spread = sum(p._spread + p._finite * (off * off) for p, off in zip(some, apart, strict=True))
+        return found
 
 
 def _real(numbers: torch.Tensor) -> torch.Tensor:
@@ -217,17 +206,8 @@ def map_blocks(stored: StoredTensor, work: Callable[[torch.Tensor], T], on_block
 
 def compute_statistics(stored: StoredTensor, on_block: OnBlock) -> Statistics:
     """Read a tensor once and compute its statistics."""
-
-    def work(block: torch.Tensor) -> Statistics:
-        found = Statistics()
-        for piece in iter_pieces(block):
-            found.add(piece)
-        return found
-
-    total = Statistics()
-    for found in map_blocks(stored, work, on_block):
-        total.merge(found)
-    return total
+    blocks = map_blocks(stored, lambda block: Statistics.merged(list(map(Statistics.of, iter_pieces(block)))), on_block)
+    return Statistics.merged(list(blocks))
 
 
 def compute_histogram(stored: StoredTensor, found: Statistics, bins: int, on_block: OnBlock) -> Histogram | None:
@@ -245,20 +225,14 @@ def compute_histogram(stored: StoredTensor, found: Statistics, bins: int, on_blo
     if not math.isfinite(high - low):
         return None  # they span the whole range of float64, so the width of an interval would be infinite
 
-    def work(block: torch.Tensor) -> torch.Tensor:
-        counts = torch.zeros(bins, dtype=torch.int64)
-        for piece in iter_pieces(block):
-            numbers = _real(as_numbers(piece)).to(torch.float64)
-            good = numbers.isfinite()
-            inside = numbers if good.all() else numbers[good]
-            at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
-            counts += torch.bincount(at, minlength=bins)
-        return counts
+    def count(piece: torch.Tensor) -> torch.Tensor:
+        numbers = _real(as_numbers(piece)).to(torch.float64)
+        inside = numbers[numbers.isfinite()]
+        at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
+        return torch.bincount(at, minlength=bins)
 
-    total = torch.zeros(bins, dtype=torch.int64)
-    for counts in map_blocks(stored, work, on_block):
-        total += counts
-    return Histogram(low, high, total.tolist())
+    blocks = map_blocks(stored, lambda block: torch.stack(list(map(count, iter_pieces(block)))).sum(0), on_block)
+    return Histogram(low, high, torch.stack(list(blocks)).sum(0).tolist())
 
 
 # -- comparison

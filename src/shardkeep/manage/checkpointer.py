@@ -182,7 +182,6 @@ class Checkpointer:
             clock,
             group=group,
             timeout_s=options.timeout_s,
-            exchanges=bool(wanted_signals) or every_minutes is not None or request_file is not None,
             arguments=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight, len(roots)],
         )
         policy = build_policy(
@@ -207,11 +206,11 @@ class Checkpointer:
             takeover=takeover,
             max_in_flight=max_in_flight,
             raises=self._errors.raises,
-            how={**self._load_options, **({} if codecs is None else {"codecs": codecs})},
-            how_asynchronous={"staging": staging, "writer": writer, "max_in_flight": max_in_flight}
-            if asynchronous
-            else None,
+            how=self._load_options if codecs is None else {**self._load_options, "codecs": codecs},
+            how_asynchronous={"staging": staging, "writer": writer} if asynchronous else None,
         )
+        self._exchanges = bool(wanted_signals) or every_minutes is not None or request_file is not None
+        """Whether ranks exchange decisions: not needed where only step numbers decide."""
         self._last_restore: Restored | None = None
         self._should_stop = False
         self._closing = False
@@ -268,13 +267,12 @@ class Checkpointer:
         if force:
             why = "the caller forces it"
         decision = Decision(step=step)
-        if self._ranks.exchanges:
+        if self._exchanges:
+            decisions = self._ranks.decisions
             if self._ranks.world.rank > 0 and (requested := self._requests.take()):
-                self._ranks.decisions.request(requested)
-            if self._ranks.decisions.reached():
-                decision = self._ranks.decisions.decision(
-                    step, lambda requested: self._decide(step, requested), REQUEST_KINDS
-                )
+                decisions.request(requested)
+            if decisions.reached():
+                decision = decisions.decision(step, partial(self._decide, step), REQUEST_KINDS)
         why, stop = why or decision.why, decision.stop
         errors = self._saves.end(decision.failed, decision.unpromoted)
         if why and self._saves.is_last(step):
@@ -322,10 +320,9 @@ class Checkpointer:
 
     def request_save(self) -> None:
         """Make the next `step`, or one soon after, save. May be called on any rank, from any thread."""
-        if not self._ranks.exchanges:
-            raise StateError(
-                "ranks do not exchange requests here", hint="give a request_file, every_minutes or signals"
-            )
+        if not self._exchanges:
+            hint = "give a request_file, every_minutes or signals"
+            raise StateError("ranks do not exchange requests here", hint=hint)
         self._requests.request(SAVE)
 
     @property
@@ -661,13 +658,7 @@ class _ErrorReporter:
             raise
 
     def report_earlier(self, errors: Sequence[BaseException], saved: Saved | None = None) -> None:
-        """
-        Report the errors of asynchronous saves.
-
-        Raises:
-            EarlierSaveFailed: if errors are raised, or another job has taken the root; `saved` is its response.
-
-        """
+        """Report errors of asynchronous saves; raise if errors are raised, or another job has taken the root."""
         lost = any(isinstance(error, LeaseLost) or isinstance(error.__cause__, LeaseLost) for error in errors)
         if not errors or not (self.raises or lost):
             for error in errors:

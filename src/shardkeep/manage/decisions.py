@@ -160,23 +160,11 @@ class RankContext:
     """The ranks of a Checkpointer. Nothing is exchanged before `world` or `decisions` is first used."""
 
     def __init__(
-        self,
-        url: str,
-        clock: Clock,
-        *,
-        group: ProcessGroup | World | None,
-        timeout_s: float,
-        exchanges: bool,
-        arguments: list[Any],
+        self, url: str, clock: Clock, *, group: ProcessGroup | World | None, timeout_s: float, arguments: list[Any]
     ) -> None:
         """`url` is the root, in messages; `arguments` are those of the Checkpointer that must be the same on all ranks."""
-        self.exchanges = exchanges
-        """Whether ranks exchange decisions: not needed where only step numbers decide."""
-        self._url = url
-        self._clock = clock
-        self._group = group
-        self._timeout_s = timeout_s
-        self._arguments = arguments
+        self._url, self._clock, self._arguments = url, clock, arguments
+        self._group, self._timeout_s = group, timeout_s
         # Not cached properties: before Python 3.12 these share one lock, and ranks that are threads would block each other.
         self._world: World | None = None
         self._decisions: StepDecisions | None = None

@@ -314,7 +314,7 @@ class Saves:
         try:
             self._in_call = True
             if self._how_asynchronous is not None:
-                saved = start_save(state, request, **self._how_asynchronous)
+                saved = start_save(state, request, max_in_flight=self._max_in_flight, **self._how_asynchronous)
             else:
                 saved = run_save(state, request)
         except EarlierSaveFailed as error:  # of a save outside this Checkpointer
