@@ -408,7 +408,7 @@ def test_bad_input_is_refused():
     cases: list[tuple[type[Exception], str, Any]] = [
         (RuntimeError, "empty", lambda: set_optimizer_state_dict(model, optim, {})),
         (RuntimeError, "no optimizer", lambda: get_optimizer_state_dict(model, [])),
-        (RuntimeError, "neither", lambda: set_state_dict(model, [], model_state_dict={}, optim_state_dict={})),
+        (RuntimeError, "empty", lambda: set_state_dict(model, [], model_state_dict={}, optim_state_dict={})),
         (KeyError, "not in the model", lambda: get_optimizer_state_dict(other, optim)),
         (KeyError, "not in the model", lambda: set_optimizer_state_dict(other, optim, state)),
         (KeyError, "param_groups", lambda: set_optimizer_state_dict(model, optim, {"state": {}})),

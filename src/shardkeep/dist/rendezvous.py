@@ -134,7 +134,7 @@ class Rendezvous:
             return self._agree(phase, work, decide)
         except Exception:
             raise
-        except BaseException as stopped:  # Ctrl-C or exit: tell the others now, not at their deadline
+        except BaseException as stopped:  # Ctrl-C or exit: the others learn of it now, not at their deadline
             self._leave(stopped)
             raise
 
@@ -177,7 +177,7 @@ class Rendezvous:
                 cause = error
                 group_error = merge_failures({0: describe_error(error)}, phase=message.phase, title=self._title)
         if group_error is not None:
-            self._tell_all(group_error)
+            self._send_error(group_error)
             return group_error, cause
         self._send(dict(enumerate(answers[1:], start=1)), failed=False)
         return answers[0], None
@@ -233,11 +233,11 @@ class Rendezvous:
         everyone = {rank: f"did not make the call {title!r}" for rank in messages if not messages[rank].left}
         group_error = merge_silence(everyone, {}, phase="begin", title=title)
         self._silent |= dict.fromkeys(everyone, "")
-        self._tell_all(group_error)
+        self._send_error(group_error)
         self._departed, self._silent = {}, {}
         self._visit(self._number)
 
-    def _tell_all(self, group_error: GroupError) -> None:
+    def _send_error(self, group_error: GroupError) -> None:
         body = encode(group_error)
         self._send({rank: body for rank in range(1, self._world.size) if rank not in self._departed}, failed=True)
 
@@ -316,14 +316,14 @@ class Rendezvous:
         mailbox.put(f"doing/{self._world.rank}", encode(RankActivity(self._call, self._step, phase, self._title)))
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others that this rank leaves the call, unless they know of `error` already."""
+        """Notify the others that this rank leaves the call, unless they know of `error` already."""
         if self._left or self._cut or _comes_from(error, self._shared_error):
             return
         self._left = True
         failure = describe_error(error)
         with contextlib.suppress(StoreUnreachable):
             if self._world.rank == 0:
-                self._tell_all(merge_failures({0: failure}, phase="leave", title=self._title))
+                self._send_error(merge_failures({0: failure}, phase="leave", title=self._title))
             else:
                 key = self._key("in", self._world.rank)
                 message = encode(RankMessage(title=self._title, phase="leave", failure=failure, left=True))

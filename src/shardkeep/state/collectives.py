@@ -392,12 +392,7 @@ def broadcast_tensors(
     device: torch.device,
     pg: ProcessGroup | None = None,
 ) -> None:
-    """
-    Put some of the first rank's tensors into the local state dict of every rank, in place, as `broadcast_state_dict`.
-
-    Keys that `local_state_dict` lacks, or has None for, are skipped. `full_state_dict` is read on the first rank only; a
-    `_TensorInfo` for each tensor on the other ranks, which torch needs, may be there.
-    """
+    """Put some of the first rank's tensors into the local state dict of every rank, like `broadcast_state_dict`."""
     wanted = {key: local_state_dict[key] for key in keys if key in local_state_dict}
     broadcast_state_dict({key: full_state_dict[key] for key in keys if key in full_state_dict}, wanted, device, pg)
     local_state_dict.update(wanted)

@@ -59,11 +59,7 @@ def describe(
     filling: bool = False,
     selected: Callable[[str], bool] | None = None,
 ) -> Description:
-    """
-    Describe a state to save, or, if `filling`, a state to load into.
-
-    `in_place_of` has, by flat name, the plain states of objects. Leaves that are not `selected` are only in the tree.
-    """
+    """Describe a state to save, or, if `filling`, one to load into, with plain states `in_place_of` objects by flat name."""
     flat, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}

@@ -64,11 +64,7 @@ def map_leaves(
     *,
     keep_ordered: bool = False,
 ) -> Any:
-    """
-    Return the same nesting in new containers, with each leaf replaced by `change(path, leaf)`.
-
-    Mappings become plain dicts (with `keep_ordered`, an `OrderedDict` stays one), tuples plain or named tuples.
-    """
+    """Return the same nesting in new dicts (or ordered dicts), lists and tuples, each leaf replaced by `change(path, leaf)`."""
     if not opens(tree):
         return change(path, tree)
     made = [

@@ -236,12 +236,7 @@ def is_tensor(obj: Any) -> bool:
 
 
 def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: bool = False) -> TensorLeaf:
-    """
-    Describe a leaf for which `is_tensor` is true; `key` is its name in errors.
-
-    `allow_meta` accepts tensors on the meta device. `writable` refuses a leaf that writes to its pieces would not change.
-    Raises `UnsupportedLeaf` if it has no plain form, `InvalidShards` if its pieces contradict its metadata.
-    """
+    """Describe a leaf called `key`, which may be on meta if `allow_meta`, and must be possible to fill if `writable`."""
     found = describe_ordinary(obj)
     if found is not None:
         dtype, size, pointer, plain = found
@@ -283,12 +278,7 @@ def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
 
 
 def materialize(key: str, obj: Any) -> Any:
-    """
-    Give a leaf on the meta device uninitialised memory; return any other leaf as it is.
-
-    The result keeps shape, order of strides, dtype, `requires_grad`, placements, parameter class and attributes. It is
-    on the default device, a DTensor on that of its mesh.
-    """
+    """Give a leaf on the meta device uninitialised memory, on the default device or that of its mesh; keep all else."""
     if not needs_memory(obj):
         return obj
     if isinstance(obj, ShardedBox):

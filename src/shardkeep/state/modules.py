@@ -239,7 +239,7 @@ def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any
     warnings.warn(
         "state dicts keyed by modules are deprecated: put the module's name before the keys of its state dict",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     found: dict[str, Any] = {}
     for name, module in model.named_modules():

@@ -201,12 +201,7 @@ class LiveItem:
 def live_state(
     module: nn.Module, fqn_modifiers: str = FQN_MODIFIERS, *, canonical: bool | None = None
 ) -> Iterator[LiveItem]:
-    """
-    Yield everything that `module.state_dict()` would hold, without calling it.
-
-    What has several names comes once for each. A flat parameter of FSDP1 comes once for each parameter in it, the value
-    being the flat parameter. `canonical` is `all_canonical` of the module, if it is known.
-    """
+    """Yield everything that `module.state_dict()` would hold, under each of its names, without calling it."""
     if canonical is None:
         canonical = all_canonical(module, fqn_modifiers=fqn_modifiers)
     for prefix, part in all_named_modules(module):

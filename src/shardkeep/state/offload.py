@@ -118,18 +118,15 @@ def _identity_func(obj: Any, pg: ProcessGroup | None, device: torch.device | Non
     return obj
 
 
+_UNCHANGED: Final = (_identity_func,) * 3
+
+
 def offload_state_dict_to_cpu(
     state_dict: dict[str, Any], *, ranks_only: tuple[int, ...] = (), type_check: bool = True
 ) -> dict[str, Any]:
     """Return the state dict with its tensors, or their local parts, on the CPU; those that are there are not copied."""
     moved: dict[str, Any] = iterate_state_dict(
-        state_dict,
-        _identity_func,
-        _identity_func,
-        _identity_func,
-        cpu_offload=True,
-        ranks_only=ranks_only,
-        type_check=type_check,
+        state_dict, *_UNCHANGED, cpu_offload=True, ranks_only=ranks_only, type_check=type_check
     )
     return moved
 
@@ -151,13 +148,7 @@ def copy_state_dict(
     if type_check:
         check_plain_types(state_dict)
     copied: dict[str, Any] = iterate_state_dict(
-        state_dict,
-        _identity_func,
-        _identity_func,
-        _identity_func,
-        companion_obj=copy_state_dict,
-        type_check=type_check,
-        non_blocking=True,
+        state_dict, *_UNCHANGED, companion_obj=copy_state_dict, type_check=type_check, non_blocking=True
     )
     if not non_blocking:
         leaves = [leaf for tree in (state_dict, copy_state_dict) for _, leaf in leaves_of(tree, _opens)]

@@ -13,7 +13,7 @@ in two of them; for `options` see `StateDictOptions`. With `full_state_dict`, te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,16 +64,8 @@ def get_model_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> _IncompatibleKeys:
-    """
-    Load what `get_model_state_dict` returned, here or under other wrappers; return missing and unexpected names.
-
-    Keys and shapes are checked by the module itself, which raises RuntimeError.
-    """
-    state = by_submodule(model, model_state_dict)
-    with collector_paused():
-        info = checked_options(model, (), optim_only=False, options=options)
-        check_states(state, {}, info)
-        return set_model_state(model, state, info)
+    """Load what `get_model_state_dict` returned, here or under other wrappers; return missing and unexpected names."""
+    return _set(model, (), model_state_dict, {}, optim_only=False, options=options)
 
 
 def get_optimizer_state_dict(
@@ -106,11 +98,7 @@ def set_optimizer_state_dict(
     type in which the optimizer has them. As with `Optimizer.load_state_dict`, tensors that fit as they are become the
     optimizer's own without a copy: pass a copy to keep them, or to give them to two optimizers.
     """
-    with collector_paused():
-        given = _as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=True, options=options)
-        check_states({}, optim_state_dict, info)
-        load_optimizers(model, given, optim_state_dict, info)
+    _set(model, optimizers, {}, optim_state_dict, optim_only=True, options=options)
 
 
 def get_state_dict(
@@ -149,20 +137,27 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
-    """
-    Load what `get_state_dict` returned; return the model's missing and unexpected names.
+    """Load what `get_state_dict` returned, also for optimizers alone; return the model's missing and unexpected names."""
+    return _set(model, optimizers, model_state_dict, optim_state_dict, optim_only=False, options=options)
 
-    An empty `model_state_dict` loads the optimizers alone.
-    """
+
+def _set(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    *,
+    optim_only: bool,
+    options: StateDictOptions | None,
+) -> _IncompatibleKeys:
     state = by_submodule(model, model_state_dict)
     with collector_paused():
         given = _as_tuple(optimizers)
-        info = checked_options(model, given, optim_only=False, options=options)
-        # If only rank 0 has the state, only rank 0 knows whether there is any for the model.
-        has_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
-        info = replace(info, handle_model=has_model)
-        if not given and not info.handle_model:
-            raise BadState("there is neither state for the model nor an optimizer to set state to")
+        info = checked_options(model, given, optim_only, options=options)
+        if given and not optim_only:
+            # If only rank 0 has the state, only rank 0 knows whether there is any for the model.
+            has_model = from_rank0(lambda: bool(state)) if info.broadcast_from_rank0 else bool(state)
+            info = replace(info, handle_model=has_model)
         check_states(state, optim_state_dict, info)
         load_optimizers(model, given, optim_state_dict, info)
         return set_model_state(model, state, info)
@@ -170,35 +165,29 @@ def set_state_dict(
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
     """Make `model.state_dict()` and `model.load_state_dict(state)` call the functions here, with these options."""
-
-    def state_dict() -> dict[str, Any]:
-        return get_model_state_dict(model, options=options)
-
-    def load_state_dict(state_dict: dict[str, Any]) -> _IncompatibleKeys:
-        return set_model_state_dict(model, state_dict, options=options)
-
-    _replace_methods(model, state_dict, load_state_dict)
+    _replace_methods(
+        model,
+        lambda: get_model_state_dict(model, options=options),
+        lambda state_dict: set_model_state_dict(model, state_dict, options=options),
+    )
 
 
 def patch_optimizer_state_dict(
     model: nn.Module, *, optimizers: Optimizer | tuple[Optimizer, ...], options: StateDictOptions | None = None
 ) -> None:
     """Make `state_dict()` and `load_state_dict(state)` of each optimizer call the functions here, for all of them."""
-
-    def state_dict() -> dict[str, Any]:
-        return get_optimizer_state_dict(model, optimizers, options=options)
-
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(model, optimizers, state_dict, options=options)
-
     for optimizer in _as_tuple(optimizers):
-        _replace_methods(optimizer, state_dict, load_state_dict)
+        _replace_methods(
+            optimizer,
+            lambda: get_optimizer_state_dict(model, optimizers, options=options),
+            lambda state_dict: set_optimizer_state_dict(model, optimizers, state_dict, options=options),
+        )
 
 
-def _replace_methods(obj: Any, state_dict: Any, load_state_dict: Any) -> None:
-    for function in (state_dict, load_state_dict):
+def _replace_methods(obj: Any, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], Any]) -> None:
+    for name, function in (("state_dict", state_dict), ("load_state_dict", load_state_dict)):
         setattr(function, PATCHED, True)
-        setattr(obj, function.__name__, function)
+        setattr(obj, name, function)
 
 
 def _as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
@@ -262,12 +251,7 @@ def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
 
 
 def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Turn the nested form into the flat one: `state.<name>.<key>` and `param_groups.<name>.<key>`.
-
-    Each parameter gets the hyper-parameters of its group, so that parts of a model on different ranks (pipeline stages)
-    have keys of their own.
-    """
+    """Turn the nested form into the flat one: `state.<name>.<key>` and `param_groups.<name>.<key>` for each parameter."""
     flat: dict[str, Any] = {}
     for name, tree in state_dict[STATE].items():
         for path, value in leaves_of(tree, _is_mapping):
