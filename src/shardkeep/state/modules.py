@@ -146,20 +146,20 @@ def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[st
     return state
 
 
-def check_states(model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], info: StateDictInfo) -> None:
+def check_states(
+    model_state: Mapping[str, Any], optimizer_state: Mapping[str, Any], info: StateDictInfo, *, reading: bool = False
+) -> None:
     """Refuse state dicts that are empty but must not be, or that hold flat parameters of FSDP1."""
-    elsewhere = info.broadcast_from_rank0 or (info.cpu_offload and info.full_state_dict)
+    on_rank0 = info.full_state_dict and info.cpu_offload  # what is read with these options, rank 0 alone gets
+    elsewhere = info.broadcast_from_rank0 or (reading and on_rank0)
     partial = bool(info.submodule_prefixes) or info.ignore_frozen_params or not info.strict
-    on_rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-    if info.handle_model and not model_state and not elsewhere and not partial:
+    no_model = info.handle_model and not model_state and not (partial and not on_rank0)
+    # FSDP1 broadcasts full optimizer state by itself if only one rank keeps it.
+    no_optim = info.handle_optim and not optimizer_state and not (on_rank0 and info.fsdp_modules)
+    if (no_model or no_optim) and not elsewhere:
         raise BadState(
-            f"the model's state dict is empty{on_rank}",
-            hint="the model has no parameters or buffers here, or an empty dict was passed",
-        )
-    if info.handle_optim and not optimizer_state and not elsewhere:
-        raise BadState(
-            f"the optimizers' state dict is empty{on_rank}",
-            hint="pass what get_optimizer_state_dict returned, or set the model's state alone",
+            f"the {'model' if no_model else 'optimizer'} state dict is empty on this rank",
+            hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
         )
     for key in model_state:
         if FLAT_PARAM in key.split("."):
@@ -210,12 +210,6 @@ def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
 def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictInfo) -> _IncompatibleKeys:
     """Load state by canonical names into the model; return missing and unexpected names."""
     if not info.handle_model or not (state or info.broadcast_from_rank0):
-        if info.handle_model and info.full_state_dict and info.cpu_offload:
-            # Reading with these options returns state on rank 0 only; the other ranks must not skip the load silently.
-            raise BadState(
-                "the model's state dict is empty on this rank",
-                hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
-            )
         return _IncompatibleKeys([], [])
     modifiers = info.dsd_fqn_modifiers
     keys = {item.name: item.key for item in info.live}

@@ -129,8 +129,12 @@ def _resolve(module: nn.Module, name: str, modifiers: str, kept: Container[str],
     at = 0
     while at < len(parts):
         part = parts[at]
-        if part == FLAT_PARAM and (inner := list(_names_in_flat_parameter(current, modifiers, kept))):
-            return [".".join([*found, one]) for one in inner]
+        if part == FLAT_PARAM:
+            # A compiled module looks up attributes only in what it wraps, but has this one itself.
+            flat = getattr(current, "_parameters", {}).get(FLAT_PARAM, getattr(current, FLAT_PARAM, None))
+            if inner := getattr(flat, "_fqns", ()):
+                ways = [_resolve(current, one, modifiers, kept, lenient=True) for one in inner]
+                return [".".join([*found, one]) for way in ways for one in way]
         kind: Any = type(current)
         wrapped = _wrapped_attribute(kind)
         if wrapped is not None:
@@ -177,13 +181,6 @@ def _step(current: Any, part: str, hidden: dict[str, str]) -> tuple[Any, bool]:
     if part != EXTRA_STATE and hasattr(current, part):
         return getattr(current, part), True
     return current, False
-
-
-def _names_in_flat_parameter(owner: Any, modifiers: str, kept: Container[str]) -> Iterator[str]:
-    # A compiled module looks up attributes only in what it wraps, but has this one itself.
-    flat = getattr(owner, "_parameters", {}).get(FLAT_PARAM, getattr(owner, FLAT_PARAM, None))
-    for name in getattr(flat, "_fqns", ()):
-        yield from _resolve(owner, name, modifiers, kept, lenient=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,8 +389,7 @@ class OptimizerObject(Adapter):
                     # What was left out of the load stays; what the checkpoint never had is removed.
                     left = {} if by_name[name] is state[name] else optimizer.state.get(parameter, {})
                     optimizer.state[parameter] = {**left, **_local_form(by_name[name], layouts[parameter])}
-            for group, own in zip(optimizer.param_groups, values, strict=True):
-                set_hyper_parameters(optimizer.param_groups, group, own)
+            set_hyper_parameters(optimizer.param_groups, values)
             optimizer.state.update(filled.get("other", {}))
             for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
                 hook(optimizer)
@@ -405,11 +404,11 @@ class OptimizerObject(Adapter):
             found: dict[Any, str] = {}
             taken: set[str] = set()
             for parameter, names in zip(self._names, names_in_form, strict=True):
-                for name in names:
-                    if name not in taken and (name in groups or stored.has(f"{self.name}.state.{name}")):
-                        found[parameter] = name
-                        taken.add(name)
-                        break
+                free = (name for name in names if name not in taken)
+                known = (name for name in free if name in groups or stored.has(f"{self.name}.state.{name}"))
+                if (name := next(known, None)) is not None:
+                    found[parameter] = name
+                    taken.add(name)
             if len(found) > len(best):
                 best = found
         return best
@@ -564,21 +563,18 @@ class FSDP1OptimizerObject(Adapter):
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
         """Return its state by parameter name; no state if it has made no step."""
-        self._check_parameters()
         fresh = is_fresh(self._optimizer)
-        state: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
-        groups = (([self._prefix + name for name in group["params"]], group) for group in state["param_groups"])
-        kept = {self._prefix + name: values for name, values in _with_own_counters(state["state"]).items()}
+        state, live = self._present()
+        groups = (([self._prefix + name for name in group["params"]], group) for group in live)
+        kept = {self._prefix + name: values for name, values in state.items()}
         return {"state": {} if fresh else kept, "param_groups": groups_by_first(groups)}
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return a template like the present state, or like the state after a step."""
         if not stored.has(self.name):
             return NOTHING_STORED
-        self._check_parameters()
         optimizer, prefix = self._optimizer, self._prefix
-        present: dict[str, Any] = get_optimizer_state_dict(self._module, optimizer)
-        live = present["param_groups"]
+        present, live = self._present()
         groups = StoredGroups(self.name, stored, selected)
         names = [name for group in live for name in group["params"]]
         # It may have been saved from a state with another number of modules.
@@ -588,7 +584,7 @@ class FSDP1OptimizerObject(Adapter):
             groups.check(prefix + name for name in group["params"])
         state = {
             prefix + name: kept
-            for name, kept in _with_own_counters(present["state"]).items()
+            for name, kept in present.items()
             if stored.has(f"{self.name}.state.{prefix}{name}") or prefix + name not in groups
         }
         clear = not state and selected(f"{self.name}.state")
@@ -597,20 +593,19 @@ class FSDP1OptimizerObject(Adapter):
             members = [[prefix + name for name in group["params"]] for group in live]
             values = groups.hyper_parameters(members, filled.get("param_groups", {}))
             if filled.get("state"):
-                for group, own in zip(live, values, strict=True):
-                    set_hyper_parameters(live, group, own)
+                set_hyper_parameters(live, values)
                 kept = {name[len(prefix) :]: own for name, own in filled["state"].items()}
                 loaded: Any = {"state": kept, "param_groups": live}
                 set_optimizer_state_dict(self._module, optimizer, loaded, options=StateDictOptions(strict=False))
                 return
             if clear:
                 optimizer.state.clear()
-            for group, own in zip(optimizer.param_groups, values, strict=True):
-                set_hyper_parameters(optimizer.param_groups, group, own)
+            set_hyper_parameters(optimizer.param_groups, values)
 
         return Template({"state": state, "param_groups": groups.places(stored)}, load)
 
-    def _check_parameters(self) -> None:
+    def _present(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the state by parameter name, and the groups."""
         mine = {id(parameter) for parameter in self._module.parameters()}
         groups = self._optimizer.param_groups
         if any(id(parameter) not in mine for group in groups for parameter in group["params"]):
@@ -619,16 +614,11 @@ class FSDP1OptimizerObject(Adapter):
                 hint="use an optimizer for each, or FSDP2 (fully_shard)",
                 key=self.name,
             )
-
-
-def _with_own_counters(state: dict[str, Any]) -> dict[str, Any]:
-    """Give every parameter its own step counter: parameters in one flat parameter share theirs."""
-
-    def change(path: TreePath, value: Any) -> Any:
-        return value.clone() if len(path) == 2 and type(value) is torch.Tensor and not value.dim() else value
-
-    copied: dict[str, Any] = map_leaves(state, change, lambda value: isinstance(value, dict))
-    return copied
+        present: dict[str, Any] = get_optimizer_state_dict(self._module, self._optimizer)
+        for kept in present["state"].values():
+            # Parameters in one flat parameter share their step counter: each gets its own.
+            kept |= {k: v.clone() for k, v in kept.items() if type(v) is torch.Tensor and not v.dim()}
+        return present["state"], present["param_groups"]
 
 
 def check_same_objects(names: list[list[str]]) -> None:

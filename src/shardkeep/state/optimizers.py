@@ -141,16 +141,17 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def set_hyper_parameters(groups: Sequence[dict[str, Any]], group: dict[str, Any], hyper: Mapping[str, Any]) -> None:
-    """Give one of an optimizer's groups its hyper-parameters; a tensor keeps its memory, unless groups share it."""
-    for key, value in hyper.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-            if sum(other.get(key) is present for other in groups) > 1:
-                group[key] = present = present.clone()
-            present.copy_(torch.as_tensor(value))
-        else:  # several live groups may come from one saved group, so each gets a copy
-            group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def set_hyper_parameters(groups: Sequence[dict[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
+    """Give an optimizer's groups their hyper-parameters; a tensor keeps its memory, unless groups share it."""
+    for group, hyper in zip(groups, values, strict=True):
+        for key, value in hyper.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+                if sum(other.get(key) is present for other in groups) > 1:
+                    group[key] = present = present.clone()
+                present.copy_(torch.as_tensor(value))
+            else:  # several live groups may come from one saved group, so each gets a copy
+                group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 class StoredGroups:

@@ -125,7 +125,7 @@ def _get(
         info = checked_options(model, given, optim_only, submodules=submodules, options=options)
         of_model = model_state(model, info)
         of_optimizers = optimizer_state(model, given, info)
-        check_states(of_model, of_optimizers, info)
+        check_states(of_model, of_optimizers, info, reading=True)
         return of_model, of_optimizers
 
 
@@ -412,11 +412,6 @@ def load_optimizers(
         known = from_rank0(skeleton)
         saved = read[0] if read else SavedOptimizers()
     else:
-        if not state_dict:
-            raise BadState(
-                "the optimizers' state dict is empty on this rank",
-                hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
-            )
         known = saved = _read(state_dict, info)
     empty = sum(not group[PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
     if empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
