@@ -13,7 +13,6 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,7 @@ from shardkeep.engine.torch_source import (
 )
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, window_for
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
-from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, whole
+from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
 from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
@@ -354,10 +353,14 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
     if out.numel():
         # What is read with gaps in it is held until it has been thinned out.
         band = min(_BAND_NBYTES, budget // 4)
-        shape = source.index.shape(row)
-        strides = tuple(math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape)))
-        parts_nbytes = partial(_held_nbytes, itemsize=dtype.itemsize, least=band // _MOST_PARTS)
-        for parts in item_batches(_parts(picks, strides, dtype.itemsize, band), parts_nbytes, most_nbytes=band):
+        strides = tuple(stride * dtype.itemsize for stride in strides_of(source.index.shape(row)))
+
+        def held_nbytes(part: Picks) -> int:
+            """All of a part that has gaps, and a little in any case."""
+            nbytes = math.prod(pick.extent for pick in part) * dtype.itemsize if _has_gaps(part) else 0
+            return max(nbytes, band // _MOST_PARTS)
+
+        for parts in item_batches(_parts(picks, strides, dtype.itemsize, band), held_nbytes, most_nbytes=band):
             _fill_parts(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
     return out[tuple(0 if pick.drop else slice(None) for pick in picks)]
 
@@ -383,11 +386,6 @@ def _parts(picks: Picks, strides: Ints, itemsize: int, band_nbytes: int) -> Iter
             yield from _parts(part, strides, itemsize, band_nbytes)
         else:
             yield part
-
-
-def _held_nbytes(part: Picks, *, itemsize: int, least: int) -> int:
-    """Return what is held in memory while a part is read: all of it if it has gaps, and a little in any case."""
-    return max(least, math.prod(pick.extent for pick in part) * itemsize if _has_gaps(part) else 0)
 
 
 def _fill_parts(

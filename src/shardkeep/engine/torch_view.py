@@ -105,12 +105,10 @@ class TorchView:
 
     def _tensor(self, key: str, row: int, places: dict[MetadataIndex, Any]) -> TensorStorageMetadata:
         index = self._source.index
-        rows, ndim = index.chunk_rows(row), len(index.shape(row))
-        stored, files = index.chunks.take(rows), self._source.record.files
-        boxes = stored.boxes
+        stored, files = index.chunks.take(index.chunk_rows(row)), self._source.record.files
         chunks = []
-        for number in range(rows.stop - rows.start):
-            box = boxes.box(number, ndim)
+        for number in range(len(stored)):
+            box = stored.boxes.box(number, len(index.shape(row)))
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             file, start = int(stored.file[number]), int(stored.start[number])
             # A forged file number is reported when the chunk is read.
@@ -144,21 +142,17 @@ class TorchView:
         return stream
 
     def _filled(self, value: Any, options: Options) -> Any:
+        index = self._source.index
+        if isinstance(value, _Leaf) and not value.is_tensor:
+            return decode_value(index.value_data.raw(value.row), key=value.key, allow_pickle=options.allow_pickle)
         if isinstance(value, _Leaf):
-            return self._leaf(value, options)
+            [tensor] = read_whole(self._source, np.asarray(index.tensors.alias, np.int64)[[value.row]], options)
+            return tensor.numpy() if int(index.tensors.origin[value.row]) == 1 else tensor
         if isinstance(value, (list, tuple)):
             return type(value)([self._filled(each, options) for each in value])
         if isinstance(value, dict):
             return type(value)((key, self._filled(each, options)) for key, each in value.items())
         return value
-
-    def _leaf(self, leaf: _Leaf, options: Options) -> Any:
-        index = self._source.index
-        if not leaf.is_tensor:
-            return decode_value(index.value_data.raw(leaf.row), key=leaf.key, allow_pickle=options.allow_pickle)
-        owner = int(index.tensors.alias[leaf.row])
-        [tensor] = read_whole(self._source, np.array([owner], np.int64), options)
-        return tensor.numpy() if int(index.tensors.origin[leaf.row]) == 1 else tensor
 
 
 def is_native(store: ReadableStore) -> bool:

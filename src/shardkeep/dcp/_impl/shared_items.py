@@ -12,7 +12,7 @@ import torch
 
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.shared_reads import Cut, SharedRequest, in_disjoint_memory, is_plain
-from shardkeep.format.boxes import Boxes, Ints, matrix_of, tiled
+from shardkeep.format.boxes import Box, Boxes, Ints, matrix_of, tiled
 from shardkeep.layouts.torch_values import LoadItemType, LoadPlan, Metadata, MetadataIndex, ReadItem, is_tensor_entry
 
 _ASKED = ("create_global_plan", "finish_plan", "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
@@ -34,11 +34,11 @@ def keeps(party: object, own: type, names: Sequence[str]) -> bool:
 
 def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) -> list[SharedRequest]:
     """Return the items of a plan as requests."""
-    targets = _Targets(plan.items, planner)
+    targets, filled_alone = _targets(plan.items, planner)
     places: Any = metadata.storage_data or {}
     save = getattr(metadata.storage_meta, "save_id", None)
     wants = []
-    for item, target, alone in zip(plan.items, targets.found, targets.alone, strict=True):
+    for item, target, alone in zip(plan.items, targets, filled_alone, strict=True):
         entry: Any = metadata.state_dict_metadata.get(item.storage_index.fqn)
         place = places.get(item.storage_index)
         file, start = str(getattr(place, "relative_path", "")), getattr(place, "offset", 0)
@@ -47,8 +47,18 @@ def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadat
         # Each rank may load from its own place. Without an id, files with the same name may belong to different checkpoints.
         told_apart = bool(save) or os.path.isabs(file)
         can_share = alone and fits and told_apart and is_plain(target, entry.properties.dtype)
-        what = repr((str(save), file, start, *_asks(item), str(target.dtype))).encode() if can_share else b""
-        wants.append(SharedRequest(what, target, file, start if known else 0, can_share))
+        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        what = (
+            str(save),
+            file,
+            start,
+            key,
+            offset,
+            tuple(item.storage_offsets),
+            tuple(item.lengths),
+            str(target.dtype),
+        )
+        wants.append(SharedRequest(repr(what).encode(), target, file, start if known else 0, can_share))
     return wants
 
 
@@ -74,49 +84,35 @@ def _cut(item: ReadItem, cut: Cut) -> ReadItem:
     )
 
 
-def _asks(item: ReadItem) -> tuple[str, Ints, Ints, Ints]:
-    index = item.storage_index
-    return index.fqn, tuple(index.offset or ()), tuple(item.storage_offsets), tuple(item.lengths)
-
-
-class _Targets:
-    """The tensors that items fill, and whether each is filled by one item alone."""
-
-    def __init__(self, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
-        nothing = torch.empty(0)
-        wholes: dict[MetadataIndex, torch.Tensor] = {}
-        parts: dict[MetadataIndex, list[int]] = {}
-        self.found: list[torch.Tensor] = []
-        self.alone = [False] * len(items)
-        for row, item in enumerate(items):
-            self.found.append(nothing)
-            if item.type == LoadItemType.BYTE_IO:
-                continue
-            try:
-                whole = wholes.get(item.dest_index)
-                if whole is None:
-                    whole = wholes[item.dest_index] = planner.lookup_tensor(item.dest_index).detach()
-                self.found[row] = planner.transform_tensor(item, whole)
-            except Exception:  # noqa: BLE001, S112 - reading it says so
-                continue
-            parts.setdefault(item.dest_index, []).append(row)
-        alone = dict(zip(wholes, in_disjoint_memory(list(wholes.values())), strict=True))
-        for index, rows in parts.items():
-            filled_once = len(rows) == 1 or _tile(tuple(wholes[index].shape), [items[row] for row in rows])
-            for row in rows:
-                self.alone[row] = alone[index] and filled_once
+def _targets(items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> tuple[list[torch.Tensor], list[bool]]:
+    """Return the tensors that items fill, and whether each is filled by one item alone."""
+    wholes: dict[MetadataIndex, torch.Tensor] = {}
+    parts: dict[MetadataIndex, list[int]] = {}
+    found = [torch.empty(0)] * len(items)
+    filled_alone = [False] * len(items)
+    for row, item in enumerate(items):
+        if item.type == LoadItemType.BYTE_IO:
+            continue
+        try:
+            whole = wholes.get(item.dest_index)
+            if whole is None:
+                whole = wholes[item.dest_index] = planner.lookup_tensor(item.dest_index).detach()
+            found[row] = planner.transform_tensor(item, whole)
+        except Exception:  # noqa: BLE001, S112 - reading it says so
+            continue
+        parts.setdefault(item.dest_index, []).append(row)
+    alone = dict(zip(wholes, in_disjoint_memory(list(wholes.values())), strict=True))
+    for index, rows in parts.items():
+        filled_once = len(rows) == 1 or _tile(tuple(wholes[index].shape), [items[row] for row in rows])
+        for row in rows:
+            filled_alone[row] = alone[index] and filled_once
+    return found, filled_alone
 
 
 def _tile(shape: Ints, items: Sequence[ReadItem]) -> bool:
     """Return whether items fill each element of a tensor exactly once."""
-    axes = len(shape)
-    sizes = [tuple(item.lengths) for item in items if 0 not in item.lengths]
-    offsets = [tuple(item.dest_offsets) for item in items if 0 not in item.lengths]
-    if any(
-        o + n > full
-        for at, size in zip(offsets, sizes, strict=True)
-        for o, n, full in zip(at, size, shape, strict=True)
-    ):
+    filled = [Box(tuple(item.dest_offsets), tuple(item.lengths)) for item in items if 0 not in item.lengths]
+    if any(o + n > full for box in filled for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)):
         return False
-    boxes = Boxes(matrix_of(offsets, axes, 0), matrix_of(sizes, axes, 1))
-    return bool(tiled(matrix_of([shape], axes, 1), np.zeros(len(boxes), np.int64), boxes)[0])
+    boxes = Boxes.of(filled)
+    return bool(tiled(matrix_of([shape], len(shape), 1), np.zeros(len(boxes), np.int64), boxes)[0])
