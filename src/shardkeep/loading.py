@@ -97,12 +97,12 @@ def load(
         received = session.exchange(matched, read, place=not has_objects) if exchanges else 0
         if has_objects:
             session.place(matched, read)
-    ranks_phases = phases.all_ranks()
+    ranks_phases, record = phases.all_ranks(), matched.source.record
     report = LoadReport(
         where=store.url,
-        save_id=opened.record.save_id,
-        step=opened.record.step,
-        meta=opened.record.meta,
+        save_id=record.save_id,
+        step=record.step,
+        meta=record.meta,
         missing=matched.result.missing,
         unexpected=matched.result.unexpected,
         cast=matched.match.cast,

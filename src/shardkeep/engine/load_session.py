@@ -30,8 +30,7 @@ from shardkeep.engine.match import (
 )
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases
-from shardkeep.engine.sources import find, open_source
-from shardkeep.format.record import Record
+from shardkeep.engine.sources import FoundElsewhere, find
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.plan.sharing import plan_sharing
@@ -55,10 +54,9 @@ _encode = msgspec.msgpack.encode
 class OpenedLoad(NamedTuple):
     """After `open`: which checkpoint all ranks load, and the objects in this rank's state."""
 
-    record: Record
+    found: FoundCheckpoint | FoundElsewhere
+    """What rank 0 found in the store, and what it sent to the other ranks."""
     objects: Objects
-    found: FoundCheckpoint | None
-    """On rank 0, which read it: what was found in the store."""
     channel: shared_reads.Channel | None
     """Carries bytes between ranks, if all of them share their reads."""
     prepared: PreparedLoad | None
@@ -136,15 +134,14 @@ class LoadSession:
             said = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
             check_same_objects([names for names, _, _ in said])
             on_rank_0.append(find(self.store))
-            record = msgspec.json.encode(on_rank_0[0].record)  # as it is stored: msgpack cannot hold every `meta`
+            found = FoundElsewhere.of(on_rank_0[0].record)
             shares = shared_reads.all_agree([cannot_share for _, _, cannot_share in said])
-            return [_encode((record, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
+            return [_encode((found, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
         (objects, channel), answer = self._agree("open", look, decide)
-        raw, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[bytes, bool, bool])
-        record = msgspec.json.decode(raw, type=Record)
-        found = on_rank_0[0] if on_rank_0 else None
-        opened = OpenedLoad(record, objects, found, channel if shares else None, None)
+        elsewhere, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[FoundElsewhere, bool, bool])
+        found = on_rank_0[0] if on_rank_0 else elsewhere
+        opened = OpenedLoad(found, objects, channel if shares else None, None)
         if not communicates:
             return opened
         # What can fail on a single rank must come before ranks wait for each other inside their objects.
@@ -155,7 +152,7 @@ class LoadSession:
         """Read the index, and ask those objects for their templates that ask no other rank."""
         load_filter = self.load_filter.checked()
         found = opened.found
-        source = found.open(self.options) if found else open_source(self.store, opened.record, self.options)
+        source = found.open(self.store, self.options) if isinstance(found, FoundElsewhere) else found.open(self.options)
         if not opened.objects:
             return PreparedLoad(source, load_filter, None, {})
         stored = StoredState(source.index, *load_filter.names(source.index), renamer(load_filter.rename))

@@ -11,7 +11,6 @@ checked only against the headers: sizes, ranges, and whether all shards are ther
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -22,8 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from operator import add
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from shardkeep.engine.reader import FoundCheckpoint, Source
@@ -120,7 +120,7 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
         self._folder = folder
         self._weight_map = weight_map
         self._threads = threads
-        self._files: dict[str, tuple[layout.SafetensorsFile, dict[str, Any] | None]] = {}
+        self._files: dict[str, tuple[layout.SafetensorsFile, dict[str, _SavedOffsets] | None]] = {}
         """Files that were opened so far, and the offsets of their chunks."""
 
     def __getitem__(self, key: str) -> CatalogEntry:
@@ -158,17 +158,22 @@ class _IndexedCatalog(Mapping[str, CatalogEntry]):
         return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
 
 
+class _ModelIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _SavedOffsets(msgspec.Struct):
+    saved_offsets: list[int]
+
+
 def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
     """Return the file of each tensor, by an index file."""
     raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
     try:
-        index = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{path}: no JSON: {error}", file=path) from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(home, str) for home in weight_map.values()):
-        raise MalformedFile(f"{path}: there is no weight_map that gives each tensor a file", file=path)
-    return weight_map
+        return msgspec.json.decode(raw, type=_ModelIndex).weight_map
+    except (msgspec.MsgspecError, RecursionError) as error:
+        why = f"no JSON, or no weight_map that gives each tensor a file: {error}"
+        raise MalformedFile(f"{path}: {why}", file=path) from error
 
 
 def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[layout.SafetensorsFile]:
@@ -207,32 +212,23 @@ def catalog_of(files: Sequence[layout.SafetensorsFile], *, homes: Mapping[str, s
     return catalog
 
 
-def saved_offsets(file: layout.SafetensorsFile) -> dict[str, Any] | None:
+def saved_offsets(file: layout.SafetensorsFile) -> dict[str, _SavedOffsets] | None:
     """Return the offsets of a file's chunks in their tensors; None for a file with whole tensors."""
     text = file.metadata.get(layout.CUSTOM_METADATA_KEY)
-    if not text:
-        return None
     try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{file.path}: {layout.CUSTOM_METADATA_KEY} is no JSON: {error}", file=file.path) from error
-    if not isinstance(said, dict):
-        raise MalformedFile(f"{file.path}: {layout.CUSTOM_METADATA_KEY} is no JSON object", file=file.path)
-    return said
+        return msgspec.json.decode(text, type=dict[str, _SavedOffsets]) if text else None
+    except (msgspec.MsgspecError, RecursionError) as error:
+        why = f"{layout.CUSTOM_METADATA_KEY} is no JSON with saved_offsets: {error}"
+        raise MalformedFile(f"{file.path}: {why}", file=file.path) from error
 
 
-def _offset_of(file: layout.SafetensorsFile, key: str, part: layout.HeaderTensor, said: Mapping[str, Any]) -> Ints:
-    entry = said.get(key)
-    offsets = entry.get(layout.SAVED_OFFSETS_KEY) if isinstance(entry, dict) else None
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != len(part.shape)
-        or not all(type(n) is int and 0 <= n < 1 << 62 for n in offsets)
-    ):
-        raise MalformedFile(
-            f"{file.path}: tensor {key!r} of shape {list(part.shape)} has saved_offsets {offsets!r}",
-            file=file.path, key=key,
-        )  # fmt: skip
+def _offset_of(
+    file: layout.SafetensorsFile, key: str, part: layout.HeaderTensor, said: Mapping[str, _SavedOffsets]
+) -> Ints:
+    offsets = said[key].saved_offsets if key in said else None
+    if offsets is None or len(offsets) != len(part.shape) or not all(0 <= n < 1 << 62 for n in offsets):
+        why = f"tensor {key!r} of shape {list(part.shape)} has saved_offsets {offsets}"
+        raise MalformedFile(f"{file.path}: {why}", file=file.path, key=key)
     return tuple(offsets)
 
 

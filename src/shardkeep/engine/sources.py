@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.engine.codecs import open_chains
 from shardkeep.engine.reader import FoundCheckpoint, ReadableStore, Source
@@ -76,11 +78,26 @@ def open_native(store: ReadableStore, record: Record, options: Options) -> Sourc
     return Source(plain, record, native.read_index(plain, record, chain))
 
 
-def open_source(store: Store, record: Record, options: Options) -> Source:
-    """Open the checkpoint of a record, which may come from another rank."""
-    if record.format == NATIVE:
-        return open_native(store, record, options)
-    found = find_safetensors(store) if record.format == SAFETENSORS else find_torch(store)
-    if found is None or found.record.index.checksum != record.index.checksum:
-        raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
-    return found.open(options)
+class FoundElsewhere(msgspec.Struct, frozen=True):
+    """The checkpoint that rank 0 found, as it sends it to the other ranks."""
+
+    format: str
+    checksum: str
+    """That of the index."""
+    record: bytes
+    """The record of a native checkpoint, as JSON, because msgpack cannot hold every `meta`; nothing of another layout."""
+
+    @classmethod
+    def of(cls, record: Record) -> FoundElsewhere:
+        """Describe a checkpoint by its record."""
+        native_record = msgspec.json.encode(record) if record.format == NATIVE else b""
+        return cls(record.format, record.index.checksum, native_record)
+
+    def open(self, store: Store, options: Options) -> Source:
+        """Open it on this rank."""
+        if self.format == NATIVE:
+            return open_native(store, msgspec.json.decode(self.record, type=Record), options)
+        found = find_safetensors(store) if self.format == SAFETENSORS else find_torch(store)
+        if found is None or found.record.index.checksum != self.checksum:
+            raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
+        return found.open(options)
