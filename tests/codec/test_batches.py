@@ -49,30 +49,6 @@ def test_a_batch_is_what_its_frames_are(batch, codecs):
             assert bytes(each) == bytes(chain.encode(memoryview(frame), place))
 
 
-class Doubles:
-    """A second codec that makes twice as much of every frame, and says it could be far more."""
-
-    def bound(self, nbytes):
-        return 9 * nbytes + 64
-
-    def encode(self, data, place):
-        return bytes(data) * 2
-
-    def decode(self, data, place, most_nbytes):
-        return data[: data.nbytes // 2]
-
-
-def test_a_codec_behind_that_makes_more():
-    """What the second codec makes of a frame, however much, leaves what the first made of the next ones as it was."""
-    frames = [numbers("bf16", 10_000, seed=seed) for seed in range(4)]
-    alone = CodecChain.begin(["float"])
-    both = CodecChain([*alone.recorded, {"name": "doubles"}], [*alone._codecs, Doubles()])
-    stored = encoded(both, frames)
-    check(both, frames, stored)
-    for frame, (place, each) in zip(frames, stored, strict=True):
-        assert bytes(each) == bytes(both.encode(memoryview(frame), place))
-
-
 def test_parts_behind_parts_of_other_lengths():
     """Words whose low byte is coded, to another length in each frame, and whose others are stored as they are."""
     rng = np.random.default_rng(0)

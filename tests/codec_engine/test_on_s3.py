@@ -1,11 +1,11 @@
-"""The engine on a real object store: in parts and in order, plain and coded, and only one of two saves is committed."""
+"""The engine on a real object store: in parts and in order, plain and coded."""
 
 import pytest
 import torch
 
 import shardkeep as sk
 from shardkeep.storage.resolve import open_place
-from tests.codec_engine.scene import MIB, OPTIONS, race
+from tests.codec_engine.scene import MIB, OPTIONS
 from tests.engine.samples import bits, blank_like
 
 BUCKET = "codec-engine"
@@ -35,15 +35,3 @@ def test_a_checkpoint_on_s3(place, codecs, request):
     ck.verify()
     assert not ck["model.b"].tensor().any()
     assert {info.name: info.nbytes for info in store.list() if info.name != "shardkeep.json"} == ck.record.at_rest
-
-
-def test_of_two_saves_on_s3_that_meet_exactly_one_wins(place):
-    """Both overwrite the same version of the record: the loser learns who won, and its files are gone."""
-    sk.save({"w": torch.zeros(3)}, place("race"), step=0)
-
-    winner, loser = race(lambda: place("race"), overwrite=True)
-
-    assert winner.save_id in str(loser)
-    ck = sk.open(place("race"))
-    assert ck["w"].tensor().tolist() == [float(winner.step)] * 3
-    assert {info.name for info in place("race").list()} == {"shardkeep.json", *ck.record.names}

@@ -8,11 +8,9 @@ import torch
 import shardkeep as sk
 from shardkeep.engine.workers import MIN_WINDOW_NBYTES, divide_budget
 from shardkeep.storage import multipart
-from shardkeep.storage.base import part_nbytes_of
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope
 from shardkeep.storage.object_store import ObjectStore
-from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
 from tests.engine.test_memory import peak_growth
@@ -108,10 +106,3 @@ def test_windows_stay_parts_where_they_are_sent_as_they_are() -> None:
     assert divide_budget(16, 256 * MIB, part_nbytes=8 * MIB)[:2] == (16, 8 * MIB)
     assert divide_budget(16, 64 * MIB, part_nbytes=8 * MIB)[:2] == (4, 8 * MIB)
     assert divide_budget(16, 16 * MIB, part_nbytes=8 * MIB)[:2] == (1, 8 * MIB)
-
-
-def test_the_size_of_parts_is_asked_of_the_store_below(s3_place: Callable[..., ObjectStore]) -> None:
-    """Through stores that try again; a store that takes bytes in any order keeps none."""
-    place = s3_place(part_bytes=6 * MIB)
-    assert part_nbytes_of(RetryingStore(place, RetryPolicy(1))) == 6 * MIB
-    assert part_nbytes_of(sk.MemoryStore()) == 0

@@ -12,7 +12,7 @@ import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.base import REMOVING_NAME, is_sequential, preferred_requests
+from shardkeep.storage.base import REMOVING_NAME, is_sequential, part_nbytes_of, preferred_requests
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.object_store import HEAD_BYTES, ObjectStore
 from shardkeep.storage.resolve import open_place, open_root, open_store
@@ -75,7 +75,6 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
 
     monkeypatch.setattr("shardkeep.storage.object_store.ObjectStore.delete_all", delete_all)
     assert sorted(root.places()) == ["step-1", "step-10"]
-    RetryingStore(root, RetryPolicy(0))
     root.remove("step-1")
     root.remove("step-1")
     assert deleted == [[RECORD_NAME], ["a", "b"], [REMOVING_NAME]]
@@ -87,9 +86,11 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
 
 def test_a_store_says_how_it_likes_to_be_used(s3_place: Opened) -> None:
     """Also through one that tries again."""
-    store = RetryingStore(s3_place(requests=7), RetryPolicy(1))
+    store = RetryingStore(s3_place(requests=7, part_bytes=6 << 20), RetryPolicy(1))
     assert is_sequential(store)
     assert preferred_requests(store, 2) == 7
+    assert part_nbytes_of(store) == 6 << 20
+    assert part_nbytes_of(MemoryStore()) == 0  # it takes bytes in any order, and keeps none
     assert not is_sequential(RetryingStore(MemoryStore(), RetryPolicy(1)))
     assert preferred_requests(RetryingStore(MemoryStore(), RetryPolicy(1)), 2) == 2
 

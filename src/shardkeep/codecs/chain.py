@@ -1,14 +1,10 @@
 """
 Chains of codecs over the frames of a file, and the registry that finds codecs by name.
 
-The registry knows the codecs of shardkeep, those that a program registers, and those of installed packages. A package
-provides a codec by an entry point of the group `shardkeep.codecs` with the codec's name; it is imported when a codec of
-this name is first needed.
-
-Frames pass through the codecs in the given order, and back through them in reverse.
-
-Callers must never use a file name twice with one chain for different contents, nor a number twice for frames of a file,
-and must read a frame with exactly the place it was written with. Encryption depends on it.
+Codecs are ours, registered by a program, or entry points of installed packages (group `shardkeep.codecs`), which are
+imported when they are first needed. Frames pass through a chain in the given order, and back in reverse. Encryption
+depends on this: no file name twice with one chain for different contents, no number twice for frames of a file, and a
+frame is read with exactly the place it was written with.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """
 Stores in which some blobs pass through codecs, while their users read and write plain bytes at any offset.
 
-Which blobs pass through which chain is known by name: for writing from the save plan, for reading from the commit record.
+Writing: bytes are cut into frames, which the calling thread encodes. Only then is their size known, so frames follow each
+other in the order in which they were encoded; a header that is written last costs nothing extra. A table ends the blob.
 
-Writing: bytes are cut into frames, which the calling thread encodes. Only then is their size known, and their offset in
-the blob, so frames follow each other in the order in which they were encoded. What is written last, such as a header,
-costs nothing extra, and the store below receives bytes nearly in order. A table of the frames ends the blob.
-
-Reading: only frames that contain the wanted bytes are fetched, verified and decoded. Stored bytes are verified before
-they are decoded, so that damage can be told apart from a wrong key, and no codec sees bytes that were not written.
+Reading: only frames that contain the wanted bytes are fetched. Stored bytes are verified before they are decoded, so that
+damage can be told apart from a wrong key, and no codec sees bytes that were not written.
 """
 
 from __future__ import annotations

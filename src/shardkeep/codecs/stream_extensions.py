@@ -1,11 +1,8 @@
 """
 Stream extensions of torch's storage writers and readers: they transform the bytes of each value on the way to a file.
 
-An extension leaves a descriptor, "name[@local-domain][/version]", with the data; a reader makes the extension from it
-again. `ZStandard` compresses; torch's extension of the same name reads what it writes, and the other way round.
-
-A writer may have several extensions. The first one is nearest to the file, so data passes through the last one first.
-Descriptors are stored in the order in which data passed through the extensions, and readers undo them from the back.
+An extension leaves a descriptor, "name[@local-domain][/version]", from which a reader makes it again. Of several, the
+first is nearest to the file, so data passes through the last one first; descriptors are stored in that order.
 
 Extensions are written by many authors. Their streams may or may not pass on `flush` and `close`, may return no count or
 a wrong one from `write`, and may have no `readinto`. So between any two of them is an adapter of ours, which closes

@@ -238,13 +238,11 @@ def delete_contents(store: Store) -> None:
     The commit marker goes first, so that an interrupted removal never leaves what looks like a checkpoint. The removal
     mark stays until everything else is gone, so that an interrupted removal can be told apart from data loss.
     """
-    names = [info.name for info in store.list()]
+    names = {info.name for info in store.list()}
     if not names:
         return
     marked = _mark(store)
-    commits = list(filter(is_commit_marker, names))
-    others = [name for name in names if name not in {*commits, REMOVING_NAME}]
-    waiting = [*commits, *others]
+    waiting = sorted(names - {REMOVING_NAME}, key=lambda name: (not is_commit_marker(name), name))
     # One by one until no commit marker is left and the removal is marked.
     while waiting and (not marked or is_commit_marker(waiting[0])):
         store.delete(waiting.pop(0))

@@ -1,12 +1,6 @@
 """
 Cancelling a group of uploads as one unit, and the memory they may use.
 
-    scope = CancelScope(budget=MemoryBudget(64 << 20))
-    with scope.active():
-        writer = store.create(name, nbytes)
-    ...
-    scope.cancel()  # from any thread: calls that wait in this writer raise, and its `abandon` returns soon
-
 The active scope is a context variable, not an argument of `create`, so that it reaches the store behind any number of
 wrappers, including those that users write.
 """

@@ -275,10 +275,8 @@ def directory_lock(directory: str) -> Iterator[None]:
     """
     Keep other processes and threads of this machine from replacing files of a directory.
 
-    The lock is on the directory itself, so it leaves no file behind and ends with its holder. On NFS it only works
-    between processes of one machine; if two machines replace a file in the same millisecond, both may succeed. Where
-    directories cannot be locked (Windows, Lustre mounted without flock), it works between threads of this process, or
-    not at all.
+    The lock is on the directory itself: it leaves no file behind and ends with its holder. On NFS it does not reach other
+    machines; where directories cannot be locked (Windows, Lustre without flock), at most other threads of this process.
     """
     if fcntl is None or not hasattr(os, "O_DIRECTORY"):
         with _process_lock:

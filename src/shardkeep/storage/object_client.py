@@ -1,8 +1,5 @@
 """
-Opening buckets: which one, with which credentials, and how requests are made.
-
-A bucket is opened once per process and set of options, so that its connections are reused. Credentials come from
-options, else from the usual environment variables, else from the machine's role. Profiles of AWS need boto3.
+Opening buckets, once per process and set of options, and how requests are made.
 
 Errors say which object, what the service answered, and what to do. obstore's own exceptions are dropped, even as a
 cause: their text contains whole URLs, which may contain keys.

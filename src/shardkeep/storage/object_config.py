@@ -1,10 +1,8 @@
 """
 Which server, account and credentials a bucket is opened with: from options, else from the usual environment variables.
 
-obstore reads most of these variables itself, and mixes them with options: whatever the options leave open it takes from
-the environment. So a session token, or a stronger kind of credential, that is meant for another bucket would join the
-credentials given as options. Here, credentials given as options are used alone. Where obstore cannot be made to do that,
-opening the bucket fails and names the variable.
+obstore takes whatever the options leave open from the environment. So a token that is meant for another bucket would join
+credentials given as options. Here those are used alone, or opening the bucket fails and names the variable.
 """
 
 from __future__ import annotations
