@@ -92,7 +92,11 @@ class Marked(torch.Tensor):
 
 def many_kinds():
     whole = numbered(40, 30)
+    halves = numbered(6)
+    halves.global_shape, halves.local_sizes = (6,), ((3,), (3,))
+    halves.global_offsets = halves.local_offsets = ((0,), (3,))
     return {
+        "halves": halves,
         "whole": whole,
         "alias": whole,
         "row": whole[3],
@@ -139,7 +143,7 @@ def test_a_snapshot_holds_what_a_save_would(tmp_path, monkeypatch, kind, staging
         async_save, state, checkpoint_id=tmp_path / "a", planner=planner, async_checkpointer_type=kind, no_dist=True
     )
     wipe(state)
-    future.result(60)
+    assert len(future.result(60).state_dict_metadata["halves"].chunks) == 2
     assert not planner.state_dict  # the memory is used again
     quietly(save, many_kinds(), checkpoint_id=tmp_path / "b", no_dist=True)
     found = []

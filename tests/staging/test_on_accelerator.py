@@ -98,6 +98,26 @@ def test_saves_from_an_accelerator(tmp_path, kind):
     stager.close()
 
 
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+@pytest.mark.parametrize("room", [0.5, 0.0], ids=["copied on the device", "no room"])
+def test_saves_without_a_stager(tmp_path, monkeypatch, kind, room):
+    """The state may be changed when the call returns, whether it was copied on the device or to host memory."""
+    monkeypatch.setattr("shardkeep.engine.snapshot._ROOM", room)
+    state = fresh_state()
+    uploads = []
+    for step in range(5):
+        delay()
+        fill(state, step)
+        place = tmp_path / str(step)
+        uploads.append(quietly(async_save, state, checkpoint_id=place, async_checkpointer_type=kind, no_dist=True))
+        fill(state, -1)
+    for step, upload in enumerate(uploads):
+        upload.result(120)
+        found = {key: torch.empty(value.shape) for key, value in state.items() if isinstance(value, torch.Tensor)}
+        quietly(theirs.load, found, storage_reader=theirs.FileSystemReader(tmp_path / str(step)), no_dist=True)
+        assert values(found) == {float(step)}
+
+
 def device_pieces(tensors):
     return take_snapshot(tensors, staging="device", optimizers=[])
 

@@ -197,21 +197,6 @@ def test_a_value_that_cannot_be_copied_is_named():
         StateDictStager().stage({"a": {"b": [numbered(2), threading.Lock()]}})
 
 
-def test_attributes_of_tensors_come_along():
-    """As with torch's: what users hang on a tensor is copied too, tensors among it, and what cannot be stays."""
-    tensor = numbered(3)
-    tensor.note, tensor.other, tensor.lock = ["x"], numbered(2), threading.Lock()
-    staged = StateDictStager().stage({"t": tensor})["t"]
-    torchs = their_state_stager.StateDictStager()
-    bare = numbered(3)
-    bare.note = ["x"]
-    assert staged.note == torchs.stage({"t": bare})["t"].note == ["x"]
-    assert staged.note is not tensor.note
-    tensor.other.zero_()
-    assert torch.equal(staged.other, numbered(2))
-    assert staged.lock is tensor.lock
-
-
 class Fleeting:
     """Copies itself through tensors that live for a moment, and with no memory of what was copied before."""
 

@@ -76,7 +76,16 @@ def open_tensor(tensor: Any) -> OpenedTensor:
         # Not one run of memory: torch copies it.
         copied = tensor.detach().to("cpu", copy=True)
         return OpenedTensor([], lambda _: copied)
-    return OpenedTensor([tensor], lambda made: _as_kind_of(tensor, made[0]))
+    plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
+
+    def rebuild(made: Tensors) -> torch.Tensor:
+        rebuilt = made[0] if plain else made[0].as_subclass(type(tensor))
+        if _is_checkpointable_tensor(tensor):
+            rebuilt = rebuilt.detach()  # an object of its own, for its attributes
+            _copy_checkpointable_tensor_metadata(tensor, rebuilt)
+        return rebuilt
+
+    return OpenedTensor([tensor], rebuild)
 
 
 def _open_all(inner: list[Any], rebuild: Callable[[Tensors], Any]) -> OpenedTensor:
@@ -108,14 +117,6 @@ def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
     blank = local.new_empty(()).expand(local.shape)
     made = kind(blank, spec, requires_grad=False)
     made._local_tensor = local
-    return made
-
-
-def _as_kind_of(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
-    made = made if plain else made.as_subclass(type(tensor))
-    if _is_checkpointable_tensor(tensor):
-        _copy_checkpointable_tensor_metadata(tensor, made)
     return made
 
 
@@ -189,15 +190,6 @@ class _Copying(TorchFunctionMode):
         made = self._place(parts)
         for tensor, each in zip(tensors, opened, strict=True):
             self._memo[id(tensor)] = each.rebuild([made(part) for part in each.parts])
-        for tensor in tensors:
-            self._copy_attributes(tensor, self._memo[id(tensor)])
-
-    def _add_bare(self, data: torch.Tensor) -> torch.Tensor:
-        """Copy the data of a parameter inside an object; the caller makes a parameter of the copy."""
-        self._bare_parameter = None
-        self._add_at_once(data)
-        made: torch.Tensor = self._memo[id(data)]
-        return made
 
     def _add_at_once(self, tensor: torch.Tensor) -> None:
         """Copy a tensor inside an object with its values, because the object may read them while it is copied."""
@@ -221,24 +213,13 @@ class _Copying(TorchFunctionMode):
 
         return made
 
-    def _copy_attributes(self, tensor: torch.Tensor, made: Any) -> None:
-        """Copy the attributes of a plain tensor; those that cannot be copied are shared."""
-        if not isinstance(made, torch.Tensor) or made.layout is not torch.strided or type(made) is not torch.Tensor:
-            return
-        for name, value in vars(tensor).items():
-            try:
-                setattr(made, name, self.deepcopy(value))
-            except Exception:  # noqa: BLE001 - it may be any object, and attributes are not saved
-                setattr(made, name, value)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__:
+        if func is torch.Tensor.__deepcopy__ or (func is torch.Tensor.clone and args[0] is self._bare_parameter):
             tensor = args[0]
+            self._bare_parameter = None
             if id(tensor) not in self._memo:
                 self._add_at_once(tensor)
             return self._memo[id(tensor)]
-        if func is torch.Tensor.clone and args[0] is self._bare_parameter:
-            return self._add_bare(args[0])
         result = func(*args, **(kwargs or {}))
         if func == _DATA:
             # A parameter copies itself by cloning this, and making a parameter of the clone.

@@ -152,7 +152,11 @@ _all_group_saves = per_process(dict[str, GroupSaves])  # saves outlive the calls
 def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
     """Return the saves of a group of ranks, or of this process only."""
     lanes = _all_group_saves()
-    name = "alone" if is_alone(no_dist) else f"group {_name_of(group)}"
+    name = "alone"
+    if not is_alone(no_dist):
+        from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a group
+
+        name = f"group {c10d._get_process_group_name(c10d._get_default_group() if group is None else group)}"
     return lanes[name] if name in lanes else lanes.setdefault(name, GroupSaves())
 
 
@@ -172,12 +176,6 @@ def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives:
 
         ranks.reduce_scatter("plan" if use_collectives else "write", fail, lambda results: results)
     raise error
-
-
-def _name_of(group: ProcessGroup | None) -> str:
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a group
-
-    return str(c10d._get_process_group_name(c10d._get_default_group() if group is None else group))
 
 
 Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE] | StateSnapshot

@@ -126,7 +126,11 @@ def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[Fil
     plans = [
         plan._replace(items=sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)) for plan in plans
     ]
-    results = _write_laid_out(writer, planner, plans) if _can_be_laid_out(writer, planner, plans) else None
+    in_store = store_of(writer.fs, writer.path) is not None and all(
+        is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
+    )
+    laid_out = in_store and resolves_in_place(planner) and _writes_unchanged(writer.transforms)
+    results = _write_laid_out(writer, planner, plans) if laid_out else None
     return _write_streams(writer, planner, plans) if results is None else results
 
 
@@ -138,13 +142,6 @@ def _as_safetensors(plan: FilePlan) -> FilePlan:
 
 
 # -- files whose layout is known in advance ----------------------------------------------------------------------------
-
-
-def _can_be_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> bool:
-    in_store = store_of(writer.fs, writer.path) is not None and all(
-        is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
-    )
-    return resolves_in_place(planner) and in_store and _writes_unchanged(writer.transforms)
 
 
 def resolves_in_place(planner: object) -> TypeGuard[DefaultSavePlanner]:
@@ -451,7 +448,11 @@ class _FileSystemWriter(StorageWriter):
         )
         queued: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
         number = self._commit().first_number()
-        for bucket in filter(None, self._split_formats(buckets)):
+        if self.serialization_format != SerializationFormat.TORCH_SAVE:  # objects do not go to safetensors files
+            objects = [[item for item in bucket if item.type == WriteItemType.BYTE_IO] for bucket in buckets]
+            tensors = [[item for item in bucket if item.type != WriteItemType.BYTE_IO] for bucket in buckets]
+            buckets = [*objects, *tensors]
+        for bucket in filter(None, buckets):
             # An existing file belongs to a checkpoint that must stay intact until this save is committed.
             while True:
                 name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
@@ -470,14 +471,6 @@ class _FileSystemWriter(StorageWriter):
     def _discard_written(self) -> None:
         """Remove what this rank wrote, because the save failed on another rank and was not committed."""
         self._commit().remove({name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)})
-
-    def _split_formats(self, buckets: list[list[WriteItem]]) -> list[list[WriteItem]]:
-        """Separate objects from tensors if the tensors go to safetensors files."""
-        if self.serialization_format == SerializationFormat.TORCH_SAVE:
-            return buckets
-        objects = [[item for item in bucket if item.type == WriteItemType.BYTE_IO] for bucket in buckets]
-        tensors = [[item for item in bucket if item.type != WriteItemType.BYTE_IO] for bucket in buckets]
-        return [*objects, *tensors]
 
     def _write_data(
         self, planner: SavePlanner, file_queue: queue.Queue[tuple[PathLike, str, list[Any]]]
@@ -566,17 +559,8 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
             serialization_format: tensors as `torch.save` writes them, or safetensors files.
 
         """
-        _FileSystemWriter.__init__(
-            self,
-            path=path,
-            single_file_per_rank=single_file_per_rank,
-            sync_files=sync_files,
-            thread_count=thread_count,
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
-        )
+        files = (single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead, overwrite)
+        _FileSystemWriter.__init__(self, path, *files, _extensions, serialization_format)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -600,17 +584,8 @@ class FsspecWriter(FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         """Set where and how to write, as `FileSystemWriter`; `kwargs` are for the file system: credentials, endpoints."""
-        super().__init__(
-            path,
-            single_file_per_rank,
-            sync_files,
-            thread_count,
-            per_thread_copy_ahead,
-            kwargs.pop("cache_staged_state_dict", False),  # an argument of its own in torch since 2.15
-            overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
-        )
+        files = (single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead)
+        super().__init__(path, *files, False, overwrite, _extensions, serialization_format)
         self.fs, self.path = open_with_fsspec(path, kwargs)
 
     @classmethod
