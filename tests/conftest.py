@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.forking import preload
 from tests.support.rank_pool import RankPool
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import S3Server, boto_client
 
 with contextlib.suppress(ModuleNotFoundError):  # the environment of tests/frameworks has none
     from hypothesis import settings
@@ -57,15 +57,5 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Itera
 @pytest.fixture(scope="session")
 def boto(s3_server: S3Server) -> Iterator[Any]:
     """Another client of the server, which sees what ours does not list."""
-    import boto3
-
-    options = s3_server.options
-    client = boto3.client(
-        "s3",
-        endpoint_url=s3_server.endpoint,
-        aws_access_key_id=options["access_key_id"],
-        aws_secret_access_key=options["secret_access_key"],
-        region_name=options["region"],
-    )
-    with contextlib.closing(client):
+    with contextlib.closing(boto_client(s3_server.options)) as client:
         yield client

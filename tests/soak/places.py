@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import obstore
 import obstore.store
+
+from tests.support.s3_server import boto_client
 
 
 @dataclass
@@ -23,22 +25,6 @@ class Look:
     """Of the root itself."""
     uploads: list[str] = field(default_factory=list)
     """Multipart uploads that were neither completed nor aborted; no listing shows them."""
-
-
-class Ground(Protocol):
-    """A root."""
-
-    @property
-    def url(self) -> str: ...
-
-    def look(self) -> Look:
-        """See what is there."""
-
-    def get(self, *path: str) -> bytes | None:
-        """Read a file; None where there is none."""
-
-    def wipe(self) -> None:
-        """Lose all of it, as a machine that never comes back does."""
 
 
 class Folder:
@@ -63,12 +49,14 @@ class Folder:
         return found
 
     def get(self, *path: str) -> bytes | None:
+        """Read a file; None where there is none."""
         try:
             return self._path.joinpath(*path).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def wipe(self) -> None:
+        """Lose all of it, as a machine that never comes back does."""
         shutil.rmtree(self._path, ignore_errors=True)
 
 
@@ -117,18 +105,9 @@ class Bucket:
 @functools.lru_cache(maxsize=4)
 def _client(options: tuple[tuple[str, Any], ...]) -> Any:
     """Open a connection, once: that takes boto3 a while, and much memory."""
-    import boto3
     from botocore.config import Config
 
-    given = dict(options)
-    return boto3.client(
-        "s3",
-        endpoint_url=given["endpoint"],
-        aws_access_key_id=given["access_key_id"],
-        aws_secret_access_key=given["secret_access_key"],
-        region_name=given["region"],
-        config=Config(s3={"addressing_style": "path"}, retries={"max_attempts": 5}),
-    )
+    return boto_client(dict(options), config=Config(s3={"addressing_style": "path"}, retries={"max_attempts": 5}))
 
 
 def glance(url: str, options: dict[str, Any], *path: str) -> bytes | None:
@@ -141,6 +120,10 @@ def glance(url: str, options: dict[str, Any], *path: str) -> bytes | None:
         return bytes(obstore.get(store, "/".join((prefix, *path))).bytes())
     except FileNotFoundError:
         return None
+
+
+Ground = Folder | Bucket
+"""A root."""
 
 
 def ground_of(url: str, options: dict[str, Any]) -> Ground:

@@ -171,3 +171,17 @@ def _command(program: str, folder: Path, ports: dict[str, int]) -> list[str]:
     for kind in ("filer", "s3"):
         command += [f"-{kind}.localSocket", str(folder / f"{kind}.sock")]
     return command
+
+
+def boto_client(options: dict[str, Any], **more: Any) -> Any:
+    """Return another client of a server that was opened with these options."""
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=options["endpoint"],
+        aws_access_key_id=options["access_key_id"],
+        aws_secret_access_key=options["secret_access_key"],
+        region_name=options["region"],
+        **more,
+    )

@@ -93,18 +93,15 @@ def decode_table(data: bytes, *, plain_nbytes: int, stored_nbytes: int, where: s
     if not np.all(small & stored) or len(np.unique(table.number)) != frames:
         raise _malformed(where, "its table has frames of impossible sizes, or two of one number", offset=at)
     order = np.lexsort((table.stored_nbytes, table.stored_start))
+    stored_ends = len(MAGIC) + np.cumsum(table.stored_nbytes[order])
     if (
         not plain == plain_nbytes == table.plain_nbytes
         or not np.array_equal(table.start, np.cumsum(table.nbytes) - table.nbytes)
-        or not _tiles(table.stored_start[order], table.stored_nbytes[order], len(MAGIC), at)
+        or not np.array_equal(table.stored_start[order] + table.stored_nbytes[order], stored_ends)
+        or len(MAGIC) + int(table.stored_nbytes.sum()) != at
     ):
         raise _malformed(where, "its frames overlap or leave a hole", offset=at)
     return table
-
-
-def _tiles(start: IntArray, nbytes: IntArray, low: int, high: int) -> bool:
-    """Return whether ranges follow each other without gaps from `low` to `high`."""
-    return np.array_equal(start, low + np.cumsum(nbytes) - nbytes) and low + int(nbytes.sum()) == high
 
 
 def _malformed(where: str, what: str, *, offset: int) -> MalformedFile:

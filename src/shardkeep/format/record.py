@@ -260,15 +260,10 @@ def _tail(head: bytes) -> bytes:
 
 
 def _check(record: Record, where: str) -> None:
-    if len(record.chains) > MOST_CHAINS:
-        raise MalformedFile(
-            f"{where}: the commit record has {len(record.chains)} chains of codecs, and {MOST_CHAINS} are the most",
-            hint="do not trust this checkpoint",
-            file=RECORD_NAME,
-        )
     blobs: list[Blob] = [record.index, *record.files]
     sound = (
-        all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
+        len(record.chains) <= MOST_CHAINS
+        and all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
         and all(_is_sound(blob, len(record.chains)) for blob in blobs)
         and all(
             8 <= file.header_nbytes <= min(file.nbytes, MAX_HEADER_NBYTES)
@@ -285,16 +280,15 @@ def _check(record: Record, where: str) -> None:
         sound = sound and len(set(named)) == len(named)
     if not sound:
         raise MalformedFile(
-            f"{where}: the commit record names files in a way no writer does (path tricks, duplicates or sizes)",
+            f"{where}: the commit record names files or codecs in a way no writer does (path tricks, duplicates or sizes)",
             hint="do not trust this checkpoint",
             file=RECORD_NAME,
         )
 
 
 def _is_sound(blob: Blob, chains: int) -> bool:
-    members = (blob.chain, blob.stored_nbytes, blob.table_checksum)
     if blob.chain is None or blob.stored_nbytes is None or blob.table_checksum is None:
-        return members == (None, None, None)
+        return (blob.chain, blob.stored_nbytes, blob.table_checksum) == (None, None, None)
     return (
         0 <= blob.chain < chains
         and 0 <= blob.stored_nbytes < _MAX_BLOB_NBYTES

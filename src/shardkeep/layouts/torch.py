@@ -66,7 +66,7 @@ def metadata_name(rank: int | None) -> str:
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
-class Sums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Sums(NamedTuple):
     """Size and checksum of a data file; sent to the coordinator and stored in the metadata."""
 
     nbytes: int
@@ -321,7 +321,4 @@ def item_location(info: Any) -> ItemLocation:
 
 def sums_of(metadata: Any) -> dict[str, Sums]:
     """Return what metadata say of each data file."""
-    return {
-        name: Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
-        for name, (nbytes, block_nbytes, checksum) in (getattr(metadata, "shardkeep_sums", None) or {}).items()
-    }
+    return {name: Sums(*said) for name, said in (getattr(metadata, "shardkeep_sums", None) or {}).items()}

@@ -67,9 +67,7 @@ def data_files_of(metadata: Metadata) -> set[str]:
 
 def set_sums(metadata: Metadata, sums: Mapping[str, Sums]) -> None:
     """Add the checksums of the data files as an attribute, which is pickled and which torch ignores."""
-    vars(metadata)["shardkeep_sums"] = {
-        name: (each.nbytes, each.block_nbytes, each.checksum) for name, each in sorted(sums.items())
-    }
+    vars(metadata)["shardkeep_sums"] = {name: tuple(each) for name, each in sorted(sums.items())}
 
 
 def decode_metadata(data: bytes, *, where: str) -> Metadata:

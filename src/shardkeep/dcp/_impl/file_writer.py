@@ -490,9 +490,8 @@ class _FileSystemWriter(StorageWriter):
         for result in (each for of_rank in results for each in of_rank):
             places[result.index] = place = result.storage_data
             if isinstance(place, _StorageInfo) and place.shardkeep_sums:
-                nbytes, block_nbytes, checksum = place.shardkeep_sums
+                sums[place.relative_path] = Sums(*place.shardkeep_sums)
                 place.shardkeep_sums = None
-                sums[place.relative_path] = Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
