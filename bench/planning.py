@@ -16,7 +16,7 @@ from shardkeep.engine.coordinator import split_by_rank
 from shardkeep.engine.save_session import make_manifest
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
-from shardkeep.plan.save_plan import decode_manifest, encode, merge_rank_trees, merge_rank_values, plan_save
+from shardkeep.plan.save_plan import RankManifest, encode, merge_rank_trees, merge_rank_values, plan_save
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
 
@@ -52,7 +52,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     """Seconds rank 0 spends from what it gathered to what it sends, and to the encoded index."""
     payloads, describe_s = drafts_of(ranks, tensors, replicas)
     began = time.perf_counter()
-    drafts = [decode_manifest(payload) for payload in payloads]
+    drafts = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
     plan = plan_save(drafts)
     values, tree = merge_rank_values(drafts, plan.keys), merge_rank_trees(drafts)
     replies = [encode(orders) for orders in split_by_rank(plan, "0" * 20, ranks)]

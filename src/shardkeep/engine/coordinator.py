@@ -35,8 +35,8 @@ from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
 from shardkeep.plan.save_plan import (
     CheckpointPlan,
+    RankManifest,
     RankWritePlan,
-    decode_manifest,
     merge_rank_trees,
     merge_rank_values,
     plan_save,
@@ -94,7 +94,7 @@ class Coordinator:
     def plan(self, payloads: list[bytes]) -> list[RankWritePlan]:
         """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
         replaces = self._check_place()
-        manifests = [decode_manifest(payload) for payload in payloads]
+        manifests = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
         tree = merge_rank_trees(manifests)
         codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
         plan = plan_save(manifests, codecs.chain_of)

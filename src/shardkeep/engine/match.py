@@ -305,7 +305,10 @@ def _raise_if_wrong(
     lines += _listed("missing from the checkpoint", guessed)
     lines += _listed("in the checkpoint, but nothing in the state asks for it", unexpected)
     lines += _listed("different", mismatched)
-    lines += _listed("arguments that match no name, here or there", _with_names(unused, names))
+    known = prefixes_of(names) if unused else set()
+    guesses = [(f"{argument}={pattern!r}", closest(pattern, known)) for argument, pattern in unused]
+    not_matched = [given + (f" (did you mean {guess!r}?)" if guess else "") for given, guess in guesses]
+    lines += _listed("arguments that match no name, here or there", not_matched)
     if not hint and missing and any("@" in key for key in missing):
         hint = "per-rank state is stored for the ranks that saved it; exclude it to load on more ranks"
     raise StateMismatch(
@@ -315,12 +318,6 @@ def _raise_if_wrong(
         unexpected=unexpected,
         mismatched=mismatched,
     )
-
-
-def _with_names(unused: list[tuple[str, str]], names: set[str]) -> list[str]:
-    known = prefixes_of(names) if unused else set()
-    guesses = [(argument, pattern, closest(pattern, known)) for argument, pattern in unused]
-    return [f"{a}={p!r}" + (f" (did you mean {guess!r}?)" if guess else "") for a, p, guess in guesses]
 
 
 def _listed(title: str, items: list[str]) -> list[str]:

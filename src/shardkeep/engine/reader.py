@@ -282,10 +282,8 @@ def read_files(
     damaged: list[int] | None = None,
 ) -> int:
     """
-    Execute all reads and return the number of bytes read.
-
-    `scattered` has the memory of each scatter's destination. Damaged blocks raise an error or, if `damaged` is given,
-    their numbers are added to it.
+    Execute all reads and return the number of bytes read. `scattered` has the memory of each scatter's destination. Damaged
+    blocks raise an error or, if `damaged` is given, are added to it.
     """
     copies = Copies(scattered)
     opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
@@ -402,10 +400,8 @@ def damage_of(
 
 class Copies:
     """
-    Copies parts of windows to where they belong. Shared by all threads of a read.
-
-    Windows are cut at multiples of every element size, but in files of other programs a tensor may begin anywhere, so
-    that an element may lie in two windows. The bytes of such an element are kept until all of them have arrived.
+    Copies parts of windows to where they belong; shared by all threads of a read. In files of other programs an element may
+    lie in two windows: its bytes are kept until all of them have arrived.
     """
 
     def __init__(self, scattered: Mapping[int, Scattered]) -> None:

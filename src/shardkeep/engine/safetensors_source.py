@@ -427,11 +427,17 @@ def _record(
     if folder.index is not None:
         with closing(folder.opens.open(name)) as reader:
             nbytes = reader.nbytes
+    names = {file.path for file in headers}
+    if local_path(folder.opens) is not None:
+        times = [os.stat(os.path.join(folder.path, path)).st_mtime for path in names]
+    else:
+        infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()
+        times = [info.modified_s for info in infos if info.name in names]
     return Record(
         format=FORMAT,
         save_id=save_id or checksum_text(together)[-20:],
         step=kept.step if kept else None,
-        saved_at=_when(folder, [file.path for file in headers]),
+        saved_at=datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds"),
         writer="shardkeep" if kept else "unknown",
         world_size=1,
         meta=kept.meta if kept else {},
@@ -447,16 +453,6 @@ def _record(
             for file in headers
         ],
     )
-
-
-def _when(folder: ModelDirectory, names: list[str]) -> str:
-    """Return when the last file was written."""
-    if local_path(folder.opens) is not None:
-        times = [os.stat(os.path.join(folder.path, name)).st_mtime for name in names]
-    else:
-        infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()
-        times = [info.modified_s for info in infos if info.name in set(names)]
-    return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
 
 
 def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) -> Index:

@@ -53,9 +53,7 @@ class Channel(NamedTuple):
 
 
 def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: float) -> Channel | str:
-    """
-    Return a channel between the `size` ranks of a group (None: the default group), or the reason why there is none.
-    """
+    """Return a channel between the `size` ranks of a group (None: the default group), or why there is none."""
     if size == 1:
         return "there is only one rank"
     if isinstance(group, World):
@@ -75,9 +73,8 @@ def open_channel(group: ProcessGroup | World | None, *, size: int, timeout_s: fl
 
 def all_agree(reasons: Sequence[str | None]) -> bool:
     """
-    Return whether all ranks share their reads. If only some of them would, log why reads are not shared.
-
-    `reasons` has for each rank None if it was not asked to, else why it cannot, or "" if it can.
+    Return whether all ranks share their reads; log why not if only some of them would. `reasons` has for each rank None if
+    it was not asked to, else why it cannot, or "" if it can.
     """
     if all(reason == "" for reason in reasons):
         return True
@@ -145,9 +142,8 @@ class Exchange:
         """
         Send and receive everything; return the number of bytes received.
 
-        If a rank is lost, the exchange goes on with the others, because they also need what does not come from that rank;
-        then `RanksSilent` is raised. If this rank fails, it goes on sending, whatever the bytes, and raises at the end, which
-        fails the load on all ranks.
+        If a rank is lost, the exchange goes on with the others. If this rank fails, it goes on sending, whatever the bytes.
+        Both raise at the end, because until then other ranks wait.
         """
         synchronize_devices(self._tensors.values())
         transfers: deque[_Transfer] = deque()
@@ -366,9 +362,7 @@ def _in_memory(tensor: torch.Tensor) -> bool:
 def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """
     Return for each tensor whether no other one begins or ends between its first and its last element in memory.
-
-    Memory that two tensors share ends up with the contents of either of them. That is fine on the rank that has them, but such
-    memory must not be sent to other ranks.
+    Memory that is filled twice may have the contents of either, which must not be sent to other ranks.
     """
     spans = []
     alone = [_in_memory(tensor) for tensor in tensors]

@@ -561,20 +561,12 @@ def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[Checkpoint
     buffer = memoryview(bytearray(WINDOW_NBYTES))
     for item in items:
         name = files.entries[item.file].name
-        where = f"{name} ({item.key!r} at offset {item.offset})"
-        with closing(files.store.open(name)) as reader:
-
-            def get(at: int, nbytes: int, reader: BlobReader = reader, item: Item = item) -> bytes:
-                return _bytes(reader, item.offset + at, max(0, min(nbytes, item.nbytes - at)))
-
-            try:
-                parts = stored_parts(get, item.nbytes, where=where)
-                bad = next(
-                    (part for part in parts if part.crc and _crc_of(reader, item, part, buffer) != part.crc), None
-                )
-            except DamagedCheckpoint as exc:
-                yield exc
-                continue
+        try:
+            with closing(files.store.open(name)) as reader:
+                bad = _bad_part(reader, item, f"{name} ({item.key!r} at offset {item.offset})", buffer)
+        except DamagedCheckpoint as exc:
+            yield exc
+            continue
         if bad is not None:
             yield ChecksumMismatch(
                 f"{name}: bytes {item.offset + bad.start} to {item.offset + bad.start + bad.nbytes} have another CRC-32"
@@ -586,12 +578,18 @@ def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[Checkpoint
             )
 
 
-def _crc_of(reader: BlobReader, item: Item, part: ArchiveEntry, buffer: memoryview) -> int:
-    if part.start + part.nbytes > item.nbytes:
-        raise MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
-    crc = 0
-    for at in range(0, part.nbytes, len(buffer)):
-        window = buffer[: min(len(buffer), part.nbytes - at)]
-        reader.read_into(item.offset + part.start + at, window)
-        crc = zlib.crc32(window, crc)
-    return crc
+def _bad_part(reader: BlobReader, item: Item, where: str, buffer: memoryview) -> ArchiveEntry | None:
+    def get(at: int, nbytes: int) -> bytes:
+        return _bytes(reader, item.offset + at, max(0, min(nbytes, item.nbytes - at)))
+
+    for part in stored_parts(get, item.nbytes, where=where):
+        if part.crc and part.start + part.nbytes > item.nbytes:
+            raise MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
+        crc = 0
+        for at in range(0, part.nbytes if part.crc else 0, len(buffer)):
+            window = buffer[: min(len(buffer), part.nbytes - at)]
+            reader.read_into(item.offset + part.start + at, window)
+            crc = zlib.crc32(window, crc)
+        if crc != part.crc:
+            return part
+    return None

@@ -120,17 +120,15 @@ def _frame(tensor: torch.Tensor, at: int) -> ArchiveFrame:
 class HashingStream:
     """A file that is written from beginning to end and hashed at the same time."""
 
+    block_nbytes = _STREAM_BLOCK_NBYTES
+    """Bytes of the file per digest."""
+
     def __init__(self, raw: IO[bytes], at: int = 0) -> None:
         self._raw = raw
         self._hash = xxhash.xxh3_128()
         self._room = _STREAM_BLOCK_NBYTES
         self._digests: list[bytes] = []
         self.nbytes = at
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of the file per digest."""
-        return _STREAM_BLOCK_NBYTES
 
     def write(self, data: Any) -> int:
         """Write all of it."""

@@ -86,11 +86,6 @@ class PlainValues(msgspec.Struct, frozen=True, kw_only=True):
 encode = msgspec.msgpack.encode
 
 
-def decode_manifest(data: bytes) -> RankManifest:
-    """Decode a manifest that another rank sent."""
-    return msgspec.msgpack.decode(data, type=RankManifest)
-
-
 def ints(data: bytes) -> IntArray:
     """View bytes as 64-bit integers."""
     return np.frombuffer(data, "<i8")
@@ -366,10 +361,8 @@ def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: I
 
 def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
     """
-    Find shards that are the same box of the same tensor.
-
-    Returns the rows of unique shards; the rows of the others, group after group and by rank in each; and where each group
-    begins among those.
+    Find shards that are the same box of the same tensor. Return the rows of unique shards; the rows of the others, group
+    after group and by rank in each; and where each group begins among those.
     """
     columns = [shards.tensor, *shards.offsets.T, *shards.sizes.T]
     rng = default_rng()
@@ -428,10 +421,8 @@ def _assign_files(
     merged: _Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
 ) -> tuple[list[DataFilePlan], PlannedChunks]:
     """
-    Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large.
-
-    safetensors allows no gaps, so alignment comes from order: chunks whose size is divisible by a larger power of two go first, so
-    that each begins at a multiple of its own.
+    Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large. safetensors allows
+    no gaps, so chunks are sorted by the power of two that divides their size, and each begins at a multiple of its own.
     """
     safe = {group: re.sub(r"[^A-Za-z0-9_]+", "_", group)[:60].strip("_") or "state" for group in set(merged.groups)}
     if len(set(safe.values())) > MOST_GROUPS:
@@ -483,10 +474,9 @@ def assign_replicas(
     """
     Assign each group of replicas to the rank with least to write, largest first; divide large boxes over several ranks.
 
-    A large box is divided along its first axis, so that all holders of a replicated tensor write a part of it at once.
-    `load` is what each rank has to write already, and is updated in place. `first` and `count` are where each group's ranks
-    are in `holder`, ascending; `rows` is the extent of its box along the axis it can be divided on, or 1. Returns columns
-    with one row for each slice: the group, the position in `holder` of its writer, first row, end row.
+    `load` is what each rank has to write already, and is updated. `first` and `count` are where each group's ranks are in
+    `holder`, ascending; `rows` is the extent of its box along the axis it can be divided on, or 1. Returns columns with one
+    row for each slice: the group, the position in `holder` of its writer, first row, end row.
     """
     slices: list[tuple[int, int, int, int]] = []
     order = np.argsort(-nbytes, kind="stable")
@@ -574,10 +564,8 @@ def _divide_evenly(nbytes: IntArray, parts: int) -> IntArray:
 
 def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
     """
-    Divide chunks into parts; return the part of each.
-
-    Large chunks go to the smallest part, largest first. Small chunks then fill the parts up to one level; neighbours stay
-    together, because they are read in one request.
+    Return the part of each chunk. Large chunks go to the smallest part, largest first. Small ones then fill the parts up to
+    one level; neighbours stay together, because they are read in one request.
     """
     part = np.zeros(len(nbytes), np.int64)
     loads = [(0, each) for each in range(parts)]

@@ -25,8 +25,6 @@ _WINDOW_PARTS = 32
 TAGS = 1 << 31
 """Number of tags, which distinguish messages from each other and from those of other users of the group."""
 
-_encode = msgspec.msgpack.encode
-
 
 class ShareOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank wants and others may want, too, as columns of 64-bit integers; sent to rank 0."""
@@ -139,7 +137,7 @@ def plan_sharing(offers: Sequence[bytes]) -> list[bytes] | None:
         plan = SharePlan(
             first_tag=tag, message_nbytes=message_nbytes, teams=its_teams, columns=[column(c) for c in columns]
         )
-        plans.append(_encode(plan))
+        plans.append(msgspec.msgpack.encode(plan))
     return plans
 
 
