@@ -35,12 +35,6 @@ class World:
     alone_s: float = 0.0
     """How much longer they wait for it while it does work that they do not have."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} is not within a world of {self.size}")
-        if self.size > 1 and self.store is None:
-            raise ValueError(f"a world of {self.size} ranks needs a store to talk through")
-
     @property
     def solo(self) -> bool:
         """Whether there are no other ranks."""

@@ -472,12 +472,8 @@ def plain_source(name: str, value: Any) -> torch.Tensor:
 def destination_for(
     spec: TensorSpec, present: Any, device: torch.device, *, source: torch.Tensor | None = None, refill: bool = True
 ) -> Destination:
-    """
-    Make room for a tensor on this rank, in place of the present value.
-
-    A DTensor takes its own part only: into its memory, or into new memory on `device` if it is on meta or `refill` is
-    false. For anything else a full tensor is made on `device`, or taken from `source` if this rank has it.
-    """
+    """Make room for a tensor on this rank, in place of the present value; `source` is the full one if this rank has it."""
+    # A DTensor takes its own part only: into its memory, or into new memory if it is on meta or `refill` is false.
     if isinstance(present, torch.Tensor) and tuple(present.size()) != spec.shape:
         raise StateMismatch(
             f"{spec.name!r} has shape {spec.shape} in the full state dict, {tuple(present.size())} here",
@@ -522,12 +518,8 @@ def broadcast_batches(
     *,
     sender: int = 0,
 ) -> None:
-    """
-    Fill the destinations of all ranks with the tensors of one, the `sender`, counted within the group.
-
-    `specs` must be the same on all ranks; `sources` are the values on the sender, and None on the others. The group must
-    be able to send from `device`, where the buffer of `BATCH_BYTES` is.
-    """
+    """Fill the destinations of all ranks with the tensors of one, the `sender`, counted within the group."""
+    # `specs` are the same on all ranks; `sources` are None on receivers. The group can send from `device`.
     batches = list(_batches(specs))
     buffer = torch.empty(max((runs[-1].end_byte for runs in batches), default=0), dtype=torch.uint8, device=device)
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1)

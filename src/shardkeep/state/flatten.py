@@ -106,11 +106,9 @@ def flatten(
     Return the leaves of a state by flat name, in order, and its skeleton.
 
     This rank's `PerRank` values are named with `rank`. `is_tensor` is true of leaves that make a list worth opening.
-    `in_place_of` holds, by flat name, the containers to walk in place of the objects whose state they are. Raises
-    `UnsupportedLeaf` if a key cannot be stored or a container contains itself, `KeyCollision` if two paths have one name.
+    `in_place_of` holds, by flat name, the containers to walk in place of the objects whose state they are.
     """
-    _check_mapping(state)
-    walk = _StateWalk(rank, is_tensor, in_place_of)
+    walk = _StateWalk(state, rank, is_tensor, in_place_of)
     leaves: dict[str, Any] = {}
     tree = walk.take(state, _kind_of_type(type(state)), None, leaves)
     if walk.leaf_count != len(leaves):
@@ -134,16 +132,7 @@ def refill(
     their parent. The containers in `in_place_of` are changed, never the objects they represent. A `dry` run changes
     nothing, and raises where a real one would: `StateError` if a changed leaf is in a mapping that cannot be changed.
     """
-    _check_mapping(state)
-    _StateWalk(rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
-
-
-def _check_mapping(state: Any) -> None:
-    if not isinstance(state, Mapping):
-        raise UnsupportedLeaf(
-            f"the state is a {type(state).__qualname__}, expected a mapping",
-            hint='pass a dict, such as {"model": ..., "step": 10}',
-        )
+    _StateWalk(state, rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
 
 
 class _StateWalk:
@@ -151,7 +140,12 @@ class _StateWalk:
 
     __slots__ = ("_in_place_of", "_is_tensor", "_open", "_rank", "leaf_count")
 
-    def __init__(self, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any]) -> None:
+    def __init__(self, state: Any, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise UnsupportedLeaf(
+                f"the state is a {type(state).__qualname__}, expected a mapping",
+                hint='pass a dict, such as {"model": ..., "step": 10}',
+            )
         self._rank = rank
         self._is_tensor = is_tensor
         self._in_place_of = in_place_of
@@ -291,16 +285,9 @@ def _changed(value: Any, kind: str, name: str | None, changes: list[tuple[Part, 
     return value
 
 
-# Flattening by torch's rules. There are three sets of rules for what is opened:
-#
-#                           mappings        lists                            tuples
-#     traverse_state_dict   always          those with a tensor or a         never
-#                                           mapping somewhere inside
-#     ..._v_2_3             those with a tensor somewhere inside             never
-#     traverse_everything   always          always                           always
-#
-# What is not opened is one value. Keys become strings, indices of lists stay integers, and a flat name is the path
-# joined by dots. Empty containers that are opened leave no trace.
+# Flattening by torch's rules: `traverse_state_dict` opens mappings, and lists with a tensor or a mapping inside; ..._v_2_3
+# opens mappings and lists with a tensor inside; `traverse_everything` opens those and tuples. What is not opened is one
+# value. Keys become strings, indices stay integers, a flat name is the path joined by dots, empty containers leave no trace.
 
 PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
@@ -447,14 +434,11 @@ def _print_nested(value: Any, prefix: str = "", print_fun: Callable[[str], None]
 
 def flatten_sharded_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the state dict with each ShardedTensor whose local shard is a ShardedTensor as one flat ShardedTensor.
+    Return the state dict with each ShardedTensor inside a ShardedTensor (FSDP over tensor parallelism) as a flat one.
 
-    FSDP over tensor parallelism makes such nested tensors. Nothing is copied or communicated: the flat tensor uses the
-    innermost memory, at its offsets in the whole tensor. Everything else passes through, in new dicts and lists,
-    including empty dicts and ShardedTensors without a local shard, which torch drops.
-
-    A flat ShardedTensor has the right local shard and offsets, which is all that saving and loading need. It knows
-    other ranks' shards only as far as this rank's own nesting shows, so it cannot be gathered or computed with.
+    Nothing is copied or communicated: the flat tensor uses the innermost memory, at its offsets in the whole tensor, which
+    is all that saving and loading need. It knows other ranks' shards only as far as this rank's own nesting shows. All
+    else passes through, also empty dicts and ShardedTensors without a local shard, which torch drops.
     """
 
     def change(path: TreePath, value: Any) -> Any:

@@ -109,12 +109,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """
-    Wait until all work queued on the accelerators that hold these tensors is done.
-
-    Streams belong to threads, so a copy made by a worker thread is not ordered with what the caller queues. If all
-    tensors are in host memory, no accelerator is touched, because torch refuses CUDA to processes forked after that.
-    """
+    """Wait until all work queued on the accelerators that hold these tensors is done."""
+    # Streams belong to threads, so a copy made by a worker thread is not ordered with what the caller queues. If all tensors
+    # are in host memory, no accelerator is touched, because torch refuses CUDA to processes forked after that.
     kind = torch.accelerator.current_accelerator()  # of this build of torch, even if no device is present
     for device in {tensor.device for tensor in tensors}:
         if kind is not None and device.type == kind.type:
@@ -164,23 +161,16 @@ def is_pending(obj: Any) -> bool:
 
 
 def _is_a(obj: Any, module: str, name: str) -> bool:
-    loaded = sys.modules.get(module)
-    # A module that another thread is importing may lack the name.
-    kind = getattr(loaded, name, None)
+    kind = getattr(sys.modules.get(module), name, None)  # which a module that another thread is importing may lack
     return kind is not None and isinstance(obj, kind)
 
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy tensors of one shape: bit for bit if the dtypes are the same, converted otherwise."""
-    if (
-        target.dtype == source.dtype
-        and target.dtype.itemsize == 1
-        and type(target) in _PLAIN
-        and type(source) in _PLAIN
-    ):
+    if target.dtype == source.dtype and target.dtype.itemsize == 1 and {type(target), type(source)} <= _PLAIN:
         # torch cannot copy int4 and similar dtypes, which take a byte each.
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     target.copy_(source, non_blocking=non_blocking)

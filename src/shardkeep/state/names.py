@@ -153,10 +153,16 @@ def _resolve(module: nn.Module, name: str, modifiers: str, kept: Container[str],
             at += 1
             continue
         found.append(part)
-        current, known = _step(current, part, hidden)
-        if not known:
-            if lenient or (part == EXTRA_STATE and at == len(parts) - 1):
-                return [".".join([*found, *parts[at + 1 :]])]
+        if part in hidden:
+            current = getattr(current, hidden[part], current)
+        children = getattr(current, "_modules", {})
+        if part in children:
+            current = children[part]
+        elif part != EXTRA_STATE and hasattr(current, part):
+            current = getattr(current, part)
+        elif lenient or (part == EXTRA_STATE and at == len(parts) - 1):
+            return [".".join([*found, *parts[at + 1 :]])]
+        else:
             raise UnknownName(
                 f"{name!r}: there is no {part!r} in the {type(current).__qualname__} at {'.'.join(parts[:at]) or 'the root'}",
                 hint="names start at the module that was passed, and are those of named_parameters() or state_dict()",
@@ -170,17 +176,6 @@ def _hidden_children(module: Any, modifiers: str) -> dict[str, str]:
     # Looked up on the class: a module's own lookup is slow to fail, and may reach into what it wraps.
     hides = hasattr(type(module), modifiers) or modifiers in vars(module)
     return dict(getattr(module, modifiers)()) if hides else {}
-
-
-def _step(current: Any, part: str, hidden: dict[str, str]) -> tuple[Any, bool]:
-    if part in hidden:
-        current = getattr(current, hidden[part], current)
-    children = getattr(current, "_modules", {})
-    if part in children:
-        return children[part], True
-    if part != EXTRA_STATE and hasattr(current, part):
-        return getattr(current, part), True
-    return current, False
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,12 +211,8 @@ class ModuleObject(Adapter):
         return module_state(self._module)
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
-        """
-        Return the module's own state, which is filled in place.
-
-        What is on the meta device gets memory, one for each parameter, so that tied parameters stay tied. Extra state is
-        what was saved, whatever the module would return now.
-        """
+        """Return the module's own state, which is filled in place; extra state is what was saved."""
+        # What is on meta gets memory, one for each parameter, so that tied parameters stay tied.
         state = module_state(self._module)
         for item in live_state(self._module):
             name = f"{self.name}.{item.name}"
@@ -463,12 +459,9 @@ def _memory_for(
     group: dict[str, Any],
     present: Any,
 ) -> Any:
-    """
-    Return memory for one value of optimizer state: the present one, or new memory laid out like the parameter, or plain.
-
-    `itself` is the parameter in the checkpoint. State that had its shape and dtype is expected to have those of the live
-    parameter; if it does not fit, the load reports it.
-    """
+    """Return memory for one value of optimizer state: the present one, or new, laid out like the parameter or plain."""
+    # `itself` is the parameter in the checkpoint. State that had its shape and dtype is expected to have those of the live
+    # parameter; if it does not fit, the load reports it.
     if not leaf.is_tensor:
         return UNFILLED
     shape, dtype = stored.shape(leaf), stored.dtype(leaf)

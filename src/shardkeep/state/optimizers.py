@@ -115,12 +115,8 @@ def groups_by_first(groups: Iterable[tuple[list[str], Mapping[str, Any]]]) -> di
 def common_hyper(
     names: Iterable[str], groups: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], tuple[str, str, list[str]] | None]:
-    """
-    Return the hyper-parameters with which the first of some parameters was saved; empty if none of them was saved.
-
-    `groups` has them by parameter, one mapping for all parameters of a saved group. If another parameter was saved with
-    different ones, also return the names of the two, and the keys that differ.
-    """
+    """Return the hyper-parameters saved for the first of some parameters; and two that differ, with the keys, if any."""
+    # `groups` has them by parameter, one mapping for all parameters of a saved group.
     known = [(name, groups[name]) for name in names if name in groups]
     if not known:
         return {}, None

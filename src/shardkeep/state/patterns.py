@@ -133,8 +133,7 @@ def _prefixes(table: dict[str, str]) -> Callable[[str], str]:
 
 def unwrapped(name: str) -> str:
     """Return a name without the parts that module wrappers add."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    return ".".join(parts)
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def closest(name: str, present: Collection[str]) -> str | None:

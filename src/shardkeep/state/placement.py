@@ -160,12 +160,9 @@ def _read_cut(key: str, mesh_dim: int, placement: Any, ndim: int) -> Cut | None:
 
 
 def _undo_strides(cuts: list[Cut], mesh_shape: Ints) -> list[Cut] | None:
-    """
-    Return the plain cuts, in order of execution, that strided ones mean; None if there are none.
-
-    A split factor is the number of parts before the cut: the product of the mesh sizes of cuts of the same dimension
-    that were made earlier but are written further right.
-    """
+    """Return the plain cuts, in order of execution, that strided ones mean; None if there are none."""
+    # A split factor is the number of parts before the cut: the product of the mesh sizes of cuts of the same dimension that
+    # were made earlier but are written further right.
     order: dict[int, list[Cut]] = {}
     for mesh_dim, tensor_dim, split_factor in reversed(cuts):
         earlier = order.setdefault(tensor_dim, [])

@@ -486,12 +486,8 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bool) -> Mapping[str, Any]:
-    """
-    Return the hyper-parameters that were saved for the parameters of a live group, if any.
-
-    Groups are found by the names in them, so they may come in another order, or from several optimizers. If `strict`,
-    every trained parameter of the group must have been saved, and all with the same values.
-    """
+    """Return the hyper-parameters saved for a live group; if `strict`, for all its trained parameters the same ones."""
+    # Groups are found by the names in them, so they may come in another order, or from several optimizers.
     trained = [name for entry in row if entry.parameter.requires_grad for name in entry.names]
     missing = [name for name in trained if name not in saved.groups]
     if strict and missing:

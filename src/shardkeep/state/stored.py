@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -331,34 +331,25 @@ class StatefulObject(Adapter):
         leaves, _ = flatten(present, rank=self._rank, is_tensor=is_tensor)
         behind = len(self.name) + 1
         saved = stored.nest(self.name, lambda leaf: allocate_leaf(stored, leaf, leaves.get(leaf.name[behind:])))
-        load = partial(self._load, present)
-        if not isinstance(saved, EveryRank):
-            return Template(self._own_parts(saved, self.name), load)
-        if set(saved.values) == set(range(self._world_size)):
-            return Template(PerRank(self._own_parts(saved.values[self._rank], self.name)), load)
-        if not hasattr(self._target, "load_rank_states"):
-            self._refuse_world_size(self.name, len(saved.values))
-        return Template(saved, load)
-
-    def _own_parts(self, value: Any, name: str) -> Any:
-        """Keep this rank's value of each `PerRank` inside the state."""
-
-        def change(path: TreePath, leaf: Any) -> Any:
-            if not isinstance(leaf, EveryRank):
-                return leaf
-            if set(leaf.values) != set(range(self._world_size)):
-                self._refuse_world_size(".".join([name, *map(str, path)]), len(leaf.values))
-            return PerRank(leaf.values[self._rank])
-
-        return map_leaves(value, change, keep_ordered=True)
-
-    def _refuse_world_size(self, name: str, ranks: int) -> NoReturn:
-        raise StateMismatch(
-            f"{name!r} was saved per rank by {ranks} ranks; this is rank {self._rank} of {self._world_size}",
-            hint=f"give {type(self._target).__qualname__} a method load_rank_states(states, rank, world_size) that"
-            f" decides what this rank takes, or exclude={self.name!r}",
-            key=name,
+        other_world = isinstance(saved, EveryRank) and len(saved.values) != self._world_size
+        all_ranks = other_world and hasattr(self._target, "load_rank_states")
+        return Template(
+            saved if all_ranks else map_leaves(saved, self._own_part, keep_ordered=True), partial(self._load, present)
         )
+
+    def _own_part(self, path: TreePath, leaf: Any) -> Any:
+        """Keep this rank's value of a `PerRank`, which the state is or holds."""
+        if not isinstance(leaf, EveryRank):
+            return leaf
+        if len(leaf.values) != self._world_size:
+            name = ".".join([self.name, *map(str, path)])
+            raise StateMismatch(
+                f"{name!r} was saved per rank by {len(leaf.values)} ranks; this is rank {self._rank} of {self._world_size}",
+                hint=f"give {type(self._target).__qualname__} a method load_rank_states(states, rank, world_size) that"
+                f" decides what this rank takes, or exclude={self.name!r}",
+                key=name,
+            )
+        return PerRank(leaf.values[self._rank])
 
     def _load(self, present: Any, state: Any) -> None:
         if isinstance(state, EveryRank):
