@@ -50,7 +50,7 @@ from shardkeep.engine.stagers import (
     StagingOptions,
     StateSnapshot,
 )
-from shardkeep.errors import CheckpointError, CheckpointException
+from shardkeep.errors import CheckpointError
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
     LoadPlanner,

@@ -15,7 +15,6 @@ from shardkeep.layouts.torch_values import CheckpointableTensor, ChunkStorageMet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import TypeGuard
 
 
 def _get_checkpointable_tensor_chunks(tensor: CheckpointableTensor) -> list[ChunkStorageMetadata]:

@@ -17,8 +17,8 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -61,7 +61,6 @@ from shardkeep.errors import (
     MalformedFile,
     MissingKeys,
     NoMetadata,
-    PickleRefused,
     StateMismatch,
     UnsupportedLeaf,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from torch.futures import Future
 
 from shardkeep.dcp._impl.file_reader import FileSystemReader, batches_for, fill_targets, target_of
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
-from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.reader import ReadableStore
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog
@@ -42,7 +41,6 @@ from shardkeep.layouts.torch_values import (
     to_classes_of_caller,
 )
 from shardkeep.options import Options
-from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store, preferred_requests
 from shardkeep.storage.file_systems import by_store, is_local, store_of
 from shardkeep.storage.local import PathStore

@@ -34,7 +34,6 @@ from shardkeep.layouts.torch_values import (
     ReadItem,
     StorageReader,
     TensorProperties,
-    TensorStorageMetadata,
     is_tensor_entry,
 )
 from shardkeep.state.flatten import unflatten_state_dict
