@@ -16,7 +16,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,7 +44,7 @@ from shardkeep.engine.workers import window_for
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
 from shardkeep.layouts import safetensors_publish
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, read_header
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY
 from shardkeep.layouts.torch_values import (
     Metadata,
     SavePlan,
@@ -387,7 +387,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.consolidated_output_path: str | None = None
         self.thread_count_consolidation = thread_count_consolidation
         self._new_save: str | None = None
-        self._keys_known = True
         self._names: safetensors_publish.SaveNames | None = None
         self._alone = False
         self.fs, self.path = by_store(self.fs, self.path)
@@ -437,10 +436,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                     raise _not_there(missing, "the state does not have")
         else:
             numbered = number_whole(plans, mapping, self._split_by_storage_plan)
-        # Unknown if a rank only reported that its plan has not changed.
         count = None
-        self._keys_known = all(plan.usable for plan in plans)
-        if self._keys_known:
+        if all(plan.usable for plan in plans):  # else a rank only reported that its plan has not changed
             count = sum(
                 len(files_of(plan.items, numbers, self._split_by_storage_plan))
                 for plan, numbers in zip(plans, numbered, strict=True)
@@ -449,7 +446,15 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         store = storage_place(self)
         self._alone = len(plans) == 1
         folder = safetensors_publish.prepare_directory(store)
-        self._check_place(folder, {item.index.fqn for plan in plans for item in plan.items})
+        if self.save_distributed and folder.index is not None:
+            # Readers go by the index file: they would see the model that it is of, and not the shards.
+            for name in set(read_weight_map(folder.index, folder.opens).values()).intersection(folder.files):
+                if not safetensors_publish.made_by_writer(folder, name):
+                    raise CheckpointThere(
+                        f"{folder.path}: holds a model ({name}, …) with an index file; shards would never be read",
+                        hint="save to another directory, or delete the model",
+                        file=name,
+                    )
         self._names = safetensors_publish.begin_save(store, self.save_id, folder)
         new_plans = []
         for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
@@ -462,32 +467,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             storage_data[_OURS] = decided
             new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
         return new_plans
-
-    def _check_place(self, folder: safetensors_publish.ModelDirectory, keys: set[str]) -> None:
-        """Refuse shards beside a model that they do not replace: readers would see that model, or both."""
-        if not self.save_distributed:
-            return
-        named = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
-        for name in folder.files:
-            if safetensors_publish.made_by_writer(folder, name):
-                continue
-            if name in named:
-                raise CheckpointThere(
-                    f"{folder.path}: holds a model ({name}, …) with an index file; shards beside it would never be read",
-                    hint="save to another directory, or delete the model",
-                    file=name,
-                )
-            held: Iterable[str] = ()
-            with suppress(CheckpointError):  # readers report it
-                held = read_header(folder.files[name], folder.opens).tensors
-            if twice := sorted(keys.intersection(held)):
-                raise CheckpointThere(
-                    f"{folder.path}: {name}, which no save made, holds {len(twice)} of the tensors to save: {twice[:4]}; "
-                    "with shards beside it they would be there twice",
-                    hint="save to another directory, or delete the file",
-                    file=name,
-                    key=twice[0],
-                )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
@@ -552,8 +531,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             self.save_id, renames=safetensors_publish.can_rename(store)
         )
         try:
-            if not self._keys_known:
-                self._check_place(safetensors_publish.list_model(store), {result.index.fqn for result in written})
             safetensors_publish.publish_model(
                 store, names, files, weights=weights, total_nbytes=total, replaces_saves=True
             )
