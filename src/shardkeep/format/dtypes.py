@@ -110,8 +110,8 @@ def _known(table: Mapping[T, DType], key: T, called: str) -> DType:
         ) from None
 
 
-def of_torch(dtype: torch.dtype) -> DType:
-    """Return the type of a torch dtype; raise `UnsupportedLeaf` for quantized and unknown ones."""
+def of_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
+    """Return the type of a torch dtype; raise `UnsupportedLeaf`, with the key, for quantized and unknown ones."""
     try:
         return known_to_torch()[dtype]
     except KeyError:
@@ -121,7 +121,9 @@ def of_torch(dtype: torch.dtype) -> DType:
             if quantized
             else "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"
         )
-        raise UnsupportedLeaf(f"{dtype} has no stored form", hint=hint, dtype=str(dtype)) from None
+        about = {} if key is None else {"key": key}
+        of_key = "" if key is None else f"{key!r}: "
+        raise UnsupportedLeaf(f"{of_key}{dtype} has no stored form", hint=hint, dtype=str(dtype), **about) from None
 
 
 def to_torch(dtype: DType) -> torch.dtype:

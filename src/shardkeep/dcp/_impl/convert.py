@@ -66,7 +66,7 @@ from shardkeep.errors import (
 )
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES, combine_crc32
-from shardkeep.format.dtypes import DType, by_name, of_torch, to_torch
+from shardkeep.format.dtypes import by_name, of_torch, to_torch
 from shardkeep.format.torch_zip import stored_parts
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
@@ -142,7 +142,7 @@ class CheckpointTensors:
             part = None
             if is_tensor_entry(entry):
                 tensor: Any = entry
-                part = TensorPart(key, -1, whole(tuple(tensor.size)), _dtype(key, tensor.properties.dtype))
+                part = TensorPart(key, -1, whole(tuple(tensor.size)), of_torch(tensor.properties.dtype, key=key))
             else:
                 objects.append(_create_read_item_for_byteio(MetadataIndex(key), 0, MetadataIndex(key), 0, 0))
             set_element(state, saved_path(self._metadata, key), part)
@@ -207,13 +207,6 @@ class _Targets(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.boxes[index.fqn][index.index or 0]
-
-
-def _dtype(key: str, dtype: torch.dtype) -> DType:
-    try:
-        return of_torch(dtype)
-    except UnsupportedLeaf as error:
-        raise UnsupportedLeaf(f"{key!r}: {error.message}", hint=error.hint, key=key) from error
 
 
 def _check_chunks(key: str, entry: Any) -> None:

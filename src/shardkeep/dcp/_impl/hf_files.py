@@ -118,15 +118,8 @@ def planned_tensor(item: WriteItem) -> ItemTensor:
     """Return the tensor that a plan says an item is."""
     if item.tensor_data is None:
         raise no_tensor(item)
-    return item_tensor(item, item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
-
-
-def item_tensor(item: WriteItem, dtype: torch.dtype, shape: Sequence[int]) -> ItemTensor:
-    """Describe the tensor of an item; raises `UnsupportedLeaf` for a dtype that shardkeep does not know."""
-    try:
-        return ItemTensor(item, of_torch(dtype), tuple(shape))
-    except UnsupportedLeaf as error:
-        raise UnsupportedLeaf(f"{item.index.fqn!r}: {error.message}", hint=error.hint, key=item.index.fqn) from None
+    dtype = of_torch(item.tensor_data.properties.dtype, key=item.index.fqn)
+    return ItemTensor(item, dtype, tuple(item.tensor_data.chunk.sizes))
 
 
 def no_tensor(item: WriteItem) -> UnsupportedLeaf:
@@ -235,7 +228,7 @@ def _checked(item: WriteItem, tensor: object) -> tuple[torch.Tensor, ItemTensor]
             key=item.index.fqn,
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor, item_tensor(item, tensor.dtype, tensor.shape)
+    return tensor, ItemTensor(item, of_torch(tensor.dtype, key=item.index.fqn), tuple(tensor.shape))
 
 
 @dataclass

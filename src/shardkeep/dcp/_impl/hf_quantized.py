@@ -25,6 +25,7 @@ from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader, chunk_request, most_nbytes, storage_place
 from shardkeep.engine.fill import fill_items
 from shardkeep.engine.safetensors_source import CatalogEntry, read_weight_map
+from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import run_workers
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Ints, intersect, relative, slices, whole
@@ -213,7 +214,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             for chunk in stored.chunks
             if (common := intersect(chunk.box, box)) is not None
         ]
-        fill_items(self.open_files(), requests, threads=1, budget_nbytes=Options().host_budget_bytes)
+        fill_items(ItemFiles(self._opens(), {}), requests, threads=1, budget_nbytes=Options().host_budget_bytes)
         return found
 
     def _read_scales(self, key: str) -> torch.Tensor:

@@ -210,10 +210,6 @@ class HuggingFaceStorageReader(FileSystemReader):
         """Return what opens the files of the catalog: by their paths, or by their names in a store."""
         return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
 
-    def open_files(self) -> ItemFiles:
-        """Return the files to read from, which have no digests."""
-        return ItemFiles(self._opens(), {})
-
     def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Read items that are not quantized; they are converted to the dtype of their targets."""
         for batch in batches_for(planner, items, most_nbytes):
@@ -225,7 +221,8 @@ class HuggingFaceStorageReader(FileSystemReader):
             dtype, chunk = self.stored_chunk(req.storage_index)
             box = Box(tuple(req.storage_offsets), tuple(req.lengths))
             wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, target))
-        fill_items(self.open_files(), wanted, threads=self._threads(), budget_nbytes=Options().host_budget_bytes)
+        files = ItemFiles(self._opens(), {})  # without digests
+        fill_items(files, wanted, threads=self._threads(), budget_nbytes=Options().host_budget_bytes)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
