@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp.api import CheckpointException
-from shardkeep.dcp.default_planner import DefaultLoadPlanner
 from shardkeep.dcp.state_dict_loader import load, load_state_dict
 from shardkeep.errors import ChecksumMismatch, MalformedFile, PickleRefused, StateMismatch
 from shardkeep.state import collectives as stream
@@ -245,16 +244,6 @@ def test_a_reader_without_a_file_or_with_another_coordinator_says_so(tmp_path):
     assert reader.read_metadata().state_dict_metadata == {}
     torch.save({}, tmp_path / "file.pt")
     assert [reader.validate_checkpoint_id(tmp_path / name) for name in ("file.pt", "no.pt")] == [True, False]
-
-
-def test_the_planner_describes_the_state():
-    """Its metadata have an entry for each tensor, with this rank's boxes; a plan can be made from them."""
-    planner = ours.DynamicMetaLoadPlanner()
-    planner.set_up_planner({"a": {"b": numbered(3, 2)}})
-    entry = planner.metadata.state_dict_metadata["a.b"]
-    assert (tuple(entry.size), [tuple(chunk.sizes) for chunk in entry.chunks]) == ((3, 2), [(3, 2)])
-    assert [item.storage_index.fqn for item in planner.create_local_plan().items] == ["a.b"]
-    assert isinstance(planner, DefaultLoadPlanner)
 
 
 COUNT, ROWS = 40, 1024

@@ -93,17 +93,12 @@ def test_a_flipped_bit_in_a_data_file(tmp_path):
     fails_to_torch(tmp_path, ChecksumMismatch, match=r"__0_0.distcp[\s\S]*'w'")
 
 
-@pytest.mark.parametrize("left", [0, 700, -1])
-def test_a_data_file_that_was_cut_short(tmp_path, left):
+@pytest.mark.parametrize("left", [None, 0, 700, -1])
+def test_a_data_file_that_is_gone_or_was_cut_short(tmp_path, left):
     """At any place."""
     path = data_file(checkpoint_in(tmp_path / "ck"))
-    path.write_bytes(path.read_bytes()[:left])
-    fails_to_torch(tmp_path, WrongSize, match="__0_0.distcp")
-
-
-def test_a_data_file_that_is_gone(tmp_path):
-    """Named in the message."""
-    data_file(checkpoint_in(tmp_path / "ck")).unlink()
+    data = path.read_bytes()
+    path.unlink() if left is None else path.write_bytes(data[:left])
     fails_to_torch(tmp_path, WrongSize, match="__0_0.distcp")
 
 

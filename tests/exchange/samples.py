@@ -6,6 +6,7 @@ import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 
 import shardkeep as sk
+from shardkeep.storage import local
 from tests.engine.samples import bits, random_tensor
 from tests.protocol.samples import quietly
 
@@ -50,6 +51,18 @@ def write(state, where, layout):
     else:
         where.mkdir()
         save_file({key: value.contiguous() for key, value in state.items()}, where / "model.safetensors")
+
+
+def lose_bits(monkeypatch):
+    """Let the disk flip a bit of everything large that is written to it."""
+    real = local.write_at
+
+    def lossy(fd, view, offset):
+        spoiled = bytearray(view)
+        spoiled[len(spoiled) // 2] ^= len(spoiled) > 1000
+        return real(fd, memoryview(bytes(spoiled)), offset)
+
+    monkeypatch.setattr(local, "write_at", lossy)
 
 
 def files_in(where):

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 
 import shardkeep as sk
 from shardkeep.layouts import safetensors_publish
-from shardkeep.layouts.safetensors_publish import temporary_name
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
 from tests.engine.test_memory import peak_growth
-from tests.exchange.samples import files_in, training_state, write
+from tests.exchange.samples import files_in, lose_bits, training_state, write
 
 INDEX = "model.safetensors.index.json"
 TIED = "head.weight"
@@ -331,21 +330,9 @@ def test_damage_in_the_checkpoint_leaves_no_half_model(tmp_path, form):
 @pytest.mark.parametrize("form", ["hf", "torch"])
 def test_what_was_not_written_as_meant_is_not_published(tmp_path, monkeypatch, form):
     """Bits that a disk loses on the way are found by reading back, before the files get their names."""
-    from shardkeep.storage import local
-
-    real = local.write_at
-
-    def lossy(fd, view, offset):
-        if len(view) > 1000:
-            spoiled = bytearray(view)
-            spoiled[len(spoiled) // 2] ^= 1
-            real(fd, memoryview(bytes(spoiled)), offset)
-            return len(view)
-        return real(fd, view, offset)
-
     sk.save({"w": random_tensor((300, 300), torch.float32, 1)}, tmp_path / "ck")
     (tmp_path / "to").mkdir()
-    monkeypatch.setattr(local, "write_at", lossy)
+    lose_bits(monkeypatch)
     with pytest.raises(sk.ChecksumMismatch):
         sk.export(tmp_path / "ck", tmp_path / "to" / "m" if form == "torch" else tmp_path / "to", format=form)
     assert not list((tmp_path / "to").iterdir())
@@ -386,16 +373,6 @@ def test_every_failing_read_of_the_source_is_an_error(tmp_path):
         with pytest.raises(sk.StorageError):
             sk.export(FaultyStore(store, "error", at=at), tmp_path / "hf", overwrite=True)
         assert files_in(tmp_path / "hf") == before
-
-
-def test_an_export_that_died_is_cleared_by_the_next(tmp_path):
-    """What a killed export left under temporary names is gone after the next one into the same directory."""
-    sk.save({"w": torch.ones(300)}, tmp_path / "ck")
-    (tmp_path / "hf").mkdir()
-    left = tmp_path / "hf" / temporary_name("model.safetensors", "00000000-0000-0000-0000-000000000000")
-    left.write_bytes(b"half")
-    sk.export(tmp_path / "ck", tmp_path / "hf")
-    assert sorted(files_in(tmp_path / "hf")) == ["model.safetensors"]
 
 
 @pytest.fixture(scope="module")

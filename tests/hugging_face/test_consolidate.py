@@ -20,8 +20,8 @@ from shardkeep.dcp._consolidate_hf_safetensors import (
 )
 from shardkeep.dcp._impl import hf
 from shardkeep.errors import CheckpointError, ChecksumMismatch
-from shardkeep.storage import local
 from tests.engine.samples import random_tensor
+from tests.exchange.samples import lose_bits
 from tests.hugging_face.samples import INDEX, by_library, full_state, load, memory_used, same, save, shard, spread_state
 from tests.toolkit.samples import numbered, seen
 
@@ -193,14 +193,7 @@ def test_a_rank_that_fails_fails_all_and_the_old_model_stays(rank_pool, tmp_path
 def test_bits_that_a_disk_loses_are_found_by_reading_back(tmp_path, monkeypatch):
     """Files are compared with what was written before they get their names; nothing is published."""
     shard(tmp_path / "in", 1, {"a": (numbered(300, 300), [0, 0])})
-    real = local.write_at
-
-    def lossy(fd, view, offset):
-        spoiled = bytearray(view)
-        spoiled[-1] ^= 1
-        return real(fd, memoryview(bytes(spoiled)), offset)
-
-    monkeypatch.setattr(local, "write_at", lossy)
+    lose_bits(monkeypatch)
     with pytest.raises(ChecksumMismatch, match="'a'"):
         consolidate_safetensors_files(tmp_path / "in", tmp_path / "out", {"a": 1})
     assert os.listdir(tmp_path / "out") == []
@@ -219,13 +212,6 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path, monkeypatch):
     assert python < 1 << 20
     assert everything < 16 << 20
     assert seen(by_library(tmp_path / "out")["columns"]) == seen(full)
-
-
-def test_a_tensor_without_elements_makes_a_file_of_a_header(tmp_path):
-    """A file whose tensors are all empty is complete as soon as its header is."""
-    shard(tmp_path, 1, {"none": (torch.empty(0, 4), [0, 0])})
-    consolidate_safetensors_files(tmp_path, tmp_path / "out", None)
-    assert by_library(tmp_path / "out")["none"].shape == (0, 4)
 
 
 def test_types_of_less_than_a_byte(tmp_path):

@@ -29,7 +29,6 @@ from shardkeep.conversion.to_hf import model_file, write_model_files
 from shardkeep.dcp._impl.file_writer import CheckpointThere, FileSystemWriter
 from shardkeep.dcp._impl.hf_files import (
     SHARDED_DIR_NAME,
-    FileToWrite,
     _gen_file_name,
     _metadata_fn,
     no_tensor,
@@ -291,9 +290,9 @@ Split = Callable[[Any, list[WriteItem]], dict[int, list[WriteItem]]]
 """Returns the items of each file: the method of the writer, which a subclass may override."""
 
 
-def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split) -> list[FileToWrite]:
-    """Return the files that a rank writes."""
-    files = []
+def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split) -> dict[str, list[WriteItem]]:
+    """Return the files that a rank writes, each with items of different tensors."""
+    files = {}
     for number, group in by(numbers.mapping, list(items)).items():
         layers: list[list[WriteItem]] = []  # no tensor is twice in one
         seen: Counter[str] = Counter()
@@ -311,7 +310,7 @@ def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split) -> list[Fi
         for depth, layer in enumerate(layers):
             shard = None if numbers.shard is None else numbers.shard + depth * numbers.ranks
             name = _gen_file_name(numbers.instead.get(number, number), numbers.last, shard)
-            files.append(FileToWrite(name, layer))
+            files[name] = layer
     return files
 
 
@@ -500,9 +499,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             window_nbytes=window,
         )
         return [
-            WriteResult(item.index, sizes[id(item)], _StorageInfo(file.name, 0, sizes[id(item)]))
-            for file in files
-            for item in file.items
+            WriteResult(item.index, sizes[id(item)], _StorageInfo(name, 0, sizes[id(item)]))
+            for name, items in files.items()
+            for item in items
         ]
 
     def _alone_s(self, metadata: Metadata) -> float:

@@ -162,22 +162,13 @@ def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, whe
 Resolve = Callable[[WriteItem], object]
 
 
-@dataclass(frozen=True)
-class FileToWrite:
-    """A file and what goes into it."""
-
-    name: str
-    items: list[WriteItem]
-    """Of different tensors."""
-
-
 class _Unplanned(Exception):
     """A tensor is not what the plan says."""
 
 
 def write_hf_files(
     store: Store,
-    files: Sequence[FileToWrite],
+    files: Mapping[str, Sequence[WriteItem]],
     resolve: Resolve,
     *,
     names: SaveNames,
@@ -186,7 +177,7 @@ def write_hf_files(
     window_nbytes: int,
 ) -> dict[int, int]:
     """
-    Write files under the names that `names` gives them; return the bytes of each item, by its identity.
+    Write the items of each file, under the names that `names` gives them; return the bytes of each item, by identity.
 
     `resolve` returns the tensor of an item. `file_count` is how many files all ranks together write in this save; None
     if that is not known.
@@ -196,7 +187,7 @@ def write_hf_files(
         metadata[safetensors.FILE_COUNT_KEY] = str(file_count)
 
     def write_as(measure: Callable[[WriteItem], ItemTensor]) -> dict[int, int]:
-        laid = [(file.name, aligned_order(list(map(measure, file.items)))) for file in files]
+        laid = [(name, aligned_order(list(map(measure, items)))) for name, items in files.items()]
         made = [
             file_parts(names.written(name), [memoryview(header_of(tensors, metadata, where=name)), *tensors])
             for name, tensors in laid
