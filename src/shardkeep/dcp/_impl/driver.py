@@ -72,7 +72,7 @@ from shardkeep.layouts.torch_values import (
     to_ours,
     translator,
 )
-from shardkeep.options import Options, per_process
+from shardkeep.options import Options
 from shardkeep.plan.sharing import plan_sharing
 
 if TYPE_CHECKING:
