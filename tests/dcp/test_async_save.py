@@ -373,7 +373,7 @@ def test_a_failed_save_holds_no_state(tmp_path, monkeypatch, options):
         time.sleep(0.01)
     gc.collect()
     assert copies[0]() is None
-    assert not future.retrieved
+    assert not future.handle.retrieved
     assert isinstance(future.exception(), CheckpointException)
     assert group_saves_of(None, no_dist=True).take_failure() is None
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from typing_extensions import Self
 
@@ -162,6 +162,17 @@ class SaveHandle(Generic[T]):
 
     # -- called by the save ------------------------------------------------------------------------------------
 
+    def outcome_to(self, future: Future[T]) -> None:
+        """Set how the save ended in another future, too."""
+
+        def pass_on(ended: Future[T]) -> None:
+            if (error := ended.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(ended.result())
+
+        self._future.add_done_callback(pass_on)
+
     def wanted(self) -> bool:
         """Return whether the save has not been cancelled."""
         return not self._cancelled.is_set()
@@ -225,45 +236,21 @@ def _wait(timeout: float | None, future: Future[T], what: str, process_id: int) 
     return future
 
 
-class PendingSave(Protocol):
-    """A save that a queue runs: a `SaveHandle`, or the future that `dcp.async_save` returns."""
-
-    where: str
-    """Where the save goes, for messages."""
-    retrieved: bool
-    reported_later: bool
-
-    def done(self) -> bool:
-        """Return whether the save has ended."""
-
-    def outcome(self) -> BaseException | None:
-        """Wait, and return the failure, or None, without marking it as retrieved."""
-
-    def cancel(self) -> bool:
-        """Cancel the save; return False where that is not possible."""
-
-    def end(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set how the save ended."""
-
-
 class SaveQueue:
     """Runs saves on background threads; with one thread, one after the other. `begin` is called by one thread at a time."""
 
-    def __init__(
-        self, *, threads: int = _MOST_THREADS, niceness: int = _NICENESS, cancels_at_exit: bool = True
-    ) -> None:
+    def __init__(self, *, threads: int = _MOST_THREADS, cancels_at_exit: bool = True) -> None:
         """Start no thread yet. `cancels_at_exit`: the first Ctrl-C at exit cancels the saves; else it only warns."""
-        self._niceness = niceness
         self._process_id = os.getpid()
         self._most_threads = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-save")
         self._cancels_at_exit = cancels_at_exit
         # Runs before the standard library shuts its executors down: a save in progress at exit still needs threads.
         threading._register_atexit(self._at_exit)  # type: ignore[attr-defined]  # there is no public way
-        self._begun: list[PendingSave] = []
-        self._failed: list[PendingSave] = []
+        self._begun: list[SaveHandle[Any]] = []
+        self._failed: list[SaveHandle[Any]] = []
 
-    def begin(self, save: PendingSave, box: list[Callable[[], Any]]) -> None:
+    def begin(self, save: SaveHandle[Any], box: list[Callable[[], Any]]) -> None:
         """Run a save on a thread. Its function is popped from the box when it starts, so that nothing here holds the state."""
         self._threads.submit(self._run, save, box)
         # After `submit`: a Ctrl-C in between must not leave a save in the list that never ends.
@@ -274,13 +261,13 @@ class SaveQueue:
         while len(pending := self.pending()) >= limit:
             pending[0].outcome()
 
-    def pending(self) -> list[PendingSave]:
+    def pending(self) -> list[SaveHandle[Any]]:
         """Return the saves that have not ended, oldest first."""
         self._begun = [each for each in self._begun if not each.done()]
         return self._begun
 
     def take_failure(
-        self, *, hint: str, than: PendingSave | None = None, at_exit: bool = False
+        self, *, hint: str, than: SaveHandle[Any] | None = None, at_exit: bool = False
     ) -> EarlierSaveFailed | None:
         """Return the failures that were never retrieved as one error, once; `than` is a save that was just begun."""
         ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves append to it meanwhile
@@ -306,9 +293,8 @@ class SaveQueue:
         self._threads.shutdown()
         self._threads = ThreadPoolExecutor(self._most_threads, thread_name_prefix="shardkeep-save")
 
-    def _run(self, save: PendingSave, box: list[Callable[[], Any]]) -> None:
-        if self._niceness:
-            lower_priority(self._niceness)
+    def _run(self, save: SaveHandle[Any], box: list[Callable[[], Any]]) -> None:
+        lower_priority()
         try:
             work = [box.pop()]
         except IndexError:  # the call was interrupted, and has taken it back
@@ -366,7 +352,7 @@ class SaveQueue:
             _log_abandoned(lost)
 
 
-def _log_abandoned(saves: Sequence[PendingSave]) -> None:
+def _log_abandoned(saves: Sequence[SaveHandle[Any]]) -> None:
     places = ", ".join(each.where for each in saves)
     log_safely(logging.ERROR, "interrupted at exit: abandoned before they were complete: saves to %s", places)
 

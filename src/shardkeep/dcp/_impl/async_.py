@@ -42,7 +42,7 @@ from shardkeep.dcp._impl.driver import (
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, resolves_in_place
 from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaverProcess, StagedSave
 from shardkeep.dcp._impl.shared_items import keeps
-from shardkeep.engine.queue import SaveQueue, wait_for_all
+from shardkeep.engine.queue import SaveHandle, SaveQueue
 from shardkeep.engine.stagers import (
     AsyncStager,
     BlockingAsyncStager,
@@ -74,46 +74,33 @@ T = TypeVar("T")
 
 
 class SaveFuture(Future[T]):
-    """The result of a save, which remembers whether it was retrieved. A save that was begun cannot be cancelled."""
+    """The result of a save, which notes in the save's handle that it was retrieved. The save cannot be cancelled."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, handle: SaveHandle[T]) -> None:
         super().__init__()
-        self.where = where
-        self.retrieved = False
-        self.reported_later = False
+        self.handle = handle
         self.set_running_or_notify_cancel()
+        handle.outcome_to(self)
 
     def result(self, timeout: float | None = None) -> T:
         """Return what was saved, or raise the failure."""
         try:
             return super().result(timeout)
         finally:
-            self.retrieved = self.retrieved or self.done()
+            self.handle.retrieved = self.handle.retrieved or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the failure, or None."""
         error = super().exception(timeout)
-        self.retrieved = True
+        self.handle.retrieved = True
         return error
-
-    def outcome(self) -> BaseException | None:
-        """Wait, and return the failure, or None, without marking it as retrieved."""
-        wait_for_all([self])
-        return super().exception()
-
-    def end(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set how the save ended; called by the queue."""
-        if error is None:
-            self.set_result(result)
-        else:
-            self.set_exception(error)
 
 
 class GroupSaves:
     """The saves of one group of ranks, which run one at a time, and the process that writes for them."""
 
     def __init__(self) -> None:
-        self._queue = SaveQueue(threads=1, niceness=0, cancels_at_exit=False)
+        self._queue = SaveQueue(threads=1, cancels_at_exit=False)
         self._thread_id: int | None = None
         self._order = threading.Lock()
         self.saver: SaverProcess | None = None
@@ -123,12 +110,12 @@ class GroupSaves:
 
     def submit(self, work: Callable[[], T], where: str, *uses: object) -> SaveFuture[T]:
         """Run a save after those before it, of this group and of others that use the same objects."""
-        future: SaveFuture[T] = SaveFuture(where)
+        future: SaveFuture[T] = SaveFuture(SaveHandle(where))
         box = [work]
         with self._order:  # the same for all objects
             reservation = Reservation(*uses, what=where, thread=lambda: self._thread_id)
             try:
-                self._queue.begin(future, [functools.partial(self._run, box, reservation)])
+                self._queue.begin(future.handle, [functools.partial(self._run, box, reservation)])
             except BaseException:  # no thread can be started when the interpreter shuts down
                 reservation.release()
                 raise
