@@ -1,9 +1,11 @@
 """A Checkpointer of one process."""
 
 import errno
-import logging
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,11 @@ import torch
 import shardkeep as sk
 from shardkeep.errors import StorageError
 from shardkeep.events import Event, Pruned, PruneFailed, Retried, SaveCommitted, StepSkipped
+from shardkeep.layouts import orphans
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.manage.scene import (
-    QUICK,
     Broken,
     Overriding,
     checkpointer,
@@ -338,19 +340,19 @@ def test_what_cannot_be_deleted_fails_no_save(tmp_path: Path) -> None:
     assert places(tmp_path) == {"step-4"}
 
 
-def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
-    """Files of a killed writer are removed; files of a live one, or of a checkpoint without its record, stay."""
-    import json
-    import subprocess
-    import sys
-
-    from shardkeep.layouts import orphans
-
+def killed_writer(place: Path, *save_ids: str) -> None:
+    """Leave the claims of a process that is gone, and a file of its last save."""
     script = (
         "import sys; from shardkeep.layouts import orphans as l; from shardkeep.storage.local import LocalStore as S\n"
-        "s = S(sys.argv[1]); l.make_claim(s, 'a' * 20); s.put('model-00000-of-00001-' + 'a' * 20 + '.safetensors', b'x')"
+        "s = S(sys.argv[1]); [l.make_claim(s, each) for each in sys.argv[2:]]\n"
+        "s.put(f'model-00000-of-00001-{sys.argv[-1]}.safetensors', b'x')"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "step-1")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(place), *save_ids], check=True, timeout=60)
+
+
+def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
+    """Files of a killed writer are removed; files of a live one, or of a checkpoint without its record, stay."""
+    killed_writer(tmp_path / "step-1", "a" * 20)
     alive = "b" * 20
     root = LocalStore(tmp_path)
     root.place("step-3").put(f"claim-{'c' * 20}.json", json.dumps({"host": "far", "pid": 1, "started": "1"}).encode())
@@ -367,19 +369,9 @@ def test_dead_leftovers_are_swept_and_living_ones_never(tmp_path: Path) -> None:
 
 def test_a_listing_that_misses_the_record_costs_no_checkpoint(tmp_path: Path) -> None:
     """Files of dead saves beside a checkpoint are removed by its record, which is read by name, not looked for in a list."""
-    import subprocess
-    import sys
-
     with checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state_at(1))
-    committed = sk.Catalog(tmp_path).latest().save_id
-    script = (
-        "import sys; from shardkeep.layouts import orphans as l; from shardkeep.storage.local import LocalStore as S\n"
-        "s = S(sys.argv[1]); [l.make_claim(s, each) for each in sys.argv[2:]]\n"
-        "s.put('model-00000-of-00001-' + 'a' * 20 + '.safetensors', b'x')"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "step-1"), committed, "a" * 20]
-    subprocess.run(command, check=True, timeout=60)
+    killed_writer(tmp_path / "step-1", sk.Catalog(tmp_path).latest().save_id, "a" * 20)
     root = LocalStore(tmp_path)
 
     def place(name: str) -> Any:
@@ -559,11 +551,9 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
     assert sk.Catalog(tmp_path).latest().step == 6  # type: ignore[union-attr]
 
 
-def test_several_may_be_in_flight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_may_be_in_flight(tmp_path: Path) -> None:
     """As many as allowed, in order, and all are committed in the end."""
-    caplog.set_level(logging.INFO)
     with checkpointer(tmp_path, every_steps=1, max_in_flight=3, keep_last=3) as ckpt:
         train(ckpt, range(1, 9))
     assert sk.Catalog(tmp_path).latest().step == 8  # type: ignore[union-attr]
     assert places(tmp_path) == {"step-6", "step-7", "step-8"}
-    assert QUICK.interval_s == 0

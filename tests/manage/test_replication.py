@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -17,16 +16,14 @@ import torch
 import shardkeep as sk
 from shardkeep.engine.workers import MIN_WINDOW_NBYTES
 from shardkeep.errors import NotPromoted, StorageError
-from shardkeep.events import PromotionFailed, PromotionFinished
 from shardkeep.layouts.native import read_record
 from shardkeep.manage.file_copy import copy_files
-from shardkeep.manage.replicate import ReplicationCoordinator
 from shardkeep.storage.base import verifies_uploads
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
-from tests.manage.scene import QUICK, Broken, checkpointer, far_root, state_at
+from tests.manage.scene import QUICK, checkpointer, far_root, state_at
 from tests.manage.test_tiers import committed, groups
 from tests.support.rank_pool import RankPool
 
@@ -223,43 +220,3 @@ def test_a_trace_shows_promotions(rank_pool: RankPool, tmp_path: Path) -> None:
         assert whole["args"]["files"] == whole["args"]["files_total"] == len(record.at_rest)
         assert whole["args"]["source"] == str(tmp_path / "near" / "step-1")
     assert sum(span["args"]["bytes"] for span in spans if span["name"] == "copy") == record.stored_nbytes
-
-
-def test_one_line_for_each_promotion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says how much was copied and how long each phase took; the event is emitted once."""
-    heard: list[Any] = []
-    with (
-        caplog.at_level(logging.INFO, "shardkeep"),
-        sk.on_event(heard.append, kinds=[PromotionFinished]),
-        checkpointer(tmp_path / "near", promote_to=tmp_path / "far") as ckpt,
-    ):
-        ckpt.save(1, state_at(1))
-    [line] = [each.getMessage() for each in caplog.records if "is promoted" in each.getMessage()]
-    [event] = heard
-    assert f"{event.bytes_total:,} bytes in 2 files, " in line
-    assert all(f"{phase} 0." in line for phase in ("choose", "copy", "commit"))
-
-
-def test_seconds_of_failures_begin_with_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of promotions that succeed do."""
-    choose, now, heard = ReplicationCoordinator.choose, [0.0], list[Any]()
-
-    def slowly(self: Any, held: Any, *, newest: bool) -> Any:
-        now[0] += 100.0
-        return choose(self, held, newest=newest)
-
-    class Clock:
-        perf_counter = staticmethod(lambda: now[0])
-
-    monkeypatch.setattr("shardkeep.engine.report.time", Clock)
-    monkeypatch.setattr(ReplicationCoordinator, "choose", slowly)
-    far = far_root(Broken("put", "shardkeep.json"))
-    with checkpointer(tmp_path, promote_to=far, on_event=heard.append, on_error="warn", retries=0) as ckpt:
-        ckpt.save(1, state_at(1))
-        ckpt.wait()
-        [failed] = [each for each in heard if isinstance(each, PromotionFailed)]
-        assert failed.seconds == 0.0
-        far.before = None
-        ckpt.save(2, state_at(2))
-        ckpt.wait()
-        assert {each.seconds for each in heard if isinstance(each, PromotionFinished)} == {0.0}

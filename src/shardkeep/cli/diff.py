@@ -164,23 +164,21 @@ def _compare_tensors(
     """Read pairs of tensors on several threads, and yield those that differ."""
     if not pairs:
         return
-    from shardkeep.cli.tensors import (  # noqa: PLC0415 - torch only where values are read
-        Tolerance,
-        compare_tensor_batch,
-        compare_tensors,
-        compute_pool,
-    )
+    from shardkeep.cli import tensors  # noqa: PLC0415 - torch only where values are read
 
-    tolerance = Tolerance(args.rtol, args.atol)
-    with out.ReadProgress("comparing", sum(one.nbytes for one, _ in pairs)) as progress, compute_pool() as threads:
+    tolerance = tensors.Tolerance(args.rtol, args.atol)
+    with (
+        out.ReadProgress("comparing", sum(one.nbytes for one, _ in pairs)) as progress,
+        tensors.compute_pool() as threads,
+    ):
 
         def work(batch: list[Pair]) -> list[TensorChange]:
             if len(batch) > 1:
-                changes = compare_tensor_batch(a, b, batch, tolerance)
+                changes = tensors.compare_tensor_batch(a, b, batch, tolerance)
                 progress.add(sum(one.nbytes for one, _ in batch))
                 return changes
             stored: tuple[Any, Any] = a[batch[0][0].key], b[batch[0][1].key]
-            return [compare_tensors(*stored, tolerance, on_block=progress.add)]
+            return [tensors.compare_tensors(*stored, tolerance, on_block=progress.add)]
 
         batches = list(_batches(pairs))
         for batch, changes in zip(batches, threads.map(work, batches), strict=True):

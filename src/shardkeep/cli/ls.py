@@ -10,19 +10,8 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.cli import argument, command
+from shardkeep.cli import argument, command, contents
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import (
-    Item,
-    checkpoint_json,
-    item_json,
-    iter_items,
-    key_filter,
-    plain_value,
-    print_chunks,
-    stored_chunks,
-    summarize,
-)
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_run, path_hints, reject_checkpoint, suggest_path
 from shardkeep.cli.verify import check_checkpoint
 from shardkeep.engine.sources import find
@@ -130,19 +119,21 @@ def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
 
 
 def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    items = list(iter_items(checkpoint, key_filter(args.pattern, args.prefix)))
+    items = list(contents.iter_items(checkpoint, contents.key_filter(args.pattern, args.prefix)))
     if not items and (args.pattern or args.prefix):
         asked = args.prefix or args.pattern[0]
         hint = out.did_you_mean(asked, checkpoint, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
         raise out.UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
     if args.json:
-        found = [item_json(checkpoint, item, chunks=args.long) for item in items]
-        out.print_json({"kind": "checkpoint", "path": args.path, **checkpoint_json(checkpoint), "items": found})
+        found = [contents.item_json(checkpoint, item, chunks=args.long) for item in items]
+        out.print_json(
+            {"kind": "checkpoint", "path": args.path, **contents.checkpoint_json(checkpoint), "items": found}
+        )
         return 0
     if args.names:
         _print_names(item.key for item in items)
         return 0
-    print(f"{out.styled(args.path, 'bold')}  {summarize(checkpoint)}\n")
+    print(f"{out.styled(args.path, 'bold')}  {contents.summarize(checkpoint)}\n")
     if args.tree:
         _print_tree(_build_tree(items), args.depth)
     elif args.long:
@@ -152,7 +143,7 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
+def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     table = out.Table(("key", "dtype", "shape", "size", "chunks"), right="size chunks", flexible="key")
     for item in items:
         if item.is_tensor:
@@ -164,27 +155,27 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
     table.print()
 
 
-def _value_text(checkpoint: Checkpoint, item: Item) -> str:
-    value, why_not = plain_value(checkpoint, item.key)
+def _value_text(checkpoint: Checkpoint, item: contents.Item) -> str:
+    value, why_not = contents.plain_value(checkpoint, item.key)
     return f"({why_not})" if why_not else out.printable(repr(value))
 
 
-def _print_long(checkpoint: Checkpoint, items: Iterable[Item]) -> None:
+def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     for item in items:
         text = item.description if item.is_tensor else _value_text(checkpoint, item)
         print(f"{out.styled(out.printable(item.key), 'cyan')}  {text}")
-        print_chunks(stored_chunks(checkpoint, item) if not item.tied_to else ())
+        contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
 @dataclass
 class _Branch:
     keys: int = 0
     nbytes: int = 0
-    leaf: Item | None = None
+    leaf: contents.Item | None = None
     below: dict[str, _Branch] = field(default_factory=dict)
 
 
-def _build_tree(items: Iterable[Item]) -> _Branch:
+def _build_tree(items: Iterable[contents.Item]) -> _Branch:
     root = _Branch()
     for item in items:
         branch = root

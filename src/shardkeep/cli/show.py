@@ -112,19 +112,15 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
     statistics, histogram, why_not = None, None, ""
     first: list[str] = []
     if not args.no_stats:
-        from shardkeep.cli.tensors import (  # noqa: PLC0415 - torch only where values are read
-            compute_histogram,
-            compute_statistics,
-            first_values,
-        )
+        from shardkeep.cli import tensors  # noqa: PLC0415 - torch only where values are read
 
         try:
             with out.ReadProgress("reading", 2 * item.nbytes) as progress:
-                statistics = compute_statistics(stored, progress.add)
-                histogram = compute_histogram(stored, statistics, args.bins, progress.add)
+                statistics = tensors.compute_statistics(stored, progress.add)
+                histogram = tensors.compute_histogram(stored, statistics, args.bins, progress.add)
         except UnsupportedLeaf as exc:
             why_not = exc.message
-        first = list(map(out.format_number, first_values(stored, _FIRST_VALUES).tolist()))
+        first = list(map(out.format_number, tensors.first_values(stored, _FIRST_VALUES).tolist()))
     if args.json:
         document = item_json(checkpoint, item, chunks=True) | {"statistics": None, "histogram": None}
         if statistics is not None:

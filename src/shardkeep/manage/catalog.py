@@ -421,21 +421,16 @@ def _without_record(store: Store, name: str, step: int, *, is_pinned: bool) -> E
         return replace(entry, layout="torch", saved_at=when, nbytes=sum(ours))
     if metadata is not None:
         return replace(entry, status="damaged", reason=f"{METADATA_NAME} is empty", layout="torch")
-    nbytes = sum(info.nbytes for info in infos.values())
-    return replace(entry, status="unfinished", reason=_why_unfinished(store, infos), nbytes=nbytes)
-
-
-def _why_unfinished(store: Store, names: Iterable[str]) -> str:
     found = orphans.survey(store)
-    if found.living:
-        return f"process {found.living.pid} is writing it"
-    if found.elsewhere:
-        return "a process of another machine may be writing it"
-    if REMOVING_NAME in names:
-        return "its removal was cut short"
-    if found.dead:
-        return "its writer is gone"
-    return "it has no commit record"
+    reasons = (
+        (found.living, f"process {found.living.pid if found.living else 0} is writing it"),
+        (found.elsewhere, "a process of another machine may be writing it"),
+        (REMOVING_NAME in infos, "its removal was cut short"),
+        (found.dead, "its writer is gone"),
+        (True, "it has no commit record"),
+    )
+    reason = next(text for holds, text in reasons if holds)
+    return replace(entry, status="unfinished", reason=reason, nbytes=sum(info.nbytes for info in infos.values()))
 
 
 class Tiers:

@@ -33,22 +33,13 @@ from shardkeep.errors import (
 from shardkeep.events import Callback, Event, Listening
 from shardkeep.events import on_event as listen
 from shardkeep.format.record import checked_step
+from shardkeep.manage import schedule
 from shardkeep.manage.catalog import Catalog, Entry, Tiers, newest_first, newest_saves, require_readable, restore_order
 from shardkeep.manage.decisions import Decision, RankContext
 from shardkeep.manage.replicate import ReplicationTerms
 from shardkeep.manage.restore import Restored, candidates, restore
 from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_policy, parse_best
 from shardkeep.manage.saves import PINNED, Saved, Saves
-from shardkeep.manage.schedule import (
-    REQUEST_KINDS,
-    SAVE,
-    STOP,
-    Clock,
-    SaveRequests,
-    SignalHandlers,
-    StepSchedule,
-    parse_signals,
-)
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, same_place
 from shardkeep.storage.resolve import open_root
@@ -80,7 +71,7 @@ class Checkpointer:
 
     """
 
-    _clock = Clock()
+    _clock = schedule.Clock()
     """Tests replace it, in a subclass."""
 
     def __init__(
@@ -169,14 +160,14 @@ class Checkpointer:
         every_minutes = None if every_minutes is None else _positive("every_minutes", every_minutes)
         max_in_flight, retries = _whole("max_in_flight", max_in_flight), _whole("retries", retries, least=0)
         at = sorted(map(_valid_step, at_steps))
-        wanted_signals = parse_signals(signals)
+        wanted_signals = schedule.parse_signals(signals)
         retry_policy = RetryPolicy(retries, sleep=clock.sleep)
         self._root = roots[0]
         self._tiers = Tiers(*(Catalog(RetryingRoot(each, retry_policy), template) for each in roots))
         self._best = parse_best(keep_best)
         self._errors = _ErrorReporter(on_error, self._root.url)
-        self._schedule = StepSchedule(every_steps, at)
-        self._requests = SaveRequests(self._root, request_file, clock, every_minutes=every_minutes)
+        self._schedule = schedule.StepSchedule(every_steps, at)
+        self._requests = schedule.SaveRequests(self._root, request_file, clock, every_minutes=every_minutes)
         self._ranks = RankContext(
             self._root.url,
             clock,
@@ -219,7 +210,9 @@ class Checkpointer:
         with ExitStack() as ends:
             if on_event is not None:
                 ends.callback(_listen_below(on_event, self._tiers.urls).stop)
-            ends.callback(SignalHandlers(wanted_signals, partial(self._requests.request, STOP)).remove)
+            ends.callback(
+                schedule.SignalHandlers(wanted_signals, partial(self._requests.request, schedule.STOP)).remove
+            )
             self._ends = ends.pop_all()
 
     def __repr__(self) -> str:
@@ -272,7 +265,7 @@ class Checkpointer:
             if self._ranks.world.rank > 0 and (requested := self._requests.take()):
                 decisions.request(requested)
             if decisions.reached():
-                decision = decisions.decision(step, partial(self._decide, step), REQUEST_KINDS)
+                decision = decisions.decision(step, partial(self._decide, step), schedule.REQUEST_KINDS)
         why, stop = why or decision.why, decision.stop
         errors = self._saves.end(decision.failed, decision.unpromoted)
         if why and self._saves.is_last(step):
@@ -323,7 +316,7 @@ class Checkpointer:
         if not self._exchanges:
             hint = "give a request_file, every_minutes or signals"
             raise StateError("ranks do not exchange requests here", hint=hint)
-        self._requests.request(SAVE)
+        self._requests.request(schedule.SAVE)
 
     @property
     def should_stop(self) -> bool:

@@ -31,16 +31,7 @@ from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, d
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.options import Options
-from shardkeep.storage.base import (
-    BlobReader,
-    BlobWriter,
-    SecondRead,
-    Store,
-    preferred_requests,
-    reread,
-    verifies_uploads,
-    warn_reread_ok,
-)
+from shardkeep.storage import base
 
 NICENESS = 10
 """Higher than that of asynchronous saves, which go first."""
@@ -75,11 +66,11 @@ class DigestedRange(NamedTuple):
     nbytes: int
     digest: bytes
 
-    def verify(self, data: memoryview, store: Store, name: str) -> None:
+    def verify(self, data: memoryview, store: base.Store, name: str) -> None:
         """Check what was read. If it is wrong, read it once more: correct `data`, or raise `ChecksumMismatch`."""
         if digest(data) == self.digest:
             return
-        if reread(name, store, self.start, data, lambda again: digest(again) == self.digest) is not None:
+        if base.reread(name, store, self.start, data, lambda again: digest(again) == self.digest) is not None:
             self.check(digest(data), f"{store.url}/{name}")
 
     def check(self, found: bytes, where: str) -> None:
@@ -114,7 +105,7 @@ class ExpectedDigests(NamedTuple):
             yield window
 
 
-def expected_digests(store: Store, record: Record, name: str) -> ExpectedDigests:
+def expected_digests(store: base.Store, record: Record, name: str) -> ExpectedDigests:
     """Find the digests of one of a record's files, in headers, tables and sidecars, which may be damaged themselves."""
     nbytes = record.at_rest[name]
     entry = next(entry for entry in (record.index, *record.files) if name in dict(entry.at_rest))
@@ -126,7 +117,7 @@ def expected_digests(store: Store, record: Record, name: str) -> ExpectedDigests
     return ExpectedDigests(name, nbytes, ranges)
 
 
-def _frame_digests(store: Store, entry: Blob, nbytes: int) -> list[DigestedRange]:
+def _frame_digests(store: base.Store, entry: Blob, nbytes: int) -> list[DigestedRange]:
     """Return the digests of an encoded file, from the table of its frames."""
     with closing(open_sized(store, entry.name, nbytes)) as reader:
         table = read_table(reader, entry, store)
@@ -142,7 +133,7 @@ def _frame_digests(store: Store, entry: Blob, nbytes: int) -> list[DigestedRange
     ]
 
 
-def _block_digests(store: Store, entry: FileEntry) -> list[DigestedRange]:
+def _block_digests(store: base.Store, entry: FileEntry) -> list[DigestedRange]:
     """Return the digests of a plain data file, from its header or its sidecar."""
     count = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
     if entry.blocks is None:
@@ -174,8 +165,8 @@ class Copied(NamedTuple):
 
 
 def copy_files(
-    source: Store,
-    target: Store,
+    source: base.Store,
+    target: base.Store,
     record: Record,
     names: Sequence[str],
     options: Options,
@@ -198,7 +189,7 @@ def copy_files(
         target.delete(name)
     rest = [file for file in files if file.name not in sound]
     move(source, target, rest)
-    if not verifies_uploads(target):
+    if not base.verifies_uploads(target):
         for name, why in move(target, None, rest).items():
             raise StorageError(
                 f"{target.url}/{name} was written, and is not read back as it was: {why.message}",
@@ -215,14 +206,14 @@ class _OpenFile:
     """A file that is being copied or checked."""
 
     name: str
-    reader: BlobReader
-    writer: BlobWriter | None
+    reader: base.BlobReader
+    writer: base.BlobWriter | None
     windows_left: int
 
 
 def _move_files(
-    source: Store,
-    target: Store | None,
+    source: base.Store,
+    target: base.Store | None,
     files: Sequence[ExpectedDigests],
     *,
     options: Options,
@@ -234,7 +225,7 @@ def _move_files(
     if not files:
         return damaged
     stores = [source] if target is None else [source, target]
-    threads = max(preferred_requests(each, options.io_threads) for each in stores)
+    threads = max(base.preferred_requests(each, options.io_threads) for each in stores)
     threads, window_nbytes = window_for(threads, options.host_budget_bytes // 2)
     opened: dict[str, _OpenFile] = {}
     lock, failed = threading.Lock(), threading.Event()
@@ -310,7 +301,7 @@ def _move_files(
     return damaged
 
 
-def _move_ranges(source: Store, file: _OpenFile, ranges: list[DigestedRange], buffer: memoryview) -> None:
+def _move_ranges(source: base.Store, file: _OpenFile, ranges: list[DigestedRange], buffer: memoryview) -> None:
     """Read a window, verify it, and write it if the file is copied."""
 
     def read(offset: int, nbytes: int) -> memoryview:
@@ -321,10 +312,10 @@ def _move_ranges(source: Store, file: _OpenFile, ranges: list[DigestedRange], bu
         # A range that does not fit into the buffer is read once to verify its digest, then again to copy it.
         parts, found = _split(long, read, len(buffer))
         if found != long.digest:
-            with closing(SecondRead(file.name, source)) as again:
+            with closing(base.SecondRead(file.name, source)) as again:
                 parts, found = _split(long, again.read, len(buffer))
             long.check(found, f"{source.url}/{file.name}")
-            warn_reread_ok(file.name, long.start, long.nbytes)
+            base.warn_reread_ok(file.name, long.start, long.nbytes)
         windows = [[part] for part in parts] if file.writer is not None else []
     else:
         windows = [ranges]

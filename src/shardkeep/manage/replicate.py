@@ -32,23 +32,12 @@ from weakref import WeakMethod
 
 import msgspec
 
+from shardkeep import errors
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.reader import open_sized
 from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointExists,
-    DamagedCheckpoint,
-    NearCopyDamaged,
-    NotPromoted,
-    SaveCancelled,
-    StorageError,
-    StorageFull,
-    WrongSize,
-)
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
@@ -126,7 +115,7 @@ def to_replicate(
         if over is None or over.status == "unfinished":
             return True
         if over.problem is not None:
-            return isinstance(over.problem, DamagedCheckpoint)
+            return isinstance(over.problem, errors.DamagedCheckpoint)
         return over.record is not None and over.save_order < entry.save_order
 
     fresh = {entry.name: entry for entry in due if may_copy(entry, there.get(entry.name))}
@@ -219,7 +208,9 @@ class ReplicationCoordinator:
             for entry in near
             if entry.problem is not None
             # A record that read differently each time is not certainly damaged.
-            and not (isinstance(entry.problem, DamagedCheckpoint) and entry.problem.details.get("same_twice", True))
+            and not (
+                isinstance(entry.problem, errors.DamagedCheckpoint) and entry.problem.details.get("same_twice", True)
+            )
         }
         if not self._swept:  # here, in the background, because a far root may have thousands of directories
             self.pruner.sweep_all()
@@ -249,9 +240,9 @@ class ReplicationCoordinator:
         """Return the near record of an entry; None if it changed since the entry was read."""
         try:
             data, record = _read_record(self._near.root.place(entry.name))
-        except DamagedCheckpoint:  # it was readable a moment ago; the next attempt will see it as damaged
+        except errors.DamagedCheckpoint:  # it was readable a moment ago; the next attempt will see it as damaged
             return None
-        except BlobNotFound:
+        except errors.BlobNotFound:
             data, record = b"", None
         if record == entry.record:
             return data
@@ -266,7 +257,7 @@ class ReplicationCoordinator:
         free = free_nbytes(place)
         wanted = sum(sizes.values()) - sum(nbytes for name, nbytes in there.items() if name in sizes)
         if free is not None and free < wanted:
-            raise StorageFull(
+            raise errors.StorageFull(
                 f"{place.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
                 hint="delete checkpoints that are not needed any more, or keep fewer there (keep_promoted)",
                 errno=errno.ENOSPC,
@@ -279,11 +270,11 @@ class ReplicationCoordinator:
 
     def leave_out(self, order: ReplicationOrder) -> bool:
         """Do not try a damaged checkpoint again; return False if it was only deleted or replaced meanwhile."""
-        with suppress(DamagedCheckpoint):
+        with suppress(errors.DamagedCheckpoint):
             try:
                 if _read_record(self._near.root.place(order.name))[0] != order.record:
                     return False
-            except BlobNotFound:
+            except errors.BlobNotFound:
                 return False
         with self._lock:
             self._damaged.add((order.name, order.decoded().save_id))
@@ -298,17 +289,17 @@ class ReplicationCoordinator:
         if pinned:
             pin(self._far.root, order.name)
         data = order.record
-        with suppress(BlobNotFound, DamagedCheckpoint):
+        with suppress(errors.BlobNotFound, errors.DamagedCheckpoint):
             # Its keys may have been rotated while its files were copied.
             latest, now = _read_record(self._near.root.place(order.name))
             data = latest if (now.save_id, now.at_rest) == (record.save_id, record.at_rest) else data
         self.lease.check()
         try:
             place.put(RECORD_NAME, data, over=over)
-        except StorageError as exc:
+        except errors.StorageError as exc:
             if exc.errno != errno.EEXIST:
                 raise
-            raise CheckpointExists(
+            raise errors.CheckpointExists(
                 f"{place.url}: another job has committed a checkpoint here meanwhile",
                 hint="let only one job promote to a root",
             ) from exc
@@ -352,10 +343,10 @@ def _require_record(place: Store, data: bytes) -> None:
     """Check that the record is read back as it was written, before the near copy may be deleted."""
     try:
         same = _read_record(place)[0] == data
-    except (BlobNotFound, DamagedCheckpoint):
+    except (errors.BlobNotFound, errors.DamagedCheckpoint):
         same = False
     if not same:
-        raise StorageError(
+        raise errors.StorageError(
             f"{place.url}/{RECORD_NAME} was written, and is not read back as it was",
             hint="the store or its disk changes bytes: look at its log; the near copy is promoted again",
             name=RECORD_NAME,
@@ -372,8 +363,8 @@ def _require_files(place: Store, record: Record) -> None:
         try:
             # A network file system may show an old listing; opening a file by name looks again.
             open_sized(place, name, nbytes).close()
-        except WrongSize as exc:
-            raise StorageError(
+        except errors.WrongSize as exc:
+            raise errors.StorageError(
                 f"{place.url}: {name} of {nbytes} bytes was copied there, and rank 0 does not find it",
                 hint="all ranks must see one file system or object store",
                 name=name,
@@ -463,13 +454,13 @@ class Replicator:
 
     def wait(self, timeout_s: float | None = None) -> list[BaseException]:
         """Wait for all rounds that `stop` has not abandoned, and for the deletes after them; return their errors."""
-        errors: list[BaseException] = []
+        found: list[BaseException] = []
         if not self._abandoned:
             if futures.wait(self._futures, timeout_s).not_done:
                 raise TimeoutError(f"not all checkpoints were promoted to {self._urls[FAR]} within {timeout_s:g} s")
-            errors = self.rounds.end_all()
+            found = self.rounds.end_all()
         self._near_pruner.wait()
-        return errors
+        return found
 
     def finish(self, timeout_s: float | None, *, newest: bool) -> list[BaseException]:
         """Wait for all rounds, with the newest checkpoint if wanted, and cancel them when the time is up."""
@@ -516,7 +507,7 @@ class Replicator:
 
     def _check_wanted(self) -> None:
         if not self._is_wanted():
-            raise SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
+            raise errors.SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
@@ -525,12 +516,12 @@ class Replicator:
         self._running_round = number
         if isinstance(saved, SaveHandle):
             saved.outcome()
-        damaged: NotPromoted | None = None
+        damaged: errors.NotPromoted | None = None
         for turn in count():
             try:
                 if not self._copy_next(f"{number}.{turn}", newest=newest, world=world):
                     break
-            except SaveCancelled:
+            except errors.SaveCancelled:
                 log.info("promotions to %s were cancelled", self._urls[FAR])
                 return
             except Exception as error:
@@ -538,14 +529,14 @@ class Replicator:
                     log.info("a cancelled promotion to %s has ended: %s", self._urls[FAR], error)
                     return
                 intact = "they are intact, and are tried again after the next save, or by the next job"
-                failed = NotPromoted(
+                failed = errors.NotPromoted(
                     f"checkpoints of {self._urls[NEAR]} could not be promoted to {self._urls[FAR]}: "
-                    + (error.message if isinstance(error, CheckpointError) else repr(error)),
-                    hint=error.hint if isinstance(error, NearCopyDamaged) else intact,
+                    + (error.message if isinstance(error, errors.CheckpointError) else repr(error)),
+                    hint=error.hint if isinstance(error, errors.NearCopyDamaged) else intact,
                 )
                 if world.rank == 0:  # now, because the next save that would report it may be far away
                     log.error("%s", failed, exc_info=error)  # noqa: TRY400 - the error is given
-                if not isinstance(error, NearCopyDamaged):
+                if not isinstance(error, errors.NearCopyDamaged):
                     raise failed from error
                 failed.__cause__, damaged = error, damaged or failed  # go on with other checkpoints
         if damaged is not None:
@@ -580,7 +571,7 @@ class Replicator:
                     if self._copy_together(meeting, order, over, phases, world) and world.rank == 0:
                         self.coordinator.clean_up(order, held)
             except BaseException as error:
-                if order is not None or not isinstance(error, SaveCancelled):
+                if order is not None or not isinstance(error, errors.SaveCancelled):
                     self._report_failure(order, error, phases.now() - chosen_s, world.rank)
                 raise
         return True
@@ -599,7 +590,7 @@ class Replicator:
         )
         outcome, seconds = msgspec.msgpack.decode(answer, type=_Share), phases.now() - began_s
         if outcome.damage:
-            gone = SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
+            gone = errors.SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
             log.info("%s", gone)
             self._report_failure(order, gone, seconds, world.rank)
             return False
@@ -630,7 +621,7 @@ class Replicator:
         began_s = phases.now()
         try:
             copied = copy_files(near, far, record, mine, self._options, self._is_wanted, self._pause)
-        except DamagedCheckpoint as error:  # of the near copy: a damaged far copy is replaced
+        except errors.DamagedCheckpoint as error:  # of the near copy: a damaged far copy is replaced
             phases.add("copy", began_s, phases.now())
             damage = f"{type(error).__name__}: {error.message}"
             return msgspec.msgpack.encode(_Share(damage=damage, spans=phases.sent()))
@@ -647,7 +638,7 @@ class Replicator:
         phases.add("wait", phases.spans[-1].end_s, phases.now())
         damage = next((part.damage for part in parts if part.damage), "")
         if damage and self.coordinator.leave_out(order):
-            raise NearCopyDamaged(
+            raise errors.NearCopyDamaged(
                 f"{self._urls[NEAR]}/{order.name} is damaged: {damage}",
                 hint="it stays as it is, and is not promoted; there may be a copy elsewhere",
             )
@@ -661,7 +652,7 @@ class Replicator:
         what: dict[str, Any] = {
             "kind": type(error).__name__,
             "message": str(error),
-            "cancelled": isinstance(error, SaveCancelled),
+            "cancelled": isinstance(error, errors.SaveCancelled),
         }
         emit(PromotionFailed, partial(PromotionFailed, **self._about(order, rank), **what, seconds=seconds))
 

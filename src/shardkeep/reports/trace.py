@@ -17,25 +17,8 @@ from typing import IO, Any, TypeAlias
 
 import msgspec
 
+from shardkeep import events
 from shardkeep.errors import StorageError
-from shardkeep.events import (
-    Event,
-    LoadBegan,
-    LoadFailed,
-    LoadFinished,
-    PromotionFailed,
-    PromotionFinished,
-    Pruned,
-    RankPhases,
-    Retried,
-    SaveBegan,
-    SaveCommitted,
-    SaveFailed,
-    Span,
-    StepSkipped,
-    log_safely,
-    on_event,
-)
 from shardkeep.reports.metrics import from_rank_zero, is_rank_zero
 
 _LANES = {
@@ -46,9 +29,11 @@ _LANES = {
 """The rows of a rank, from top to bottom."""
 _ROWS = 100
 """Most rows of one phase. Calls that overlap in time get a row each."""
-_Timed: TypeAlias = SaveCommitted | SaveFailed | LoadFinished | LoadFailed | PromotionFinished
-_ENDS = (SaveCommitted, SaveFailed, LoadFinished, LoadFailed)
-_MOMENTS = (Retried, Pruned, StepSkipped, PromotionFailed)
+_Timed: TypeAlias = (
+    events.SaveCommitted | events.SaveFailed | events.LoadFinished | events.LoadFailed | events.PromotionFinished
+)
+_ENDS = (events.SaveCommitted, events.SaveFailed, events.LoadFinished, events.LoadFailed)
+_MOMENTS = (events.Retried, events.Pruned, events.StepSkipped, events.PromotionFailed)
 
 
 @contextmanager
@@ -74,7 +59,9 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     """
     tracing = _Tracing(os.fspath(path))
-    with on_event(tracing.hear, kinds=(SaveBegan, LoadBegan, PromotionFinished, *_ENDS, *_MOMENTS)):
+    with events.on_event(
+        tracing.hear, kinds=(events.SaveBegan, events.LoadBegan, events.PromotionFinished, *_ENDS, *_MOMENTS)
+    ):
         wait = False
         try:
             yield
@@ -100,10 +87,10 @@ class _Tracing:
         self._first = is_rank_zero()
         self._rows = _Rows()
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: events.Event) -> None:
         """Write an event."""
         with self._changed:
-            if isinstance(event, (SaveBegan, LoadBegan)):
+            if isinstance(event, (events.SaveBegan, events.LoadBegan)):
                 self._under_way.append(event.where)
             elif event.where in self._under_way and isinstance(event, _ENDS):  # otherwise it began before the trace
                 self._under_way.remove(event.where)
@@ -129,7 +116,7 @@ class _Tracing:
                 except OSError as exc:
                     self._failure = exc
             if self._failure is not None:
-                log_safely(
+                events.log_safely(
                     logging.WARNING,
                     "the trace %s could not be written: %s; the saves and loads in it are not affected",
                     self._path,
@@ -155,16 +142,16 @@ class _Rows:
         self._ranks: set[int] = set()
         self._ends_us: dict[tuple[int, int], int] = {}
 
-    def entries(self, event: Event) -> list[dict[str, Any]]:
+    def entries(self, event: events.Event) -> list[dict[str, Any]]:
         """Return the entries of an event that happened just now, by a monotonic clock."""
         if isinstance(event, _MOMENTS):
             return [_instant(event, time.perf_counter())]
-        if not isinstance(event, (*_ENDS, PromotionFinished)):
+        if not isinstance(event, (*_ENDS, events.PromotionFinished)):
             return []
-        is_save = isinstance(event, (SaveCommitted, SaveFailed))
-        call = "save" if is_save else "promote" if isinstance(event, PromotionFinished) else "load"
-        failed = isinstance(event, (SaveFailed, LoadFailed))
-        ranks = getattr(event, "ranks", None) or [RankPhases(event.rank, getattr(event, "phases", []))]
+        is_save = isinstance(event, (events.SaveCommitted, events.SaveFailed))
+        call = "save" if is_save else "promote" if isinstance(event, events.PromotionFinished) else "load"
+        failed = isinstance(event, (events.SaveFailed, events.LoadFailed))
+        ranks = getattr(event, "ranks", None) or [events.RankPhases(event.rank, getattr(event, "phases", []))]
         lanes = [f"{call} {name}" for call, names in _LANES.items() for name in names]
         return ([_instant(event, event.called_s + event.seconds)] if failed else []) + [
             entry
@@ -173,7 +160,7 @@ class _Rows:
             for entry in self._complete(each.rank, span, lanes.index(f"{call} {span.name}"), event)
         ]
 
-    def _complete(self, rank: int, span: Span, lane: int, event: _Timed) -> Iterator[dict[str, Any]]:
+    def _complete(self, rank: int, span: events.Span, lane: int, event: _Timed) -> Iterator[dict[str, Any]]:
         """Yield the entry of a span, after the entries that name its rank and row if they are new."""
         # Integers, so that rounding does not make consecutive spans overlap.
         begin_us, end_us = (round((event.called_s + at_s) * 1e6) for at_s in (span.begin_s, span.end_s))
@@ -189,7 +176,7 @@ class _Rows:
             yield _named("thread_sort_index", rank, row, sort_index=row)
         self._ends_us[rank, row] = end_us
         more: dict[str, Any] = {}
-        if isinstance(event, PromotionFinished) and span.name == "promote":
+        if isinstance(event, events.PromotionFinished) and span.name == "promote":
             more = {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
         yield {
             "name": span.name,
@@ -203,19 +190,19 @@ class _Rows:
         }
 
 
-def _with_whole(name: str, did: RankPhases, event: _Timed) -> list[Span]:
+def _with_whole(name: str, did: events.RankPhases, event: _Timed) -> list[events.Span]:
     """Return a span for the whole call of a rank, as far as it is known here, and the spans of its phases."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
     # The seconds of a promotion do not include choosing the source.
-    if did.rank == event.rank and not isinstance(event, PromotionFinished):
+    if did.rank == event.rank and not isinstance(event, events.PromotionFinished):
         begins, ends = [*begins, 0.0], [*ends, event.seconds]
     if not ends:
         return []
     moved = sum(span.nbytes for span in did.spans if span.name in ("write", "read", "copy"))
-    return [Span(name, min(begins), max(ends), moved), *did.spans]
+    return [events.Span(name, min(begins), max(ends), moved), *did.spans]
 
 
-def _instant(event: Event, at_s: float) -> dict[str, Any]:
+def _instant(event: events.Event, at_s: float) -> dict[str, Any]:
     return {
         "name": type(event).__name__,
         "cat": "shardkeep",
