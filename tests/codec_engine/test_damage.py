@@ -1,6 +1,5 @@
 """Whatever happens to the files of a coded checkpoint, it is an error that says where; never wrong numbers."""
 
-import json
 import random
 import tracemalloc
 
@@ -28,6 +27,8 @@ from tests.codec_engine.scene import KEYS, MIB, OPTIONS, OTHER_KEYS, InOrderStor
 from tests.engine.samples import bits
 
 CHAINS = {"zstd": ["zstd"], "float": ["float"], "lz4": ["lz4"], "aes": ["aes"], "all": ["float", "zstd", "aes"]}
+CHAINS["beside"] = None
+"""Without codecs, on a store that takes bytes in order: digests lie beside the data."""
 
 
 def sample_state(seed=0):
@@ -35,8 +36,8 @@ def sample_state(seed=0):
     return {"model": {"w": torch.randn(600, 1000), "b": torch.randn(9)}, "optim": {"m": torch.randn(50, 50)}, "lr": 0.1}
 
 
-def saved(chain, *, store=None, seed=0):
-    store = store or sk.MemoryStore()
+def saved(chain, *, seed=0):
+    store = sk.MemoryStore() if chain else InOrderStore()
     sk.save(sample_state(seed), store, codecs=chain, options=OPTIONS)
     return store
 
@@ -78,7 +79,8 @@ def test_any_flipped_byte_is_found(chain):
             changed(store, name, bad)
             with pytest.raises(sk.DamagedCheckpoint, match=name.replace(".", r"\.")) as raised:
                 sk.open(store, options=OPTIONS).verify()
-            assert name == RECORD_NAME or "byte" in str(raised.value) or "checksum" in str(raised.value)
+            whole = name == RECORD_NAME or name.endswith(".skindex")
+            assert whole or "byte" in str(raised.value) or "checksum" in str(raised.value)
             with pytest.raises(sk.DamagedCheckpoint) as raised:
                 load(store)
             assert raised.value.details["file"] == name
@@ -99,9 +101,10 @@ def test_any_file_that_was_cut_short_is_found(cut):
         changed(store, name, good)
 
 
-def test_a_missing_file_is_named():
-    """Data or index: the error says which."""
-    store = saved(["aes"])
+@pytest.mark.parametrize("chain", [["aes"], None])
+def test_a_missing_file_is_named(chain):
+    """Data, digests beside them or index: the error says which."""
+    store = saved(chain)
     for name, good in blobs_of(store).items():
         store.delete(name)
         with pytest.raises((sk.WrongSize, sk.CheckpointNotFound), match=r"missing|no committed"):
@@ -323,27 +326,6 @@ def test_chains_that_no_file_went_through():
     resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains * 129))
     with pytest.raises(sk.MalformedFile, match="codecs in a way no writer does"):
         load(store)
-
-
-def test_damage_in_digests_that_lie_beside_the_data():
-    """Of a store that takes bytes in order: each flipped byte of data, header, digests, index and record is found."""
-    store = saved(None, store=InOrderStore())
-    rng = random.Random(2)
-    for name, good in blobs_of(store).items():
-        for at in (0, len(good) // 2, len(good) - 1, rng.randrange(len(good))):
-            bad = bytearray(good)
-            bad[at] ^= 1 << rng.randrange(8)
-            changed(store, name, bad)
-            with pytest.raises(sk.DamagedCheckpoint, match=name.replace(".", r"\.")):
-                sk.open(store).verify()
-            with pytest.raises(sk.DamagedCheckpoint):
-                load(store)
-        store.delete(name)
-        with pytest.raises((sk.WrongSize, sk.CheckpointNotFound)):
-            load(store)
-        changed(store, name, good)
-    assert json.loads(store.get(RECORD_NAME, limit=MIB))["version"] == 2
-    assert bits(load(store)) == bits(sample_state())
 
 
 def test_damage_is_placed_whatever_the_file_is_called():

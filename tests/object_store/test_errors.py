@@ -1,14 +1,13 @@
-"""What goes wrong with an object store is said so that a person knows what to do, and with no key in it."""
+"""What goes wrong with S3 is said so that a person knows what to do; see also `tests/clouds/test_keys.py`."""
 
 import errno
-import os
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
+from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.storage.object_client import translate
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
@@ -16,17 +15,6 @@ from tests.support.s3_server import S3Server
 
 Opened = Callable[..., ObjectStore]
 SECRET = "never-to-be-seen"
-VERBS: dict[str, Callable[[ObjectStore], Any]] = {
-    "create": lambda store: store.create("a", 1),
-    "open": lambda store: store.open("a"),
-    "put": lambda store: store.put("a", b"1"),
-    "replace": lambda store: store.put("a", b"1", replace=True),
-    "get": lambda store: store.get("a", limit=9),
-    "version": lambda store: store.version("a"),
-    "list": lambda store: list(store.list()),
-    "places": lambda store: list(store.places()),
-    "delete": lambda store: store.delete("a"),
-}
 
 
 def said(call: Callable[[], Any]) -> StorageError:
@@ -37,32 +25,11 @@ def said(call: Callable[[], Any]) -> StorageError:
     return caught.value
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_wrong_keys(s3_place: Opened, verb: str) -> None:
-    """Every verb says that rights are lacking, where, and which variables hold the keys."""
-    store = s3_place(secret_access_key=SECRET)
-    error = said(lambda: VERBS[verb](store))
-    assert (error.errno, str(error).startswith(store.url)) == (errno.EACCES, True)
-    assert "403" in error.message
-    assert "AWS_SECRET_ACCESS_KEY" in error.hint
-
-
 def test_an_unknown_key_is_told_from_a_wrong_one(s3_place: Opened) -> None:
     """The service's own words are there."""
     error = said(lambda: s3_place(access_key_id="nobody", secret_access_key=SECRET).get("a", limit=9))
     assert "InvalidAccessKeyId" in error.message
     assert "unknown there" in error.hint
-
-
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in {"create", "version"}])
-def test_a_missing_bucket_is_no_missing_blob(s3_server: S3Server, verb: str) -> None:
-    """A mistyped bucket name is not reported as a missing checkpoint."""
-    store = open_place(s3_server.url("run", bucket="no-such-bucket"), **s3_server.options)
-    error = said(lambda: VERBS[verb](store))  # type: ignore[arg-type]
-    assert not isinstance(error, BlobNotFound)
-    assert error.errno == errno.ENOENT
-    assert "NoSuchBucket" in error.message
-    assert "create the bucket" in error.hint
 
 
 def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Server) -> None:
@@ -74,37 +41,10 @@ def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Serv
     writer.abandon()
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "number", "message", "hint"),
-    [
-        ("http://127.0.0.1:1", errno.ECONNREFUSED, "refused, after 1 retries", "AWS_ENDPOINT_URL"),
-        ("http://nowhere.invalid", errno.EHOSTUNREACH, "name was not found", "AWS_ENDPOINT_URL"),
-    ],
-)
-def test_wrong_endpoints(s3_place: Opened, endpoint: str, number: int, message: str, hint: str) -> None:
-    """What does not answer is named, in a time that is bounded by the options."""
-    error = said(lambda: s3_place(endpoint=endpoint, retries=1).get("a", limit=9))
-    assert error.errno == number
-    assert message in error.message
-    assert hint in error.hint
-
-
 def test_plain_http_must_be_meant(s3_place: Opened) -> None:
     """Keys are not sent over an open line because of a typing mistake."""
     error = said(lambda: s3_place(client_options={"allow_http": False}).get("a", limit=9))
     assert "AWS_ALLOW_HTTP" in error.hint
-
-
-def test_no_keys_at_all(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Where there are none, that is said, and not that some address of the machine's role cannot be reached."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    store = open_place(
-        s3_server.url("a"), endpoint=s3_server.endpoint, retries=0, metadata_endpoint="http://127.0.0.1:1"
-    )
-    error = said(lambda: store.get("a", limit=9))
-    assert "AWS_ACCESS_KEY_ID" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -144,6 +84,7 @@ def test_options_that_make_no_sense(
             "in time, after 3 retries",
         ),
         ("request or response body error\n\nDebug source: ConnectionReset", errno.ECONNRESET, "was reset"),
+        ("HTTP error: x\n\nDebug source: dns error: failed to lookup address", errno.EHOSTUNREACH, "was not found"),
         (f"GET https://a.b/c?sig={SECRET}&x=1 went wrong", errno.EIO, "GET https://a.b/c went wrong"),
     ],
 )

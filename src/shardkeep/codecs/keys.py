@@ -51,7 +51,9 @@ class KeyRing:
             if not isinstance(key, (bytes, bytearray)) or len(key) != KEY_NBYTES:
                 # The value is not shown: it may be most of a key.
                 raise InvalidKey(f"a key must have {KEY_NBYTES} bytes", hint="make one with shardkeep.new_key()")
-            self._keys.setdefault(_id_of(bytes(key)), bytes(key))
+            # The id: a hash of 256 random bits reveals nothing; the prefix separates it from other uses of the key.
+            key_id = hashlib.sha256(b"shardkeep key id\0" + key).hexdigest()[:16]
+            self._keys.setdefault(key_id, bytes(key))
         if not self._keys:
             raise InvalidKey("no key was given", hint="make one with shardkeep.new_key()")
 
@@ -197,11 +199,6 @@ def key_source(keys: Keys) -> KeySource | None:
 def new_key() -> str:
     """Return a new key as a line of a key file: 64 hex digits."""
     return secrets.token_hex(KEY_NBYTES)
-
-
-def _id_of(key: bytes) -> str:
-    # A hash of 256 random bits reveals nothing; the prefix separates it from any other use of the key.
-    return hashlib.sha256(b"shardkeep key id\0" + key).hexdigest()[:16]
 
 
 def _key_of(line: str, where: str) -> bytes:

@@ -73,21 +73,16 @@ class RetryPolicy:
                 log.warning("could not %s (attempt %d), retrying in %.1f s: %s", what, failed + 1, delay_s, error)
                 if self._on_retry is not None:
                     self._on_retry(failed + 1, error, delay_s)
-                self._pause(delay_s)
+                while delay_s > 0 and (self._wanted is None or self._wanted()):
+                    step_s = delay_s if self._wanted is None else min(_LONGEST_SLEEP_S, delay_s)
+                    self._sleep(step_s)
+                    delay_s -= step_s
         self._check_wanted(what)
         return work(self._retries)
 
     def _check_wanted(self, what: str) -> None:
         if self._wanted is not None and not self._wanted():
             raise SaveCancelled(f"did not {what}: the save was cancelled")
-
-    def _pause(self, delay_s: float) -> None:
-        if self._wanted is None:
-            self._sleep(delay_s)
-            return
-        while delay_s > 0 and self._wanted():
-            self._sleep(min(_LONGEST_SLEEP_S, delay_s))
-            delay_s -= _LONGEST_SLEEP_S
 
 
 class RetryingStore(StoreWrapper):

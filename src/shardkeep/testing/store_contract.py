@@ -97,18 +97,14 @@ class PutContract:
         same(data, store.get("a", limit=len(data)))
         same(data, read_blob(store, "a"))
 
-    def test_put_keeps_what_is_there(self, store: Store) -> None:
-        """Without `replace`, an existing blob is an error and is not changed."""
-        store.put("a", b"old")
+    def test_put_replaces_only_on_request(self, store: Store) -> None:
+        """An existing blob is an error and is not changed, unless `replace` is given."""
+        store.put("a", b"old, and longer", replace=True)
         with pytest.raises(StorageError) as caught:
             store.put("a", b"new")
         same(errno.EEXIST, caught.value.errno)
-        same(b"old", store.get("a", limit=10))
+        same(b"old, and longer", store.get("a", limit=99))
         same(["a"], [blob.name for blob in store.list()])
-
-    def test_put_replaces_on_request(self, store: Store) -> None:
-        """With `replace`, the new bytes replace the old ones, if there are any."""
-        store.put("a", b"old, and longer", replace=True)
         store.put("a", b"new", replace=True)
         same(b"new", store.get("a", limit=3))
 
@@ -179,12 +175,14 @@ class StoreContract(PutContract):
 
     # -- blobs written in parts
 
-    @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3_000_001])
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3_000_001])
     def test_round_trip(self, store: Store, nbytes: int) -> None:
-        """Reading returns what was written."""
+        """Reading returns what was written; a blob without bytes exists, too."""
         data = sample(nbytes)
         write_blob(store, "a", data)
         same(data, read_blob(store, "a"))
+        same(data, store.get("a", limit=nbytes))
+        same([("a", nbytes)], [(blob.name, blob.nbytes) for blob in store.list()])
 
     def test_parts_in_any_order_from_threads(self, store: Store) -> None:
         """Parts of odd sizes, shuffled, from several threads, from any memory, make one blob."""
@@ -247,24 +245,14 @@ class StoreContract(PutContract):
             reader.read_into(0, into.data)
         same(array.tolist(), into.tolist())
 
-    def test_empty(self, store: Store) -> None:
-        """A blob without bytes exists; an empty part or read is not an error."""
-        write_blob(store, "a", b"")
-        same(b"", read_blob(store, "a"))
-        same(b"", store.get("a", limit=0))
-        same([("a", 0)], [(blob.name, blob.nbytes) for blob in store.list()])
-
-    def test_create_refuses_an_existing_name(self, store: Store) -> None:
-        """A blob is never written over by `create`."""
-        write_blob(store, "a", b"old")
+    def test_one_of_many_creates_wins(self, store: Store) -> None:
+        """Of creates racing for one name, one succeeds, and the others and later ones fail with EEXIST."""
+        same(1, len(winners(lambda i: write_blob(store, "a", bytes([i])), 8)))
+        first = read_blob(store, "a")
         with pytest.raises(StorageError) as caught:
             store.create("a", 3)
         same(errno.EEXIST, caught.value.errno)
-        same(b"old", read_blob(store, "a"))
-
-    def test_one_of_many_creates_wins(self, store: Store) -> None:
-        """Of creates racing for one name, one succeeds and the others fail with EEXIST."""
-        same(1, len(winners(lambda i: write_blob(store, "a", bytes([i])), 8)))
+        same(first, read_blob(store, "a"))
 
     @pytest.mark.parametrize("end", [0, 1, 4097, 2_000_001, 3_000_000])
     def test_a_blob_may_end_early(self, store: Store, end: int) -> None:
@@ -410,16 +398,13 @@ class StoreContract(PutContract):
         write_blob(store, name, b"2")
         same(b"2", store.get(name, limit=1))
 
-    def test_preferences(self, store: Store) -> None:
-        """A store says whether it wants parts in order, and how many concurrent requests it prefers, at least one."""
-        same(True, is_sequential(store) in {True, False})
-        same(True, preferred_requests(store, 3) >= 1)
-
-    def test_url(self, store: Store) -> None:
-        """Messages begin with the store's url."""
+    def test_url_and_preferences(self, store: Store) -> None:
+        """Messages begin with the store's url; it says whether it wants parts in order, and how many requests at once."""
         with pytest.raises(BlobNotFound) as caught:
             store.open("a")
         same(True, str(caught.value).startswith(store.url))
+        same(True, is_sequential(store) in {True, False})
+        same(True, preferred_requests(store, 3) >= 1)
 
 
 def _write_shuffled(store: Store, data: bytes, cuts: set[int], more: int) -> None:
