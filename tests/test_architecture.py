@@ -27,13 +27,9 @@ LAYERS = [
     {"errors", "options"},
     {"events", "_version"},
 ]
-KNOWN: set[tuple[str, str]] = set()
-"""Places where the redesign is not through yet. This must become empty."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FORBIDDEN = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
 MODULES = sorted(SRC.rglob("*.py"))
-
-
 STORES = {"LocalStore", "MemoryStore", "ObjectStore", "FsspecStore"}
 
 
@@ -79,8 +75,6 @@ def test_imports_go_one_way(path):
         if not name.startswith("shardkeep."):
             continue
         other = name.split(".")[1]
-        if (str(path.relative_to(SRC)), other) in KNOWN:
-            continue
         if other in LEVEL and other != mine:
             assert LEVEL[other] > LEVEL[mine], f"{mine} ({path.name}) must not import {other}"
 

@@ -196,36 +196,26 @@ class Failing:
         raise OSError(f"{self.method} failed")
 
 
-def fail_in_a_save(folder, method, rank):
+def fail_in_a_save(folder, method, rank, **how):
     writer = Failing(theirs.FileSystemWriter(folder), method, rank)
     with pytest.raises(CheckpointException) as caught:
-        quietly(save, {"w": numbered(2), "n": 1}, storage_writer=writer)
+        quietly(save, {"w": numbered(2), "n": 1}, storage_writer=writer, **how)
     return {rank: str(error) for rank, (error, _) in caught.value.failures.items()}
 
 
-SAVE_STEPS = {
-    "set_up_storage_writer": 1,
-    "prepare_local_plan": 1,
-    "prepare_global_plan": 0,
-    "write_data": 1,
-    "finish": 0,
-}
+STEPS = [("set_up_storage_writer", 1), ("prepare_local_plan", 1), ("prepare_global_plan", 0), ("write_data", 1)]
 
 
-@pytest.mark.parametrize("method", SAVE_STEPS)
-def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, method):
+@pytest.mark.parametrize(("method", "rank"), [*STEPS, ("finish", 0)])
+def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, method, rank):
     """Whatever step a writer fails in, every rank is told who failed and why, and there is no checkpoint."""
-    rank = SAVE_STEPS[method]
     outcome = rank_pool.run(2, fail_in_a_save, str(tmp_path / "ck"), method, rank)
     assert outcome == [{rank: f"{method} failed"}] * 2
     assert not (tmp_path / "ck" / ".metadata").exists()
 
 
 def fail_alone(folder):
-    writer = Failing(theirs.FileSystemWriter(folder), "write_data", 1)
-    with pytest.raises(CheckpointException) as caught:
-        quietly(save, {"w": numbered(2)}, storage_writer=writer, use_collectives=False)
-    return list(caught.value.failures)
+    return list(fail_in_a_save(folder, "write_data", 1, use_collectives=False))
 
 
 def test_without_collectives_a_failure_is_still_told(rank_pool, tmp_path):

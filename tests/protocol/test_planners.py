@@ -222,23 +222,24 @@ def test_loads_are_planned_as_torch_plans_them(rank_pool, ranks, options):
         assert count > 20
 
 
-def saved(tmp_path, state, **options):
-    quietly(
-        theirs.save,
-        state,
-        storage_writer=theirs.FileSystemWriter(tmp_path),
-        planner=theirs.DefaultSavePlanner(**options),
-    )
-    return theirs.FileSystemReader(tmp_path)
+def saved(folder, state, **options):
+    writer, planner = theirs.FileSystemWriter(folder), theirs.DefaultSavePlanner(**options)
+    quietly(theirs.save, state, storage_writer=writer, planner=planner)
+    return theirs.FileSystemReader(folder)
+
+
+def refusal(reader, state):
+    """What a load into this state is refused with."""
+    with pytest.raises(CheckpointException) as caught:
+        quietly(load, state, storage_reader=reader)
+    return caught.value.failures[0][0]
 
 
 def test_all_missing_keys_are_named_at_once(tmp_path):
     """One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched."""
     reader = saved(tmp_path, {"a": numbered(2)})
     state = {"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}}
-    with pytest.raises(CheckpointException) as caught:
-        quietly(load, state, storage_reader=reader)
-    error = caught.value.failures[0][0]
+    error = refusal(reader, state)
     assert isinstance(error, RuntimeError)
     assert error.message == "Missing key in checkpoint state_dict: b, c.d."
     assert seen(state) == seen({"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}})
@@ -247,9 +248,7 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
 def test_all_wrong_sizes_are_named_at_once(tmp_path):
     """One ValueError with both sizes of each tensor."""
     reader = saved(tmp_path, {"a": numbered(2), "b": numbered(3, 3), "c": numbered(1)})
-    with pytest.raises(CheckpointException) as caught:
-        quietly(load, {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(1)}, storage_reader=reader)
-    error = caught.value.failures[0][0]
+    error = refusal(reader, {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(1)})
     assert isinstance(error, StateMismatch)
     assert isinstance(error, ValueError)
     assert "torch.Size([2]) and current: torch.Size([3]) for a" in str(error)
@@ -260,9 +259,7 @@ def test_all_wrong_sizes_are_named_at_once(tmp_path):
 def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
     """An int where the checkpoint has a tensor is a ValueError that names the key; a tensor may become an object."""
     reader = saved(tmp_path, {"a": numbered(2), "n": 5})
-    with pytest.raises(CheckpointException) as caught:
-        quietly(load, {"a": np.zeros(2)}, storage_reader=reader)
-    error = caught.value.failures[0][0]
+    error = refusal(reader, {"a": np.zeros(2)})
     assert isinstance(error, ValueError)
     assert "'a'" in str(error)
     state = {"n": torch.zeros(1)}
@@ -297,12 +294,9 @@ def test_meta_tensors_get_memory_and_nothing_else_changes():
     assert state["list"] is inner
     assert state["same"] is same
     assert type(state["pair"]) is Pair
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     for tensor in (state["w"], inner[0], state["pair"].left, state["tuple"][0]):
-        assert (
-            tensor.device.type
-            == (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
-        )
-        assert tensor.shape == (3,)
+        assert (tensor.device.type, tensor.shape) == (device.type, (3,))
 
 
 def load_onto_meta(folder):
@@ -355,12 +349,8 @@ def test_objects_under_integers_come_back_under_integers(tmp_path):
 def test_checkpoints_of_torch_2_3_are_read(tmp_path):
     """Dicts without tensors, which torch 2.3 stored as one object, are found as such; also in a partial load."""
     old = {"w": numbered(2), "groups": {"lr": 0.1, "sub": {"x": [1]}}, "nested": {"t": numbered(1), "none": {"a": 1}}}
-    flat = {
-        "w": old["w"],
-        "groups": old["groups"],
-        "nested.t": old["nested"]["t"],
-        "nested.none": old["nested"]["none"],
-    }
+    nested = {f"nested.{key}": value for key, value in old["nested"].items()}
+    flat = {"w": old["w"], "groups": old["groups"], **nested}
     reader = saved(tmp_path, flat, flatten_state_dict=False)
     for options in ({}, {"allow_partial_load": True}):
         into = {
@@ -375,19 +365,9 @@ def test_checkpoints_of_torch_2_3_are_read(tmp_path):
 def test_a_state_may_be_kept_as_it_is(tmp_path):
     """Without flattening, nested dicts are single objects, and come back whole."""
     state = {"w": numbered(2), "nested": {"t": numbered(1)}}
-    quietly(
-        save,
-        state,
-        storage_writer=theirs.FileSystemWriter(tmp_path),
-        planner=DefaultSavePlanner(flatten_state_dict=False),
-    )
-    into = {"w": torch.zeros(2), "nested": None}
-    quietly(
-        load,
-        into,
-        storage_reader=theirs.FileSystemReader(tmp_path),
-        planner=DefaultLoadPlanner(flatten_state_dict=False),
-    )
+    whole, into = {"flatten_state_dict": False}, {"w": torch.zeros(2), "nested": None}
+    quietly(save, state, storage_writer=theirs.FileSystemWriter(tmp_path), planner=DefaultSavePlanner(**whole))
+    quietly(load, into, storage_reader=theirs.FileSystemReader(tmp_path), planner=DefaultLoadPlanner(**whole))
     assert seen(into) == seen(state)
 
 
@@ -531,13 +511,9 @@ def test_what_cannot_be_found_is_named():
 
 def test_planners_can_be_sent_to_another_process():
     """The default planners survive a pickle, fresh and in use, as saves in another process need it."""
-    for planner in (
-        DefaultSavePlanner(enable_plan_caching=True),
-        DefaultLoadPlanner(),
-        _EmptyStateDictLoadPlanner({"a"}),
-    ):
-        assert type(pickle.loads(pickle.dumps(planner))) is type(planner)
     planner = DefaultSavePlanner(enable_plan_caching=True)
+    for each in (planner, DefaultLoadPlanner(), _EmptyStateDictLoadPlanner({"a"})):
+        assert type(pickle.loads(pickle.dumps(each))) is type(each)
     planner.set_up_planner({"w": numbered(2)}, StorageMeta("here"), is_coordinator=True)
     [plan], _ = planner.create_global_plan([planner.create_local_plan()])
     planner.finish_plan(plan)

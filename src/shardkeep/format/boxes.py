@@ -194,12 +194,10 @@ class BoxLike(Protocol):
     """Anything with `offsets` and `sizes`: a chunk or a shard, ours or torch's."""
 
     @property
-    def offsets(self) -> Sequence[int]:
-        """Where it begins in the whole tensor."""
+    def offsets(self) -> Sequence[int]: ...
 
     @property
-    def sizes(self) -> Sequence[int]:
-        """Its extent along each axis."""
+    def sizes(self) -> Sequence[int]: ...
 
 
 def boxes_overlap(shard1: BoxLike, shard2: BoxLike) -> bool:

@@ -224,7 +224,13 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
     dispatch[metadata.TensorProperties] = _save_properties
 
     def _save_index(self, obj: MetadataIndex) -> None:
-        if not is_plain_index(obj):
+        plain = (
+            vars(obj).keys() <= _INDEX
+            and type(obj.fqn) is str
+            and (obj.offset is None or type(obj.offset) is torch.Size)
+            and (obj.index is None or type(obj.index) is int)
+        )
+        if not plain:
             self._save_plainly(obj)
             return
         offset = b"N" if obj.offset is None else self._size(obj.offset)
@@ -273,17 +279,6 @@ def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
 
 _CHUNK = {"offsets", "sizes"}
 _INDEX = {"fqn", "offset", "index"}
-
-
-def is_plain_index(index: Any) -> bool:
-    """Return whether an index has exactly our class and fields, with nothing added."""
-    return (
-        type(index) is MetadataIndex
-        and vars(index).keys() <= _INDEX
-        and type(index.fqn) is str
-        and (index.offset is None or type(index.offset) is torch.Size)
-        and (index.index is None or type(index.index) is int)
-    )
 
 
 class _GetLayout:
