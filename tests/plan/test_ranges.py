@@ -197,9 +197,9 @@ def test_every_wanted_element_has_one_source(case, data):
     address = [(i + 1) * FAR * data.draw(st.integers(0, 1)) for i in range(len(tensors))]
     axes = index.tensors.shape.shape[1]
     wants = ReadRequests(
-        np.array(tensors, np.int64),
         matrix_of([box.offsets for box in boxes], axes, 0),
         matrix_of([box.sizes for box in boxes], axes, 1),
+        np.array(tensors, np.int64),
         np.array(address, np.int64),
     )
 

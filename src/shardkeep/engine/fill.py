@@ -79,7 +79,7 @@ def fill(
     ]
     axes = index.tensors.shape.shape[1]
     offsets, lengths = _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1)
-    requests = ReadRequests(tensor, offsets, lengths, np.array(address, np.int64))
+    requests = ReadRequests(offsets, lengths, tensor, np.array(address, np.int64))
     plan = plan_load(index, requests, sizes, aligned=source.aligned)
     scattered = {scatter.want for scatter in plan.scatters}
     memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}

@@ -332,6 +332,11 @@ class Boxes(Rows):
         return cls(matrix_of([box.offsets for box in boxes], axes, 0), matrix_of([box.sizes for box in boxes], axes, 1))
 
     @property
+    def boxes(self) -> Boxes:
+        """The boxes alone, without the other columns of a subclass."""
+        return Boxes(self.offsets, self.sizes)
+
+    @property
     def axes(self) -> int:
         """Width of the matrices: the largest number of axes."""
         return int(self.offsets.shape[1])

@@ -70,11 +70,9 @@ class Tensors(Rows):
 
 
 @dataclass(frozen=True)
-class Chunks(Rows):
+class Chunks(Boxes):
     """One row for each stored chunk, sorted by tensor."""
 
-    offsets: IntArray
-    sizes: IntArray
     file: IntArray
     """Position in the commit record's list of files."""
     start: IntArray
@@ -82,11 +80,6 @@ class Chunks(Rows):
     Byte offset of its first element from the beginning of that file's data, its elements in row-major order. In an index
     that was not read from a file, -1 for a chunk that is not, or not known to be, stored so: see `Source.locate`.
     """
-
-    @property
-    def boxes(self) -> Boxes:
-        """The boxes alone."""
-        return Boxes(self.offsets, self.sizes)
 
 
 class Strings:

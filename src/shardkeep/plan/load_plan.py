@@ -47,20 +47,13 @@ _GAP_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class ReadRequests(Rows):
+class ReadRequests(Boxes):
     """Destinations, one row each: a box of a tensor, and the memory it goes to."""
 
     tensor: IntArray
     """Row in the index."""
-    offsets: IntArray
-    sizes: IntArray
     address: IntArray
     """Where the box begins in host memory if its memory is contiguous and has the stored dtype; else 0."""
-
-    @property
-    def boxes(self) -> Boxes:
-        """The boxes alone."""
-        return Boxes(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)

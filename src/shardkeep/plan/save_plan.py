@@ -24,7 +24,6 @@ from shardkeep.format.boxes import (
     ITEMSIZES,
     Boxes,
     IntArray,
-    Rows,
     concat_ranges,
     explain_tiling,
     hash_rows,
@@ -118,22 +117,15 @@ MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
-class Shards(Rows):
+class Shards(Boxes):
     """Every shard that any rank holds."""
 
     tensor: IntArray
     rank: IntArray
     row: IntArray
     """The shard's position in its rank's manifest."""
-    offsets: IntArray
-    sizes: IntArray
     digest: IntArray
     """First 8 bytes of its digest if replicas are compared, else 0."""
-
-    @property
-    def boxes(self) -> Boxes:
-        """The boxes alone."""
-        return Boxes(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)
