@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ from shardkeep.engine.match import (
 )
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases
-from shardkeep.engine.sources import FoundElsewhere, find
+from shardkeep.engine.sources import Identity, find, identity_of, open_identified
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.plan.sharing import plan_sharing
@@ -54,8 +55,8 @@ _encode = msgspec.msgpack.encode
 class OpenedLoad(NamedTuple):
     """After `open`: which checkpoint all ranks load, and the objects in this rank's state."""
 
-    found: FoundCheckpoint | FoundElsewhere
-    """What rank 0 found in the store, and what it sent to the other ranks."""
+    open: Callable[[Options], Source]
+    """Opens what rank 0 found in the store."""
     objects: Objects
     channel: shared_reads.Channel | None
     """Carries bytes between ranks, if all of them share their reads."""
@@ -134,14 +135,14 @@ class LoadSession:
             said = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
             check_same_objects([names for names, _, _ in said])
             on_rank_0.append(find(self.store))
-            found = FoundElsewhere.of(on_rank_0[0].record)
+            identity = identity_of(on_rank_0[0].record)
             shares = shared_reads.all_agree([cannot_share for _, _, cannot_share in said])
-            return [_encode((found, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
+            return [_encode((identity, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
         (objects, channel), answer = self._agree("open", look, decide)
-        elsewhere, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[FoundElsewhere, bool, bool])
-        found = on_rank_0[0] if on_rank_0 else elsewhere
-        opened = OpenedLoad(found, objects, channel if shares else None, None)
+        identity, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[Identity, bool, bool])
+        open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, self.store, identity)
+        opened = OpenedLoad(open_found, objects, channel if shares else None, None)
         if not communicates:
             return opened
         # What can fail on a single rank must come before ranks wait for each other inside their objects.
@@ -151,8 +152,7 @@ class LoadSession:
     def _prepare(self, opened: OpenedLoad) -> PreparedLoad:
         """Read the index, and ask those objects for their templates that ask no other rank."""
         load_filter = self.load_filter.checked()
-        found = opened.found
-        source = found.open(self.store, self.options) if isinstance(found, FoundElsewhere) else found.open(self.options)
+        source = opened.open(self.options)
         if not opened.objects:
             return PreparedLoad(source, load_filter, None, {})
         stored = StoredState(source.index, *load_filter.names(source.index), renamer(load_filter.rename))

@@ -78,26 +78,21 @@ def open_native(store: ReadableStore, record: Record, options: Options) -> Sourc
     return Source(plain, record, native.read_index(plain, record, chain))
 
 
-class FoundElsewhere(msgspec.Struct, frozen=True):
-    """The checkpoint that rank 0 found, as it sends it to the other ranks."""
+Identity = tuple[str, str, bytes]
+"""Format, checksum of the index, and the record of a native checkpoint, as JSON because msgpack cannot hold every `meta`."""
 
-    format: str
-    checksum: str
-    """That of the index."""
-    record: bytes
-    """The record of a native checkpoint, as JSON, because msgpack cannot hold every `meta`; nothing of another layout."""
 
-    @classmethod
-    def of(cls, record: Record) -> FoundElsewhere:
-        """Describe a checkpoint by its record."""
-        native_record = msgspec.json.encode(record) if record.format == NATIVE else b""
-        return cls(record.format, record.index.checksum, native_record)
+def identity_of(record: Record) -> Identity:
+    """Return what rank 0 sends to the other ranks, so that all of them open the checkpoint that it found."""
+    return record.format, record.index.checksum, msgspec.json.encode(record) if record.format == NATIVE else b""
 
-    def open(self, store: Store, options: Options) -> Source:
-        """Open it on this rank."""
-        if self.format == NATIVE:
-            return open_native(store, msgspec.json.decode(self.record, type=Record), options)
-        found = find_safetensors(store) if self.format == SAFETENSORS else find_torch(store)
-        if found is None or found.record.index.checksum != self.checksum:
-            raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
-        return found.open(options)
+
+def open_identified(store: Store, identity: Identity, options: Options) -> Source:
+    """Open the checkpoint that another rank found."""
+    layout, checksum, record = identity
+    if layout == NATIVE:
+        return open_native(store, msgspec.json.decode(record, type=Record), options)
+    found = find_safetensors(store) if layout == SAFETENSORS else find_torch(store)
+    if found is None or found.record.index.checksum != checksum:
+        raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
+    return found.open(options)
