@@ -1,5 +1,7 @@
 """Checkpoints of every layout are read by the same path: the same requests, windows and order of files."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -56,36 +58,21 @@ def plans_of_load(monkeypatch, where, state, **changes):
     return calls
 
 
-def test_a_store_is_asked_with_the_requests_it_likes(saved, monkeypatch):
-    """A store that likes many requests at a time gets them, whatever the layout."""
+def test_stores_get_the_requests_they_like_and_ranks_begin_with_different_files(saved, monkeypatch):
+    """
+    Whatever the layout, a store that likes many requests at a time gets them, and `first_file` rotates the list of files;
+    `sk.load` passes its rank.
+    """
     where, state = saved
     monkeypatch.setattr(engine_fill, "preferred_requests", lambda store, threads: 7 * threads)
-    [call] = plans_of_load(monkeypatch, where, state)
-    assert call["threads"] == 14
-
-
-def test_ranks_begin_with_different_files(saved, monkeypatch):
-    """`first_file` rotates the list of files, so that ranks do not all begin with the first."""
-    where, state = saved
     [first] = plans_of_load(monkeypatch, where, state, first_file=0.0)
     [second] = plans_of_load(monkeypatch, where, state, first_file=0.5)
+    assert first["threads"] == 14
     half = len(first["files"]) // 2
     assert second["files"] == first["files"][half:] + first["files"][:half]
-
-
-def test_load_passes_its_rank_as_the_first_file(saved, monkeypatch):
-    """`sk.load` says for every layout where in the list of files this rank begins."""
-    where, state = saved
-    seen = []
-    fill = load_session.fill
-
-    def spy(*args, **named):
-        seen.append(named["first_file"])
-        return fill(*args, **named)
-
-    monkeypatch.setattr(load_session, "fill", spy)
-    sk.load({key: torch.zeros_like(value) for key, value in state.items()}, where)
-    assert seen == [0.0]
+    with mock.patch.object(load_session, "fill", wraps=load_session.fill) as fill:
+        sk.load({key: torch.zeros_like(value) for key, value in state.items()}, where)
+    assert [call.kwargs["first_file"] for call in fill.call_args_list] == [0.0]
 
 
 def test_windows_are_larger_on_accelerators(saved):
