@@ -91,6 +91,14 @@ def parameters(model):
     return {name: bits(p) for name, p in model.named_parameters()}
 
 
+def trained_and_saved(make, folder, steps=1):
+    model = Net()
+    optimizer = make(trainable(model))
+    train(model, optimizer, steps, seed=0)
+    sk.save({"model": model, "optim": optimizer}, folder / "c")
+    return model, optimizer
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_fresh_optimizer_goes_on_as_the_saved_one(kind, tmp_path):
     """Train, save, load into a fresh model and optimizer, train on: bit for bit as without the break."""
@@ -165,10 +173,7 @@ def test_what_this_machine_decides_stays(tmp_path):
 
 def test_state_of_a_parameter_that_is_gone_is_unexpected(tmp_path):
     """Moments that nothing takes are an error, and not a silent reset."""
-    model = Net()
-    optimizer = torch.optim.Adam(trainable(model))
-    train(model, optimizer, 1, seed=0)
-    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    model, _ = trained_and_saved(torch.optim.Adam, tmp_path)
     fewer = torch.optim.Adam(model.first.parameters())
     with pytest.raises(sk.StateMismatch, match=r"optim\.state\.second\.weight\.exp_avg"):
         sk.load({"model": model, "optim": fewer}, tmp_path / "c")
@@ -234,10 +239,7 @@ def test_several_optimizers_and_modules(tmp_path):
 
 def test_a_renamed_layer_takes_its_moments_along(tmp_path):
     """`rename` reaches the names inside optimizer state, and hyper-parameters follow."""
-    model = Net()
-    optimizer = torch.optim.Adam(trainable(model), lr=0.02)
-    train(model, optimizer, 1, seed=0)
-    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    model, optimizer = trained_and_saved(lambda ps: torch.optim.Adam(ps, lr=0.02), tmp_path)
 
     class Renamed(nn.Module):
         def __init__(self):
@@ -256,32 +258,9 @@ def test_a_renamed_layer_takes_its_moments_along(tmp_path):
     assert torch.equal(fresh.state[other.start.weight]["exp_avg"], optimizer.state[model.first.weight]["exp_avg"])
 
 
-def test_a_scheduler_goes_on(tmp_path):
-    """Learning rates after a resume are those of the run without a break."""
-    model = Net()
-    optimizer = torch.optim.SGD(trainable(model), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    for _ in range(4):
-        optimizer.step()
-        scheduler.step()
-    sk.save({"model": model, "optim": optimizer, "sched": scheduler}, tmp_path / "c")
-    other = Net()
-    fresh = torch.optim.SGD(trainable(other), lr=1.0)
-    again = torch.optim.lr_scheduler.CosineAnnealingLR(fresh, 10)
-    sk.load({"model": other, "optim": fresh, "sched": again}, tmp_path / "c")
-    for _ in range(4):
-        for one, its in ((optimizer, scheduler), (fresh, again)):
-            one.step()
-            its.step()
-        assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-
-
 def test_a_part_of_the_state_alone(tmp_path):
     """What `exclude` leaves out stays in the optimizer as it was; what is loaded takes its place."""
-    model = Net()
-    optimizer = torch.optim.Adam(trainable(model))
-    train(model, optimizer, 2, seed=0)
-    sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    model, optimizer = trained_and_saved(torch.optim.Adam, tmp_path, steps=2)
     saved = optimizer.state[model.first.weight]["exp_avg"].clone()
     train(model, optimizer, 1, seed=1)
     later = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
@@ -358,12 +337,13 @@ def test_going_back_to_before_the_first_step_clears_state(tmp_path):
     assert set(optimizer.state) == {model[1].weight, model[1].bias}
 
 
-def test_schedulers_with_tensor_learning_rates(tmp_path):
-    """Schedulers that show one tensor under several names are loaded."""
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_schedulers_go_on(rate, tmp_path):
+    """Learning rates after a resume are those of the run without a break, also where schedulers show one tensor twice."""
     model = nn.Linear(2, 2)
 
     def build():
-        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+        optimizer = torch.optim.Adam(model.parameters(), lr=copy.copy(rate))
         parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
         return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
 
@@ -374,7 +354,11 @@ def test_schedulers_with_tensor_learning_rates(tmp_path):
     fresh, again = build()
     sk.load({"m": model, "o": fresh, "s": again}, tmp_path / "c")
     assert again.last_epoch == 1
-    assert torch.equal(fresh.param_groups[0]["lr"], optimizer.param_groups[0]["lr"])
+    for _ in range(4):
+        assert float(fresh.param_groups[0]["lr"]) == float(optimizer.param_groups[0]["lr"])
+        for one, its in ((optimizer, scheduler), (fresh, again)):
+            one.step()
+            its.step()
 
 
 def test_ranks_that_optimize_different_modules_keep_their_own_moments(tmp_path):

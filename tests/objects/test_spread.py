@@ -170,26 +170,20 @@ ODD = {
 }
 
 
-def odd_first(where, kind):
-    model = sharded_net()
+def odd(where, kind, *, save):
+    model = sharded_net(seed=0 if save else 5)
     optimizer = ODD[kind](trainable(model))
-    trained(model, optimizer)
-    sk.save({"model": model, "optim": optimizer}, where)
-    return trained(model, optimizer, seed=4), whole(model)
-
-
-def odd_second(where, kind):
-    model = sharded_net(seed=5)
-    optimizer = ODD[kind](trainable(model))
-    sk.load({"model": model, "optim": optimizer}, where)
+    if save:
+        trained(model, optimizer)
+    (sk.save if save else sk.load)({"model": model, "optim": optimizer}, where)
     return trained(model, optimizer, seed=4), whole(model)
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_state_of_sharded_parameters(rank_pool, tmp_path, kind):
     """Optimizers whose state is not all shaped like the parameter go on bit for bit, fresh ones too."""
-    expected = rank_pool.run(2, odd_first, str(tmp_path / "c"), kind)
-    assert rank_pool.run(2, odd_second, str(tmp_path / "c"), kind) == expected
+    expected = rank_pool.run(2, odd, str(tmp_path / "c"), kind, save=True)
+    assert rank_pool.run(2, odd, str(tmp_path / "c"), kind, save=False) == expected
 
 
 def load_with_fault(where):

@@ -90,13 +90,3 @@ def test_a_hang_shows_where_and_is_made_good(rank_pool: RankPool):
     assert "in hang_on_rank_1" in text
     after = [pid for pid, _, _ in rank_pool.run(2, state_of_process)]
     assert (after[0] == pids[0], after[1] == pids[1]) == (True, False)
-
-
-def test_a_process_whose_group_was_not_made_is_replaced(rank_pool: RankPool):
-    """torch keeps half of a failed group in its state, and the next one would hang."""
-    pids = [pid for pid, _, _ in rank_pool.run(2, state_of_process)]
-
-    outcomes = rank_pool.outcomes(2, add_ranks, 0, backend="carrier pigeon")
-
-    assert [str(one.error) for one in outcomes] == [f"rank {r} could not join the process group" for r in range(2)]
-    assert not set(pids) & {pid for pid, _, _ in rank_pool.run(2, state_of_process)}
