@@ -24,13 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shardkeep.dist.kv import KVMailbox, StoreUnreachable, with_mailbox
-from shardkeep.dist.rank_errors import (
-    GroupError,
-    describe_error,
-    merge_disagreement,
-    merge_failures,
-    merge_silence,
-)
+from shardkeep.dist.rank_errors import GroupError, describe_error, merge_disagreement, merge_failures, merge_silence
 from shardkeep.errors import CheckpointError, Failure
 
 if TYPE_CHECKING:

@@ -19,13 +19,7 @@ from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.values import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
-from shardkeep.state.leaves import (
-    OrdinaryLeaf,
-    TensorLeaf,
-    describe_leaf,
-    describe_ordinary,
-    is_tensor,
-)
+from shardkeep.state.leaves import OrdinaryLeaf, TensorLeaf, describe_leaf, describe_ordinary, is_tensor
 from shardkeep.state.objects import is_tensor_or_object
 
 

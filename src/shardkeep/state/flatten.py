@@ -17,16 +17,7 @@ from typing import Any, Final
 import torch
 
 from shardkeep.errors import InvalidShards, KeyCollision, StateError, UnsupportedLeaf
-from shardkeep.format.values import (
-    MAX_TREE_DEPTH,
-    Container,
-    Node,
-    Part,
-    is_part,
-    join,
-    part_name,
-    refuse_collisions,
-)
+from shardkeep.format.values import MAX_TREE_DEPTH, Container, Node, Part, is_part, join, part_name, refuse_collisions
 from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_sharded_tensor, path_name
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -96,11 +87,7 @@ def is_per_rank_name(name: str, rank: int) -> bool:
 
 
 def flatten(
-    state: Mapping[str, Any],
-    *,
-    rank: int,
-    is_tensor: Callable[[Any], bool],
-    in_place_of: Mapping[str, Any] = _NOTHING,
+    state: Mapping[str, Any], *, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any] = _NOTHING
 ) -> tuple[dict[str, Any], Container]:
     """
     Return the leaves of a state by flat name, in order, and its skeleton.

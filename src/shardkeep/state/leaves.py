@@ -70,11 +70,7 @@ class ShardedBox:
 
     @classmethod
     def of(
-        cls,
-        pieces: Iterable[tuple[torch.Tensor, Sequence[int]]],
-        *,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        cls, pieces: Iterable[tuple[torch.Tensor, Sequence[int]]], *, shape: Sequence[int], dtype: torch.dtype
     ) -> ShardedBox:
         """Build from any number of `(tensor, offsets)`, which share one dtype."""
         box = cls.__new__(cls)

@@ -8,6 +8,7 @@ the names of its parameters, FSDP1 wrappers, prefixes of submodules.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from collections import OrderedDict
@@ -202,7 +203,17 @@ def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
                 for name in found:
                     state.pop(name, None)
     if info.submodule_prefixes:
-        state = _of_submodules(state, info.submodule_prefixes, keep_prefixes=info.keep_submodule_prefixes)
+        chosen = {}
+        for prefix, name in itertools.product(info.submodule_prefixes, state):
+            kept = name if info.keep_submodule_prefixes else name.removeprefix(prefix)
+            if name.startswith(prefix):
+                if kept in chosen and not info.keep_submodule_prefixes:
+                    raise KeyCollision(
+                        f"two submodules have a {kept!r}, and keep_submodule_prefixes is False",
+                        hint="read one submodule at a time, or keep the prefixes",
+                    )
+                chosen[kept] = state[name]
+        state = chosen
     return gathered_or_offloaded(state, info)
 
 
@@ -258,22 +269,6 @@ def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str
     if versions is not None:
         renamed = {rename(name) if name else name: value for name, value in versions.items()}
         result._metadata = OrderedDict(renamed)  # type: ignore[attr-defined]  # where nn.Module looks for it
-    return result
-
-
-def _of_submodules(state: Mapping[str, Any], prefixes: Iterable[str], *, keep_prefixes: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for prefix in prefixes:
-        for name, value in state.items():
-            if not name.startswith(prefix):
-                continue
-            kept = name if keep_prefixes else name[len(prefix) :]
-            if not keep_prefixes and kept in result:
-                raise KeyCollision(
-                    f"two submodules have a {kept!r}, and keep_submodule_prefixes is False",
-                    hint="read one submodule at a time, or keep the prefixes",
-                )
-            result[kept] = value
     return result
 
 

@@ -167,10 +167,8 @@ class Objects:
 def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
     """Return the filled part of a container: the container itself if all of it was filled, `UNFILLED` if nothing."""
     items: Mapping[Any, Any]
-    if isinstance(value, EveryRank):
-        items, kind = value.values, "ranks"
-    elif isinstance(value, PerRank):
-        items, kind = {rank: value.value}, "ranks"
+    if isinstance(value, PerRank):
+        items, kind = value.values if isinstance(value, EveryRank) else {rank: value.value}, "ranks"
     elif isinstance(value, Mapping):
         items, kind = value, "dict"
     elif isinstance(value, (list, tuple)) and name not in filled:
@@ -267,15 +265,12 @@ def _customizes_state_dict(module: nn.Module) -> bool:
     for part in module.modules():
         methods = [part.__dict__.get(name, getattr(type(part), name)) for name in _STATE_DICT_METHODS]
         hooks = [hook for name in _STATE_DICT_HOOKS for hook in getattr(part, name).values()]
-        if not all(map(_is_torchs, [*methods, *hooks])):
-            return True
+        for function in (*methods, *hooks):
+            inner = getattr(function, "hook", function)  # of torch's wrapper around hooks
+            inner = getattr(inner, "func", inner)  # of a partial
+            if not str(getattr(inner, "__module__", "")).startswith("torch."):
+                return True
     return False
-
-
-def _is_torchs(function: Any) -> bool:
-    function = getattr(function, "hook", function)  # of torch's wrapper around hooks
-    function = getattr(function, "func", function)  # of a partial
-    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def _become(target: torch.Tensor, filled: torch.Tensor) -> None:

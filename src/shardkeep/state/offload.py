@@ -132,10 +132,7 @@ def offload_state_dict_to_cpu(
 
 
 def copy_state_dict(
-    state_dict: dict[str, Any],
-    copy_state_dict: dict[str, Any],
-    non_blocking: bool = False,
-    type_check: bool = True,
+    state_dict: dict[str, Any], copy_state_dict: dict[str, Any], non_blocking: bool = False, type_check: bool = True
 ) -> dict[str, Any]:
     """
     Copy all tensors into those of a companion, and return a tree of the companion's tensors.

@@ -96,20 +96,14 @@ def renamer(rename: Renames) -> Callable[[str], str | None]:
 
 
 def _pairs(rename: Any) -> list[tuple[str | re.Pattern[str], str]]:
-    pairs: list[Any]
+    pairs: list[Any] = [rename]  # one pair alone
     if isinstance(rename, Mapping):
         pairs = list(rename.items())
-    elif isinstance(rename, Sequence) and len(rename) == 2 and isinstance(rename[1], str):
-        pairs = [rename]  # one pair alone
-    else:
-        pairs = list(rename) if isinstance(rename, Sequence) else [rename]
+    elif isinstance(rename, Sequence) and not (len(rename) == 2 and isinstance(rename[1], str)):
+        pairs = list(rename)
     for pair in pairs:
-        if not (
-            isinstance(pair, (tuple, list))
-            and len(pair) == 2
-            and isinstance(pair[0], (str, re.Pattern))
-            and (isinstance(pair[1], str) or callable(pair[1]))
-        ):
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], (str, re.Pattern))
+        if not is_pair or not (isinstance(pair[1], str) or callable(pair[1])):
             raise StateError(
                 f"rename={rename!r} is no renaming",
                 hint="give a mapping of names, pairs of regular expression and replacement, or a callable",

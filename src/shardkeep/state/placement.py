@@ -143,16 +143,16 @@ def possible_cuts(key: str, spec: DTensorSpec, mesh_shape: Ints) -> list[list[Cu
 def _read_cut(key: str, mesh_dim: int, placement: Any, ndim: int) -> Cut | None:
     if placement.is_replicate():
         return None
-    if placement.is_partial():
-        raise UnsupportedLeaf(
-            f"{key!r} is a DTensor placed as {placement}: its value is spread over ranks and not yet reduced",
-            hint="save t.full_tensor(), or t.redistribute(...) to Shard or Replicate placements",
-            key=key,
-        )
     dim = getattr(placement, "dim", None)
-    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+    partial = placement.is_partial()
+    if partial or not isinstance(dim, int) or not -ndim <= dim < ndim:
+        why = (
+            "its value is spread over ranks and not yet reduced"
+            if partial
+            else "shardkeep does not know this placement"
+        )
         raise UnsupportedLeaf(
-            f"{key!r} is a DTensor of {ndim} dimensions placed as {placement!r}, which shardkeep does not know",
+            f"{key!r} is a DTensor of {ndim} dimensions placed as {placement!r}: {why}",
             hint="save t.full_tensor(), or t.redistribute(...) to Shard or Replicate placements",
             key=key,
         )
