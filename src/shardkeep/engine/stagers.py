@@ -504,16 +504,12 @@ class StateDictStager:
 
     def stage(self, state_dict: Any, non_blocking: bool = False) -> Any:
         """Return a deep copy of the state with its tensors in host memory."""
-        state_copy = self.prepare(state_dict)
+        state_copy = prepare_copy(state_dict, self._memory)
         self._memory.pin()
         state_copy.fill()
         if not non_blocking:
             state_copy.wait()
         return state_copy.tree
-
-    def prepare(self, state_dict: Any) -> StateCopy:
-        """Return the copy; its tensors have to be filled."""
-        return prepare_copy(state_dict, self._memory)
 
     def deepcopy_with_tensor_offload(
         self, x: Any, memo: dict[int, Any] | None = None, _nil: Any = (), non_blocking: bool = False
@@ -579,9 +575,10 @@ class DefaultStager(AsyncStager):
         self._check_open()
         if self._staging_future is not None and self._staging_future.done():
             self._staging_future = None  # it holds the last copy, whose memory can be used again
-        state_copy = self._state_dict_stager.prepare(state_dict)
+        memory = self._state_dict_stager._memory
+        state_copy = prepare_copy(state_dict, memory)
         if self._staging_executor is None:
-            self._state_dict_stager._memory.pin()
+            memory.pin()
             state_copy.fill(non_blocking=self._config.use_non_blocking_copy)
             state_copy.wait()
             staged: StateDict = state_copy.tree

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.errors import (
-    WRAPPED_EXCEPTION,
     BrokenProtocol,
     CheckpointError,
     CheckpointException,
@@ -60,7 +59,9 @@ class _DistWrapper:
             coordinator_rank if group is None else dist.get_global_rank(group, coordinator_rank)
         )
         self.is_coordinator = self.rank == coordinator_rank
-        self._world = _led_by(coordinator_rank, current_world(group, timeout_s=Options().timeout_s))
+        world = current_world(group, timeout_s=Options().timeout_s).with_prefix(f"checkpoint/{coordinator_rank}")
+        # Renumbered, so that the coordinator is rank 0.
+        self._world = replace(world, rank=(world.rank - coordinator_rank) % world.size)
 
     def get_rank(self) -> int:
         """Return this rank's number in the group."""
@@ -161,15 +162,12 @@ class _DistWrapper:
         try:
             answer = self._exchange(step, mine, judge)
         except CheckpointError as error:  # ranks that do not answer, have died, or are in another step
-            raise CheckpointException(step, self._absent(error)) from (cause or error)
+            named = error.ranks if isinstance(error, RanksSilent) else list(error.by_rank)
+            away = [(rank + self.coordinator_rank) % self._world.size for rank in named] or [self.rank]
+            raise CheckpointException(step, dict.fromkeys(away, (error, StackSummary()))) from (cause or error)
         if isinstance(answer, CheckpointException):
             raise answer from cause
         return answer
-
-    def _absent(self, error: CheckpointError) -> dict[int, WRAPPED_EXCEPTION]:
-        ranks = error.ranks if isinstance(error, RanksSilent) else list(error.by_rank)
-        away = [(rank + self.coordinator_rank) % self._world.size for rank in ranks] or [self.rank]
-        return dict.fromkeys(away, (error, StackSummary()))
 
     def _exchange(self, step: str, mine: Any, decide: Decide) -> Any:
         """Send an object to the coordinator, and return its answer for this rank."""
@@ -212,12 +210,6 @@ def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
 
         return fail
     return lambda: prepared
-
-
-def _led_by(coordinator: int, world: World) -> World:
-    """Return the world with ranks renumbered so that the coordinator is rank 0."""
-    place = (world.rank - coordinator) % world.size
-    return replace(world.with_prefix(f"checkpoint/{coordinator}"), rank=place)
 
 
 def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = None) -> set[str]:
