@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep as sk
-from shardkeep.errors import MalformedFile, StateError, StorageError, UnsupportedVersion
+from shardkeep.errors import MalformedFile, StateError, UnsupportedVersion
 from shardkeep.layouts import orphans
-from shardkeep.manage.catalog import Catalog, Naming, build_meta, metrics_in, pin, unpin
+from shardkeep.manage.catalog import Catalog, Naming, build_meta, metrics_in
 from shardkeep.storage.base import REMOVING_NAME
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
@@ -52,17 +52,6 @@ def test_entries_are_what_the_records_say(tmp_path: Path) -> None:
     assert abs((datetime.now(timezone.utc) - first.saved_at).total_seconds()) < 100
     assert first.record is not None
     assert first.layout == "native"
-
-
-def test_a_later_timeline_is_newer_than_a_higher_step(tmp_path: Path) -> None:
-    """A job that went back and saved from there has the newest checkpoint, whatever its number."""
-    save(tmp_path, 200)
-    save(tmp_path, 150, timeline=1)
-    save(tmp_path, 100)
-    assert [entry.step for entry in Catalog(tmp_path).entries()] == [150, 200, 100]
-    latest = Catalog(tmp_path).latest()
-    assert latest is not None
-    assert latest.step == 150
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -115,39 +104,6 @@ def test_what_is_not_committed_says_why(tmp_path: Path) -> None:
     assert "another machine" in found[7].reason
     assert 8 not in found
     assert Catalog(tmp_path).latest() is None
-
-
-class _Broken(MemoryStore):
-    def place(self, name: str):  # type: ignore[no-untyped-def]
-        store = super().place(name)
-        if name == "step-2":
-            store.get = self._refuse  # type: ignore[method-assign]
-        return store
-
-    @staticmethod
-    def _refuse(name: str, *, limit: int) -> bytes:
-        raise StorageError("cannot get: Permission denied", errno=13)
-
-
-def test_one_place_that_cannot_be_read_does_not_hide_the_others() -> None:
-    """A store's error is an entry's reason."""
-    root = _Broken()
-    for step in (1, 2, 3):
-        sk.save({"w": torch.ones(2)}, MemoryStore.place(root, f"step-{step}"), step=step)
-    entries = Catalog(root).entries()
-    assert [entry.status for entry in entries] == ["committed", "damaged", "committed"]
-    assert "Permission denied" in entries[1].reason
-
-
-def test_pins_are_seen(tmp_path: Path) -> None:
-    """A pin is of one checkpoint, and can be taken back."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    root = LocalStore(tmp_path)
-    pin(root, "step-1")
-    assert [entry.pinned for entry in Catalog(root).entries()] == [False, True]
-    unpin(root, "step-1")
-    assert not any(entry.pinned for entry in Catalog(root))
 
 
 def test_a_thousand_steps_are_listed_in_order() -> None:

@@ -95,17 +95,6 @@ def test_what_is_deleted_is_what_no_policy_wants(every: list[Entry], policies: l
     assert [each.age for each in to_delete] == sorted(each.age for each in to_delete)
 
 
-@given(entries(), st.integers(1, 5), POLICIES)
-def test_never_below_k(every: list[Entry], k: int, others: list[Policy]) -> None:
-    """With KeepLast(k) among the policies, k committed ones stay, or all where there are fewer."""
-    policy: Policy = KeepLast(k)
-    for other in others:
-        policy = other | policy
-    kept, _ = plan(every, policy, NOW)
-    committed = [each for each in every if each.committed]
-    assert sum(each.committed for each in kept) >= min(k, len(committed))
-
-
 def test_policies_combine() -> None:
     """Kept if any of them wants it."""
     every = [entry(step) for step in range(1, 11)]

@@ -150,14 +150,9 @@ class Retained(NamedTuple):
 
 def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Collection[str] = ()) -> Retained:
     """
-    Decide which checkpoints are deleted.
+    Decide which checkpoints are deleted. Those that are not committed are kept, and are not shown to the policy.
 
-    Args:
-        entries: the checkpoints of a root; those that are not committed are kept, and are not shown to the policy.
-        policy: what to keep.
-        now: the time, with its time zone.
-        spared: names that are in use, or must stay for another reason; the policy sees them like any other.
-
+    `spared` are names that are in use, or must stay for another reason; the policy sees them like any other.
     """
     every = list(entries)
     committed = newest_first(entry for entry in every if entry.committed)

@@ -377,13 +377,8 @@ class Saves:
         about: dict[str, Any] = {"rank": self._ranks.world.rank, "where": place.url, "step": step}
 
         def on_retry(attempt: int, error: StorageError, wait_s: float) -> None:
-            what: dict[str, Any] = {
-                "attempt": attempt,
-                "kind": type(error).__name__,
-                "message": str(error),
-                "wait_s": wait_s,
-            }
-            emit(Retried, partial(Retried, **about, **what))
+            what: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
+            emit(Retried, partial(Retried, **about, **what, attempt=attempt, wait_s=wait_s))
 
         return RetryPolicy(self._retries, on_retry=on_retry, sleep=self._clock.sleep)
 
