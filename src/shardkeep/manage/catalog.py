@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,7 @@ NEAR, FAR = 0, 1
 """The tier of the root that is saved to, and of the one that checkpoints are promoted to."""
 
 _NOT_FINITE = ("nan", "inf", "-inf")
-_STEP_SPEC = re.compile(r"(0[1-9]\d*)?d?")
+_TEMPLATE = re.compile(r"([^{}]*)\{step(?::(?:0[1-9]\d*)?d?)?\}([^{}]*)")
 _TEMPLATE_HINT = (
     'a template has the step in it once, as in "step-{step}" or "step-{step:08d}", and otherwise letters, digits, ._-'
 )
@@ -255,19 +254,11 @@ class Naming:
     def __init__(self, template: str) -> None:
         """Raise `StateError` if the template does not contain the step once, or gives names that no store accepts."""
         self.template = template
-        try:
-            parts = list(string.Formatter().parse(template))
-        except (ValueError, TypeError) as exc:
-            raise StateError(f"template is {template!r}: {exc}", hint=_TEMPLATE_HINT) from exc
-        fields = [(name, spec, conversion) for _, name, spec, conversion in parts if name is not None]
-        if len(fields) != 1 or fields[0][0] != "step" or fields[0][2] or not _STEP_SPEC.fullmatch(fields[0][1] or ""):
+        found = _TEMPLATE.fullmatch(template) if isinstance(template, str) else None
+        if found is None or not is_name(template.format(step=_MAX_STEP)):
             raise StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
-        at = next(row for row, part in enumerate(parts) if part[1] is not None)
-        before = "".join(text for text, *_ in parts[: at + 1])
-        after = "".join(text for text, *_ in parts[at + 1 :])
-        self._pattern = re.compile(f"{re.escape(before)}([0-9]{{1,251}}){re.escape(after)}")
-        if not is_name(template.format(step=_MAX_STEP)):
-            raise StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
+        before, after = map(re.escape, found.groups())
+        self._pattern = re.compile(f"{before}([0-9]{{1,251}}){after}")
 
     def name(self, step: int) -> str:
         """Return the name of a step's checkpoint."""

@@ -46,8 +46,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     step: int
     timeline: int
-    torch: bool
-    """Whether it has torch's layout."""
+    layout: str | None
     tier: int = 0
     save_id: str = ""
     """Equal for the copies of one save."""
@@ -92,17 +91,7 @@ def candidates(entries: Sequence[Entry]) -> list[Candidate]:
             continue
         if isinstance(entry.problem, (UnsupportedVersion, StorageError)) and not any(not each.reason for each in found):
             raise entry.problem
-        found.append(
-            Candidate(
-                name=entry.name,
-                step=entry.step,
-                timeline=entry.timeline,
-                torch=entry.layout == "torch",
-                tier=entry.tier,
-                save_id=entry.save_id,
-                reason="" if entry.committed else entry.reason,
-            )
-        )
+        found.append(msgspec.convert(entry, Candidate, from_attributes=True))
     return found
 
 

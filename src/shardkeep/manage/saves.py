@@ -371,7 +371,7 @@ class Saves:
         """Return the store that a checkpoint is restored from."""
         place = self._roots[candidate.tier].place(candidate.name)
         # Files of torch's layout may have any name, or be links; their reader uses the plain store.
-        return place if candidate.torch else RetryingStore(place, self._retry_policy(place, candidate.step))
+        return place if candidate.layout == "torch" else RetryingStore(place, self._retry_policy(place, candidate.step))
 
     def _retry_policy(self, place: Store, step: int) -> RetryPolicy:
         about: dict[str, Any] = {"rank": self._ranks.world.rank, "where": place.url, "step": step}
