@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,14 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Itera
     base = tmp_path_factory.getbasetemp()
     with S3Server((base if worker_id == "master" else base.parent) / "s3") as server:
         yield server
+
+
+@pytest.fixture
+def s3_root(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place of the server, which the environment leads to."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server.url(uuid.uuid4().hex)
 
 
 @pytest.fixture(scope="session")

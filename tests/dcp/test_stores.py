@@ -4,7 +4,6 @@ import io
 import pickle
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,11 @@ from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
 
 @pytest.fixture
-def root(s3_server, monkeypatch, tmp_path):
+def root(s3_root, monkeypatch, tmp_path):
     """The URL of an empty place; nothing is written to the directory that the test is in."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield s3_server.url(f"dcp-{uuid.uuid4().hex}")
+    yield s3_root
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -250,7 +247,7 @@ def test_conversions_by_url(root):
     damaged = bytearray(made.getvalue())
     damaged[len(damaged) // 2] ^= 1
     store.put("damaged.pt", bytes(damaged))
-    with pytest.raises(ChecksumMismatch, match="'w'"):
+    with pytest.raises(ChecksumMismatch, match="data/0 has the checksum"):
         quietly(format_utils.torch_save_to_dcp, f"{root}/files/damaged.pt", f"{root}/x")
     with pytest.raises(sk.CheckpointNotFound, match="no such file"):
         quietly(format_utils.torch_save_to_dcp, f"{root}/files/none.pt", f"{root}/x")

@@ -76,28 +76,6 @@ def test_other_safetensors_files_are_no_part_of_what_was_converted(tmp_path, max
     assert (tmp_path / "b" / "adapter_model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-over-".join)
-def test_a_checkpoint_of_any_layout_is_replaced_only_when_asked(tmp_path, pair):
-    """An existing checkpoint of any layout is kept; with overwrite it is replaced, and only foreign files stay."""
-    new, old = pair
-    sk.save({"w": torch.ones(3), "n": 1}, tmp_path / "old")
-    sk.save({"w": torch.zeros(4), "v": torch.ones(2), "n": 2}, tmp_path / "new")
-    sk.convert(tmp_path / "old", tmp_path / "to", old)
-    (tmp_path / "to" / "notes.txt").write_text("mine")
-    before = files_in(tmp_path / "to")
-    with pytest.raises(sk.CheckpointExists, match="overwrite"):
-        sk.convert(tmp_path / "new", tmp_path / "to", new)
-    assert files_in(tmp_path / "to") == before
-    sk.convert(tmp_path / "new", tmp_path / "to", new, overwrite=True)
-    opened = sk.open(tmp_path / "to")
-    assert in_any_order(opened.to_dict()) == in_any_order({"w": torch.zeros(4), "v": torch.ones(2), "n": 2})
-    sk.convert(tmp_path / "new", tmp_path / "fresh", new)
-    assert len(files_in(tmp_path / "to")) == len(files_in(tmp_path / "fresh")) + 1
-    assert (tmp_path / "to" / "notes.txt").read_text() == "mine"
-    with pytest.raises(sk.CheckpointError, match="own place"):
-        sk.convert(tmp_path / "to", tmp_path / "to", new, overwrite=True)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("there", [False, True])
 def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):

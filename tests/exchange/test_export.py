@@ -202,16 +202,6 @@ def test_a_model_is_replaced_only_if_asked_for(tmp_path):
     assert {k: bits(v) for k, v in held_in(tmp_path / "hf").items()} == {k: bits(v) for k, v in weights().items()}
 
 
-@pytest.mark.parametrize("layout", ["native", "dcp"])
-def test_no_model_is_put_over_a_checkpoint(tmp_path, layout):
-    """A directory that holds a checkpoint is never exported to, also with overwrite."""
-    write(training_state(), tmp_path / "ck", layout)
-    before = files_in(tmp_path / "ck")
-    with pytest.raises(sk.CheckpointExists, match="another layout"):
-        sk.export(tmp_path / "ck", tmp_path / "ck", overwrite=True)
-    assert files_in(tmp_path / "ck") == before
-
-
 def test_a_model_may_be_converted_in_its_place(tmp_path):
     """A model exported over itself in another dtype is read before it is replaced."""
     write({"a": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "hf", "safetensors")

@@ -42,14 +42,11 @@ def test_stores_in_memory_are_the_same_only_if_they_are_one():
 
 
 @pytest.mark.parametrize("spelled", ["s3://", "s3a://", "s3://…/"])
-def test_a_model_made_twice_in_the_place_of_its_shards(s3_server, monkeypatch, spelled):
+def test_a_model_made_twice_in_the_place_of_its_shards(s3_root, spelled):
     """The model of an earlier call is not taken for a shard, however the place is written."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    root = s3_server.url(f"places-{uuid.uuid4().hex}")
-    to = f"{root}/" if spelled.endswith("…/") else root.replace("s3://", spelled)
+    to = f"{s3_root}/" if spelled.endswith("…/") else s3_root.replace("s3://", spelled)
     state = {"a": torch.arange(6.0)}
-    save("ours", state, root, no_dist=True, save_distributed=True)
+    save("ours", state, s3_root, no_dist=True, save_distributed=True)
     for _ in range(2):
-        consolidate_safetensors_files(root, to, {"a": 1})
-    assert same(load("ours", {"a": torch.zeros(6)}, root, no_dist=True), state) == []
+        consolidate_safetensors_files(s3_root, to, {"a": 1})
+    assert same(load("ours", {"a": torch.zeros(6)}, s3_root, no_dist=True), state) == []

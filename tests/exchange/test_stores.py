@@ -36,17 +36,11 @@ def root(request, monkeypatch, tmp_path, recwarn):
     elif request.param == "fsspec":
         monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # no other writer
         yield f"local://{tmp_path}/place"
+    elif request.param == "directory":
+        yield f"{tmp_path}/place"
     else:
         yield f"memory://{uuid.uuid4().hex}"
     assert list((tmp_path / "here").iterdir()) == []
-
-
-@pytest.fixture
-def s3_root(s3_server, monkeypatch):
-    """The URL of an empty place of S3."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return s3_server.url(f"exchange-{uuid.uuid4().hex}")
 
 
 def names_at(where):
@@ -76,10 +70,11 @@ def test_every_layout_from_store_to_store(root):
     assert in_any_order(sk.open(report.to).to_dict()) == in_any_order(state)
 
 
+@pytest.mark.parametrize("root", ["memory", "s3", "fsspec", "directory"], indirect=True)
 def test_a_conversion_replaces_any_layout(root):
     """
-    Into a place that holds a checkpoint of another layout nothing is converted unless asked for, and then only the new
-    one is there.
+    Into a place that holds a checkpoint of any layout nothing is converted unless asked for, and then only the new one is
+    there, and files that belong to none.
     """
     for k in (1, 2):
         sk.save({"w": torch.full((300,), float(k))}, f"{root}/{k}")
@@ -87,13 +82,15 @@ def test_a_conversion_replaces_any_layout(root):
         for after in ("native", "dcp", "safetensors"):
             to = f"{root}/{before}-{after}"
             sk.convert(f"{root}/1", to, before)
+            open_place(to).put("notes.txt", b"mine")
             with pytest.raises(sk.CheckpointExists):
                 sk.convert(f"{root}/2", to, after)
             assert sk.open(to)["w"][0] == 1
             sk.convert(f"{root}/2", to, after, overwrite=True)
             assert torch.equal(sk.open(to)["w"].tensor(), torch.full((300,), 2.0))
             fresh = sk.convert(f"{root}/2", f"{to}-fresh", after).to
-            assert len(names_at(to)) == len(names_at(fresh))
+            assert len(names_at(to)) == len(names_at(fresh)) + 1
+            assert blob_at(to, "notes.txt") == b"mine"
     spelled = [f"{root}/1/", *([root.replace("s3://", "s3a://") + "/1"] if root.startswith("s3://") else [])]
     for same in spelled:
         with pytest.raises(sk.CheckpointError, match="its own place"):

@@ -24,14 +24,6 @@ from tests.toolkit.samples import numbered
 MAPPING = {"a": 1, "b": 2, "c": 3}
 
 
-@pytest.fixture
-def s3_root(s3_server, monkeypatch):
-    """The URL of an empty place of S3."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return s3_server.url(f"hf-{uuid.uuid4().hex}")
-
-
 @pytest.fixture(params=["memory", "fsspec"])
 def any_root(request, monkeypatch, tmp_path, recwarn):
     """The URL of an empty place in memory, or of one that fsspec opens."""

@@ -468,7 +468,12 @@ class PGTransport:
                 meta, tensors = _prepare_state_dict(state_dict, self._device)
                 message = encode_meta(meta)
         except Exception as error:
-            self._refuse(dst_ranks, error)
+            # Notify the receivers that there is no state; otherwise they would wait for the group's timeout.
+            reason = (str(error).strip() or type(error).__name__).encode()[:_LONGEST_REASON]
+            try:
+                self._send_message(dst_ranks, reason, sign=-1)
+            except RanksSilent as silent:
+                logger.warning("the receivers could not be notified that a state cannot be sent: %s", silent)
             raise
         with _timeit("sending the state dict"):
             self._send_message(dst_ranks, message, sign=1)
@@ -548,14 +553,6 @@ class PGTransport:
         """Send a message after its length; a negative length announces the reason why there is no state."""
         self._send(ranks, torch.tensor([sign * len(message)], dtype=torch.int64, device="cpu"), _LENGTH)
         self._send(ranks, torch.frombuffer(bytearray(message), dtype=torch.uint8), _META)
-
-    def _refuse(self, ranks: list[int], error: Exception) -> None:
-        """Notify the receivers that there is no state; otherwise they would wait for the group's timeout."""
-        reason = (str(error).strip() or type(error).__name__).encode()[:_LONGEST_REASON]
-        try:
-            self._send_message(ranks, reason, sign=-1)
-        except RanksSilent as silent:
-            logger.warning("the receivers could not be notified that a state cannot be sent: %s", silent)
 
     def _send(self, ranks: list[int], tensor: torch.Tensor, tag: int) -> None:
         if tensor.numel():
