@@ -55,12 +55,7 @@ class CodecChain:
 
     @classmethod
     def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
-        """
-        Begin a new checkpoint: choose its data keys and other parameters.
-
-        `codecs` are names ("float", "zstd", "zstd:3", "aes") or configs, in the order in which bytes pass through them.
-        `keys` wraps the data keys of codecs that encrypt.
-        """
+        """Begin a new checkpoint: choose its parameters, and data keys that `keys` wraps."""
         if isinstance(codecs, (str, CodecConfig)):
             codecs = [codecs]
         keys = None if keys is None else CachedKeys(keys)  # a data key that was just wrapped is not unwrapped again

@@ -142,12 +142,8 @@ def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, fram
 
 
 def _room_for(nbytes: int, chain: CodecChain) -> int:
-    """
-    Return how much space to create a coded blob with.
-
-    Every write ends a frame, wherever it ends. So there is space for frames much smaller than necessary; what is not used
-    is freed in the end.
-    """
+    """Return how much space to create a coded blob with; what is not used is freed in the end."""
+    # Every write ends a frame, wherever it ends: there is space for frames much smaller than necessary.
     frames = -(-nbytes // FRAME_NBYTES)
     extra = nbytes // _SMALL_FRAME_NBYTES + _SPARE_FRAMES
     overhead = max(0, chain.bound(FRAME_NBYTES) - FRAME_NBYTES, chain.bound(1) - 1)

@@ -6,9 +6,7 @@ import importlib
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, require_module
 from shardkeep.errors import CodecUnavailable, DamagedFrame, InvalidCodec, OversizedFrame
@@ -117,7 +115,7 @@ class Zstd(CodecConfig, frozen=True):
     """Compresses with zstd. For floating-point numbers, `float` is smaller and faster."""
 
     name = "zstd"
-    level: Annotated[int, msgspec.Meta(ge=_MIN_LEVEL, le=_MAX_LEVEL)] = 1
+    level: int = 1
     """1 is fast; up to 22 smaller and slower; below 0 faster and hardly smaller."""
 
     def __post_init__(self) -> None:

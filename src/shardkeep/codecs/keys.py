@@ -9,7 +9,6 @@ management service, and is rotated by wrapping data keys again, without rewritin
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import hashlib
 import os
@@ -202,20 +201,17 @@ def new_key() -> str:
 
 
 def _key_of(line: str, where: str) -> bytes:
-    key = bytes.fromhex(line) if _HEX.fullmatch(line) else _from_base64(line)
+    try:
+        plain = line.replace("-", "+").replace("_", "/")
+        key = bytes.fromhex(line) if _HEX.fullmatch(line) else base64.b64decode(plain, validate=True)
+    except ValueError:
+        key = b""
     if len(key) != KEY_NBYTES:
         raise InvalidKey(
             f"{where} is not a key: {KEY_NBYTES} bytes in hex or base64",
             hint="make one with shardkeep.new_key()",
         )
     return key
-
-
-def _from_base64(line: str) -> bytes:
-    try:
-        return base64.b64decode(line.replace("-", "+").replace("_", "/"), validate=True)
-    except (binascii.Error, ValueError):
-        return b""
 
 
 def _may_be_key(path: str) -> bool:

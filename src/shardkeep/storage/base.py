@@ -366,9 +366,13 @@ def spec_of(store: Store) -> Any:
     # Only if the very class has the verb: a subclass may behave differently, and a plain store there would not.
     if "spec" in vars(type(store)):
         return cast("Any", store).spec()
-    raise CheckpointError(
-        f'{store.url}: writer="process" cannot open a {type(store).__name__} in another process',
-        hint='save to a path or a URL, or pass writer="thread"',
+    raise not_sendable(store.url, type(store).__name__)
+
+
+def not_sendable(url: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f'{url}: writer="process" cannot open a {kind} in another process',
+        hint='save to a path or a URL of files or objects, or pass writer="thread"',
     )
 
 
@@ -429,14 +433,6 @@ def read_whole(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
         return bytes(data)
     finally:
         reader.close()
-
-
-def not_shared(url: str, kind: str) -> CheckpointError:
-    """Make the error of a store in memory that another process is to write to."""
-    return CheckpointError(
-        f'{url}: writer="process" cannot open a {kind} in another process, which does not share this one\'s memory',
-        hint='save to a path or a URL of files or objects, or pass writer="thread"',
-    )
 
 
 def sendable_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from shardkeep.storage.base import (
     delete_contents,
     is_name,
     name_taken,
-    not_shared,
+    not_sendable,
     sendable_options,
     short_read,
 )
@@ -228,7 +228,7 @@ class FsspecStore(ConditionalPuts):
         kind = type(fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]
         if "memory" in (*names, fs.storage_options.get("target_protocol")):
-            raise not_shared(self.url, kind.__name__)
+            raise not_sendable(self.url, kind.__name__)
         if kind.__module__ == "__main__" or "." in kind.__qualname__:
             raise CheckpointError(
                 f'{self.url}: writer="process" cannot import the class {kind.__qualname__} in another process',

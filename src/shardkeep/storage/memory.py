@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from shardkeep.errors import BlobNotFound
 from shardkeep.storage.base import (
@@ -20,7 +19,6 @@ from shardkeep.storage.base import (
     checked_end,
     delete_contents,
     name_taken,
-    not_shared,
     version_conflict,
 )
 from shardkeep.storage.buffers import copy, flat
@@ -84,10 +82,6 @@ class MemoryStore:
     def same_place(self, other: object) -> bool:
         """Only the same object is the same place: two stores may have the same URL."""
         return other is self
-
-    def spec(self) -> Any:
-        """Refuse: another process cannot open the store."""
-        raise not_shared(self.url, type(self).__name__)
 
     def _add(self, blob: _MemoryBlob, name: str, *, replace: bool = False, over: Version | None = None) -> None:
         with self._lock:

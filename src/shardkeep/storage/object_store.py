@@ -138,12 +138,7 @@ class ObjectReader:
 
 
 class ObjectStore(ConditionalPuts):
-    """
-    The objects of a bucket directly below a prefix. It is also a root: its places are the prefixes below.
-
-    Some services accept conditions of puts and ignore them. Whether one does is found out by a probe, once, unless it is
-    known.
-    """
+    """The objects of a bucket directly below a prefix. It is also a root: its places are the prefixes below."""
 
     sequential = True
     """The parts of an upload are sent in order."""
@@ -229,7 +224,7 @@ class ObjectStore(ConditionalPuts):
             obstore().put(self.bucket.client, self.prefix + name, data, mode=mode, use_multipart=False)
 
     def checks_conditions(self, over: Version | None) -> bool:
-        """Return whether the service checks a condition; some check only one of the two."""
+        """Return whether the service checks a condition; found out by a probe, once, because some accept and ignore it."""
         self.bucket.check_process()  # before the caller waits for a lock
         wanted = self.bucket.policy.conditional_puts
         if wanted is not None or self.bucket.official:
