@@ -18,7 +18,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -173,22 +173,13 @@ def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
 @lru_cache(maxsize=1024)
 def _power(nbytes: int) -> int:
     """Return x to the power of 8 * nbytes."""
-    product, bit = _ONE, 3
+    product, square = _ONE, _ONE >> 8
     while nbytes:
         if nbytes & 1:
-            product = _times(_square(bit), product)
+            product = _times(square, product)
+        square = _times(square, square)
         nbytes >>= 1
-        bit += 1
     return product
-
-
-@cache
-def _square(times: int) -> int:
-    """Return x squared this many times over."""
-    if not times:
-        return _ONE >> 1
-    half = _square(times - 1)
-    return _times(half, half)
 
 
 def _times(a: int, b: int) -> int:

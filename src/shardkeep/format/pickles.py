@@ -240,21 +240,17 @@ def load_pickle(
 
 def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: str) -> Any:
     """Read a pickle that the user trusts: names that are not in `names` are imported."""
+
+    class Trusting(pickle.Unpickler):
+        def find_class(self, module: str, name: str, /) -> Any:
+            known = names.get((module, name))
+            return super().find_class(module, name) if known is None else known
+
     try:
         with collector_paused():
-            return _TrustingReader(data, names).load()
+            return Trusting(io.BytesIO(data)).load()
     except Exception as exc:  # the classes that it names may raise anything
         raise MalformedFile(f"{where}: not a readable pickle: {exc!r}", file=where) from exc
-
-
-class _TrustingReader(pickle.Unpickler):
-    def __init__(self, raw: bytes, names: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(io.BytesIO(raw))
-        self._names = names
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        known = self._names.get((module, name))
-        return super().find_class(module, name) if known is None else known
 
 
 class _Reader(pickle.Unpickler):

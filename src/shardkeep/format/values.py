@@ -117,15 +117,6 @@ def decode_value(data: bytes, *, key: str, allow_pickle: bool = False, like: Any
         raise MalformedFile(f"{key!r}: stored value is malformed: {exc!s:.200}") from exc
 
 
-def is_plain(value: Any) -> bool:
-    """Say whether `encode_value` takes the value without pickle."""
-    try:
-        encode_value(value, key="")
-    except UnsupportedLeaf:
-        return False
-    return True
-
-
 # -- encoding ----------------------------------------------------------------------------------------------------------
 
 
@@ -149,9 +140,11 @@ def _pack(value: Any, call: _Call, depth: int) -> bytes:
     code, parts = _to_parts(value)
     if parts is None:
         return _ext(_PICKLE, _pickled(value, call), call)
-    if code == _ENUM and parts[2] is not None and not is_plain(parts[3]):
-        # Members that stand for classes or functions: the name alone finds them again.
-        parts[3] = None
+    if code == _ENUM and parts[2] is not None:
+        try:
+            _pack(parts[3], call._replace(allow_pickle=False), depth + 1)
+        except UnsupportedLeaf:  # members that stand for classes or functions: the name alone finds them again
+            parts[3] = None
     return _ext(code, _pack_array(parts, call, depth, ordered=kind not in (set, frozenset)), call)
 
 

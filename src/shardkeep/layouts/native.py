@@ -63,7 +63,7 @@ from shardkeep.format.record import (
     versioned,
 )
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.storage.base import Creates, Deletes, Gets, Lists, Opens, Puts, Version, decode_or_reread, warn_reread_ok
+from shardkeep.storage.base import Gets, Lists, Opens, Store, Version, decode_or_reread, warn_reread_ok
 
 MAX_INDEX_NBYTES = 4 << 30
 """Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
@@ -79,19 +79,8 @@ _SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skframes|blocks|sk
 _FORGED_HINT = "it was changed by a writer without the key: do not trust this checkpoint"
 
 
-class _CommitStore(Creates, Deletes, Gets, Puts, Protocol):
-    """What publishing needs of a store."""
-
-
 class _IndexStore(Gets, Opens, Protocol):
     """What reading an index needs of a store."""
-
-
-class _RecordStore(Gets, Lists, Protocol):
-    """What reading a commit record needs of a store."""
-
-    @property
-    def url(self) -> str: ...
 
 
 def new_save_id() -> str:
@@ -140,7 +129,7 @@ def chunk_name(key: str, box: Box | None) -> str:
     return f"{key}{box}"
 
 
-def read_record(store: _RecordStore) -> Record:
+def read_record(store: Store) -> Record:
     """Read and check the commit record; raise `CheckpointNotFound`, which says what is there instead, if there is none."""
     try:
         return record_in(store)
@@ -151,7 +140,7 @@ def read_record(store: _RecordStore) -> Record:
         raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
 
 
-def record_in(store: _RecordStore) -> Record:
+def record_in(store: Store) -> Record:
     """Read and check the commit record; read it again if it arrives damaged. `BlobNotFound` if there is none."""
     where = f"{store.url}/{RECORD_NAME}"
 
@@ -233,7 +222,7 @@ def _most_index_nbytes(stored_nbytes: int | None) -> int:
 
 
 def publish(
-    store: _CommitStore,
+    store: Store,
     *,
     save_id: str,
     keys: list[str],

@@ -15,14 +15,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.layouts.native import claim_name, is_claim, read_record, save_id_of
-from shardkeep.storage.base import BlobInfo, Deletes, Gets, Lists, Puts, Store
+from shardkeep.storage.base import BlobInfo, Deletes, Gets, Puts, Store
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
@@ -87,10 +86,6 @@ def _is_alive(claim: Claim, save_id: str) -> bool:
 # -- survey ------------------------------------------------------------------------------------------------------------
 
 
-class _ListedStore(Gets, Lists, Protocol):
-    """What a survey needs of a store."""
-
-
 @dataclass(frozen=True)
 class Survey:
     """The saves whose files are in a place, by their state. The committed save is among the ended or dead ones."""
@@ -110,7 +105,7 @@ class Survey:
         return self.living is None and not self.elsewhere
 
 
-def survey(store: _ListedStore, gone: Collection[str] = ()) -> Survey:
+def survey(store: Store, gone: Collection[str] = ()) -> Survey:
     """
     Look at every save in a place; `gone` are hosts that are known to write no more.
 

@@ -89,7 +89,13 @@ def read_header(path: str, opens: Opens | None = None) -> SafetensorsFile:
 
 
 def _raw_header(path: str, reader: BlobReader) -> bytes:
-    first = _read(reader, 0, min(_FIRST_NBYTES, reader.nbytes))
+    def read(offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        if nbytes:
+            reader.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    first = read(0, min(_FIRST_NBYTES, reader.nbytes))
     length = int.from_bytes(first[:8], "little")
     if len(first) < 8 or length > reader.nbytes - 8:
         raise WrongSize(
@@ -102,15 +108,8 @@ def _raw_header(path: str, reader: BlobReader) -> bytes:
             f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows",
             file=path,
         )
-    rest = _read(reader, len(first), max(0, 8 + length - len(first)))
+    rest = read(len(first), max(0, 8 + length - len(first)))
     return (first + rest)[8 : 8 + length]
-
-
-def _read(reader: BlobReader, offset: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    if nbytes:
-        reader.read_into(offset, memoryview(data))
-    return bytes(data)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
