@@ -118,24 +118,15 @@ class CountingPool(BufferPool):
 
     def __init__(self, buffer_nbytes: int, most: int) -> None:
         super().__init__(ordinary_buffer, buffer_nbytes, most * buffer_nbytes)
-        self.most_out = 0
-        self._taken: set[int] = set()
-        self._counting = threading.Lock()
 
     @property
     def out(self) -> int:
-        return len(self._taken)
+        return self.nbytes_in_use // self.buffer_nbytes
 
-    def take(self, *args: Any) -> Buffer | None:
-        buffer = super().take(*args)
-        with self._counting:
-            if buffer is not None:
-                self._taken.add(id(buffer))
-            self.most_out = max(self.most_out, self.out)
-        return buffer
+    @property
+    def most_out(self) -> int:
+        return self.nbytes // self.buffer_nbytes  # one is made only if all others are out
 
     def give(self, buffer: Buffer) -> None:
-        with self._counting:
-            self._taken.discard(id(buffer))  # not there: one that was made to be taken later
         buffer.view[:] = bytes(len(buffer.view))  # whoever still reads it reads nothing
         super().give(buffer)

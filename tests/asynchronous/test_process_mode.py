@@ -22,6 +22,7 @@ from shardkeep.errors import WriterDied
 from shardkeep.storage.buffers import address_of
 from shardkeep.storage.local import LocalStoreSpec, process_start
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
+from tests.asynchronous.test_snapshots import tensors_of
 from tests.engine.samples import random_tensor
 from tests.warm.python import warm_python
 
@@ -52,16 +53,6 @@ def large(seed=0, mib=20):
         "twice": {"a": (shared := random_tensor((70_001,), torch.int64, seed)), "b": shared},
         "words": "as they are",
     }
-
-
-def tensors_of(state):
-    found = []
-    for value in state.values() if isinstance(state, dict) else state:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (dict, list)):
-            found += tensors_of(value)
-    return found
 
 
 def started_child(folder):

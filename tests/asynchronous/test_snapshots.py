@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import shardkeep as sk
 from shardkeep.engine.pools import staging_memory
@@ -15,17 +16,9 @@ from tests.asynchronous.scene import OPTIONS, PATIENCE_S, HeldStore, held, same,
 from tests.engine.samples import all_dtypes, bits, random_tensor, rich_state
 
 
-def tensors_of(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, np.ndarray):
-        yield torch.from_numpy(value)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_of(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_of(each)
+def tensors_of(state):
+    leaves = [torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in tree_leaves(state)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def spoil(state, rng):

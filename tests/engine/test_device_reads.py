@@ -132,6 +132,7 @@ def ring(monkeypatch):
     monkeypatch.setattr(windows, "_WORTH_PINNING_NBYTES", 1000)
     memory.ring.chosen = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", memory.ring.chosen.append)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)  # there may be only one
     return memory.ring
 
 

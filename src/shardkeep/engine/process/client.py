@@ -357,7 +357,11 @@ class WriterManager:
         """Use the process for one save; it is started, to answer `pipes` requests at a time, if there is none."""
         spec = spec_of(store)
         with self._lock:
-            process, memory, shared = self._ready(pipes)
+            memory, shared = self._shared_memory()
+            if self._process is not None and not self._process.alive():
+                log.warning("the process that writes checkpoints (pid %d) has died: a new one is started", self.pid)
+                self._process = None
+            process = self._process = self._process or WriterProcess(shared.fd, pipes)
             self._ending = False
             self._saves.append(wanted)
         cancelled_s = _REMOTE_CLEANUP_S if is_sequential(store) else CANCELLED_S
@@ -402,15 +406,6 @@ class WriterManager:
             if self._process is process:
                 self._process = None  # the next save starts another one
             return True
-
-    def _ready(self, pipes: int) -> tuple[WriterProcess, StagingMemory, SharedMemory]:
-        memory, shared = self._shared_memory()
-        if self._process is not None and not self._process.alive():
-            log.warning("the process that writes checkpoints (pid %d) has died: a new one is started", self.pid)
-            self._process = None
-        if self._process is None:
-            self._process = WriterProcess(shared.fd, pipes)
-        return self._process, memory, shared
 
     def _shared_memory(self) -> tuple[StagingMemory, SharedMemory]:
         if self._shared is None or self._memory is None:
