@@ -507,15 +507,6 @@ def test_bad_input_is_an_error_that_loses_nothing(tmp_path: Path) -> None:
             checkpointer(tmp_path, **wrong)
 
 
-def test_another_process_may_write(tmp_path: Path) -> None:
-    """The writer process is used as it is by `async_save`."""
-    with checkpointer(tmp_path, every_steps=1, keep_last=2, writer="process") as ckpt:
-        assert train(ckpt, range(1, 4)) == [1, 2, 3]
-        ckpt.wait()
-        assert ckpt.all_steps() == [2, 3]
-    sk.finish_saves()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     """No thread of a Checkpointer outlives it."""

@@ -34,13 +34,6 @@ def test_steps_that_are_due(schedule: StepSchedule, steps: range | list[int], ex
     assert due(schedule, steps) == expected
 
 
-def test_a_resumed_job_does_not_save_again_what_it_restored() -> None:
-    """It counts from the step that was restored."""
-    schedule = StepSchedule(every=4)
-    schedule.begin_after(8)
-    assert due(schedule, range(8, 17)) == [12, 16]
-
-
 @given(st.integers(1, 7), st.lists(st.integers(0, 30), max_size=3), st.lists(st.integers(0, 40), unique=True))
 def test_due_once_for_each_point_that_is_passed(every: int, at: list[int], steps: list[int]) -> None:
     """Compared with going through all numbers one by one."""

@@ -108,14 +108,7 @@ def test_prometheus_serves_what_was_told(tmp_path):
     assert value("shardkeep_saves_total") == 2
     assert value("shardkeep_last_save_timestamp_seconds") == second.time_s
     assert b"shardkeep_load_speed_gigabytes_per_second" in client.generate_latest(registry)
-
-
-def test_prometheus_metrics_are_registered_once():
-    """A second sink in one registry would count everything twice, and is refused."""
-    client = pytest.importorskip("prometheus_client")
-    registry = client.CollectorRegistry()
-    Prometheus(registry)
-    with pytest.raises(ValueError, match="Duplicated"):
+    with pytest.raises(ValueError, match="Duplicated"):  # a second sink would count everything twice
         Prometheus(registry)
 
 

@@ -42,9 +42,8 @@ from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished,
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import claim_name, read_record
-from shardkeep.manage.background import PendingTasks
 from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
-from shardkeep.manage.decisions import RankContext
+from shardkeep.manage.decisions import PendingTasks, RankContext
 from shardkeep.manage.file_copy import copy_files, throttle
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner

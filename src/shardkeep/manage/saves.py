@@ -18,7 +18,6 @@ from shardkeep.engine.report import SaveReport
 from shardkeep.engine.save_session import SaveArguments
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, emit
-from shardkeep.manage.background import PendingTasks
 from shardkeep.manage.catalog import (
     FAR,
     NEAR,
@@ -31,7 +30,7 @@ from shardkeep.manage.catalog import (
     require_readable,
     restore_order,
 )
-from shardkeep.manage.decisions import RankContext
+from shardkeep.manage.decisions import PendingTasks, RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import CheckpointLocks, Pruner
 from shardkeep.manage.replicate import ReplicationTerms, Replicator
