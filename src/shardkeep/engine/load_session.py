@@ -136,7 +136,8 @@ class LoadSession:
             check_same_objects([names for names, _, _ in said])
             on_rank_0.append(find(self.store))
             identity = identity_of(on_rank_0[0].record)
-            shares = shared_reads.all_agree([cannot_share for _, _, cannot_share in said])
+            reasons = [cannot_share for _, _, cannot_share in said]
+            shares = any(reason is not None for reason in reasons) and shared_reads.all_agree(reasons)
             return [_encode((identity, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
 
         (objects, channel), answer = self._agree("open", look, decide)
