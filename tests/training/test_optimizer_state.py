@@ -265,6 +265,9 @@ def test_groups_without_parameters():
     state["param_groups"].append({"params": [], "lr": 0.7})
     with pytest.raises(ValueError, match="without parameters"):
         set_optimizer_state_dict(model, target, state)
+    without_any = torch.optim.SGD(model.parameters(), lr=9.0)
+    set_optimizer_state_dict(model, without_any, state)
+    assert without_any.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])

@@ -1,9 +1,8 @@
 """
 The ranks that take part in a call: this process alone, or the ranks of a process group.
 
-A `World` says which rank this is, how many there are, and through which key-value store they communicate. It is the store that
-torch made when the default group was initialised, so nothing here depends on the backend (nccl, gloo, fake): no collective
-is issued and no process group is built.
+They communicate through the key-value store that torch made when the default group was initialised, so nothing here depends
+on the backend (nccl, gloo, fake): no collective is issued and no process group is built.
 """
 
 from __future__ import annotations

@@ -291,16 +291,13 @@ def broadcast_state_dict(
     For a key that `local_state_dict` has: a DTensor is filled with its own part, in its own memory and dtype, or
     replaced by one on `device` if it is on meta; a tensor is replaced by the full one on `device` (0-dim ones on the
     CPU, as in torch), another value by the sender's. A key whose value is None is skipped if a tensor comes for it.
-    Keys that only the sender has are ignored, and not sent if no rank wants them. Dicts, lists and tuples inside are
-    handled in the same way; torch sends them whole, with full tensors in place of their DTensors.
+    Keys that only the sender has are ignored, and not sent if no rank wants them; with `strict`, keys that it lacks are
+    removed. Dicts, lists and tuples inside are handled in the same way, and tensors that are not contiguous arrive as they
+    are, unlike in torch. With `cpu_offload`, everything stays on the CPU.
 
-    Elements are sent in the order of indices, in batches of `BATCH_BYTES`; torch sends the memory of tensors that are
-    not contiguous as it lies, so receivers get them wrong. On the sender, full tensors that are on `device` already
-    are put into its local state dict themselves, without a copy.
-
-    `full_state_dict` is read on the first rank of the group only. With `strict`, keys that the sender does not have are
-    removed; with `cpu_offload`, everything stays on the CPU. Unlike in torch, `pg` need not contain rank 0. If a tensor
-    does not fit on some rank, all ranks raise the same error, and no local state dict has changed.
+    `full_state_dict` is read on the first rank of the group only, which need not be rank 0; its full tensors that are on
+    `device` already are put into its local state dict without a copy. If a tensor does not fit on some rank, all ranks
+    raise the same error, and no local state dict has changed.
     """
     device = torch.device(device)
     world = current_world(pg, timeout_s=Options().timeout_s)
@@ -421,11 +418,10 @@ def distribute_state_dict(
     """
     Put a full state dict, of which every rank has its own copy, into the local state dict, in place.
 
-    A DTensor is replaced by a new one, of the full tensor's dtype, that holds its own part; another tensor by the full
-    one on `device`. Tensors for which `local_state_dict` has nothing are left out; 0-dim tensors (on the CPU) and
-    values of other types are always added, as in torch. Dicts, lists and tuples inside are handled in the same way.
-    Nothing is communicated; torch scatters from one rank what every rank has already. New DTensors are on the device of
-    their mesh. `local_state_dict` is changed only if all of it can be filled; `pg` is not used.
+    A DTensor is replaced by a new one, of the full tensor's dtype and on the device of its mesh, that holds its own part;
+    another tensor by the full one on `device`. Tensors for which `local_state_dict` has nothing are left out; 0-dim tensors
+    (on the CPU) and other values are always added, as in torch. Dicts, lists and tuples inside are handled in the same way.
+    Nothing is communicated, `pg` is not used, and `local_state_dict` is changed only if all of it can be filled.
     """
     del pg
     local_state_dict.update(

@@ -97,11 +97,8 @@ def describe_leaves(
     )
 
 
-_Found = OrdinaryLeaf | TensorLeaf
-
-
 def _rows(
-    found: Sequence[_Found], closer: Mapping[int, TensorLeaf], shape: IntArray
+    found: Sequence[OrdinaryLeaf | TensorLeaf], closer: Mapping[int, TensorLeaf], shape: IntArray
 ) -> tuple[IntArray, Boxes, list[torch.Tensor]]:
     """Return the rows of all tensors: which tensor, which box of it, which memory."""
     if not closer:  # the rest says the same of these too
@@ -118,7 +115,9 @@ def _rows(
     return np.array([row[0] for row in rows], np.int64), boxes, [row[3] for row in rows]
 
 
-def _aliases(leaves: Sequence[Any], found: Sequence[_Found], closer: Mapping[int, TensorLeaf]) -> IntArray:
+def _aliases(
+    leaves: Sequence[Any], found: Sequence[OrdinaryLeaf | TensorLeaf], closer: Mapping[int, TensorLeaf]
+) -> IntArray:
     """Return, for each tensor, the position of the first one with the same memory."""
     # Most tensors begin at an address of their own, and need no comparison.
     starts = Counter([each[2] for at, each in enumerate(found) if at not in closer])

@@ -46,8 +46,8 @@ from shardkeep.state.offload import offload_state_dict_to_cpu
 STATE = "state"
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
-_NOT_YET = object()
-"""Stands for a value into which a full tensor does not fit: extra state, flat parameters."""
+TAKES_ANY = object()
+"""Stands for a local value that is replaced by any full one: extra state, flat parameters, tensors that are not sharded."""
 T = TypeVar("T")
 
 
@@ -294,7 +294,7 @@ def _distribute(given: dict[str, Any], present: list[str], info: StateDictInfo) 
     local: dict[str, Any] = {}
     for key, value in live.items():
         flattened = info.fsdp_modules and not is_dtensor(value)
-        local[key] = _NOT_YET if value is None or flattened else value
+        local[key] = TAKES_ANY if value is None or flattened else value
     if info.broadcast_from_rank0:
         broadcast_state_dict(given, local, device=device, strict=info.strict, cpu_offload=info.cpu_offload)
     else:

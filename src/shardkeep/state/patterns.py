@@ -163,16 +163,17 @@ def _rename_hint(wrapped: dict[str, str]) -> str:
     """Return a hint with the rename between names that differ by wrappers only."""
     theirs = sorted({part for name in wrapped.values() for part in name.split(".")} & set(WRAPPERS))
     ours = sorted({part for name in wrapped for part in name.split(".")} & set(WRAPPERS))
+    carried = ", ".join(f"`{wrapper}.`" for wrapper in ours or theirs)
     if theirs and not ours:
         pairs = ", ".join(f"(r'(^|\\.){wrapper}\\.', r'\\1')" for wrapper in theirs)
-        return f"the checkpoint's keys carry {_dotted(theirs)}: pass rename=[{pairs}]"
+        return f"the checkpoint's keys carry {carried}: pass rename=[{pairs}]"
     if not ours:
         return ""
     table = dict(_differing_prefixes(other, name) for name, other in wrapped.items())
     rename = _prefixes(table)
     if len(table) <= _MOST_PREFIXES and all(rename(other) == name for name, other in wrapped.items()):
-        return f"the state's keys carry {_dotted(ours)}: pass rename={table!r}"
-    return f"the state's keys carry {_dotted(ours)}: pass a callable as rename that adds them"
+        return f"the state's keys carry {carried}: pass rename={table!r}"
+    return f"the state's keys carry {carried}: pass a callable as rename that adds them"
 
 
 def _differing_prefixes(old: str, new: str) -> tuple[str, str]:
@@ -182,7 +183,3 @@ def _differing_prefixes(old: str, new: str) -> tuple[str, str]:
         a.pop()
         b.pop()
     return ".".join(a), ".".join(b)
-
-
-def _dotted(wrappers: Sequence[str]) -> str:
-    return ", ".join(f"`{wrapper}.`" for wrapper in wrappers)

@@ -30,11 +30,8 @@ class Cut(NamedTuple):
     mesh_dim: int
     tensor_dim: int
     split_factor: int = 1
-    """
-    Above 1, the dimension is first split into that many parts, and the rank has its chunk of every part. torch uses it
-    for cuts that were made after cuts further right (FSDP over tensor parallelism), and for views that flatten a
-    sharded dimension.
-    """
+    """Above 1, the dimension is first split into that many parts, and the rank has its chunk of every part."""
+    # torch does so for cuts made after cuts further right (FSDP over tensor parallelism), and for some flattening views.
 
 
 def local_layout(

@@ -33,6 +33,7 @@ from shardkeep.state.modules import (
     PARAM_GROUPS,
     PARAMS,
     STATE,
+    TAKES_ANY,
     StateDictInfo,
     StateDictOptions,
     by_submodule,
@@ -50,8 +51,6 @@ from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, wit
 
 STEP = "step"
 _FLAT_LEAVES = (torch.Tensor, int, float, str, bytes, list, tuple, type(None))
-_WHOLE = object()
-"""Stands for a place that takes a tensor as it is."""
 
 
 def get_model_state_dict(
@@ -278,14 +277,6 @@ def _is_mapping(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class RemoteTensor:
-    """Stands for a tensor that another rank has."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class SavedOptimizers:
     """The saved state of one or several optimizers, by canonical names, whatever its form was."""
 
@@ -349,14 +340,14 @@ def _put(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
 
 
 def _skeleton(saved: SavedOptimizers) -> SavedOptimizers:
-    """Return the same with a stand-in for each tensor of at least one dimension, and other tensors on the CPU."""
+    """Return the same with each tensor of at least one dimension on meta, and other tensors on the CPU."""
 
     def on_cpu(_: TreePath, value: Any) -> Any:
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
     def stand_in(path: TreePath, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim():
-            return RemoteTensor(tuple(value.shape), value.dtype)
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
         return on_cpu(path, value)
 
     hyper = {id(group): map_leaves(group, on_cpu) for group in saved.groups.values()}  # still one dict for a group
@@ -376,8 +367,7 @@ class _Entry(NamedTuple):
     """One name; several for a flat parameter of FSDP1, which holds several parameters."""
 
 
-@dataclass(frozen=True)
-class _LoadPlan:
+class _LoadPlan(NamedTuple):
     """What one optimizer is to get."""
 
     optimizer: Optimizer
@@ -386,11 +376,6 @@ class _LoadPlan:
     """Its parameters, by group."""
     groups: list[dict[str, Any]]
     """The hyper-parameters of each group."""
-
-    @property
-    def flat(self) -> list[_Entry]:
-        """Its parameters in order; their positions are their numbers in the optimizer's own state dict."""
-        return [entry for row in self.entries for entry in row]
 
 
 @torch.no_grad()
@@ -414,7 +399,7 @@ def load_optimizers(
     else:
         known = saved = _read(state_dict, info)
     empty = sum(not group[PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
-    if empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
+    if empty and empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
         raise BadOptions(
             f"the optimizers have {empty} param groups without parameters, the state dict {len(known.empty_groups)}: they "
             f"cannot be matched",
@@ -440,7 +425,15 @@ def _read(state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers
 def _plan(
     optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo, empty_groups: Iterator[dict[str, Any]]
 ) -> _LoadPlan:
-    entries = [[_entry(parameter, known, info) for parameter in group[PARAMS]] for group in optimizer.param_groups]
+
+    def entry(parameter: torch.Tensor) -> _Entry:
+        names = _names_of(parameter, info)
+        if not hasattr(parameter, "_fqns") and FLAT_PARAM not in names[0]:
+            # A tied parameter is saved under one of its names.
+            names = (next((name for name in names if name in known.groups or name in known.state), names[0]),)
+        return _Entry(parameter, names)
+
+    entries = [[entry(parameter) for parameter in group[PARAMS]] for group in optimizer.param_groups]
     layout = StateLayout(optimizer)
     if info.strict and known.state:
         _check_complete(optimizer, [entry for row in entries for entry in row], known, layout)
@@ -450,15 +443,6 @@ def _plan(
         live = {key: value for key, value in group.items() if key not in LIVE_KEYS}
         groups.append(live | _fitted(hyper, live))
     return _LoadPlan(optimizer, layout, entries, groups)
-
-
-def _entry(parameter: torch.Tensor, saved: SavedOptimizers, info: StateDictInfo) -> _Entry:
-    names = _names_of(parameter, info)
-    if hasattr(parameter, "_fqns") or FLAT_PARAM in names[0]:
-        return _Entry(parameter, names)
-    # A tied parameter is saved under one of its names.
-    used = next((name for name in names if name in saved.groups or name in saved.state), names[0])
-    return _Entry(parameter, (used,))
 
 
 def _check_complete(
@@ -525,7 +509,8 @@ def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]
 
 def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
     """Load into an optimizer that holds parameters as they are in the model."""
-    optimizer, layout, flat = plan.optimizer, plan.layout, plan.flat
+    optimizer, layout = plan.optimizer, plan.layout
+    flat = [entry for row in plan.entries for entry in row]  # positions are numbers in the optimizer's own state dict
     trees = {number: known.state[one.names[0]] for number, one in enumerate(flat) if one.names[0] in known.state}
     if info.full_state_dict:
         trees = _local_trees(trees, saved.state, flat, layout, info)
@@ -596,20 +581,20 @@ def _local_trees(
     Return state trees with each full tensor cut to this rank's part.
 
     State of the parameter's own shape is laid out like the parameter; other state as the optimizer does it. `trees` are
-    by number of the parameter, with a `RemoteTensor` for tensors that only rank 0 has. `full` is the state, by name, that
-    this rank has of any parameters; other ranks may need it.
+    by number of the parameter, with tensors that only rank 0 has on meta. `full` is the state, by name, that this rank has
+    of any parameters; other ranks may need it.
     """
 
     def place(parameter: torch.Tensor, path: TreePath, leaf: Any) -> Any:
-        if not isinstance(leaf, (torch.Tensor, RemoteTensor)) or not leaf.shape:
+        if not isinstance(leaf, torch.Tensor) or not leaf.shape:
             return leaf
         if not is_dtensor(parameter):
-            return _WHOLE
+            return TAKES_ANY
         like = _like(layout.at_hand(parameter), path)
         if like is None:
             like = parameter if leaf.shape == parameter.shape else _like(layout.of(parameter), path)
         # On meta: memory for this rank's part is made when it arrives, so that no memory in use is overwritten.
-        return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else _WHOLE
+        return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else TAKES_ANY
 
     names = {number: entries[number].names[0] for number in trees}
     local = {
