@@ -76,27 +76,18 @@ def fail_on(failing: list[int]) -> Outcome:
     return ask_once(work)
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_reaches_every_rank(rank_pool: RankPool, failing: int):
-    outcomes = rank_pool.run(3, fail_on, [failing])
+@pytest.mark.parametrize("failing", [[0], [1], [2], [1, 3]])
+def test_failures_reach_every_rank(rank_pool: RankPool, failing: list[int]):
+    lines = [f"rank {number}: no space for part {number}" for number in failing]
 
-    for number, one in enumerate(outcomes):
+    for number, one in enumerate(rank_pool.run(4, fail_on, failing)):
         assert one.kind == "StorageFull"
-        assert one.message == f"rank {failing}: no space for part {failing}\n(during 'write' of save to a)"
+        assert one.message == "\n".join([*lines, "(during 'write' of save to a)"])
         assert one.hint == "free some"
         assert one.details == {"errno": 28}
-        assert set(one.by_rank) == {failing}
-        assert "raise StorageFull" in one.by_rank[failing].trace
-        assert one.cause.startswith("StorageFull") == (number == failing)
-
-
-def test_failures_of_several_ranks_arrive_together(rank_pool: RankPool):
-    outcomes = rank_pool.run(4, fail_on, [1, 3])
-
-    assert {one.message for one in outcomes} == {
-        "rank 1: no space for part 1\nrank 3: no space for part 3\n(during 'write' of save to a)"
-    }
-    assert [set(one.by_rank) for one in outcomes] == [{1, 3}] * 4
+        assert set(one.by_rank) == set(failing)
+        assert all("raise StorageFull" in failure.trace for failure in one.by_rank.values())
+        assert one.cause.startswith("StorageFull") == (number in failing)
 
 
 def fail_alike() -> Outcome:

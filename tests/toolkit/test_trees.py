@@ -166,7 +166,6 @@ def test_elements_that_are_not_there_are_the_default():
     assert our_traverse.get_element(tree, ("x",)) is None
     assert our_traverse.get_element(tree, ("a", 0), "none") == "none"
     assert our_traverse.get_element(tree, ("a", "b", "c"), "none") == "none"
-    assert our_traverse.get_element(tree, ("a", "b", 1)) == 2
 
 
 def printed_both():
