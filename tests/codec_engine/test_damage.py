@@ -14,13 +14,7 @@ from shardkeep.codecs.coded_store import put_coded
 from shardkeep.codecs.keys import KeyRing
 from shardkeep.errors import KeyMissing, NotAuthentic, WrongKey
 from shardkeep.format.data_file import checksum_text, digest
-from shardkeep.format.frames import (
-    FOOTER_NBYTES,
-    FrameTable,
-    decode_table,
-    encode_table,
-    table_nbytes,
-)
+from shardkeep.format.frames import FOOTER_NBYTES, FrameTable, decode_table, encode_table, table_nbytes
 from shardkeep.format.record import RECORD_NAME, FileEntry, decode_record, encode_record
 from shardkeep.opening import verify_stored
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, OTHER_KEYS, InOrderStore, blobs_of

@@ -10,13 +10,7 @@ import torch.distributed.checkpoint as torchs
 
 from shardkeep.dcp import logger as our_logger
 from shardkeep.dcp import logging_handlers, state_dict_loader, state_dict_saver
-from shardkeep.dcp._impl.driver import (
-    _dcp_logger,
-    _dcp_method_logger,
-    _init_logger,
-    log_fields_of,
-    logged,
-)
+from shardkeep.dcp._impl.driver import _dcp_logger, _dcp_method_logger, _init_logger, log_fields_of, logged
 from shardkeep.dcp.api import CheckpointException
 
 

@@ -23,13 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkeep.errors import (
-    CheckpointError,
-    ChecksumMismatch,
-    DamagedCheckpoint,
-    PickleRefused,
-    RanksDisagree,
-)
+from shardkeep.errors import CheckpointError, ChecksumMismatch, DamagedCheckpoint, PickleRefused, RanksDisagree
 from tests.dcp import faulty
 from tests.dcp.sides import SIDES, causes_of, failure_of, part, quietly, side
 from tests.faults.forks import Fork

@@ -10,15 +10,7 @@ import torch
 import shardkeep as sk
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.engine.samples import bits
-from tests.faults.scene import (
-    OPTIONS,
-    assert_saved,
-    checkpoint_at,
-    files_of_checkpoint,
-    names_in,
-    no_leaks,
-    save_all,
-)
+from tests.faults.scene import OPTIONS, assert_saved, checkpoint_at, files_of_checkpoint, names_in, no_leaks, save_all
 
 PAGE = 4096
 

@@ -12,14 +12,7 @@ from shardkeep.storage.local import LocalStore
 from tests.faults.calls import ASKING, CHANGING, strike_at
 from tests.faults.doomed import level_at, save_and_die_at, save_levels
 from tests.faults.forks import Fork
-from tests.faults.scene import (
-    assert_saved,
-    checkpoint_at,
-    files_of_checkpoint,
-    names_in,
-    no_leaks,
-    save_all,
-)
+from tests.faults.scene import assert_saved, checkpoint_at, files_of_checkpoint, names_in, no_leaks, save_all
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -11,14 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.errors import (
-    CheckpointError,
-    InvalidShards,
-    KeyCollision,
-    MalformedFile,
-    PickleRefused,
-    UnsupportedLeaf,
-)
+from shardkeep.errors import CheckpointError, InvalidShards, KeyCollision, MalformedFile, PickleRefused, UnsupportedLeaf
 from shardkeep.format.values import (
     MAX_TREE_DEPTH,
     Container,

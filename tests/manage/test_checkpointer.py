@@ -21,17 +21,7 @@ from shardkeep.layouts import orphans
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.manage.scene import (
-    Broken,
-    Overriding,
-    checkpointer,
-    damage,
-    empty_state,
-    far_root,
-    state_at,
-    tear,
-    train,
-)
+from tests.manage.scene import Broken, Overriding, checkpointer, damage, empty_state, far_root, state_at, tear, train
 
 
 def places(root: Path) -> set[str]:

@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 
 from shardkeep.errors import StateError
 from shardkeep.manage.catalog import Entry
-from shardkeep.manage.retention import (
-    AnyOf,
-    KeepAll,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepYounger,
-    Policy,
-    plan,
-)
+from shardkeep.manage.retention import AnyOf, KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 METRIC = st.one_of(st.just(math.nan), st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf]))

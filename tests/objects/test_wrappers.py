@@ -12,15 +12,7 @@ import torch
 
 import shardkeep as sk
 from tests.engine.samples import bits
-from tests.objects.wrappers import (
-    OPTIMIZERS,
-    WORLDS,
-    build,
-    losses_from_here,
-    mesh_for,
-    train,
-    trainable,
-)
+from tests.objects.wrappers import OPTIMIZERS, WORLDS, build, losses_from_here, mesh_for, train, trainable
 from tests.support.rank_pool import RankPool
 
 

@@ -13,19 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties as TheirPrope
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TheirEntry
 
 from shardkeep.dcp._impl.plans import create_read_items_for_chunk_list
-from shardkeep.format.boxes import (
-    boxes_overlap,
-    clashes,
-    overlap_region,
-    overlaps,
-    within,
-)
-from shardkeep.layouts.torch_values import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-    to_ours,
-)
+from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
+from shardkeep.layouts.torch_values import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata, to_ours
 
 # A shared machine may be slow at any moment.
 without_deadline = settings(deadline=None)

@@ -11,11 +11,7 @@ from torch.distributed.tensor import Shard as Cut
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.dcp.planner import SavePlan
-from shardkeep.dcp.planner_helpers import (
-    _compare_save_plans,
-    _contains_usable_plan,
-    _merge_delta_local_plans,
-)
+from shardkeep.dcp.planner_helpers import _compare_save_plans, _contains_usable_plan, _merge_delta_local_plans
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import RanksDisagree

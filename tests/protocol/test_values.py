@@ -11,15 +11,9 @@ from torch.distributed.checkpoint import planner as their_planner
 from torch.distributed.checkpoint import storage as their_storage
 
 from shardkeep.errors import BrokenProtocol
-from shardkeep.layouts import (
-    torch_values as metadata,
-)
-from shardkeep.layouts import (
-    torch_values as plans,
-)
-from shardkeep.layouts import (
-    torch_values as storage,
-)
+from shardkeep.layouts import torch_values as metadata
+from shardkeep.layouts import torch_values as plans
+from shardkeep.layouts import torch_values as storage
 from shardkeep.layouts.torch_values import protocol_classes_of, to_ours, translator
 
 OFFSETS = [None, (), (0,), (3, 4)]

@@ -10,14 +10,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep import events as all_events
-from shardkeep.events import (
-    LoadFailed,
-    LoadFinished,
-    SaveCommitted,
-    SaveFailed,
-    SaveProgressed,
-    emit,
-)
+from shardkeep.events import LoadFailed, LoadFinished, SaveCommitted, SaveFailed, SaveProgressed, emit
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore, broken
 from tests.reports import scene

@@ -16,16 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, UnexpectedValue
 from shardkeep.state.collectives import all_gather_sharded_tensor, gather_state_dict
 from tests.engine.samples import all_dtypes, bits, random_tensor
-from tests.toolkit.samples import (
-    CPU,
-    in_chunks,
-    mesh_of,
-    numbered,
-    seen,
-    sharded_tensor,
-    sharded_tree,
-    spread_out,
-)
+from tests.toolkit.samples import CPU, in_chunks, mesh_of, numbered, seen, sharded_tensor, sharded_tree, spread_out
 
 RANKS = [1, 2, 4]
 KEYS = 18  # of the sample tree

@@ -13,20 +13,8 @@ from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.errors import CompanionMismatch, UnexpectedValue
 from shardkeep.state.collectives import distribute_state_dict
-from shardkeep.state.offload import (
-    _identity_func,
-    iterate_state_dict,
-)
-from tests.toolkit.samples import (
-    CPU,
-    in_chunks,
-    mesh_of,
-    numbered,
-    seen,
-    sharded_tensor,
-    sharded_tree,
-    spread_out,
-)
+from shardkeep.state.offload import _identity_func, iterate_state_dict
+from tests.toolkit.samples import CPU, in_chunks, mesh_of, numbered, seen, sharded_tensor, sharded_tree, spread_out
 
 
 class Pair(NamedTuple):

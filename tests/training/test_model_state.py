@@ -9,12 +9,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as theirs
 from torch import nn
 
-from shardkeep.dcp.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-)
+from shardkeep.dcp.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict
 from shardkeep.dcp.stateful import Stateful
 from shardkeep.errors import CheckpointError, KeyCollision
 from shardkeep.state.objects import module_state

@@ -9,13 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from shardkeep.errors import CheckpointError
-from shardkeep.state.names import (
-    canonical_key,
-    get_fqns,
-    live_state,
-    parameter_names,
-    state_dict_key,
-)
+from shardkeep.state.names import canonical_key, get_fqns, live_state, parameter_names, state_dict_key
 
 # Importing torch.compile's machinery warns of parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")

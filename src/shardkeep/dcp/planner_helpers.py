@@ -1,8 +1,6 @@
 """The names of `torch.distributed.checkpoint.planner_helpers`."""
 
-from shardkeep.dcp._impl.checkpointable import (
-    _get_checkpointable_tensor_chunks,
-)
+from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_chunks
 from shardkeep.dcp._impl.planners import _compare_save_plans, _contains_usable_plan, _merge_delta_local_plans
 from shardkeep.dcp._impl.plans import (
     _chunk_for_shard,

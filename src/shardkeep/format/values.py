@@ -47,14 +47,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Decoder, Encoder, Ext
 
-from shardkeep.errors import (
-    CheckpointError,
-    InvalidShards,
-    KeyCollision,
-    MalformedFile,
-    PickleRefused,
-    UnsupportedLeaf,
-)
+from shardkeep.errors import CheckpointError, InvalidShards, KeyCollision, MalformedFile, PickleRefused, UnsupportedLeaf
 
 MAX_DEPTH: Final = 64
 """Containers inside containers, in what is written and in what is read."""

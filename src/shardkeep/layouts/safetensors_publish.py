@@ -44,14 +44,7 @@ from typing import Protocol, cast
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
-from shardkeep.layouts.safetensors import (
-    CUSTOM_METADATA_KEY,
-    INDEX_NAME,
-    SAVE_ID_KEY,
-    SUFFIX,
-    marked_name,
-    read_header,
-)
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, SUFFIX, marked_name, read_header
 from shardkeep.storage.base import Gets, Opens, Store, Version, is_name, local_path
 from shardkeep.storage.local import PathStore, directory_lock, make_directory, storage_errors, sync_directory
 

@@ -43,13 +43,7 @@ from shardkeep.dcp._impl.file_writer import FileSystemWriter, resolves_in_place
 from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaverProcess, StagedSave
 from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.queue import SaveHandle, SaveQueue
-from shardkeep.engine.stagers import (
-    AsyncStager,
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-    StateSnapshot,
-)
+from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions, StateSnapshot
 from shardkeep.errors import CheckpointError
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,

@@ -41,12 +41,7 @@ from shardkeep.dcp._impl.file_reader import FileSystemReader, FsspecReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter, _FileSystemWriter
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
-from shardkeep.dcp._impl.shared_items import (
-    fills_in_place,
-    keeps,
-    remaining_plan,
-    shared_requests_of_plan,
-)
+from shardkeep.dcp._impl.shared_items import fills_in_place, keeps, remaining_plan, shared_requests_of_plan
 from shardkeep.engine.shared_reads import (
     Channel,
     Exchange,

@@ -27,13 +27,7 @@ from torch.futures import Future
 from shardkeep.conversion.pipeline import FileParts, TensorPart
 from shardkeep.conversion.to_hf import model_file, write_model_files
 from shardkeep.dcp._impl.file_writer import CheckpointThere, FileSystemWriter
-from shardkeep.dcp._impl.hf_files import (
-    SHARDED_DIR_NAME,
-    _gen_file_name,
-    _metadata_fn,
-    no_tensor,
-    write_hf_files,
-)
+from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor, write_hf_files
 from shardkeep.dcp._impl.hf_reader import storage_place
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world

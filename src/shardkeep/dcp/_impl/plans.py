@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardkeep.dcp._impl.checkpointable import (
-    _get_checkpointable_tensor_chunks,
-    _get_checkpointable_tensor_shard,
-)
+from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_chunks, _get_checkpointable_tensor_shard
 from shardkeep.errors import BrokenProtocol, MalformedFile, MissingKeys, NoSuchValue, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts.torch_values import (
