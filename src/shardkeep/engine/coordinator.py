@@ -14,33 +14,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shardkeep import errors
 from shardkeep.codecs.keys import KeySource
 from shardkeep.engine.codecs import CodecPlan, Codecs, plan_codecs
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointExists,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    PickleRefused,
-    StorageError,
-    StorageFull,
-    UnsupportedVersion,
-)
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.index import Chunks
 from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
-from shardkeep.plan.save_plan import (
-    CheckpointPlan,
-    RankManifest,
-    RankWritePlan,
-    merge_rank_trees,
-    merge_rank_values,
-    plan_save,
-)
+from shardkeep.plan import save_plan
 from shardkeep.storage.base import Store, Version, free_nbytes, is_sequential
 
 log = logging.getLogger("shardkeep")
@@ -66,7 +49,7 @@ Labels = tuple[int | None, dict[str, Any]]
 class _PlannedSave:
     """What rank 0 has planned for all ranks."""
 
-    plan: CheckpointPlan
+    plan: save_plan.CheckpointPlan
     values: list[tuple[str, bytes]]
     tree: bytes
     codecs: CodecPlan
@@ -91,19 +74,19 @@ class Coordinator:
         self._committed = False
         self._interrupt: KeyboardInterrupt | None = None
 
-    def plan(self, payloads: list[bytes]) -> list[RankWritePlan]:
+    def plan(self, payloads: list[bytes]) -> list[save_plan.RankWritePlan]:
         """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
         replaces = self._check_place()
-        manifests = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
-        tree = merge_rank_trees(manifests)
+        manifests = [msgspec.msgpack.decode(payload, type=save_plan.RankManifest) for payload in payloads]
+        tree = save_plan.merge_rank_trees(manifests)
         codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
-        plan = plan_save(manifests, codecs.chain_of)
-        values = merge_rank_values(manifests, plan.keys)
+        plan = save_plan.plan_save(manifests, codecs.chain_of)
+        values = save_plan.merge_rank_values(manifests, plan.keys)
         wanted, free = sum(file.data_nbytes for file in plan.files), free_nbytes(self.store)
         wanted += sum(len(data) for _, data in values)
         # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
         if not codecs.chains and free is not None and free < wanted:
-            raise StorageFull(
+            raise errors.StorageFull(
                 f"{self.store.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
                 hint="delete checkpoints you no longer need, or save to another place; nothing was written",
                 errno=errno.ENOSPC,
@@ -125,7 +108,7 @@ class Coordinator:
             for name, nbytes in entry.at_rest:
                 # A network file system may list an old state; a request for one name is answered anew.
                 if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
-                    raise StorageError(
+                    raise errors.StorageError(
                         f"{self.store.url}: rank {file.rank} wrote {name} of {nbytes} bytes, but rank 0 does not find it",
                         hint="all ranks must see one file system",
                         name=name,
@@ -135,7 +118,7 @@ class Coordinator:
         try:
             with contextlib.closing(self.store.open(name)) as blob:
                 return blob.nbytes
-        except BlobNotFound:
+        except errors.BlobNotFound:
             return None
 
     def commit(self, labels: Labels) -> CommittedSave:
@@ -172,7 +155,7 @@ class Coordinator:
         try:
             listed = {info.name for info in self.store.list()}
             gone = [name for name in names if name not in listed and self._nbytes(name) is None]
-        except CheckpointError as exc:
+        except errors.CheckpointError as exc:
             log.warning("could not check the committed files in %s once more: %s", self.store.url, exc)
             return
         except KeyboardInterrupt as exc:
@@ -181,11 +164,11 @@ class Coordinator:
             return
         if not gone:
             return
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(errors.CheckpointError):
             if native.read_record(self.store).save_id == self.save_id:
                 orphans.discard(self.store, [RECORD_NAME])
         self._publishing = False
-        raise StorageError(
+        raise errors.StorageError(
             f"{self.store.url}: {len(gone)} of the {len(names)} files of this save were deleted by another process while"
             f" it was writing: {gone[0]}",
             hint="save again, and do not delete checkpoints by hand in a place that a job saves to",
@@ -199,13 +182,13 @@ class Coordinator:
             committed = self._committed
             if self._publishing and not committed:
                 # The record may be in place, even if the attempt to put it there has raised.
-                with contextlib.suppress(CheckpointNotFound):
+                with contextlib.suppress(errors.CheckpointNotFound):
                     committed = native.read_record(self.store).save_id == self.save_id
             if committed:
                 orphans.discard(self.store, [claim])
                 return
             mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
-        except CheckpointError as exc:
+        except errors.CheckpointError as exc:
             log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
             return
         orphans.discard(self.store, [*mine, claim])
@@ -219,7 +202,7 @@ class Coordinator:
             if replaced := list(filter(torch_files.is_metadata, names)):
                 orphans.discard(self.store, [*replaced, *filter(torch_files.is_data, names)])
             orphans.sweep(self.store, orphans.survey(self.store))
-        except CheckpointError as exc:
+        except errors.CheckpointError as exc:
             log.warning("could not remove replaced files in %s: %s", self.store.url, exc)
         if self._interrupt is not None:
             raise self._interrupt
@@ -228,18 +211,20 @@ class Coordinator:
         try:
             try:
                 native.record_in(self.store)
-            except BlobNotFound:
+            except errors.BlobNotFound:
                 if self._nbytes(torch_files.METADATA_NAME) is None:
                     return
-                with contextlib.suppress(PickleRefused):
+                with contextlib.suppress(errors.PickleRefused):
                     data = self.store.get(torch_files.METADATA_NAME, limit=torch_files.MAX_METADATA_NBYTES)
                     torch_files.decode_torch_metadata(data, where=torch_files.METADATA_NAME)
-        except (DamagedCheckpoint, UnsupportedVersion) as exc:
-            raise CheckpointExists(
+        except (errors.DamagedCheckpoint, errors.UnsupportedVersion) as exc:
+            raise errors.CheckpointExists(
                 f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
                 hint=_HOW_TO_REPLACE,
             ) from exc
-        raise CheckpointExists(f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE)
+        raise errors.CheckpointExists(
+            f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
+        )
 
     def _check_place(self) -> Version | None:
         """Check that this save may write here; return the version of the record that it replaces."""
@@ -251,7 +236,7 @@ class Coordinator:
             self._check_no_checkpoint()
         found = orphans.survey(self.store)
         if found.living:
-            raise CheckpointExists(
+            raise errors.CheckpointExists(
                 f"{self.store.url}: another save is writing here (process {found.living.pid})",
                 hint="wait for it, or save to another place",
             )
@@ -260,7 +245,7 @@ class Coordinator:
         return replaces
 
 
-def data_file_names(plan: CheckpointPlan, save_id: str, world_size: int) -> list[str]:
+def data_file_names(plan: save_plan.CheckpointPlan, save_id: str, world_size: int) -> list[str]:
     """Return the names of all data files of a save."""
     return [
         native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
@@ -269,8 +254,13 @@ def data_file_names(plan: CheckpointPlan, save_id: str, world_size: int) -> list
 
 
 def split_by_rank(
-    plan: CheckpointPlan, save_id: str, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
-) -> list[RankWritePlan]:
+    plan: save_plan.CheckpointPlan,
+    save_id: str,
+    world_size: int,
+    *,
+    chains: Sequence[Recorded] = (),
+    sidecar: bool = False,
+) -> list[save_plan.RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
     names = data_file_names(plan, save_id, world_size)
     ranks = np.array([file.rank for file in plan.files], np.int64)
@@ -286,7 +276,7 @@ def split_by_rank(
         low, high = int(first_file[rank]), int(first_file[rank + 1])
         pieces = plan.pieces.take(slice(int(first_piece[rank]), int(first_piece[rank + 1])))
         plans.append(
-            RankWritePlan(
+            save_plan.RankWritePlan(
                 save_id=save_id,
                 files=[(names[i], plan.files[i].data_nbytes, blocks[i]) for i in range(low, high)],
                 file=(pieces.file - low).tobytes(),

@@ -22,16 +22,8 @@ import numpy as np
 
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import CheckpointError
+from shardkeep.format import data_file
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.data_file import (
-    DIGEST_NBYTES,
-    block_digests,
-    checksum_text,
-    count_blocks,
-    digest,
-    encode_sidecar,
-    seal_header,
-)
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, Creates, Deletes, delete_all
@@ -117,7 +109,7 @@ Put = Callable[[Window, BlobWriter, memoryview], bytes]
 
 def hash_and_write(file: BlobWriter, offset: int, data: memoryview, block_nbytes: int) -> bytes:
     """Write bytes, and return the digests of their blocks. Hashing comes first, which brings them into the cache."""
-    digests = block_digests(data, block_nbytes)
+    digests = data_file.block_digests(data, block_nbytes)
     file.write_at(offset, data)
     return digests
 
@@ -163,7 +155,7 @@ def write_files(
         def work(task: tuple[_FileInProgress, Window], buffer: memoryview) -> bool:
             file, window = task
             found = put(window, file.writer, buffer)
-            at = window.start // file.job.block_nbytes * DIGEST_NBYTES
+            at = window.start // file.job.block_nbytes * data_file.DIGEST_NBYTES
             file.job.digests[at : at + len(found)] = found
             if on_written is not None:
                 on_written(window.nbytes)
@@ -223,7 +215,7 @@ def _tasks(
             if job.sidecar:
                 begun.append(native.blocks_name(job.name))
                 writer.write_at(0, memoryview(job.header))
-            job.digests[:] = bytes(count_blocks(job.data_nbytes, job.block_nbytes) * DIGEST_NBYTES)
+            job.digests[:] = bytes(data_file.count_blocks(job.data_nbytes, job.block_nbytes) * data_file.DIGEST_NBYTES)
             opened[job.name] = _FileInProgress(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
         yield opened[job.name], window
 
@@ -278,11 +270,11 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
 def _finish(store: Creates, file: _FileInProgress) -> None:
     job = file.job
     if job.header and not job.sidecar:
-        seal_header(job.header, job.digests)
+        data_file.seal_header(job.header, job.digests)
         file.writer.write_at(0, memoryview(job.header))
     file.writer.finish()
     if job.sidecar:
-        digests = encode_sidecar(job.header, job.digests)
+        digests = data_file.encode_sidecar(job.header, job.digests)
         beside = store.create(native.blocks_name(job.name), len(digests))
         try:
             beside.write_at(0, memoryview(digests))
@@ -299,6 +291,8 @@ def file_entry(job: FileJob) -> FileEntry:
         nbytes=job.nbytes,
         header_nbytes=len(job.header),
         block_nbytes=job.block_nbytes,
-        checksum=checksum_text(digest(encode_sidecar(job.header, job.digests) if job.sidecar else job.header)),
+        checksum=data_file.checksum_text(
+            data_file.digest(data_file.encode_sidecar(job.header, job.digests) if job.sidecar else job.header)
+        ),
         blocks=native.blocks_name(job.name) if job.sidecar else None,
     )
