@@ -61,10 +61,3 @@ def test_every_shell_has_a_script(shardkeep, shell):
     assert "keep-last" in answer.out
     assert "verify" in answer.out
     assert shardkeep("completion", shell, "--json").json["script"] + "\n" == answer.out
-
-
-def test_another_shell_is_refused(shardkeep):
-    """A shell there is no script for is an error that names those there are."""
-    answer = shardkeep("completion", "powershell")
-    assert answer.code == 2
-    assert "fish" in answer.err

@@ -60,29 +60,24 @@ def test_values_that_are_left_out_are_told(shardkeep, checkpoint, tmp_path):
     assert "step" in answer.err
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5e9), ("512MiB", 512 << 20), ("1.5 kb", 1500), ("77", 77)])
-def test_sizes_are_understood(text, nbytes):
-    """Powers of ten and of two, with and without B, mean what disks and memory mean by them."""
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "5 parsecs", "-1GB", "0", "1e9"])
-def test_what_is_no_size_is_refused(text):
-    """Anything else is refused with an example."""
-    with pytest.raises(UsageError, match="is not a size"):
-        parse_size(text)
-
-
 @pytest.mark.parametrize(
-    ("text", "pair"), [("s/a/b/", ("a", "b")), ("s|^x.|y/|", ("^x.", "y/")), ("s/a//g", ("a", ""))]
+    ("parse", "text", "expected"),
+    [
+        (parse_size, "5GB", 5e9),
+        (parse_size, "512MiB", 512 << 20),
+        (parse_size, "1.5 kb", 1500),
+        (parse_size, "77", 77),
+        *((parse_size, text, None) for text in ("", "5 parsecs", "-1GB", "0", "1e9")),
+        (parse_rename, "s/a/b/", ("a", "b")),
+        (parse_rename, "s|^x.|y/|", ("^x.", "y/")),
+        (parse_rename, "s/a//g", ("a", "")),
+        *((parse_rename, text, None) for text in ("a=b", "s/a/b", "s//b/", "s/a/b/i", "sxaxbx", "s")),
+    ],
 )
-def test_renames_are_written_as_in_sed(text, pair):
-    """Any sign may stand for the slash, and the replacement may be empty."""
-    assert parse_rename(text) == pair
-
-
-@pytest.mark.parametrize("text", ["a=b", "s/a/b", "s//b/", "s/a/b/i", "sxaxbx", "s"])
-def test_what_is_no_rename_is_refused(text):
-    """What sed would not take, or means otherwise there, is refused."""
-    with pytest.raises(UsageError, match="rename"):
-        parse_rename(text)
+def test_sizes_and_renames_are_understood(parse, text, expected):
+    """Powers of ten and of two; substitutions as in sed, with any sign for the slash. Anything else is refused."""
+    if expected is None:
+        with pytest.raises(UsageError, match="is not a size" if parse is parse_size else "rename"):
+            parse(text)
+    else:
+        assert parse(text) == expected

@@ -88,6 +88,7 @@ def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, m
         (["ls"], "ls: needs PATH\n"),
         (["diff", "a"], "diff: needs B\n"),
         (["convert", "a", "b"], "convert: needs --to\n"),
+        (["completion", "powershell"], "fish"),
         (["show", "x", "y", "--bins", "many"], "invalid int value"),
     ],
 )
