@@ -32,14 +32,6 @@ def state_of_process() -> tuple[int, bool, int]:
     return os.getpid(), dist.is_initialized(), torch.get_num_threads()
 
 
-def test_processes_are_kept_and_groups_are_not(rank_pool: RankPool):
-    first = rank_pool.run(2, state_of_process)
-    second = rank_pool.run(2, state_of_process, init=False)
-
-    assert [pid for pid, _, _ in first] == [pid for pid, _, _ in second]
-    assert [(group, threads) for _, group, threads in first + second] == [(True, 1)] * 2 + [(False, 1)] * 2
-
-
 def raise_on_odd_ranks() -> str:
     if dist.get_rank() % 2:
         raise StateMismatch("differs", missing=["a"]) from KeyError("a")

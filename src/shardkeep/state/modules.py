@@ -334,8 +334,7 @@ def _device_for_meta(local: Mapping[str, Any], given: Mapping[str, Any]) -> torc
         found = (value.device for value in given.values() if isinstance(value, torch.Tensor))
         return next(found, torch.device("cpu"))
     if not kinds:
-        supported = dist.group.WORLD._device_types  # type: ignore[union-attr]  # it is initialised
-        kinds = {torch.device(one).type for one in supported}
+        kinds = {one.type for one in dist.group.WORLD._device_types}  # type: ignore[union-attr]  # it is initialised
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # Like torch, use the CPU if the group supports it.
     if accelerator is None or "cpu" in kinds or accelerator.type not in kinds:

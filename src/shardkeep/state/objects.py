@@ -134,10 +134,8 @@ class Objects:
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return digests, by flat name, of state that may be shared or per rank."""
-        digests: dict[str, bytes] = {}
-        for adapter in self._adapters:
-            digests |= adapter.digests(allow_pickle=allow_pickle)
-        return digests
+        found = (adapter.digests(allow_pickle=allow_pickle) for adapter in self._adapters)
+        return {name: digest for digests in found for name, digest in digests.items()}
 
     def states(self, differing: Collection[str], *, communicating: bool) -> dict[str, Any]:
         """Return, by flat name, the states to save, of objects that do, or do not, communicate."""
@@ -146,9 +144,7 @@ class Objects:
 
     def templates(self, stored: StoredState, selected: Selected, *, communicating: bool) -> dict[str, Any]:
         """Make templates for the selected objects that do, or do not, communicate; return the states of all so far."""
-        for adapter in self._adapters:
-            if adapter.communicates != communicating:
-                continue
+        for adapter in (each for each in self._adapters if each.communicates == communicating):
             if selected(adapter.name) or any(selected(leaf.name) for leaf in stored.below(adapter.name)):
                 self._templates[adapter.name] = adapter.template(stored, selected)
         return {name: template.state for name, template in self._templates.items()}

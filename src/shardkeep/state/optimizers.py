@@ -152,10 +152,9 @@ def set_hyper_parameters(groups: Sequence[dict[str, Any]], values: Iterable[Mapp
 
 class StoredGroups:
     """
-    The parameter groups in a checkpoint, of the optimizer called `name`.
+    The parameter groups of one optimizer in a checkpoint, also in a list, as in a state dict by names.
 
-    The members of each group are read from the index at once, even if they are not selected. Parameters have the names
-    that the load's `rename` gives them. Groups in a list, as in a state dict by names, are understood too.
+    The members of each group are read from the index at once, under the names that the load's `rename` gives them.
     """
 
     def __init__(self, name: str, stored: StoredState, selected: Selected) -> None:
