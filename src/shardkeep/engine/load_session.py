@@ -18,17 +18,9 @@ import torch
 
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World
+from shardkeep.engine import match as matching
 from shardkeep.engine import shared_reads
 from shardkeep.engine.fill import fill
-from shardkeep.engine.match import (
-    LoadFilter,
-    Match,
-    MatchResult,
-    RankFindings,
-    compare_kinds,
-    match_state,
-    merge_findings,
-)
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases
 from shardkeep.engine.sources import Identity, find, identity_of, open_identified
@@ -68,7 +60,7 @@ class PreparedLoad(NamedTuple):
     """The index, the checked arguments, and what objects that ask no other rank need."""
 
     source: Source
-    load_filter: LoadFilter
+    load_filter: matching.LoadFilter
     stored: StoredState | None
     templates: dict[str, Any]
 
@@ -80,9 +72,9 @@ class MatchedState(NamedTuple):
     source: Source
     templates: dict[str, Any]
     description: Description
-    match: Match
+    match: matching.Match
     values: dict[str, Any]
-    result: MatchResult
+    result: matching.MatchResult
 
 
 class SharedLoad(NamedTuple):
@@ -110,7 +102,7 @@ class LoadSession:
 
     state: State
     store: Store
-    load_filter: LoadFilter
+    load_filter: matching.LoadFilter
     world: World
     ranks: Rendezvous
     phases: Phases
@@ -172,12 +164,12 @@ class LoadSession:
 
         def decide(payloads: list[bytes]) -> list[bytes]:
             index, load_filter = on_rank_0[0].source.index, on_rank_0[0].load_filter
-            findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in payloads]
-            result = merge_findings(index, findings, load_filter, strict=self.strict, where=self.store.url)
+            findings = [msgspec.msgpack.decode(payload, type=matching.RankFindings) for payload in payloads]
+            result = matching.merge_findings(index, findings, load_filter, strict=self.strict, where=self.store.url)
             return [_encode(result)] * len(payloads)
 
         matched, answer = self._agree("match", compare, decide)
-        return matched._replace(result=msgspec.msgpack.decode(answer, type=MatchResult))
+        return matched._replace(result=msgspec.msgpack.decode(answer, type=matching.MatchResult))
 
     def _compare(self, opened: OpenedLoad, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
         source, load_filter, stored, templates = prepared
@@ -185,7 +177,7 @@ class LoadSession:
         if stored is not None:
             templates = opened.objects.templates(stored, selected, communicating=True)
         description = describe(self.state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
-        match = match_state(source.index, description, load_filter)
+        match = matching.match_state(source.index, description, load_filter)
         # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
         values: dict[str, Any] = {}
         other_kinds: list[str] = []
@@ -193,8 +185,8 @@ class LoadSession:
             like = description.values[key]
             data = source.index.value_data.raw(row)
             values[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
-            other_kinds += compare_kinds(key, like, values[key])
-        result = MatchResult(missing=[], unexpected=[])
+            other_kinds += matching.compare_kinds(key, like, values[key])
+        result = matching.MatchResult(missing=[], unexpected=[])
         matched = MatchedState(opened, source, templates, description, match, values, result)
         # So does a container that cannot be changed.
         made = {key: torch.empty(0) for key in match.tensors if needs_memory(description.leaves[key])}
