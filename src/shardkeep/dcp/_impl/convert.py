@@ -17,8 +17,8 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -256,7 +256,7 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
     with closing(reader):
         archive = _read(reader, 0, len(_ZIP)) == _ZIP
         if archive:
-            _check(reader, where)
+            _check(reader, where, opened)
         how = {"archive": archive, "mmap": archive and not blob}
         return load_safely(opened, where, {"file": where}, map_location="cpu", **how)
 
@@ -277,7 +277,7 @@ def _read(reader: BlobReader, at: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def _check(reader: BlobReader, where: str) -> None:
+def _check(reader: BlobReader, where: str, opened: Callable[[], Any]) -> None:
     """Check that `torch.save` can have written an archive, and compare all entries with their checksums, on threads."""
     entries = stored_parts(partial(_read, reader), reader.nbytes, where=where)
     # Torch would load a compiled program with another loader.
@@ -310,10 +310,16 @@ def _check(reader: BlobReader, where: str) -> None:
     for number, got_crc in sums.items():
         entry = entries[number]
         if got_crc != entry.crc:
+            keys = []
+            with suppress(Exception):  # the file is damaged, and the keys are only for the message
+                flat, _ = flatten_state_dict(load_safely(opened, where, {}, archive=True, map_location="meta"))
+                stored = {key: each.untyped_storage() for key, each in flat.items() if isinstance(each, torch.Tensor)}
+                keys = [key for key, each in stored.items() if getattr(each, "_checkpoint_offset", None) == entry.start]
             raise ChecksumMismatch(
-                f"{where}: {entry.name} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
+                f"{where}: {entry.name} {keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
                 hint="the file was damaged after it was written: copy it again",
                 file=where,
+                keys=keys,
                 offset=entry.start,
             )
 
