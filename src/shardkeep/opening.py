@@ -16,20 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardkeep import errors
 from shardkeep.engine.reader import Source, explain_missing
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
 from shardkeep.engine.workers import window_for
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    MalformedFile,
-    PickleRefused,
-    UnsupportedLeaf,
-    WrongSize,
-)
 from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
@@ -115,7 +106,7 @@ def _limits(store: Store, options: Options, *, coded: bool) -> tuple[int, int]:
 def _raise_if_any(store: Store, problems: list[str]) -> None:
     if problems:
         text = "\n  ".join(problems)
-        raise DamagedCheckpoint(f"{store.url}: {len(problems)} wrong:\n  {text}", problems=problems)
+        raise errors.DamagedCheckpoint(f"{store.url}: {len(problems)} wrong:\n  {text}", problems=problems)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -128,8 +119,8 @@ class Checkpoint(Mapping[str, Any]):
         try:
             self.source: Source = found.open(options)
             """What it is read from, for tools that look at files and offsets."""
-        except WrongSize as exc:
-            if isinstance(exc.__cause__, BlobNotFound):
+        except errors.WrongSize as exc:
+            if isinstance(exc.__cause__, errors.BlobNotFound):
                 raise explain_missing(store, found.record.index.name) from exc
             raise
         self.record: Record = self.source.record
@@ -224,7 +215,7 @@ class Checkpoint(Mapping[str, Any]):
         tree = decode_tree(self.index.tree)
         names = list(leaf_keys(tree))
         if len(names) != len(self) or len(set(names)) != len(names) or set(names) != set(self):
-            raise MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
+            raise errors.MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
         return tree
 
     def verify(self) -> VerifyReport:
@@ -246,23 +237,23 @@ class Checkpoint(Mapping[str, Any]):
             without_digests=sum(not file.block_nbytes for file in files),
         )
 
-    def _damage(self) -> Iterator[CheckpointError]:
+    def _damage(self) -> Iterator[errors.CheckpointError]:
         for check in (self._check_unchanged, self._check_index):
             try:
                 check()
-            except (DamagedCheckpoint, CheckpointNotFound) as exc:
+            except (errors.DamagedCheckpoint, errors.CheckpointNotFound) as exc:
                 yield exc
         for row, key in enumerate(self.index.value_keys.all()):
             try:
                 decode_value(self.index.value_data.raw(row), key=key.decode(), allow_pickle=False)
-            except DamagedCheckpoint as exc:
+            except errors.DamagedCheckpoint as exc:
                 yield exc
-            except (PickleRefused, UnsupportedLeaf):
+            except (errors.PickleRefused, errors.UnsupportedLeaf):
                 pass  # intact, but not to be rebuilt here
         for number in range(len(self.record.files)):
             try:
                 yield from self._damage_of_file(number)
-            except DamagedCheckpoint as exc:
+            except errors.DamagedCheckpoint as exc:
                 yield exc
 
     def _check_unchanged(self) -> None:
@@ -272,18 +263,18 @@ class Checkpoint(Mapping[str, Any]):
             raise explain_missing(self._store, self.record.index.name)
         opened = found.open(self._options).record
         if opened != self.record:
-            raise MalformedFile(f"{self._store.url}: the commit record is not the one that was opened")
+            raise errors.MalformedFile(f"{self._store.url}: the commit record is not the one that was opened")
 
     def _check_sorted(self) -> None:
         if not self.index.is_sorted:
-            raise MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
+            raise errors.MalformedFile(f"{self.record.index.name}: keys are not sorted, or not distinct")
 
     def _check_index(self) -> None:
         self.source.check_index(self._owners())
         self._check_sorted()
         self._tree()
 
-    def _damage_of_file(self, number: int) -> Iterator[CheckpointError]:
+    def _damage_of_file(self, number: int) -> Iterator[errors.CheckpointError]:
         if (damage := self.source.damage_without_digests(number)) is not None:
             return damage
         file = self.record.files[number]
@@ -369,7 +360,7 @@ class StoredTensor:
 
 def _to_array(key: str, dtype: DType, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if dtype.numpy is None:
-        raise UnsupportedLeaf(
+        raise errors.UnsupportedLeaf(
             f"{key!r} is {dtype.name}, which numpy does not have",
             hint="use .tensor(), and .float() for a type numpy has",
         )

@@ -14,16 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from shardkeep.codecs.base import (
-    Authenticates,
-    Codec,
-    CodecConfig,
-    CodecRecord,
-    DecodesInto,
-    EncodesInto,
-    EncodesMany,
-    FramePlace,
-)
+from shardkeep.codecs import base
 from shardkeep.codecs.keys import CachedKeys, KeySource
 from shardkeep.errors import CheckpointError, CodecFailed, DamagedFrame, InvalidCodec, OversizedFrame, UnknownCodec
 from shardkeep.storage.buffers import flat
@@ -31,7 +22,7 @@ from shardkeep.storage.buffers import flat
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    _Step = Callable[[memoryview, FramePlace], Buffer]
+    _Step = Callable[[memoryview, base.FramePlace], Buffer]
 
 _MOST_CODECS = 16
 _HINT = "use another checkpoint, or another copy of this one"
@@ -45,24 +36,24 @@ class CodecChain:
     other rank and for readers. Without codecs it passes bytes on as they are.
     """
 
-    def __init__(self, recorded: Sequence[CodecRecord], codecs: Sequence[Codec]) -> None:
+    def __init__(self, recorded: Sequence[base.CodecRecord], codecs: Sequence[base.Codec]) -> None:
         self.recorded = [dict(each) for each in recorded]
         """The record of each codec, in the order of writing."""
         self._codecs = tuple(codecs)
-        self._many = next((codec for codec in self._codecs[:1] if isinstance(codec, EncodesMany)), None)
+        self._many = next((codec for codec in self._codecs[:1] if isinstance(codec, base.EncodesMany)), None)
         behind = self._codecs[0 if self._many is None else 1 :]
-        self._last = next((codec for codec in behind[-1:] if isinstance(codec, EncodesInto)), None)
+        self._last = next((codec for codec in behind[-1:] if isinstance(codec, base.EncodesInto)), None)
 
     @classmethod
-    def begin(cls, codecs: Sequence[str | CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
+    def begin(cls, codecs: Sequence[str | base.CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
         """Begin a new checkpoint: choose its parameters, and data keys that `keys` wraps."""
-        if isinstance(codecs, (str, CodecConfig)):
+        if isinstance(codecs, (str, base.CodecConfig)):
             codecs = [codecs]
         keys = None if keys is None else CachedKeys(keys)  # a data key that was just wrapped is not unwrapped again
         return cls.opened([codec_config(each).begin(keys) for each in codecs], keys=keys)
 
     @classmethod
-    def opened(cls, recorded: Sequence[CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
+    def opened(cls, recorded: Sequence[base.CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
         """Open the chain of a checkpoint from its records."""
         if len(recorded) > _MOST_CODECS:
             raise InvalidCodec(f"a chain has at most {_MOST_CODECS} codecs, not {len(recorded)}")
@@ -71,7 +62,7 @@ class CodecChain:
     @property
     def is_secret(self) -> bool:
         """Whether stored bytes can only be read with a key, and `mac` returns a code."""
-        return any(isinstance(each, Authenticates) for each in self._codecs)
+        return any(isinstance(each, base.Authenticates) for each in self._codecs)
 
     def bound(self, nbytes: int) -> int:
         """Return the largest stored size of a frame of so many plain bytes."""
@@ -79,11 +70,11 @@ class CodecChain:
             nbytes = codec.bound(nbytes)
         return nbytes
 
-    def encode(self, data: memoryview, place: FramePlace) -> Buffer:
+    def encode(self, data: memoryview, place: base.FramePlace) -> Buffer:
         """Return the stored form of a frame; without codecs, `data` itself. Raises `CodecFailed`."""
         return self._encoded([codec.encode for codec in self._codecs], data, place)
 
-    def encode_all(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> list[Buffer]:
+    def encode_all(self, data: memoryview, places: Sequence[base.FramePlace], room: memoryview) -> list[Buffer]:
         """
         Return what `encode` would return for each frame, in less time; results may lie in `room`.
 
@@ -115,7 +106,7 @@ class CodecChain:
         of_one = 0 if self._last is None else self.bound(nbytes)
         return -(-of_many // 64) * 64, -(-of_one // 64) * 64
 
-    def _encoded(self, steps: Sequence[_Step], data: memoryview, place: FramePlace) -> Buffer:
+    def _encoded(self, steps: Sequence[_Step], data: memoryview, place: base.FramePlace) -> Buffer:
         stored: Buffer = data
         for step, codec, recorded in zip(steps, self._codecs, self.recorded, strict=True):
             view = flat(memoryview(stored))
@@ -134,7 +125,7 @@ class CodecChain:
                 )
         return stored
 
-    def decode(self, stored: memoryview, into: memoryview, place: FramePlace) -> None:
+    def decode(self, stored: memoryview, into: memoryview, place: base.FramePlace) -> None:
         """Decode a frame into `into`, whose contents are undefined after an error. Raises `DamagedFrame`."""
         bounds = [place.nbytes]
         for codec in self._codecs[:-1]:
@@ -143,7 +134,7 @@ class CodecChain:
         for at in reversed(range(len(self._codecs))):
             codec, name = self._codecs[at], self.recorded[at]["name"]
             try:
-                if at == 0 and isinstance(codec, DecodesInto):
+                if at == 0 and isinstance(codec, base.DecodesInto):
                     size, filled = codec.decode_into(data, place, into), True
                 else:
                     data = flat(memoryview(codec.decode(data, place, bounds[at])))
@@ -166,17 +157,17 @@ class CodecChain:
     def mac(self, data: bytes) -> bytes | None:
         """Return the message authentication code of `data`; None if no codec has a secret key."""
         for codec in reversed(self._codecs):
-            if isinstance(codec, Authenticates):
+            if isinstance(codec, base.Authenticates):
                 return codec.mac(data)
         return None
 
 
-def rewrapped(recorded: Sequence[CodecRecord], keys: KeySource) -> list[CodecRecord]:
+def rewrapped(recorded: Sequence[base.CodecRecord], keys: KeySource) -> list[base.CodecRecord]:
     """Return the records of a chain with its data keys wrapped by the current key of `keys`; the data stay as they are."""
     return [_class_of(each).rewrap(each, keys) for each in recorded]
 
 
-def _class_of(recorded: CodecRecord) -> type[CodecConfig]:
+def _class_of(recorded: base.CodecRecord) -> type[base.CodecConfig]:
     name = recorded.get("name") if isinstance(recorded, dict) else None
     if not isinstance(name, str):
         raise InvalidCodec(f"the checkpoint records a codec without a name: {recorded!r}")
@@ -186,14 +177,14 @@ def _class_of(recorded: CodecRecord) -> type[CodecConfig]:
 
 
 def _one_by_one(
-    codec: EncodesMany, data: memoryview, places: Sequence[FramePlace], room: memoryview
+    codec: base.EncodesMany, data: memoryview, places: Sequence[base.FramePlace], room: memoryview
 ) -> Iterator[Buffer]:
     """Yield the encoded frames. As a generator it calls the codec, and fails, only when the first frame is needed."""
     yield from codec.encode_many(data, places, room)
     raise ValueError("it returned fewer frames than it was given")
 
 
-def _step_into(codec: EncodesInto, room: memoryview) -> _Step:
+def _step_into(codec: base.EncodesInto, room: memoryview) -> _Step:
     return lambda data, place: room[: codec.encode_into(data, place, room)]
 
 
@@ -206,16 +197,16 @@ _OURS = {
     "float": ("shardkeep.codecs.float", "Float"),
     "aes": ("shardkeep.codecs.aes", "Aes"),
 }
-_registered: dict[str, type[CodecConfig]] = {}
+_registered: dict[str, type[base.CodecConfig]] = {}
 
 
-def register_codec(cls: type[CodecConfig]) -> type[CodecConfig]:
+def register_codec(cls: type[base.CodecConfig]) -> type[base.CodecConfig]:
     """
     Register a codec in this process, by its `name`. Every process that reads or writes with it must do so.
 
     It replaces another of this name. Returns the class, so that it can decorate.
     """
-    if not (isinstance(cls, type) and issubclass(cls, CodecConfig)):
+    if not (isinstance(cls, type) and issubclass(cls, base.CodecConfig)):
         raise InvalidCodec(f"{cls!r} is not a subclass of CodecConfig")
     if not cls.name or ":" in cls.name:
         raise InvalidCodec(
@@ -228,17 +219,17 @@ def register_codec(cls: type[CodecConfig]) -> type[CodecConfig]:
     return cls
 
 
-def find_codec(name: str) -> type[CodecConfig]:
+def find_codec(name: str) -> type[base.CodecConfig]:
     """Return the codec of a name: ours, a registered one, or one of an installed package."""
     if name in _OURS:
         module, attribute = _OURS[name]
-        found: type[CodecConfig] = getattr(import_module(module), attribute)
+        found: type[base.CodecConfig] = getattr(import_module(module), attribute)
         return found
     if name in _registered:
         return _registered[name]
     for entry in entry_points(group=GROUP, name=name):
         cls = entry.load()
-        if not (isinstance(cls, type) and issubclass(cls, CodecConfig)) or cls.name != name:
+        if not (isinstance(cls, type) and issubclass(cls, base.CodecConfig)) or cls.name != name:
             raise InvalidCodec(
                 f"the entry point {name!r} of {GROUP} is {entry.value}, which is not a codec of this name",
                 hint="it must be a subclass of shardkeep's CodecConfig with this `name`",
@@ -252,9 +243,9 @@ def find_codec(name: str) -> type[CodecConfig]:
     )
 
 
-def codec_config(codec: str | CodecConfig) -> CodecConfig:
+def codec_config(codec: str | base.CodecConfig) -> base.CodecConfig:
     """Return a config, or the config of a name, which may have an argument ("zstd:3")."""
-    if isinstance(codec, CodecConfig):
+    if isinstance(codec, base.CodecConfig):
         return codec
     if not isinstance(codec, str):
         raise InvalidCodec(f"{codec!r} is not a codec", hint='pass names ("zstd") or configs (Zstd(level=3))')

@@ -33,20 +33,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import _utils as rebuilding
 
+from shardkeep import errors
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection
 from shardkeep.engine.reader import ReadableStore, Source
 from shardkeep.engine.workers import FollowUpError
 from shardkeep.engine.writer import WritableStore
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointExists,
-    DamagedCheckpoint,
-    NoStorage,
-    StorageError,
-    UnsupportedLeaf,
-)
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
@@ -65,7 +57,7 @@ def write_torch_file(
 ) -> pipeline.Written:
     """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
     path = destination(to, make_directory=True)
-    taken = CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
+    taken = errors.CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
     if file_exists(path) and not overwrite:
         raise taken
     index = source.index
@@ -79,7 +71,7 @@ def write_torch_file(
         raw = index.value_data.raw(index.value_rows[key])
         state[name] = decode_value(raw, key=key, allow_pickle=options.allow_pickle)
         if not _is_plain(state[name]):
-            raise UnsupportedLeaf(
+            raise errors.UnsupportedLeaf(
                 f"{key!r} is or holds what torch.load does not open with weights_only=True: "
                 f"a {type(state[name]).__name__}",
                 hint=f"leave it out: exclude={key!r}",
@@ -97,7 +89,7 @@ def write_torch_file(
             progress=progress,
             windows=windows,
         )
-    except StorageError as exc:
+    except errors.StorageError as exc:
         if exc.errno == errno.EEXIST:
             raise taken from exc
         raise
@@ -329,7 +321,7 @@ def blob_location(url: str) -> tuple[Store, str]:
     """Return the store of a blob and its name there."""
     above, _, name = url.rpartition("/")
     if not name or above.endswith(":/"):
-        raise CheckpointError(f"{url}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
+        raise errors.CheckpointError(f"{url}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
     return open_store(above, direct=Options().direct_io), name
 
 
@@ -346,8 +338,8 @@ def open_blob(url: str) -> BlobReader:
     store, name = blob_location(url)
     try:
         return store.open(name)
-    except BlobNotFound as exc:
-        raise BlobNotFound(f"{url}: there is no such file", name=name, errno=exc.errno) from exc
+    except errors.BlobNotFound as exc:
+        raise errors.BlobNotFound(f"{url}: there is no such file", name=name, errno=exc.errno) from exc
 
 
 def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> str:
@@ -360,9 +352,9 @@ def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -
         return path
     where = os.path.realpath(file_path(path))
     if not make_directory and not os.path.isdir(os.path.dirname(where)):
-        raise NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
+        raise errors.NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
     if os.path.isdir(where):
-        raise NoStorage(f"{where} is a directory", hint="give the name of the file to write")
+        raise errors.NoStorage(f"{where} is a directory", hint="give the name of the file to write")
     return where
 
 
@@ -402,7 +394,7 @@ def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: b
         def begin(name: str, nbytes: int) -> BlobWriter:
             writer = create_over(store, name, nbytes)
             if writer is None:
-                raise StorageError(
+                raise errors.StorageError(
                     f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
                     hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
                     name=name,
@@ -417,18 +409,18 @@ def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: b
     try:
         try:
             check(store, name)
-        except DamagedCheckpoint:
+        except errors.DamagedCheckpoint:
             check(store, name)  # the first read may have been damaged on the way
-    except DamagedCheckpoint as exc:
+    except errors.DamagedCheckpoint as exc:
         if replacing and replacing[0].in_doubt:
-            raise StorageError(
+            raise errors.StorageError(
                 f"{store.url}/{name}: was not replaced: the upload did not arrive, and the old file is still there",
                 hint="try again",
                 name=name,
                 errno=errno.EIO,
             ) from exc
         if not replaces:
-            with suppress(CheckpointError):
+            with suppress(errors.CheckpointError):
                 store.delete(name)
         raise
 

@@ -24,19 +24,10 @@ from shardkeep.errors import CheckpointError, CheckpointExists
 from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.torch_zip import frame_tensor
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import commit_to
-from shardkeep.layouts.torch_values import (
-    CURRENT_DCP_VERSION,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-    _StorageInfo,
-)
 from shardkeep.options import Options
 from shardkeep.storage.base import Store
 
@@ -46,7 +37,7 @@ _ALIGNMENT = 4096
 
 
 class _Item(NamedTuple):
-    name: MetadataIndex
+    name: protocol.MetadataIndex
     data: memoryview | pipeline.TensorPart
     """An object as `torch.save` writes it, or a tensor."""
 
@@ -90,7 +81,7 @@ def write_torch_layout(
     return pipeline.Written(list(sums), sum(each.nbytes for each in sums.values()), set())
 
 
-def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list[_Item]]:
+def _describe(source: Source, to: str, options: Options) -> tuple[protocol.Metadata, list[_Item]]:
     """Return the metadata of the new checkpoint, without locations, and all items to write."""
     view = TorchView(source, to)
     seen = view.metadata
@@ -98,19 +89,23 @@ def _describe(source: Source, to: str, options: Options) -> tuple[Metadata, list
     items: list[_Item] = []
     for index, place in seen.storage_data.items():
         if isinstance(place, StoredObject):
-            entries[index.fqn] = BytesStorageMetadata()
-            items.append(_Item(MetadataIndex(index.fqn), view.saved_object(place, options).getbuffer()))
+            entries[index.fqn] = protocol.BytesStorageMetadata()
+            items.append(_Item(protocol.MetadataIndex(index.fqn), view.saved_object(place, options).getbuffer()))
     for key, entry in seen.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
+        if isinstance(entry, protocol.TensorStorageMetadata):
             row, box = view.rows[key], whole(tuple(entry.size))
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            entries[key] = TensorStorageMetadata(entry.properties, entry.size, [chunk])
+            chunk = protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            entries[key] = protocol.TensorStorageMetadata(entry.properties, entry.size, [chunk])
             part = pipeline.TensorPart(key, row, box, source.index.dtype(row))
-            items.append(_Item(MetadataIndex(key, chunk.offsets, 0), part))
+            items.append(_Item(protocol.MetadataIndex(key, chunk.offsets, 0), part))
     described = {key: entries[key] for key in seen.state_dict_metadata}  # in the order of the state
-    meta = StorageMeta(checkpoint_id=to, save_id=str(uuid.uuid4()))
-    metadata = Metadata(
-        described, planner_data=seen.planner_data, storage_data={}, storage_meta=meta, version=CURRENT_DCP_VERSION
+    meta = protocol.StorageMeta(checkpoint_id=to, save_id=str(uuid.uuid4()))
+    metadata = protocol.Metadata(
+        described,
+        planner_data=seen.planner_data,
+        storage_data={},
+        storage_meta=meta,
+        version=protocol.CURRENT_DCP_VERSION,
     )
     return metadata, items
 
@@ -128,7 +123,9 @@ def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
     return groups
 
 
-def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _StorageInfo]) -> pipeline.FileParts:
+def _lay_out(
+    name: str, items: Sequence[_Item], places: dict[protocol.MetadataIndex, protocol._StorageInfo]
+) -> pipeline.FileParts:
     """Lay items end to end in a file, each tensor framed as an archive of torch's, and note where each one lies."""
     parts: list[pipeline.Part] = []
     at = 0
@@ -140,7 +137,7 @@ def _lay_out(name: str, items: Sequence[_Item], places: dict[MetadataIndex, _Sto
             own = [memoryview(frame.head), item.data, memoryview(frame.tail)]
             head_nbytes = len(frame.head)
         nbytes = sum(part.nbytes for part in own)
-        places[item.name] = _StorageInfo(name, at, nbytes)
+        places[item.name] = protocol._StorageInfo(name, at, nbytes)
         if head_nbytes:
             places[item.name].shardkeep_data_start = at + head_nbytes
         parts += own

@@ -19,18 +19,9 @@ import numpy as np
 import torch
 
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
+from shardkeep.engine import torch_source
 from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
-from shardkeep.engine.torch_source import (
-    ChunkItems,
-    Item,
-    ItemFiles,
-    TorchSource,
-    check_inside,
-    find_tensors,
-    item_batches,
-    read_items,
-)
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, window_for
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
 from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole
@@ -84,7 +75,7 @@ def fill(
     scattered = {scatter.want for scatter in plan.scatters}
     memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
     opaque = plan.opaque
-    if isinstance(source, TorchSource):
+    if isinstance(source, torch_source.TorchSource):
         opaque = [each for each in opaque if not _plan_permuted(source, each, into, plan.scatters, memory)]
     threads, window = _limits(source, into, threads, budget_nbytes)
     plans = plan_files(plan.runs, plan.scatters, source.record.files, window_nbytes=window)
@@ -99,7 +90,7 @@ def fill(
         window_nbytes=window,
         digests=source.digests,
     )
-    if not opaque or not isinstance(source, TorchSource):
+    if not opaque or not isinstance(source, torch_source.TorchSource):
         return nbytes
     stored = _fill_decoded(source, opaque, into, threads=threads, budget_nbytes=budget_nbytes)
     if decoded is not None:
@@ -124,7 +115,7 @@ def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
 
 
 def _plan_permuted(
-    source: TorchSource,
+    source: torch_source.TorchSource,
     part: Overlap,
     into: Sequence[torch.Tensor],
     scatters: list[Scatter],
@@ -162,13 +153,18 @@ class _TensorRefused(PickleRefused, pickle.UnpicklingError):
 
 
 def _fill_decoded(
-    source: TorchSource, parts: Sequence[Overlap], into: Sequence[torch.Tensor], *, threads: int, budget_nbytes: int
+    source: torch_source.TorchSource,
+    parts: Sequence[Overlap],
+    into: Sequence[torch.Tensor],
+    *,
+    threads: int,
+    budget_nbytes: int,
 ) -> dict[int, torch.dtype]:
     """Read whole items and let torch decode them; return the stored dtype of each destination."""
     stored: dict[int, torch.dtype] = {}
-    for batch in item_batches(parts, lambda each: int(source.items.nbytes[each.chunk])):
+    for batch in torch_source.item_batches(parts, lambda each: int(source.items.nbytes[each.chunk])):
         items = [source.item(each.chunk) for each in batch]
-        raw = read_items(source.files, items, threads=threads, budget_nbytes=budget_nbytes)
+        raw = torch_source.read_items(source.files, items, threads=threads, budget_nbytes=budget_nbytes)
         for each, item, data in zip(batch, items, raw, strict=True):
             descriptors, stream = source.descriptors.get(each.chunk, ()), io.BytesIO(data)
             if descriptors:
@@ -181,7 +177,7 @@ def _fill_decoded(
     return stored
 
 
-def _decode(stream: IO[bytes], item: Item, file: str) -> torch.Tensor:
+def _decode(stream: IO[bytes], item: torch_source.Item, file: str) -> torch.Tensor:
     where = f"{file}: {item.key!r} at offset {item.offset}"
     try:
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
@@ -193,7 +189,7 @@ def _decode(stream: IO[bytes], item: Item, file: str) -> torch.Tensor:
     return tensor
 
 
-def _check_box(box: Box, shape: Ints, item: Item, file: str) -> None:
+def _check_box(box: Box, shape: Ints, item: torch_source.Item, file: str) -> None:
     if len(shape) != len(box.sizes) or any(
         o + n > full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
     ):
@@ -226,7 +222,12 @@ Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
 
 
 def fill_items(
-    files: ItemFiles, wanted: Sequence[ChunkRequest], *, undo: Undo | None = None, threads: int, budget_nbytes: int
+    files: torch_source.ItemFiles,
+    wanted: Sequence[ChunkRequest],
+    *,
+    undo: Undo | None = None,
+    threads: int,
+    budget_nbytes: int,
 ) -> dict[str, str]:
     """
     Fill every target; return for each key whose dtype was converted the two dtypes.
@@ -234,7 +235,7 @@ def fill_items(
     Stream extensions are reverted by `undo`, by default with the extensions that are always registered.
     """
     items = [files.item(each.location, each.key) for each in wanted]
-    check_inside(files.entries, items)
+    torch_source.check_inside(files.entries, items)
     filled = [row for row, each in enumerate(wanted) if each.target.numel()]
     wanted, items = [wanted[row] for row in filled], [items[row] for row in filled]
     source = _source_of_items(files, wanted, items, undo)
@@ -253,8 +254,8 @@ def fill_items(
 
 
 def _source_of_items(
-    files: ItemFiles, wanted: Sequence[ChunkRequest], items: Sequence[Item], undo: Undo | None
-) -> TorchSource:
+    files: torch_source.ItemFiles, wanted: Sequence[ChunkRequest], items: Sequence[torch_source.Item], undo: Undo | None
+) -> torch_source.TorchSource:
     """Make a source with one tensor for each requested chunk."""
     starts, shapes, dtypes = [], [each.shape for each in wanted], [each.dtype for each in wanted]
     for each in wanted:
@@ -266,7 +267,7 @@ def _source_of_items(
         starts.append(start)
     unknown = [row for row, start in enumerate(starts) if start < 0]
     sought = list({items[row]: None for row in unknown if not wanted[row].location.descriptors})
-    found = dict(zip(sought, find_tensors(files, sought), strict=True))
+    found = dict(zip(sought, torch_source.find_tensors(files, sought), strict=True))
     archived = {row: found.get(items[row]) for row in unknown}
     for row, tensor in archived.items():
         if tensor is None:
@@ -282,7 +283,7 @@ def _source_of_items(
     for each, shape, item in zip(wanted, shapes, items, strict=True):
         _check_box(each.source, shape, item, each.location.file)
     registry = ExtensionRegistry()
-    return TorchSource(
+    return torch_source.TorchSource(
         store=files.store,
         record=Record(
             save_id="",
@@ -304,7 +305,7 @@ def _source_of_items(
         ),
         digests=files.digests,
         files=files,
-        items=ChunkItems(
+        items=torch_source.ChunkItems(
             np.array([item.offset for item in items], np.int64), np.array([item.nbytes for item in items], np.int64)
         ),
         descriptors={row: each.location.descriptors for row, each in enumerate(wanted) if each.location.descriptors},
@@ -360,7 +361,9 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
             nbytes = math.prod(pick.extent for pick in part) * dtype.itemsize if _has_gaps(part) else 0
             return max(nbytes, band // _MOST_PARTS)
 
-        for parts in item_batches(_parts(picks, strides, dtype.itemsize, band), held_nbytes, most_nbytes=band):
+        for parts in torch_source.item_batches(
+            _parts(picks, strides, dtype.itemsize, band), held_nbytes, most_nbytes=band
+        ):
             _fill_parts(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
     return out[tuple(0 if pick.drop else slice(None) for pick in picks)]
 

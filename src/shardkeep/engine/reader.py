@@ -20,46 +20,16 @@ import numpy as np
 from shardkeep.codecs.coded_store import FrameReader, checksum_of
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, MalformedFile, WrongSize
-from shardkeep.format.boxes import (
-    ITEMSIZES,
-    Box,
-    IntArray,
-    concat_ranges,
-    contiguous_run,
-    flat_range_to_boxes,
-    intersect,
-    relative,
-    segment_starts,
-    whole,
-)
-from shardkeep.format.data_file import (
-    DIGEST_NBYTES,
-    MAX_BLOCK_NBYTES,
-    block_digests,
-    checksum_text,
-    count_blocks,
-    decode_sidecar,
-    digest,
-    read_block_digests,
-    sidecar_nbytes,
-)
+from shardkeep.format import boxes, data_file
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
 from shardkeep.layouts.native import save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows
-from shardkeep.storage.base import (
-    BlobReader,
-    Gets,
-    Opens,
-    SecondRead,
-    decode_or_reread,
-    warn_reread_ok,
-    with_reread_result,
-)
+from shardkeep.storage import base
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
-_CACHED_STEP_NBYTES = 2 * MAX_BLOCK_NBYTES
+_CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
 _MOST_NAMED = 4
 
@@ -68,7 +38,7 @@ KeysAt = Callable[[int, int, int], str]
 """Names the tensors in a byte range (file, start, stop) of a file's data. Called only to explain damage."""
 
 
-class ReadableStore(Opens, Gets, Protocol):
+class ReadableStore(base.Opens, base.Gets, Protocol):
     """What reading needs of a store."""
 
 
@@ -93,28 +63,28 @@ class Source:
     aligned: ClassVar[bool] = True
     """Whether every chunk begins at a multiple of its element size."""
 
-    def locate(self, tensors: IntArray) -> None:
+    def locate(self, tensors: boxes.IntArray) -> None:
         """Find out where the chunks of these tensors begin, as far as `index.chunks.start` does not say so yet."""
 
-    def selected(self, index: Index, chunks: IntArray) -> Source:  # noqa: ARG002 - the index says it all
+    def selected(self, index: Index, chunks: boxes.IntArray) -> Source:  # noqa: ARG002 - the index says it all
         """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
         return replace(self, index=index)
 
-    def check(self, tensors: IntArray) -> None:
+    def check(self, tensors: boxes.IntArray) -> None:
         """
         Check that these tensors, none of which are tied, are stored in files of the right size, before memory is allocated.
         """
         index, sizes = self.index, data_sizes(self.record)
         check_tensors(index, tensors, sizes, aligned=self.aligned)
-        files = np.unique(index.chunks.file[concat_ranges(*chunk_rows(index, tensors))]).tolist()
+        files = np.unique(index.chunks.file[boxes.concat_ranges(*chunk_rows(index, tensors))]).tolist()
         elements = np.asarray(index.tensors.shape[tensors], np.int64).prod(axis=1)
-        wanted = sum((elements * ITEMSIZES[index.tensors.dtype[tensors]]).tolist())
+        wanted = sum((elements * boxes.ITEMSIZES[index.tensors.dtype[tensors]]).tolist())
         if wanted > sum(sizes[files].tolist()):
             raise MalformedFile(f"{self.record.index.name}: tensors of {wanted} bytes, more than their files hold")
         for file in files:
             _open_or_explain(self.store, self.record.files[file], self.digests)[0].close()
 
-    def check_index(self, tensors: IntArray) -> None:
+    def check_index(self, tensors: boxes.IntArray) -> None:
         """Check that what the index says of these tensors is consistent."""
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=self.aligned)
 
@@ -122,9 +92,9 @@ class Source:
         """Name the tensors in a byte range of a file's data; used only to explain damage."""
         index = self.index
         ends = np.asarray(index.chunk_ends, np.int64)
-        counts = ends - segment_starts(ends)
+        counts = ends - boxes.segment_starts(ends)
         tensor = np.repeat(np.arange(len(counts)), counts)
-        nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][tensor]
+        nbytes = index.chunks.boxes.volumes() * boxes.ITEMSIZES[index.tensors.dtype][tensor]
         start = np.asarray(index.chunks.start, np.int64)
         hit = (np.asarray(index.chunks.file) == file) & (start < end) & (start + nbytes > at)
         return list_keys(index.keys.raw(row).decode() for row in np.unique(tensor[hit]).tolist())
@@ -156,7 +126,7 @@ def list_keys(keys: Iterable[str]) -> str:
     return ", ".join(map(repr, found[:_MOST_NAMED])) + (" and others" if len(found) > _MOST_NAMED else "")
 
 
-def open_sized(store: Opens, name: str, nbytes: int) -> BlobReader:
+def open_sized(store: base.Opens, name: str, nbytes: int) -> base.BlobReader:
     """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
     try:
         reader = store.open(name)
@@ -172,7 +142,9 @@ def open_sized(store: Opens, name: str, nbytes: int) -> BlobReader:
     return reader
 
 
-def open_checked(store: Opens, entry: FileEntry, cache: DigestCache | None = None) -> tuple[BlobReader, bytes]:
+def open_checked(
+    store: base.Opens, entry: FileEntry, cache: DigestCache | None = None
+) -> tuple[base.BlobReader, bytes]:
     """Open a data file after checking its size and header; return the reader and the digests of the file's blocks."""
     reader = open_sized(store, entry.name, entry.nbytes)
     try:
@@ -189,29 +161,37 @@ def open_checked(store: Opens, entry: FileEntry, cache: DigestCache | None = Non
     return reader, digests
 
 
-def _read_digests(store: Opens, entry: FileEntry, reader: BlobReader) -> bytes:
+def _read_digests(store: base.Opens, entry: FileEntry, reader: base.BlobReader) -> bytes:
     """Return the digests of all blocks of a file, from its verified header or from its sidecar file."""
-    blocks = count_blocks(entry.data_nbytes, entry.block_nbytes)
+    blocks = data_file.count_blocks(entry.data_nbytes, entry.block_nbytes)
     sidecar = None if entry.blocks is None else read_sidecar(store, entry, blocks)
     chain = reader.chain if isinstance(reader, FrameReader) else None
 
     def decode(header: bytearray) -> bytes:
-        found = checksum_text(digest(header)) if chain is None or sidecar else checksum_of(header, chain)
-        _check_checksum(entry.name, "the header has", found, checksum_text(sidecar[0]) if sidecar else entry.checksum)
-        return sidecar[1] if sidecar else read_block_digests(header, blocks=blocks, where=entry.name)
+        found = (
+            data_file.checksum_text(data_file.digest(header))
+            if chain is None or sidecar
+            else checksum_of(header, chain)
+        )
+        _check_checksum(
+            entry.name, "the header has", found, data_file.checksum_text(sidecar[0]) if sidecar else entry.checksum
+        )
+        return sidecar[1] if sidecar else data_file.read_block_digests(header, blocks=blocks, where=entry.name)
 
     return _read_and_decode(store, reader, entry.name, entry.header_nbytes, decode)
 
 
-def read_sidecar(store: Opens, entry: FileEntry, blocks: int) -> tuple[bytes, bytes]:
+def read_sidecar(store: base.Opens, entry: FileEntry, blocks: int) -> tuple[bytes, bytes]:
     """Read a data file's sidecar; return the digest of the data file's header, and those of all its blocks."""
     name = entry.blocks or ""
 
     def decode(data: bytearray) -> tuple[bytes, bytes]:
-        _check_checksum(name, f"the digests of {entry.name} have", checksum_text(digest(data)), entry.checksum)
-        return decode_sidecar(bytes(data), blocks=blocks, where=name)
+        _check_checksum(
+            name, f"the digests of {entry.name} have", data_file.checksum_text(data_file.digest(data)), entry.checksum
+        )
+        return data_file.decode_sidecar(bytes(data), blocks=blocks, where=name)
 
-    with closing(open_sized(store, name, sidecar_nbytes(blocks))) as reader:
+    with closing(open_sized(store, name, data_file.sidecar_nbytes(blocks))) as reader:
         return _read_and_decode(store, reader, name, reader.nbytes, decode)
 
 
@@ -225,15 +205,19 @@ def _check_checksum(name: str, what: str, found: str, expected: str) -> None:
         )
 
 
-def _read_and_decode(store: Opens, reader: BlobReader, name: str, nbytes: int, decode: Callable[[bytearray], T]) -> T:
+def _read_and_decode(
+    store: base.Opens, reader: base.BlobReader, name: str, nbytes: int, decode: Callable[[bytearray], T]
+) -> T:
     """Read and decode the first bytes of a file; if they are damaged, read them once more."""
     data = bytearray(nbytes)
     reader.read_into(0, memoryview(data))
-    with closing(SecondRead(name, store)) as again:
-        return decode_or_reread(data, decode, lambda: again.read(0, nbytes), name=name)
+    with closing(base.SecondRead(name, store)) as again:
+        return base.decode_or_reread(data, decode, lambda: again.read(0, nbytes), name=name)
 
 
-def _open_or_explain(store: ReadableStore, entry: FileEntry, cache: DigestCache | None) -> tuple[BlobReader, bytes]:
+def _open_or_explain(
+    store: ReadableStore, entry: FileEntry, cache: DigestCache | None
+) -> tuple[base.BlobReader, bytes]:
     try:
         return open_checked(store, entry, cache)
     except WrongSize as exc:
@@ -242,7 +226,7 @@ def _open_or_explain(store: ReadableStore, entry: FileEntry, cache: DigestCache 
         raise
 
 
-def explain_missing(store: Gets, name: str) -> WrongSize:
+def explain_missing(store: base.Gets, name: str) -> WrongSize:
     """Say why a file of a committed checkpoint may be gone: another save replaced it, or it was lost."""
     try:
         now = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME).save_id
@@ -265,7 +249,7 @@ class _OpenFile:
     entry: FileEntry
     reads_left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-    reader: BlobReader | None = None
+    reader: base.BlobReader | None = None
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
@@ -333,12 +317,12 @@ def read_files(
 
 
 def _reread_blocks(
-    store: Opens, file: _OpenFile, bad: Sequence[int], start: int, window: memoryview
+    store: base.Opens, file: _OpenFile, bad: Sequence[int], start: int, window: memoryview
 ) -> tuple[list[int], bool]:
     """Read damaged blocks again, into place; return those that are still damaged, and whether both reads agree."""
     entry, damaged = file.entry, []
     same = True
-    with closing(SecondRead(entry.name, store)) as again:
+    with closing(base.SecondRead(entry.name, store)) as again:
         for block in bad:
             begin = block * entry.block_nbytes
             piece = window[begin - start : begin - start + entry.block_nbytes]
@@ -352,7 +336,7 @@ def _reread_blocks(
                 same = same and equal
     for healed in adjacent_blocks({*bad}.difference(damaged)):
         at, nbytes = entry.header_nbytes + healed.start * entry.block_nbytes, len(healed) * entry.block_nbytes
-        warn_reread_ok(entry.name, at, min(nbytes, entry.nbytes - at))
+        base.warn_reread_ok(entry.name, at, min(nbytes, entry.nbytes - at))
     return damaged, same
 
 
@@ -361,12 +345,16 @@ def _bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memor
     if not entry.block_nbytes:
         return []  # this file has no digests
     first = start // entry.block_nbytes
-    found = block_digests(window, entry.block_nbytes)
-    expected = digests[first * DIGEST_NBYTES :][: len(found)]
+    found = data_file.block_digests(window, entry.block_nbytes)
+    expected = digests[first * data_file.DIGEST_NBYTES :][: len(found)]
     if found == expected:
         return []
-    starts = range(0, len(found), DIGEST_NBYTES)
-    return [first + i for i, at in enumerate(starts) if found[at:][:DIGEST_NBYTES] != expected[at:][:DIGEST_NBYTES]]
+    starts = range(0, len(found), data_file.DIGEST_NBYTES)
+    return [
+        first + i
+        for i, at in enumerate(starts)
+        if found[at:][: data_file.DIGEST_NBYTES] != expected[at:][: data_file.DIGEST_NBYTES]
+    ]
 
 
 def adjacent_blocks(blocks: Iterable[int]) -> list[range]:
@@ -395,7 +383,7 @@ def damage_of(
         offset=entry.header_nbytes + start,
         key=keys,
     )
-    return with_reread_result(error, same=same)
+    return base.with_reread_result(error, same=same)
 
 
 class Copies:
@@ -433,7 +421,7 @@ class Copies:
         """Copy what this window holds of a scatter: as rows or one run if both sides are that, else box by box."""
         if target.write_chunk(scatter.shape, scatter.source, scatter.target, window, read.start - scatter.start):
             return
-        run = contiguous_run(scatter.shape, scatter.source)
+        run = boxes.contiguous_run(scatter.shape, scatter.source)
         to = target.run_of(scatter.target) if run else None
         if run is None or to is None:
             self.copy_boxes(scatter, read, window, target)
@@ -449,7 +437,7 @@ class Copies:
         size = scatter.itemsize
         before = read.start - scatter.start
         low = max(before, 0)
-        high = min(before + read.nbytes, whole(scatter.shape).volume * size)
+        high = min(before + read.nbytes, boxes.whole(scatter.shape).volume * size)
         first, last = -(-low // size), high // size
         if first < last:
             _copy_elements(scatter, first, last, window[first * size - before : last * size - before], target)
@@ -461,8 +449,8 @@ class Copies:
 
     def _copy_cut(self, scatter: Scatter, element: int, at: int, part: bytes, target: Scattered) -> None:
         """Keep a part of an element, or copy the element if this was its last missing part."""
-        (box,) = flat_range_to_boxes(scatter.shape, element, element + 1)
-        if intersect(box, scatter.source) is None:
+        (box,) = boxes.flat_range_to_boxes(scatter.shape, element, element + 1)
+        if boxes.intersect(box, scatter.source) is None:
             return  # not wanted; its other parts may never be read
         with self._lock:
             parts = self._cut.setdefault((scatter, element), {})
@@ -477,10 +465,12 @@ class Copies:
 def _copy_elements(scatter: Scatter, first: int, last: int, data: memoryview, target: Scattered) -> None:
     """Copy the wanted ones of these elements of a chunk."""
     at = 0
-    for box in flat_range_to_boxes(scatter.shape, first, last):
+    for box in boxes.flat_range_to_boxes(scatter.shape, first, last):
         nbytes = box.volume * scatter.itemsize
-        if common := intersect(box, scatter.source):
-            inside = relative(common, scatter.source)
+        if common := boxes.intersect(box, scatter.source):
+            inside = boxes.relative(common, scatter.source)
             offsets = tuple(t + i for t, i in zip(scatter.target.offsets, inside.offsets, strict=True))
-            target.write(Box(offsets, common.sizes), data[at : at + nbytes], box.sizes, relative(common, box))
+            target.write(
+                boxes.Box(offsets, common.sizes), data[at : at + nbytes], box.sizes, boxes.relative(common, box)
+            )
         at += nbytes

@@ -26,15 +26,8 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from shardkeep import errors
 from shardkeep.engine.reader import FoundCheckpoint, Source
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    MalformedFile,
-    WrongSize,
-)
 from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
@@ -85,13 +78,13 @@ def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, Catalo
     then opened when one of its tensors is asked for.
     """
     if not folder.files and folder.index is None:
-        raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
+        raise errors.MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
     if folder.index is None:
         return catalog_of(read_headers(folder.files.values(), threads=threads, opens=folder.opens))
     weight_map = read_weight_map(folder.index, folder.opens)
     homes = {name: None for name in weight_map.values() if name in folder.files}
     if weight_map and not homes:
-        raise MalformedFile(
+        raise errors.MalformedFile(
             f"{folder.index}: none of the files that it names is there: {_some(sorted(set(weight_map.values())))}",
             hint="was the model downloaded as a whole?",
             file=folder.index,
@@ -173,7 +166,7 @@ def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
         return msgspec.json.decode(raw, type=_ModelIndex).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         why = f"no JSON, or no weight_map that gives each tensor a file: {error}"
-        raise MalformedFile(f"{path}: {why}", file=path) from error
+        raise errors.MalformedFile(f"{path}: {why}", file=path) from error
 
 
 def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[layout.SafetensorsFile]:
@@ -195,7 +188,7 @@ def catalog_of(files: Sequence[layout.SafetensorsFile], *, homes: Mapping[str, s
             box = whole(part.shape) if offsets is None else Box(_offset_of(file, key, part, offsets), part.shape)
             dtype, chunks = found.setdefault(key, (part.dtype, []))
             if dtype is not part.dtype or (len(chunks) and len(chunks[0].box.sizes) != len(part.shape)):
-                raise MalformedFile(
+                raise errors.MalformedFile(
                     f"{key!r} is {part.dtype.name} of {len(part.shape)} axes in {file.path}, and {dtype.name} of "
                     f"{len(chunks[0].box.sizes)} axes in {chunks[0].path}",
                     file=file.path, key=key,
@@ -219,7 +212,7 @@ def saved_offsets(file: layout.SafetensorsFile) -> dict[str, _SavedOffsets] | No
         return msgspec.json.decode(text, type=dict[str, _SavedOffsets]) if text else None
     except (msgspec.MsgspecError, RecursionError) as error:
         why = f"{layout.CUSTOM_METADATA_KEY} is no JSON with saved_offsets: {error}"
-        raise MalformedFile(f"{file.path}: {why}", file=file.path) from error
+        raise errors.MalformedFile(f"{file.path}: {why}", file=file.path) from error
 
 
 def _offset_of(
@@ -228,7 +221,7 @@ def _offset_of(
     offsets = said[key].saved_offsets if key in said else None
     if offsets is None or len(offsets) != len(part.shape) or not all(0 <= n < 1 << 62 for n in offsets):
         why = f"tensor {key!r} of shape {list(part.shape)} has saved_offsets {offsets}"
-        raise MalformedFile(f"{file.path}: {why}", file=file.path, key=key)
+        raise errors.MalformedFile(f"{file.path}: {why}", file=file.path, key=key)
     return tuple(offsets)
 
 
@@ -243,14 +236,14 @@ def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
             f"{_some([file.name for file in each])} of {'an unnamed save' if save is None else f'save {save}'}"
             for save, each in saves.items()
         )
-        raise MalformedFile(
+        raise errors.MalformedFile(
             f"{next(iter(saves.values()))[0].path}: files of different saves in one directory: {sets}",
             hint="delete those of the older save",
         )
     for save, each in saves.items():
         expected = each[0].metadata.get(layout.FILE_COUNT_KEY)
         if save is not None and expected is not None and expected != str(len(each)):
-            raise MalformedFile(
+            raise errors.MalformedFile(
                 f"{each[0].path}: save {save} has {expected} files, and {len(each)} are here: "
                 f"{_some([file.name for file in each])}",
                 hint="files are missing: was the checkpoint copied as a whole?",
@@ -274,7 +267,7 @@ def _check_tiled(catalog: Catalog) -> None:
     key = cut[int(np.argmin(right))]
     stored = catalog[key]
     names = list(dict.fromkeys(chunk.path for chunk in stored.chunks))
-    raise MalformedFile(
+    raise errors.MalformedFile(
         f"{key!r} of shape {list(stored.shape)} is not whole: "
         f"{explain_tiling(stored.shape, [chunk.box for chunk in stored.chunks])}; it is in {_some(names)}",
         hint="are there files of an older save in the directory, or are some missing?",
@@ -300,16 +293,16 @@ class SafetensorsSource(Source):
 
     aligned: ClassVar[bool] = False
 
-    def damage_without_digests(self, file: int) -> Iterator[CheckpointError]:
+    def damage_without_digests(self, file: int) -> Iterator[errors.CheckpointError]:
         """Compare the header of a file with what it was, and with the size of the file."""
         name = self.record.files[file].name
         try:
             now = layout.read_header(name, self.store)
-        except (DamagedCheckpoint, BlobNotFound) as exc:
+        except (errors.DamagedCheckpoint, errors.BlobNotFound) as exc:
             yield exc
             return
         if now.digest != self.seen[name].digest:
-            yield MalformedFile(f"{name}: the header is not the one that was opened", file=name)
+            yield errors.MalformedFile(f"{name}: the header is not the one that was opened", file=name)
 
     def verifiable_nbytes(self) -> int:
         """Return how many bytes can be verified: those of the headers."""
@@ -327,7 +320,7 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
         return None
     weight_map = {} if folder.index is None else read_weight_map(folder.index, folder.opens)
     if missing := sorted(set(weight_map.values()) - folder.files.keys()):
-        raise WrongSize(
+        raise errors.WrongSize(
             f"{os.path.join(folder.path, missing[0])}: the file is missing, and {folder.index} names it",
             hint="was the model downloaded as a whole?",
             file=missing[0],
@@ -339,7 +332,7 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
     by_path = {file.path: file for file in headers}
     for key, path in homes.items():
         if key not in by_path[path].tensors:
-            raise MalformedFile(
+            raise errors.MalformedFile(
                 f"{folder.path}: {folder.index} says that {key!r} is in {path}, which does not have it",
                 hint="the index file is of other files: were both downloaded as a whole?",
                 file=path,
@@ -347,7 +340,9 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
             )
     said = [(file, file.metadata[layout.STATE_KEY]) for file in headers if layout.STATE_KEY in file.metadata]
     if len(said) > 1:
-        raise MalformedFile(f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors")
+        raise errors.MalformedFile(
+            f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors"
+        )
     kept = layout.decode_header_state(said[0][1], where=said[0][0].path) if said else None
     record = _record(folder, headers, catalog, kept)
     return FoundCheckpoint(record, lambda _: _open(folder, record, headers, catalog, kept))
@@ -377,14 +372,14 @@ def _folder(store: Store) -> ModelDirectory | None:
         if is_single_file(store):
             where, name = os.path.split(os.path.abspath(store.url))
             if name in (RECORD_NAME, METADATA_NAME):
-                raise CheckpointNotFound(
+                raise errors.CheckpointNotFound(
                     f"{store.url} is a file of a checkpoint, and not the checkpoint",
                     hint=f"give its directory: {where}",
                 )
             return _found(ModelDirectory(where, {name: name}, None, LocalStore(where, foreign=True)))
         try:
             local = list_model(store)
-        except BlobNotFound:
+        except errors.BlobNotFound:
             return None
         # By their names in the directory, which may still be temporary ones.
         files = {name: os.path.basename(path) for name, path in local.files.items()}
@@ -399,7 +394,7 @@ def _folder(store: Store) -> ModelDirectory | None:
     place = open_store(above, direct=False) if parent is None else parent[0]
     try:
         place.open(name).close()
-    except BlobNotFound:
+    except errors.BlobNotFound:
         return None
     return ModelDirectory(place.url, {name: name}, None, place)
 
@@ -460,11 +455,11 @@ def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) 
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
     if lost := sorted(owner for key, owner in ties.items() if owner not in catalog or key in catalog):
-        raise MalformedFile(f"{where}: tensors are tied to {lost[0]!r}, which is not there", file=where)
+        raise errors.MalformedFile(f"{where}: tensors are tied to {lost[0]!r}, which is not there", file=where)
     try:
         keys = sorted([*catalog, *ties], key=str.encode)
     except UnicodeEncodeError as exc:
-        raise MalformedFile(f"{where}: a tensor's name is no text: {exc}", file=where) from exc
+        raise errors.MalformedFile(f"{where}: a tensor's name is no text: {exc}", file=where) from exc
     row_of = {key: row for row, key in enumerate(keys)}
     stored = [catalog[ties.get(key, key)] for key in keys]
     number = {name: at for at, name in enumerate(files)}

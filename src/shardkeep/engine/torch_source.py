@@ -27,18 +27,10 @@ from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, FoundCheckpoint, ReadableStore, Source, list_keys, read_files
 from shardkeep.engine.workers import WINDOW_NBYTES, window_for
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    ChecksumMismatch,
-    DamagedCheckpoint,
-    MalformedFile,
-    UnsupportedLeaf,
-    WrongSize,
-)
 from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
@@ -81,7 +73,7 @@ class Item(NamedTuple):
     key: str
 
 
-class FileGone(WrongSize, BlobNotFound):
+class FileGone(errors.WrongSize, errors.BlobNotFound):
     """A file that the metadata name is missing; also the FileNotFoundError that callers of torch expect."""
 
 
@@ -110,14 +102,14 @@ class ItemFiles:
         try:
             with closing(self.store.open(name)) as reader:
                 nbytes = reader.nbytes
-        except BlobNotFound as exc:
+        except errors.BlobNotFound as exc:
             raise FileGone(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
         entry = FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=0, checksum="")
         known = self._sums.get(name)
         if known is None:
             return entry
         if nbytes != known.nbytes:
-            raise WrongSize(
+            raise errors.WrongSize(
                 f"{name}: {nbytes} bytes, the metadata say {known.nbytes}",
                 hint="the file was cut short or changed after the save",
                 file=name,
@@ -136,7 +128,7 @@ def check_inside(files: Sequence[FileEntry], items: Iterable[Item]) -> None:
     for item in items:
         entry = files[item.file]
         if item.offset < 0 or item.nbytes < 0 or item.offset + item.nbytes > entry.nbytes:
-            raise WrongSize(
+            raise errors.WrongSize(
                 f"{entry.name}: {item.key!r} should be {item.nbytes} bytes at offset {item.offset}, but the file has"
                 f" {entry.nbytes}",
                 hint="the file was cut short, or belongs to another checkpoint",
@@ -273,7 +265,7 @@ class TorchSource(Source):
         items = (item for item, _ in self._items_in(file))
         return list_keys(item.key for item in items if item.offset < end and item.offset + item.nbytes > at)
 
-    def damage_without_digests(self, file: int) -> Iterator[CheckpointError] | None:
+    def damage_without_digests(self, file: int) -> Iterator[errors.CheckpointError] | None:
         """Verify the checksums in the archives of a file without digests. What an extension changed cannot be verified."""
         if self.record.files[file].block_nbytes:
             return None
@@ -356,7 +348,7 @@ def _index_of(
     entries = [metadata.tensors[key] for key in keys]
     for key, entry in zip(keys, entries, strict=True):
         if any(len(box.sizes) != len(entry.shape) for box, _ in entry.chunks):
-            raise MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
+            raise errors.MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
     index = build_index(
         keys=keys,
         dtypes=[entry.dtype for entry in entries],
@@ -435,7 +427,7 @@ class StoredObjects(Strings):
             data = self._undo(row, location.descriptors, io.BytesIO(data)).read(-1)
         try:
             return encode_value(read_object(data, where=f"{location.file} ({key!r})"), key=key)
-        except (CheckpointError, UnsupportedLeaf):
+        except (errors.CheckpointError, errors.UnsupportedLeaf):
             return encode_value(Archive(data), key=key, allow_pickle=True)
 
     def all(self) -> list[bytes]:
@@ -448,7 +440,7 @@ class StoredObjects(Strings):
         items = [self._files.item(self._locations[each], self._keys[each]) for each in rows]
         try:
             found = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
-        except DamagedCheckpoint:
+        except errors.DamagedCheckpoint:
             if alone:
                 raise
             self._read(row, alone=True)  # perhaps only a neighbour is damaged
@@ -552,7 +544,7 @@ def _bytes(reader: BlobReader, offset: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[CheckpointError]:
+def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[errors.CheckpointError]:
     """
     Compare archives with the CRC-32 checksums in them: all there is to verify where a file has no digests.
 
@@ -564,11 +556,11 @@ def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[Checkpoint
         try:
             with closing(files.store.open(name)) as reader:
                 bad = _bad_part(reader, item, f"{name} ({item.key!r} at offset {item.offset})", buffer)
-        except DamagedCheckpoint as exc:
+        except errors.DamagedCheckpoint as exc:
             yield exc
             continue
         if bad is not None:
-            yield ChecksumMismatch(
+            yield errors.ChecksumMismatch(
                 f"{name}: bytes {item.offset + bad.start} to {item.offset + bad.start + bad.nbytes} have another CRC-32"
                 f" than their archive says; they hold {item.key!r}",
                 hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
@@ -584,7 +576,7 @@ def _bad_part(reader: BlobReader, item: Item, where: str, buffer: memoryview) ->
 
     for part in stored_parts(get, item.nbytes, where=where):
         if part.crc and part.start + part.nbytes > item.nbytes:
-            raise MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
+            raise errors.MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
         crc = 0
         for at in range(0, part.nbytes if part.crc else 0, len(buffer)):
             window = buffer[: min(len(buffer), part.nbytes - at)]

@@ -23,15 +23,7 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import decode_tree, decode_value, unflatten
 from shardkeep.layouts import native
-from shardkeep.layouts.torch_values import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
 from shardkeep.state.flatten import traverse_state_dict
 from shardkeep.storage.file_systems import PathLike
@@ -75,13 +67,13 @@ class TorchView:
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
         return cls(open_native(store, record, Options()), path)
 
-    def _describe(self, checkpoint_id: PathLike) -> Metadata:
+    def _describe(self, checkpoint_id: PathLike) -> protocol.Metadata:
         index = self._source.index
         rows = {key: _Leaf(key, row, is_tensor=True) for key, row in index.tensor_rows.items()}
         rows.update({key: _Leaf(key, row, is_tensor=False) for key, row in index.value_rows.items()})
         entries: dict[str, Any] = {}
         paths: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
+        places: dict[protocol.MetadataIndex, Any] = {}
 
         def visit(path: tuple[str | int, ...], value: Any) -> None:
             key = ".".join(map(str, path))
@@ -92,31 +84,31 @@ class TorchView:
                 entries[key] = self._tensor(key, value.row, places)
                 self.rows[key] = value.row
             else:
-                entries[key] = BytesStorageMetadata()
-                places[MetadataIndex(key)] = StoredObject(value)
+                entries[key] = protocol.BytesStorageMetadata()
+                places[protocol.MetadataIndex(key)] = StoredObject(value)
 
         traverse_state_dict(unflatten(decode_tree(index.tree), rows.__getitem__), visit, self._is_tensor)
-        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=self._source.record.save_id)
-        return Metadata(entries, planner_data=paths, storage_data=places, storage_meta=meta)
+        meta = protocol.StorageMeta(checkpoint_id=checkpoint_id, save_id=self._source.record.save_id)
+        return protocol.Metadata(entries, planner_data=paths, storage_data=places, storage_meta=meta)
 
     def _is_tensor(self, value: Any) -> bool:
         # Torch saves a numpy array as an object.
         return isinstance(value, _Leaf) and value.is_tensor and int(self._source.index.tensors.origin[value.row]) == 0
 
-    def _tensor(self, key: str, row: int, places: dict[MetadataIndex, Any]) -> TensorStorageMetadata:
+    def _tensor(self, key: str, row: int, places: dict[protocol.MetadataIndex, Any]) -> protocol.TensorStorageMetadata:
         index = self._source.index
         stored, files = index.chunks.take(index.chunk_rows(row)), self._source.record.files
         chunks = []
         for number in range(len(stored)):
             box = stored.boxes.box(number, len(index.shape(row)))
-            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+            chunks.append(protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             file, start = int(stored.file[number]), int(stored.start[number])
             # A forged file number is reported when the chunk is read.
             name = files[file].name if 0 <= file < len(files) else ""
-            index_of = MetadataIndex(key, torch.Size(box.offsets), number)
+            index_of = protocol.MetadataIndex(key, torch.Size(box.offsets), number)
             places[index_of] = StoredChunk(row, box.offsets, name, start)
-        properties = TensorProperties(dtype=to_torch(index.dtype(row)))
-        return TensorStorageMetadata(properties, torch.Size(index.shape(row)), chunks)
+        properties = protocol.TensorProperties(dtype=to_torch(index.dtype(row)))
+        return protocol.TensorStorageMetadata(properties, torch.Size(index.shape(row)), chunks)
 
     def fill(self, wanted: Sequence[tuple[int, Box, str]], targets: Sequence[torch.Tensor]) -> None:
         """Fill tensors, given for each the row of the stored tensor, the box of it, and the key for messages."""

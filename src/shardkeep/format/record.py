@@ -18,16 +18,8 @@ import msgspec
 import numpy as np
 
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
+from shardkeep.format import data_file
 from shardkeep.format.boxes import IntArray
-from shardkeep.format.data_file import (
-    ALIGNMENT,
-    MAX_BLOCK_NBYTES,
-    MAX_HEADER_NBYTES,
-    checksum_text,
-    count_blocks,
-    digest,
-    sidecar_nbytes,
-)
 
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
@@ -39,7 +31,9 @@ MAX_RECORD_NBYTES = 256 << 20
 MOST_CHAINS = 256
 _MAX_BLOB_NBYTES = 1 << 62
 """So that offsets and sizes fit into 63 bits."""
-_BLOCK_SIZES = frozenset({ALIGNMENT << n for n in range((MAX_BLOCK_NBYTES // ALIGNMENT).bit_length())})
+_BLOCK_SIZES = frozenset(
+    {data_file.ALIGNMENT << n for n in range((data_file.MAX_BLOCK_NBYTES // data_file.ALIGNMENT).bit_length())}
+)
 """Powers of two, so that any read window consists of whole blocks."""
 
 _META_HINT = (
@@ -102,8 +96,8 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
         """Name and size of the stored files: the data file and its sidecar."""
         if self.blocks is None:
             return super().at_rest
-        blocks = count_blocks(self.nbytes - self.header_nbytes, self.block_nbytes)
-        return [*super().at_rest, (self.blocks, sidecar_nbytes(blocks))]
+        blocks = data_file.count_blocks(self.nbytes - self.header_nbytes, self.block_nbytes)
+        return [*super().at_rest, (self.blocks, data_file.sidecar_nbytes(blocks))]
 
 
 class IndexEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
@@ -256,7 +250,7 @@ def decode_record(data: bytes, where: str) -> Record:
 
 
 def _tail(head: bytes) -> bytes:
-    return b',\n  "checksum": "' + checksum_text(digest(head)).encode() + b'"\n}\n'
+    return b',\n  "checksum": "' + data_file.checksum_text(data_file.digest(head)).encode() + b'"\n}\n'
 
 
 def _check(record: Record, where: str) -> None:
@@ -266,7 +260,7 @@ def _check(record: Record, where: str) -> None:
         and all(_CHECKSUM.fullmatch(blob.checksum) and 0 <= blob.nbytes < _MAX_BLOB_NBYTES for blob in blobs)
         and all(_is_sound(blob, len(record.chains)) for blob in blobs)
         and all(
-            8 <= file.header_nbytes <= min(file.nbytes, MAX_HEADER_NBYTES)
+            8 <= file.header_nbytes <= min(file.nbytes, data_file.MAX_HEADER_NBYTES)
             and file.block_nbytes in _BLOCK_SIZES
             and (file.blocks is None or file.chain is None)
             for file in record.files

@@ -29,23 +29,11 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from shardkeep import errors
 from shardkeep._version import __version__
 from shardkeep.codecs.base import without_keys
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import checksum_of, put_coded
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    CheckpointExists,
-    CheckpointNotFound,
-    ChecksumMismatch,
-    DamagedCheckpoint,
-    MalformedFile,
-    NotAuthentic,
-    StateError,
-    StorageError,
-    WrongSize,
-)
 from shardkeep.format.boxes import Box, IntArray
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
@@ -133,11 +121,11 @@ def read_record(store: Store) -> Record:
     """Read and check the commit record; raise `CheckpointNotFound`, which says what is there instead, if there is none."""
     try:
         return record_in(store)
-    except BlobNotFound as exc:
+    except errors.BlobNotFound as exc:
         below = _checkpoint_below(store.url)
         what = " itself, only below it" if below else f" here{_other_files(store)}"
         hint = f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
-        raise CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
+        raise errors.CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
 
 
 def record_in(store: Store) -> Record:
@@ -179,9 +167,11 @@ def read_index(store: _IndexStore, record: Record, chain: CodecChain | None = No
     """
     entry = record.index
     if entry.chain is not None and chain is None:
-        raise CheckpointError(f"{entry.name}: the index went through codecs, which were not opened", file=entry.name)
+        raise errors.CheckpointError(
+            f"{entry.name}: the index went through codecs, which were not opened", file=entry.name
+        )
     if entry.nbytes > (most := _most_index_nbytes(entry.stored_nbytes)):
-        raise MalformedFile(
+        raise errors.MalformedFile(
             f"{entry.name}: an index of {entry.nbytes:,} bytes; at most {most:,} are read of one of its size in the store",
             hint="do not trust this checkpoint",
             file=entry.name,
@@ -195,20 +185,22 @@ def read_index(store: _IndexStore, record: Record, chain: CodecChain | None = No
                 data = bytearray(reader.nbytes)
                 reader.read_into(0, memoryview(data))
                 return data
-        except BlobNotFound as exc:
-            raise WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
+        except errors.BlobNotFound as exc:
+            raise errors.WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
 
     def decode(data: bytes | bytearray) -> Index:
         if len(data) != entry.nbytes:
-            raise WrongSize(f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name)
+            raise errors.WrongSize(
+                f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
+            )
         found = checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
         if found != entry.checksum:
-            raise ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
+            raise errors.ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
         return decode_index(memoryview(data).toreadonly(), where=entry.name)
 
     try:
         data = read()
-    except DamagedCheckpoint:
+    except errors.DamagedCheckpoint:
         data = read()  # by another reader, because the first may have cached what it read
         warn_reread_ok(entry.name, 0, len(data))
     return decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)  # type: ignore[type-var]  # one or the other
@@ -281,29 +273,29 @@ def publish(
     try:
         # The record must be written last, because a reader that sees it trusts every file it names.
         store.put(RECORD_NAME, encoded, over=over)
-    except StorageError as exc:
+    except errors.StorageError as exc:
         if exc.errno != errno.EEXIST:
             raise
         raise _beaten(store) from exc
     return record
 
 
-def _beaten(store: Gets) -> CheckpointError:
+def _beaten(store: Gets) -> errors.CheckpointError:
     """Explain, as far as possible, why the record in place is not the one that this save was to replace."""
     winner = ""
     try:
         record = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
         step = "" if record.step is None else f"step {record.step}, "
         winner = f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
-    except BlobNotFound:
-        return StorageError(
+    except errors.BlobNotFound:
+        return errors.StorageError(
             "the checkpoint that this save was to replace was deleted by another process during the save",
             hint="save again, and do not delete checkpoints by hand in a place that a job saves to",
             name=RECORD_NAME,
         )
-    except CheckpointError:
+    except errors.CheckpointError:
         pass
-    return CheckpointExists(
+    return errors.CheckpointExists(
         f"another save committed a checkpoint here meanwhile{winner}",
         hint="that one stays, and this one was not committed; save to another place, or again with overwrite=True",
     )
@@ -311,7 +303,7 @@ def _beaten(store: Gets) -> CheckpointError:
 
 def _check_size(what: str, data: bytes, limit: int) -> None:
     if len(data) > limit:
-        raise StateError(
+        raise errors.StateError(
             f"the {what} would have {len(data):,} bytes, more than a reader takes ({limit:,})",
             hint="store large values as tensors, and little in meta",
         )
@@ -321,8 +313,8 @@ def _check_readable(read: Callable[[], object]) -> None:
     """Decode what is about to be written, so that an unreadable checkpoint never replaces a good one."""
     try:
         read()
-    except DamagedCheckpoint as exc:
-        raise StateError(
+    except errors.DamagedCheckpoint as exc:
+        raise errors.StateError(
             f"this state would make a checkpoint that cannot be read: {exc.message}",
             hint="nothing was committed; please report this",
         ) from exc
@@ -347,7 +339,7 @@ def check_signature(record: Record, chains: Sequence[CodecChain]) -> None:
     chain = None if record.index.chain is None else chains[record.index.chain]
     expected = None if chain is None else _mac(record, chain)
     if expected is None or record.mac is None or not hmac.compare_digest(expected, record.mac):
-        raise NotAuthentic(
+        raise errors.NotAuthentic(
             f"{RECORD_NAME}: the commit record is not what was written", hint=_FORGED_HINT, file=RECORD_NAME
         )
 

@@ -20,22 +20,16 @@ import torch
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.pickles import Call, Names, New, collector_paused, plain_names, sealed
+from shardkeep.layouts import torch as torch_layout
 from shardkeep.layouts import torch_values as metadata
-from shardkeep.layouts.torch import (
-    HOMES,
-    MAX_METADATA_NBYTES,
-    SUMS_SUFFIX,
-    Sums,
-    class_names,
-    safe_globals,
-    unpickle_metadata,
-)
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo
 from shardkeep.storage.base import Gets
 
 log = logging.getLogger("shardkeep")
 
-_CLASSES: dict[type, tuple[str, str]] = {getattr(metadata, name): (homes[0], name) for name, homes in HOMES.items()}
+_CLASSES: dict[type, tuple[str, str]] = {
+    getattr(metadata, name): (homes[0], name) for name, homes in torch_layout.HOMES.items()
+}
 
 
 def encode_metadata(value: Metadata) -> bytes:
@@ -55,17 +49,17 @@ def encode_metadata(value: Metadata) -> bytes:
 
 def read_metadata(store: Gets, name: str, *, where: str) -> Metadata:
     """Read `.metadata`, or the metadata of one rank."""
-    return decode_metadata(store.get(name, limit=MAX_METADATA_NBYTES), where=where)
+    return decode_metadata(store.get(name, limit=torch_layout.MAX_METADATA_NBYTES), where=where)
 
 
 def data_files_of(metadata: Metadata) -> set[str]:
     """Return the names of all data files that metadata refer to, and of the files with their digests."""
     places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
     names = {place.relative_path for place in places.values() if isinstance(place, _StorageInfo)}
-    return names | {f"{name}{SUMS_SUFFIX}" for name in names}
+    return names | {f"{name}{torch_layout.SUMS_SUFFIX}" for name in names}
 
 
-def set_sums(metadata: Metadata, sums: Mapping[str, Sums]) -> None:
+def set_sums(metadata: Metadata, sums: Mapping[str, torch_layout.Sums]) -> None:
     """Add the checksums of the data files as an attribute, which is pickled and which torch ignores."""
     vars(metadata)["shardkeep_sums"] = {name: tuple(each) for name, each in sorted(sums.items())}
 
@@ -76,7 +70,7 @@ def decode_metadata(data: bytes, *, where: str) -> Metadata:
 
     Raises `DamagedCheckpoint`, or `PickleRefused` for a class that is neither torch's for this purpose nor a safe global.
     """
-    found = unpickle_metadata(data, _known(), where=where)
+    found = torch_layout.unpickle_metadata(data, _known(), where=where)
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)
     for name in ("planner_data", "storage_data", "storage_meta", "version"):
@@ -117,7 +111,7 @@ def _known() -> Names:
     encoding = metadata._MEM_FORMAT_ENCODING
     # A copy of each member, because a pickle could modify the enum's own.
     named = Call(lambda number: types.SimpleNamespace(name=encoding(number).name), encoding)
-    names: dict[tuple[str, str], Any] = class_names({**kinds, encoding.__name__: named})
+    names: dict[tuple[str, str], Any] = torch_layout.class_names({**kinds, encoding.__name__: named})
     # All dtypes, including those of quantized tensors, which only torch reads.
     names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
     names["torch", "Size"] = Call(torch.Size)
@@ -143,7 +137,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     def dump(self, obj: Any) -> None:
         self.unknown: set[str] = set()
-        self._readable = {*safe_globals(), *plain_names(), *_known()}
+        self._readable = {*torch_layout.safe_globals(), *plain_names(), *_known()}
         self._refs: dict[Any, bytes] = {}
         self._sizes: dict[torch.Size, bytes] = {}
         self._properties: dict[Any, bytes] = {}

@@ -20,18 +20,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
-from shardkeep.storage.base import (
-    BlobInfo,
-    Deletes,
-    Gets,
-    Lists,
-    Puts,
-    Store,
-    Version,
-    check_below,
-    local_path,
-    with_any_names,
-)
+from shardkeep.storage import base
 from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, write_all
 from shardkeep.storage.local import storage_errors
 
@@ -51,17 +40,17 @@ class _StreamFiles(StreamStore):
     def _at(self, name: str) -> PathLike:
         return self._fs.concat_path(self._path, name)
 
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self) -> Iterator[base.BlobInfo]:
         ls = getattr(self._fs, "ls", None)
         for path in ls(self._path) if callable(ls) else ():
-            yield BlobInfo(os.path.basename(os.fspath(path).rstrip("/")), nbytes=-1, modified_s=math.inf)
+            yield base.BlobInfo(os.path.basename(os.fspath(path).rstrip("/")), nbytes=-1, modified_s=math.inf)
 
     def get(self, name: str, *, limit: int) -> bytes:
         if not self._fs.exists(self._at(name)):
             raise BlobNotFound(f"{self.url}/{name}: there is no such file", name=name)
         return super().get(name, limit=limit)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: base.Version | None = None) -> None:
         """Create or replace a file, in one step if the file system's `rename` can replace."""
         path, temporary = self._at(name), self._at(f"{name}.tmp")
         with self._fs.create_stream(temporary, "wb") as stream:
@@ -77,7 +66,7 @@ class _StreamFiles(StreamStore):
             self._fs.rm_file(self._at(name))
 
 
-class _Files(Gets, Puts, Lists, Deletes, Protocol):
+class _Files(base.Gets, base.Puts, base.Lists, base.Deletes, Protocol):
     @property
     def url(self) -> str: ...
 
@@ -88,7 +77,7 @@ def commit_at(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Commit:
     return Commit(_StreamFiles(fs, path, sync=sync), None) if store is None else commit_to(store)
 
 
-def commit_to(store: Store) -> Commit:
+def commit_to(store: base.Store) -> Commit:
     """Return the commit of a save to a store."""
     return Commit(store, store)
 
@@ -96,11 +85,11 @@ def commit_to(store: Store) -> Commit:
 class Commit:
     """The last step of a save."""
 
-    def __init__(self, files: _Files, store: Store | None) -> None:
+    def __init__(self, files: _Files, store: base.Store | None) -> None:
         """Commit to these files; `store` is None for a file system with streams."""
         self._files = files
         self._store = store
-        self._path = None if store is None else local_path(store)
+        self._path = None if store is None else base.local_path(store)
         self._shared = store is not None and self._path is None
         """Whether every rank sees the files of all ranks. Each rank may have a local directory of its own."""
 
@@ -164,7 +153,7 @@ class Commit:
                     file=name,
                 )
 
-    def _listed(self) -> dict[str, BlobInfo]:
+    def _listed(self) -> dict[str, base.BlobInfo]:
         """Return all files; none if they cannot be listed."""
         try:
             return {info.name: info for info in self._files.list()}
@@ -202,7 +191,7 @@ class Commit:
         """Return the data files that metadata name; none if they do not exist or cannot be read."""
         where = f"{self._files.url}/{name}"
         try:
-            return data_files_of(read_metadata(with_any_names(self._files), name, where=where))
+            return data_files_of(read_metadata(base.with_any_names(self._files), name, where=where))
         except BlobNotFound:
             return set()
         except Exception as exc:  # noqa: BLE001 - as above
@@ -236,7 +225,7 @@ class Commit:
                     continue
                 # Not made durable: a file that reappears after a crash is removed by a later save.
                 with suppress(FileNotFoundError), storage_errors("cannot delete", self._files.url, name):
-                    os.unlink(os.path.join(self._path, check_below(name)))
+                    os.unlink(os.path.join(self._path, base.check_below(name)))
             except Exception as exc:  # noqa: BLE001 - as above
                 log.warning(
                     "could not remove %s/%s, which no checkpoint needs any more: %s", self._files.url, name, exc

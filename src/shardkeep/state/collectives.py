@@ -30,17 +30,8 @@ from shardkeep.dist.world import World, current_world, world_of_ranks
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, StateMismatch, UnsupportedLeaf
 from shardkeep.format.boxes import Box, Ints, flat_range_to_boxes, intersect, relative, slices, whole
 from shardkeep.options import Options
+from shardkeep.state import leaves
 from shardkeep.state.flatten import get_element, leaves_of, map_leaves
-from shardkeep.state.leaves import (
-    TreePath,
-    copy_bits,
-    describe_leaf,
-    is_dtensor,
-    is_plain,
-    is_sharded_tensor,
-    path_name,
-    wait_tensor,
-)
 from shardkeep.state.offload import _identity_func, check_plain_types, iterate_state_dict, same_layout
 from shardkeep.state.placement import dtensor_boxes
 
@@ -121,7 +112,7 @@ def all_gather_sharded_tensor(
         # What `torch.chunk` makes of the rows: one collective, with the last chunks padded to the size of the others.
         mine = torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
         for piece in pieces.values():
-            copy_bits(mine[: piece.shape[0]], piece)
+            leaves.copy_bits(mine[: piece.shape[0]], piece)
         padded = torch.empty((rows * len(ranks), *shape[1:]), dtype=dtype, device=device)
         # Named all_gather_into_tensor before torch 2.13, which deprecates that name.
         all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -133,10 +124,10 @@ def all_gather_sharded_tensor(
         target = full[slices(box)]
         carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         if owner == dist.get_rank():
-            copy_bits(carrier, pieces[box.offsets])
+            leaves.copy_bits(carrier, pieces[box.offsets])
         dist.broadcast(_as_bytes(carrier), src=owner, group=group)
         if carrier is not target:
-            copy_bits(target, carrier)
+            leaves.copy_bits(target, carrier)
     return full
 
 
@@ -146,7 +137,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
     """Return this rank's shards as plain tensors by offsets; raise if they are not those the metadata assign to it."""
-    pieces = {piece.offsets: piece.tensor for piece in describe_leaf(name, sharded_tensor).pieces}
+    pieces = {piece.offsets: piece.tensor for piece in leaves.describe_leaf(name, sharded_tensor).pieces}
     given = {
         tuple(each.shard_offsets): tuple(each.shard_sizes)
         for each in sharded_tensor.metadata().shards_metadata
@@ -180,7 +171,7 @@ def _full_of_dtensor(value: Any, *_: Any) -> torch.Tensor:
         spec = dataclasses.replace(there._spec, tensor_meta=there._spec.tensor_meta._replace(dtype=carrier))
         there = type(there)(there._local_tensor.view(carrier), spec, requires_grad=False)
     everywhere = there.redistribute(device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
-    full: torch.Tensor = wait_tensor(everywhere.to_local())
+    full: torch.Tensor = leaves.wait_tensor(everywhere.to_local())
     return full if full.dtype == dtype else full.view(dtype)
 
 
@@ -192,23 +183,25 @@ def _sending_device(wanted: torch.device, group: Any) -> torch.device:
 
 def _check_same_tensors(tree: Any, pg: ProcessGroup | None, *, type_check: bool) -> None:
     """Raise, on all ranks that share tensors, unless each can gather its tree and all hold the same tensors in one order."""
-    sharded = [(path, value) for path, value in leaves_of(tree) if is_dtensor(value) or is_sharded_tensor(value)]
+    sharded = [
+        (path, value) for path, value in leaves_of(tree) if leaves.is_dtensor(value) or leaves.is_sharded_tensor(value)
+    ]
     shared: dict[Ints, list[str]] = {}
     for path, tensor in sharded:
-        if is_dtensor(tensor):
+        if leaves.is_dtensor(tensor):
             ranks, cut = tensor.device_mesh.mesh.flatten().tolist(), tensor.placements
         else:
             ranks = dist.get_process_group_ranks(pg or tensor._process_group or dist.group.WORLD)
             cut = "a ShardedTensor"
-        line = f"{path_name(path)} ({tensor.dtype} {tuple(tensor.size())} as {cut})"
+        line = f"{leaves.path_name(path)} ({tensor.dtype} {tuple(tensor.size())} as {cut})"
         shared.setdefault(tuple(sorted(ranks)), []).append(line)
     failure: CheckpointError | None = None
     try:
         if type_check:
             check_plain_types(tree)
         for path, tensor in sharded:
-            if is_sharded_tensor(tensor):
-                _pieces_of(path_name(path), tensor)
+            if leaves.is_sharded_tensor(tensor):
+                _pieces_of(leaves.path_name(path), tensor)
     except CheckpointError as error:
         failure = error
     # Small sets first, so that a failure in one reaches the larger sets that its ranks belong to; and in one order on
@@ -302,7 +295,7 @@ def broadcast_state_dict(
     device = torch.device(device)
     world = current_world(pg, timeout_s=Options().timeout_s)
     via = device if world.solo else _sending_device(device, pg or dist.group.WORLD)
-    sources: dict[tuple[str, TreePath], torch.Tensor] = {}  # by key and path inside it; empty on receivers
+    sources: dict[tuple[str, leaves.TreePath], torch.Tensor] = {}  # by key and path inside it; empty on receivers
     skeleton: dict[str, Any] = {}  # the full state dict with a `TensorSpec` for each tensor
     destinations: dict[int, Destination] = {}  # by number of the tensor
 
@@ -314,10 +307,10 @@ def broadcast_state_dict(
         # Pickled, like torch's own object collectives: values of the user's classes travel too, within one job.
         return b"" if world.solo else pickle.dumps(skeleton)
 
-    def take(key: str, path: TreePath, value: Any) -> Any:
+    def take(key: str, path: leaves.TreePath, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        source = sources[key, path] = plain_source(name := path_name((key, *path)), value)
+        source = sources[key, path] = plain_source(name := leaves.path_name((key, *path)), value)
         return TensorSpec(name, tuple(source.shape), source.dtype)
 
     def prepare() -> bytes:
@@ -325,7 +318,7 @@ def broadcast_state_dict(
             if key in local_state_dict and (path or local_state_dict[key] is not None):
                 present = get_element(local_state_dict[key], path)
                 # 0-dim tensors are counters, which optimizers keep on the CPU.
-                on_cpu = cpu_offload or not (spec.shape or is_dtensor(present))
+                on_cpu = cpu_offload or not (spec.shape or leaves.is_dtensor(present))
                 source = sources.get((key, path))
                 destinations[number] = destination_for(spec, present, _CPU if on_cpu else device, source=source)
         flags = "".join("1" if destinations.get(n, _NOWHERE).parts else "0" for n in range(len(sent)))
@@ -436,15 +429,17 @@ def distribute_state_dict(
 def _local_part(key: str, full: Any, present: Any, device: torch.device) -> Any:
     """Return the local value for one value of a full state dict, given the present local value."""
 
-    def change(path: TreePath, value: Any) -> Any:
+    def change(path: leaves.TreePath, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         held = get_element(present, path)
-        if is_dtensor(value) and is_dtensor(held) and same_layout(value, held):
+        if leaves.is_dtensor(value) and leaves.is_dtensor(held) and same_layout(value, held):
             return value.detach()
-        source = plain_source(name := path_name((key, *path)), value)
+        source = plain_source(name := leaves.path_name((key, *path)), value)
         spec = TensorSpec(name, tuple(source.shape), source.dtype)
-        where = torch.device(held.device_mesh.device_type) if is_dtensor(held) else device if spec.shape else _CPU
+        where = (
+            torch.device(held.device_mesh.device_type) if leaves.is_dtensor(held) else device if spec.shape else _CPU
+        )
         destination = destination_for(spec, held, where, source=source, refill=False)
         with torch.no_grad():
             copy_box(whole(spec.shape), source, destination)
@@ -455,13 +450,13 @@ def _local_part(key: str, full: Any, present: Any, device: torch.device) -> Any:
 
 def plain_source(name: str, value: Any) -> torch.Tensor:
     """Return a full tensor as a plain detached one over the same memory."""
-    if not is_plain(value):
+    if not leaves.is_plain(value):
         raise UnsupportedLeaf(
             f"{name!r} is a {type(value).__qualname__}, expected a full tensor",
             hint="gather the state dict first (gather_state_dict, or full_state_dict=True)",
             key=name,
         )
-    leaf = describe_leaf(name, value)
+    leaf = leaves.describe_leaf(name, value)
     return leaf.pieces[0].tensor if leaf.pieces else torch.empty(leaf.shape, dtype=leaf.dtype)
 
 
@@ -476,12 +471,12 @@ def destination_for(
             hint="give a full state dict of the same model, or leave the key out",
             mismatched=[spec.name],
         )
-    if not is_dtensor(present):
+    if not leaves.is_dtensor(present):
         if source is not None:
             return Destination(source.to(device), ())
         full = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         return Destination(full, ((whole(spec.shape), full),))
-    dtensor = wait_tensor(present)
+    dtensor = leaves.wait_tensor(present)
     if dtensor._local_tensor.is_meta or not refill:
         dtensor = torch.empty_like(dtensor, dtype=spec.dtype, device=device, requires_grad=False)
     elif not torch.can_cast(spec.dtype, dtensor.dtype):
@@ -524,7 +519,7 @@ def broadcast_batches(
         boxes = [(run.number, *each) for run in runs for each in _boxes_in(batch, specs[run.number], run)]
         if sources is not None:
             for number, box, values in boxes:
-                copy_bits(values, sources[number][slices(box)])
+                leaves.copy_bits(values, sources[number][slices(box)])
         if not alone:
             dist.broadcast(batch, src=dist.get_process_group_ranks(pg or dist.group.WORLD)[sender], group=pg)
         for number, box, values in boxes:
@@ -536,7 +531,7 @@ def copy_box(box: Box, values: torch.Tensor, destination: Destination) -> None:
     for wanted, memory in destination.parts:
         common = intersect(wanted, box)
         if common is not None:
-            copy_bits(memory[slices(relative(common, wanted))], values[slices(relative(common, box))])
+            leaves.copy_bits(memory[slices(relative(common, wanted))], values[slices(relative(common, box))])
 
 
 def _batches(specs: Sequence[TensorSpec]) -> Iterator[list[_Run]]:

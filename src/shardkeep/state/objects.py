@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from shardkeep.errors import RanksDisagree, StateError, StateMismatch
 from shardkeep.format.values import join
+from shardkeep.state import optimizers
 from shardkeep.state.flatten import flatten, leaves_of, map_leaves
 from shardkeep.state.leaves import (
     EveryRank,
@@ -43,15 +44,6 @@ from shardkeep.state.leaves import (
 )
 from shardkeep.state.modules import StateDictOptions, checked_options, model_state
 from shardkeep.state.names import EXTRA_STATE, all_canonical, fsdp_modules, live_state, own_method
-from shardkeep.state.optimizers import (
-    ParameterNames,
-    StateLayout,
-    StoredGroups,
-    groups_by_first,
-    is_fresh,
-    name_parameters,
-    set_hyper_parameters,
-)
 from shardkeep.state.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from shardkeep.state.stored import (
     NOTHING_STORED,
@@ -300,8 +292,8 @@ class OptimizerObject(Adapter):
         self._rank = rank
 
     @cached_property
-    def _names(self) -> dict[Any, ParameterNames]:
-        return name_parameters(self.name, self._optimizer, self._modules, self._rank)
+    def _names(self) -> dict[Any, optimizers.ParameterNames]:
+        return optimizers.name_parameters(self.name, self._optimizer, self._modules, self._rank)
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return digests of plain tensors kept for a sharded parameter: they may belong to this rank's shard alone."""
@@ -333,7 +325,7 @@ class OptimizerObject(Adapter):
         groups = [
             ([firsts[parameter] for parameter in group["params"]], group) for group in self._optimizer.param_groups
         ]
-        saved: dict[str, Any] = {"state": state, "param_groups": groups_by_first(groups)}
+        saved: dict[str, Any] = {"state": state, "param_groups": optimizers.groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             saved["other"] = other
         return saved
@@ -343,7 +335,7 @@ class OptimizerObject(Adapter):
         if not stored.has(self.name):
             return NOTHING_STORED
         optimizer = self._optimizer
-        groups = StoredGroups(self.name, stored, selected)
+        groups = optimizers.StoredGroups(self.name, stored, selected)
         saved_as = self._resolve(groups, stored)
         layouts = self._layouts()
         state: dict[str, Any] = {}
@@ -376,14 +368,14 @@ class OptimizerObject(Adapter):
                     # What was left out of the load stays; what the checkpoint never had is removed.
                     left = {} if by_name[name] is state[name] else optimizer.state.get(parameter, {})
                     optimizer.state[parameter] = {**left, **_local_form(by_name[name], layouts[parameter])}
-            set_hyper_parameters(optimizer.param_groups, values)
+            optimizers.set_hyper_parameters(optimizer.param_groups, values)
             optimizer.state.update(filled.get("other", {}))
             for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
                 hook(optimizer)
 
         return Template(template, load)
 
-    def _resolve(self, groups: StoredGroups, stored: StoredState) -> dict[Any, str]:
+    def _resolve(self, groups: optimizers.StoredGroups, stored: StoredState) -> dict[Any, str]:
         """Find the name under which each parameter was saved; parameters that were not saved are left out."""
         # One form of names is used for all: the one by which most are found, and of two the more specific.
         best: dict[Any, str] = {}
@@ -405,7 +397,7 @@ class OptimizerObject(Adapter):
         # Torch's optimizers lay out state of the parameter's shape like the parameter. For others, if parameters are
         # sharded, a dry step shows the layout of state that does not exist yet.
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        layout = StateLayout(self._optimizer)
+        layout = optimizers.StateLayout(self._optimizer)
         torchs = type(self._optimizer).__module__.startswith("torch.optim")
         present = layout.at_hand if torchs or not any(map(_shard_of, parameters)) else layout.of
         return {
@@ -547,11 +539,11 @@ class FSDP1OptimizerObject(Adapter):
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
         """Return its state by parameter name; no state if it has made no step."""
-        fresh = is_fresh(self._optimizer)
+        fresh = optimizers.is_fresh(self._optimizer)
         state, live = self._present()
         groups = (([self._prefix + name for name in group["params"]], group) for group in live)
         kept = {self._prefix + name: values for name, values in state.items()}
-        return {"state": {} if fresh else kept, "param_groups": groups_by_first(groups)}
+        return {"state": {} if fresh else kept, "param_groups": optimizers.groups_by_first(groups)}
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return a template like the present state, or like the state after a step."""
@@ -559,7 +551,7 @@ class FSDP1OptimizerObject(Adapter):
             return NOTHING_STORED
         optimizer, prefix = self._optimizer, self._prefix
         present, live = self._present()
-        groups = StoredGroups(self.name, stored, selected)
+        groups = optimizers.StoredGroups(self.name, stored, selected)
         names = [name for group in live for name in group["params"]]
         # It may have been saved from a state with another number of modules.
         if not any(prefix + name in groups for name in names) and any(name in groups for name in names):
@@ -577,14 +569,14 @@ class FSDP1OptimizerObject(Adapter):
             members = [[prefix + name for name in group["params"]] for group in live]
             values = groups.hyper_parameters(members, filled.get("param_groups", {}))
             if filled.get("state"):
-                set_hyper_parameters(live, values)
+                optimizers.set_hyper_parameters(live, values)
                 kept = {name[len(prefix) :]: own for name, own in filled["state"].items()}
                 loaded: Any = {"state": kept, "param_groups": live}
                 set_optimizer_state_dict(self._module, optimizer, loaded, options=StateDictOptions(strict=False))
                 return
             if clear:
                 optimizer.state.clear()
-            set_hyper_parameters(optimizer.param_groups, values)
+            optimizers.set_hyper_parameters(optimizer.param_groups, values)
 
         return Template({"state": state, "param_groups": groups.places(stored)}, load)
 

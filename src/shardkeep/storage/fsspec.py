@@ -24,22 +24,7 @@ from typing import Any
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.storage.base import (
-    BlobInfo,
-    Store,
-    Version,
-    check_fits,
-    check_limit,
-    check_name,
-    check_within,
-    checked_end,
-    delete_contents,
-    is_name,
-    name_taken,
-    not_sendable,
-    sendable_options,
-    short_read,
-)
+from shardkeep.storage import base
 from shardkeep.storage.buffers import MemoryBudget, copy, flat
 from shardkeep.storage.cancel import CANCELLED, current_scope
 from shardkeep.storage.conditional_put import ConditionalPuts
@@ -135,7 +120,7 @@ class FsspecWriter:
         while True:
             if self._scope is not None and self._scope.cancelled:
                 raise self._error(CANCELLED, errno.ECANCELED)
-            check_fits(self._where, self._name, offset, len(view), self._nbytes, is_open=self._open)
+            base.check_fits(self._where, self._name, offset, len(view), self._nbytes, is_open=self._open)
             if view and (offset < self._at or offset in self._early):
                 raise self._error(f"the bytes at offset {offset} were written already")
             if offset == self._at or not view:
@@ -158,7 +143,7 @@ class FsspecWriter:
             self._state.wait(_POLL_S)  # not woken when other files release memory: look again
 
     def finish(self, nbytes: int | None = None) -> None:
-        end = checked_end(self._where, self._name, nbytes, self._nbytes)
+        end = base.checked_end(self._where, self._name, nbytes, self._nbytes)
         with self._state, fs_errors("cannot finish", self._url, self._name):
             if not self._open or end != self._at:
                 raise self._error(f"cannot end after {end} bytes: {self._at} were written without a gap")
@@ -195,11 +180,11 @@ class FsspecReader:
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002
         view = flat(into)
-        check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
+        base.check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
         with fs_errors("cannot read", self._url, self._name, offset):
             found = self._fs.cat_file(self._path, start=offset, end=offset + len(view)) if view else b""
         if len(found) != len(view):
-            raise short_read(f"{self._url}/{self._name}", self._name, offset, len(view), len(found))
+            raise base.short_read(f"{self._url}/{self._name}", self._name, offset, len(view), len(found))
         view[:] = found
 
     def close(self) -> None:
@@ -228,15 +213,15 @@ class FsspecStore(ConditionalPuts):
         kind = type(fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]
         if "memory" in (*names, fs.storage_options.get("target_protocol")):
-            raise not_sendable(self.url, kind.__name__)
+            raise base.not_sendable(self.url, kind.__name__)
         if kind.__module__ == "__main__" or "." in kind.__qualname__:
             raise CheckpointError(
                 f'{self.url}: writer="process" cannot import the class {kind.__qualname__} in another process',
                 hint="that process does not run your program: define the class at the top level of a module, or pass"
                 ' writer="thread"',
             )
-        args = sendable_options(self.url, {str(number): value for number, value in enumerate(fs.storage_args)})
-        options = sendable_options(self.url, fs.storage_options)
+        args = base.sendable_options(self.url, {str(number): value for number, value in enumerate(fs.storage_args)})
+        options = base.sendable_options(self.url, fs.storage_options)
         return FsspecStoreSpec(
             kind.__module__, kind.__name__, [*args.values()], options, self._path, self.url, self._settle_s
         )
@@ -246,7 +231,7 @@ class FsspecStore(ConditionalPuts):
         with self._lock:
             with fs_errors("cannot create", self.url, name):
                 if self._fs.exists(path):
-                    raise name_taken(f"{self.url}/{name}", name)
+                    raise base.name_taken(f"{self.url}/{name}", name)
             return FsspecWriter(self._fs, path, self.url, name, nbytes, budget=self._budget)
 
     def open(self, name: str) -> FsspecReader:
@@ -255,32 +240,32 @@ class FsspecStore(ConditionalPuts):
     def get(self, name: str, *, limit: int) -> bytes:
         path = self._at(name)
         with fs_errors("cannot get", self.url, name, looks=True):
-            check_limit(f"{self.url}/{name}", name, int(self._fs.info(path)["size"]), limit)
+            base.check_limit(f"{self.url}/{name}", name, int(self._fs.info(path)["size"]), limit)
             return bytes(self._fs.cat_file(path))
 
-    def version(self, name: str) -> Version | None:
+    def version(self, name: str) -> base.Version | None:
         try:
             with fs_errors("cannot look up", self.url, name, looks=True):
-                return Version(blake2b(self._fs.cat_file(self._at(name)), digest_size=16).hexdigest())
+                return base.Version(blake2b(self._fs.cat_file(self._at(name)), digest_size=16).hexdigest())
         except BlobNotFound:
             return None
 
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self) -> Iterator[base.BlobInfo]:
         files = [(name, info) for name, info in self._level() if info.get("type") == "file"]
-        found = [BlobInfo(name, int(info["size"]), _modified_s(info)) for name, info in files]
+        found = [base.BlobInfo(name, int(info["size"]), _modified_s(info)) for name, info in files]
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def delete(self, name: str) -> None:
         with suppress(BlobNotFound), fs_errors("cannot delete", self.url, name):
             self._fs.rm_file(self._at(name))
 
-    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:  # noqa: ARG002
+    def send(self, name: str, data: Any, *, create: bool = False, over: base.Version | None = None) -> None:  # noqa: ARG002
         with fs_errors("cannot put", self.url, name):
             with suppress(Exception):
                 self._fs.makedirs(self._path, exist_ok=True)
             self._fs.pipe_file(self._at(name), bytes(data), **({"mode": "create"} if create else {}))
 
-    def checks_conditions(self, over: Version | None) -> bool:
+    def checks_conditions(self, over: base.Version | None) -> bool:
         """Return whether the file system has puts that only create; none can replace only a certain version."""
         if over is not None:
             return False
@@ -301,7 +286,7 @@ class FsspecStore(ConditionalPuts):
         return FsspecStore(self._fs, self._at(name), f"{self.url}/{name}", settle_s=self._settle_s)
 
     def remove(self, name: str) -> None:
-        delete_contents(self.place(name))
+        base.delete_contents(self.place(name))
         with suppress(BlobNotFound), fs_errors("cannot remove", self.url, name):
             if self._fs.exists(self._at(name)):
                 self._fs.rm(self._at(name), recursive=True)
@@ -313,7 +298,7 @@ class FsspecStore(ConditionalPuts):
                 self._fs.rmdir(path)
 
     def _at(self, name: str) -> str:
-        return f"{self._path}/{check_name(name)}"
+        return f"{self._path}/{base.check_name(name)}"
 
     def _level(self) -> Sequence[tuple[str, dict[str, Any]]]:
         """Return what is here under a blob's name."""
@@ -327,7 +312,7 @@ class FsspecStore(ConditionalPuts):
         itself = self._fs._strip_protocol(self._path)
         level = [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
         named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level]
-        return [(name, info) for name, info in named if is_name(name)]
+        return [(name, info) for name, info in named if base.is_name(name)]
 
 
 class FsspecStoreSpec(msgspec.Struct, frozen=True, tag=True):
@@ -345,7 +330,7 @@ class FsspecStoreSpec(msgspec.Struct, frozen=True, tag=True):
     def __repr__(self) -> str:
         return f"FsspecStoreSpec({self.url!r})"  # without passwords
 
-    def open(self) -> Store:
+    def open(self) -> base.Store:
         try:
             kind = getattr(importlib.import_module(self.module), self.kind)
         except (ImportError, AttributeError) as exc:

@@ -30,20 +30,7 @@ from typing import Any, Literal
 import msgspec
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
-from shardkeep.storage.base import (
-    BlobInfo,
-    BlobReader,
-    Version,
-    check_below,
-    check_fits,
-    check_name,
-    checked_end,
-    delete_contents,
-    is_name,
-    read_whole,
-    short_read,
-    version_conflict,
-)
+from shardkeep.storage import base
 from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, address_of, copy, flat
 
 # -- the operating system ----------------------------------------------------------------------------------------------
@@ -386,7 +373,7 @@ class _LocalWriter:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
-        check_fits(self._path, self._name, offset, len(view), self._nbytes)
+        base.check_fits(self._path, self._name, offset, len(view), self._nbytes)
         done = 0
         with storage_errors("cannot write", self._url, self._name, offset), self._files:
             while done < len(view):
@@ -408,7 +395,7 @@ class _LocalWriter:
             return self._write_some(offset, view)
 
     def finish(self, nbytes: int | None = None) -> None:
-        end = checked_end(self._path, self._name, nbytes, self._nbytes)
+        end = base.checked_end(self._path, self._name, nbytes, self._nbytes)
         with storage_errors("cannot make durable", self._url, self._name):
             with self._files:
                 # Even if the size is right, the reservation may reach beyond it: truncating frees that space.
@@ -452,7 +439,7 @@ class _LocalReader:
             while done < len(view):
                 got = self._read_some(offset + done, view[done:], cached=cached)
                 if not got:
-                    raise short_read(os.path.join(self._url, self._name), self._name, offset, len(view), done)
+                    raise base.short_read(os.path.join(self._url, self._name), self._name, offset, len(view), done)
                 done += got
 
     def _read_some(self, offset: int, view: memoryview, *, cached: bool = False) -> int:
@@ -578,11 +565,11 @@ class LocalStore:
             make_directory(self._path)
             return open_files(path, flags, direct=direct)
 
-    def open(self, name: str) -> BlobReader:
+    def open(self, name: str) -> base.BlobReader:
         return self._open(name, direct=self._direct)
 
-    def _open(self, name: str, *, direct: bool) -> BlobReader:
-        path = os.path.join(self._path, check_below(name)) if self._foreign else self._path_of(name)
+    def _open(self, name: str, *, direct: bool) -> base.BlobReader:
+        path = os.path.join(self._path, base.check_below(name)) if self._foreign else self._path_of(name)
         with storage_errors("cannot open", self.url, name):
             files = open_files(path, os.O_RDONLY, direct=direct, follow_links=self._foreign)
             return _LocalReader(self.url, name, files, self._scratch)
@@ -600,7 +587,7 @@ class LocalStore:
             finally:
                 os.close(fd)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: base.Version | None = None) -> None:
         path = self._path_of(name)
         temporary = os.path.join(self._path, temporary_name())
         with storage_errors("cannot put", self.url, name):
@@ -609,7 +596,7 @@ class LocalStore:
                 if replace or over is not None:
                     with directory_lock(self._path):
                         if over is not None and self.version(name) != over:
-                            raise version_conflict(os.path.join(self.url, name), name)
+                            raise base.version_conflict(os.path.join(self.url, name), name)
                         os.replace(temporary, path)
                 else:
                     try:
@@ -641,9 +628,9 @@ class LocalStore:
             raise
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return read_whole(self._open(name, direct=False), os.path.join(self.url, name), name, limit)
+        return base.read_whole(self._open(name, direct=False), os.path.join(self.url, name), name, limit)
 
-    def version(self, name: str) -> Version | None:
+    def version(self, name: str) -> base.Version | None:
         with storage_errors("cannot look up", self.url, name):
             try:
                 files = open_files(self._path_of(name), os.O_RDONLY, direct=False)
@@ -654,22 +641,22 @@ class LocalStore:
                 digest = blake2b(digest_size=16)
                 while piece := file.read(1 << 20):
                     digest.update(piece)
-                return Version(digest.hexdigest(), str(os.fstat(file.fileno()).st_mtime_ns))
+                return base.Version(digest.hexdigest(), str(os.fstat(file.fileno()).st_mtime_ns))
 
     def _entries(self) -> list[os.DirEntry[str]]:
         """Return what is in the directory under a blob's name; nothing if it was never made."""
         with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            return [entry for entry in entries if is_name(entry.name)]
+            return [entry for entry in entries if base.is_name(entry.name)]
         return []
 
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self) -> Iterator[base.BlobInfo]:
         found = []
         with storage_errors("cannot list", self.url):
             for entry in self._entries():
                 with suppress(FileNotFoundError):  # deleted since
                     if entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        found.append(BlobInfo(entry.name, status.st_size, status.st_mtime))
+                        found.append(base.BlobInfo(entry.name, status.st_size, status.st_mtime))
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def free_nbytes(self) -> int | None:
@@ -695,7 +682,7 @@ class LocalStore:
             return iter([entry.name for entry in self._entries() if entry.is_dir()])
 
     def place(self, name: str) -> LocalStore:
-        return LocalStore(os.path.join(self.url, check_name(name)), direct=self._direct, durable=self._durable)
+        return LocalStore(os.path.join(self.url, base.check_name(name)), direct=self._direct, durable=self._durable)
 
     def remove(self, name: str) -> None:
         path = self._path_of(name)
@@ -703,7 +690,7 @@ class LocalStore:
             if os.path.islink(path):
                 os.unlink(path)
             else:
-                delete_contents(self.place(name))
+                base.delete_contents(self.place(name))
                 # What is left has no blob's name or is not a file: other programs left it. Links are not followed.
                 shutil.rmtree(path)
             sync_directory(self._path)
@@ -718,7 +705,7 @@ class LocalStore:
                     raise
 
     def _path_of(self, name: str) -> str:
-        return os.path.join(self._path, check_name(name))
+        return os.path.join(self._path, base.check_name(name))
 
 
 class LocalStoreSpec(msgspec.Struct, frozen=True, tag=True):
@@ -741,11 +728,11 @@ class PathStore:
         self._direct = direct
         self._scratch = ScratchPool(_SCRATCH_BYTES)
 
-    def open(self, name: str) -> BlobReader:
+    def open(self, name: str) -> base.BlobReader:
         where, last = os.path.split(name)
         with storage_errors("cannot open", where, last):
             files = open_files(name, os.O_RDONLY, direct=self._direct, follow_links=True)
             return _LocalReader(where, last, files, self._scratch)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return read_whole(self.open(name), name, name, limit)
+        return base.read_whole(self.open(name), name, name, limit)

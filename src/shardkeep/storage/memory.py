@@ -9,18 +9,7 @@ import time
 from collections.abc import Iterator
 
 from shardkeep.errors import BlobNotFound
-from shardkeep.storage.base import (
-    BlobInfo,
-    Version,
-    check_fits,
-    check_limit,
-    check_name,
-    check_within,
-    checked_end,
-    delete_contents,
-    name_taken,
-    version_conflict,
-)
+from shardkeep.storage import base
 from shardkeep.storage.buffers import copy, flat
 
 
@@ -33,7 +22,7 @@ class _MemoryBlob:
         self._where = f"{store.url}/{name}"
         self.data = bytearray(nbytes)
         self.modified_s = time.time()
-        self.version = Version(str(next(store.versions)))
+        self.version = base.Version(str(next(store.versions)))
         self._open = True
 
     @property
@@ -42,11 +31,11 @@ class _MemoryBlob:
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
-        check_fits(self._where, self._name, offset, len(view), self.nbytes, is_open=self._open)
+        base.check_fits(self._where, self._name, offset, len(view), self.nbytes, is_open=self._open)
         copy(memoryview(self.data)[offset : offset + len(view)], view)
 
     def finish(self, nbytes: int | None = None) -> None:
-        end = checked_end(self._where, self._name, nbytes, self.nbytes)
+        end = base.checked_end(self._where, self._name, nbytes, self.nbytes)
         if end < self.nbytes:
             self.data = self.data[:end]
         self._open = False
@@ -61,7 +50,7 @@ class _MemoryBlob:
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - all is cached
         view = flat(into)
-        check_within(self._where, self._name, offset, len(view), self.nbytes)
+        base.check_within(self._where, self._name, offset, len(view), self.nbytes)
         copy(view, memoryview(self.data)[offset : offset + len(view)])
 
     def close(self) -> None:
@@ -83,52 +72,52 @@ class MemoryStore:
         """Only the same object is the same place: two stores may have the same URL."""
         return other is self
 
-    def _add(self, blob: _MemoryBlob, name: str, *, replace: bool = False, over: Version | None = None) -> None:
+    def _add(self, blob: _MemoryBlob, name: str, *, replace: bool = False, over: base.Version | None = None) -> None:
         with self._lock:
             there = self._blobs.get(name)
             if over is not None and (there is None or there.version != over):
-                raise version_conflict(f"{self.url}/{name}", name)
+                raise base.version_conflict(f"{self.url}/{name}", name)
             if there is not None and over is None and not replace:
-                raise name_taken(f"{self.url}/{name}", name)
+                raise base.name_taken(f"{self.url}/{name}", name)
             self._blobs[name] = blob
 
     def create(self, name: str, nbytes: int) -> _MemoryBlob:
-        blob = _MemoryBlob(self, check_name(name), nbytes)
+        blob = _MemoryBlob(self, base.check_name(name), nbytes)
         self._add(blob, name)
         return blob
 
     def open(self, name: str) -> _MemoryBlob:
         with self._lock:
-            blob = self._blobs.get(check_name(name))
+            blob = self._blobs.get(base.check_name(name))
         if blob is None:
             message = f"{self.url}/{name}: cannot open: No such file or directory (errno ENOENT)"
             raise BlobNotFound(message, name=name, errno=errno.ENOENT)
         return blob
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        blob = _MemoryBlob(self, check_name(name), len(data))
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: base.Version | None = None) -> None:
+        blob = _MemoryBlob(self, base.check_name(name), len(data))
         blob.write_at(0, memoryview(data))
         blob.finish()
         self._add(blob, name, replace=replace, over=over)
 
     def get(self, name: str, *, limit: int) -> bytes:
         blob = self.open(name)
-        check_limit(f"{self.url}/{name}", name, blob.nbytes, limit)
+        base.check_limit(f"{self.url}/{name}", name, blob.nbytes, limit)
         return bytes(blob.data)
 
-    def version(self, name: str) -> Version | None:
+    def version(self, name: str) -> base.Version | None:
         with self._lock:
-            blob = self._blobs.get(check_name(name))
+            blob = self._blobs.get(base.check_name(name))
         return None if blob is None else blob.version
 
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self) -> Iterator[base.BlobInfo]:
         with self._lock:
-            found = [BlobInfo(name, blob.nbytes, blob.modified_s) for name, blob in self._blobs.items()]
+            found = [base.BlobInfo(name, blob.nbytes, blob.modified_s) for name, blob in self._blobs.items()]
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def delete(self, name: str) -> None:
         with self._lock:
-            self._blobs.pop(check_name(name), None)
+            self._blobs.pop(base.check_name(name), None)
 
     # -- places below --------------------------------------------------------------------------------------------------
 
@@ -139,14 +128,14 @@ class MemoryStore:
 
     def place(self, name: str) -> MemoryStore:
         with self._lock:
-            return self._places.setdefault(check_name(name), MemoryStore(f"{self.url}/{name}"))
+            return self._places.setdefault(base.check_name(name), MemoryStore(f"{self.url}/{name}"))
 
     def remove(self, name: str) -> None:
         place = self.place(name)
-        delete_contents(place)
+        base.delete_contents(place)
         for below in list(place.places()):
             place.remove(below)
 
     def drop_empty(self, name: str) -> None:
         """Do nothing: a place without blobs does not exist."""
-        check_name(name)
+        base.check_name(name)

@@ -14,18 +14,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.options import set_for_children
-from shardkeep.storage.base import (
-    BlobInfo,
-    Store,
-    Version,
-    check_limit,
-    check_name,
-    check_within,
-    delete_contents,
-    is_name,
-    name_taken,
-    sendable_options,
-)
+from shardkeep.storage import base
 from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
@@ -74,7 +63,7 @@ class ObjectReader:
         view = flat(into)
         if self._closed:
             raise self._error(offset, "is closed", errno.EINVAL)
-        check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
+        base.check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
         if self.cached(offset, len(view)):
             view[:] = self._head[offset : offset + len(view)]
         else:
@@ -167,7 +156,7 @@ class ObjectStore(ConditionalPuts):
         mine, its = self.bucket, other.bucket
         return (mine.server, mine.name, self.prefix) == (its.server, its.name, other.prefix)
 
-    def parent(self) -> tuple[Store, str] | None:
+    def parent(self) -> tuple[base.Store, str] | None:
         """Return the place above, opened with the same options."""
         above, _, name = self.url.rpartition("/")
         if not name or above.endswith("/"):
@@ -176,17 +165,17 @@ class ObjectStore(ConditionalPuts):
 
     def spec(self) -> BucketStoreSpec:
         bucket = self.bucket
-        options = sendable_options(self.url, bucket.options)
+        options = base.sendable_options(self.url, bucket.options)
         return BucketStoreSpec(bucket.service, bucket.name, self.prefix, self.url, options, dict(bucket.environment))
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:
-        where = f"{self.url}/{check_name(name)}"
+        where = f"{self.url}/{base.check_name(name)}"
         if run_cancellable(lambda: self.version(name), where, current_scope()) is not None:
-            raise name_taken(where, name)
+            raise base.name_taken(where, name)
         return self._writer(name, nbytes, put=lambda data: self.put(name, data))
 
     def create_over(self, name: str, nbytes: int) -> ObjectWriter:
-        check_name(name)
+        base.check_name(name)
         put = functools.partial(self.put, name, replace=True)
         return self._writer(name, nbytes, put=put, replaced=lambda: self.version(name))
 
@@ -194,36 +183,36 @@ class ObjectStore(ConditionalPuts):
         return ObjectWriter(self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes, **how)
 
     def open(self, name: str) -> ObjectReader:
-        return ObjectReader(self.bucket, self.prefix + check_name(name), url=self.url, name=name)
+        return ObjectReader(self.bucket, self.prefix + base.check_name(name), url=self.url, name=name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        path = self.prefix + check_name(name)
+        path = self.prefix + base.check_name(name)
 
         def read(client: Any) -> bytes:
             found = obstore().get(client, path)
-            check_limit(f"{self.url}/{name}", name, found.meta["size"], limit)  # before any of it is read
+            base.check_limit(f"{self.url}/{name}", name, found.meta["size"], limit)  # before any of it is read
             return bytes(found.bytes())
 
         return self.bucket.request("get", self.url, name, read)
 
-    def version(self, name: str) -> Version | None:
-        path = self.prefix + check_name(name)
+    def version(self, name: str) -> base.Version | None:
+        path = self.prefix + base.check_name(name)
         try:
             with self.bucket.slots, object_errors("cannot look up", self.url, name):
                 found = obstore().head(self.bucket.client, path)
         except BlobNotFound:
             return None
         # A service without tags has no conditions either: this is only compared by us.
-        return Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
+        return base.Version(found["e_tag"] or f"{found['last_modified']} {found['size']}", found["version"] or "")
 
-    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+    def send(self, name: str, data: Any, *, create: bool = False, over: base.Version | None = None) -> None:
         mode: Any = "create" if create else "overwrite"
         if over is not None:
             mode = {"e_tag": over.tag, **({"version": over.generation} if over.generation else {})}
         with self.bucket.slots, object_errors("cannot put", self.url, name):
             obstore().put(self.bucket.client, self.prefix + name, data, mode=mode, use_multipart=False)
 
-    def checks_conditions(self, over: Version | None) -> bool:
+    def checks_conditions(self, over: base.Version | None) -> bool:
         """Return whether the service checks a condition; found out by a probe, once, because some accept and ignore it."""
         self.bucket.check_process()  # before the caller waits for a lock
         wanted = self.bucket.policy.conditional_puts
@@ -261,13 +250,13 @@ class ObjectStore(ConditionalPuts):
             with contextlib.suppress(StorageError):
                 self.delete(name)
 
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self) -> Iterator[base.BlobInfo]:
         found = []
         for each in self._level()["objects"]:
             name = each["path"].removeprefix(self.prefix)
             # Some services list the prefix itself, as an empty object.
-            if each["path"].startswith(self.prefix) and is_name(name):
-                found.append(BlobInfo(name, each["size"], each["last_modified"].timestamp()))
+            if each["path"].startswith(self.prefix) and base.is_name(name):
+                found.append(base.BlobInfo(name, each["size"], each["last_modified"].timestamp()))
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def delete(self, name: str) -> None:
@@ -275,7 +264,7 @@ class ObjectStore(ConditionalPuts):
 
     def delete_all(self, names: Sequence[str]) -> None:
         """Delete many objects in as few requests as the service allows; missing ones are not an error."""
-        self._delete([self.prefix + check_name(name) for name in names])
+        self._delete([self.prefix + base.check_name(name) for name in names])
 
     def _delete(self, paths: Sequence[str]) -> None:
         if not paths:
@@ -302,14 +291,14 @@ class ObjectStore(ConditionalPuts):
 
     def places(self) -> Iterator[str]:
         found = [path.rstrip("/").removeprefix(self.prefix) for path in self._level()["common_prefixes"]]
-        return iter([name for name in found if is_name(name)])
+        return iter([name for name in found if base.is_name(name)])
 
     def place(self, name: str) -> ObjectStore:
-        return ObjectStore(self.bucket, f"{self.prefix}{check_name(name)}/", f"{self.url}/{name}")
+        return ObjectStore(self.bucket, f"{self.prefix}{base.check_name(name)}/", f"{self.url}/{name}")
 
     def remove(self, name: str) -> None:
         place = self.place(name)
-        delete_contents(place)
+        base.delete_contents(place)
 
         def listed(client: Any) -> list[str]:
             found = obstore().list(client, place.prefix, chunk_size=1000)
@@ -321,7 +310,7 @@ class ObjectStore(ConditionalPuts):
 
     def drop_empty(self, name: str) -> None:
         """Do nothing: a prefix without objects does not exist."""
-        check_name(name)
+        base.check_name(name)
 
 
 class BucketStoreSpec(msgspec.Struct, frozen=True, tag=True):
@@ -338,7 +327,7 @@ class BucketStoreSpec(msgspec.Struct, frozen=True, tag=True):
     def __repr__(self) -> str:
         return f"BucketStoreSpec({self.url!r})"  # without secrets
 
-    def open(self) -> Store:
+    def open(self) -> base.Store:
         """Open it in this process; the connections to one bucket are reused."""
         now = environment_of(self.service)
         for name in {*now, *self.environment}:

@@ -11,47 +11,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardkeep.storage.base import (
-    BlobInfo,
-    BlobReader,
-    BlobWriter,
-    Store,
-    Version,
-    create_upto,
-    delete_all,
-    drop_cached,
-    free_nbytes,
-    is_sequential,
-    preferred_requests,
-)
+from shardkeep.storage import base
 
 
 class StoreWrapper:
     """Passes everything on to `inner`."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: base.Store) -> None:
         self.inner = inner
         self.url = inner.url
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
-    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:  # noqa: ARG002 - for subclasses
+    def wrap_reader(self, reader: base.BlobReader, name: str) -> base.BlobReader:  # noqa: ARG002 - for subclasses
         return reader
 
-    def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:  # noqa: ARG002 - for subclasses
+    def wrap_writer(self, writer: base.BlobWriter, name: str) -> base.BlobWriter:  # noqa: ARG002 - for subclasses
         return writer
 
-    def create(self, name: str, nbytes: int) -> BlobWriter:
+    def create(self, name: str, nbytes: int) -> base.BlobWriter:
         return self.wrap_writer(self.inner.create(name, nbytes), name)
 
-    def create_upto(self, name: str, nbytes: int) -> BlobWriter:
-        return self.wrap_writer(create_upto(self.inner, name, nbytes), name)
+    def create_upto(self, name: str, nbytes: int) -> base.BlobWriter:
+        return self.wrap_writer(base.create_upto(self.inner, name, nbytes), name)
 
-    def open(self, name: str) -> BlobReader:
+    def open(self, name: str) -> base.BlobReader:
         return self.wrap_reader(self.inner.open(name), name)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: base.Version | None = None) -> None:
         # A user's store may not support versions: it is not asked for one unless it is needed.
         how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
         self.inner.put(name, data, **how)
@@ -59,38 +47,38 @@ class StoreWrapper:
     def get(self, name: str, *, limit: int) -> bytes:
         return self.inner.get(name, limit=limit)
 
-    def version(self, name: str) -> Version | None:
+    def version(self, name: str) -> base.Version | None:
         return self.inner.version(name)
 
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self) -> Iterator[base.BlobInfo]:
         return self.inner.list()
 
     def delete(self, name: str) -> None:
         self.inner.delete(name)
 
     def delete_all(self, names: Sequence[str]) -> None:
-        delete_all(self.inner, names)
+        base.delete_all(self.inner, names)
 
     def free_nbytes(self) -> int | None:
-        return free_nbytes(self.inner)
+        return base.free_nbytes(self.inner)
 
     def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
-        drop_cached(self.inner, name, offset, nbytes)
+        base.drop_cached(self.inner, name, offset, nbytes)
 
     @property
     def sequential(self) -> bool:
-        return is_sequential(self.inner)
+        return base.is_sequential(self.inner)
 
     @property
     def requests(self) -> int:
         """The inner store's preference; 0 if it has none."""
-        return preferred_requests(self.inner, 0)
+        return base.preferred_requests(self.inner, 0)
 
 
 class WriterWrapper:
     """Passes everything on to another writer, of a blob of this name."""
 
-    def __init__(self, inner: BlobWriter, store: Any = None, name: str = "") -> None:
+    def __init__(self, inner: base.BlobWriter, store: Any = None, name: str = "") -> None:
         self.inner, self.store, self.name = inner, store, name
 
     def write_at(self, offset: int, data: memoryview) -> None:
@@ -106,7 +94,7 @@ class WriterWrapper:
 class ReaderWrapper:
     """Passes everything on to another reader, of a blob of this name."""
 
-    def __init__(self, inner: BlobReader, store: Any = None, name: str = "") -> None:
+    def __init__(self, inner: base.BlobReader, store: Any = None, name: str = "") -> None:
         self.inner, self.store, self.name = inner, store, name
 
     @property

@@ -22,23 +22,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from shardkeep.dcp._impl import driver
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
-from shardkeep.dcp._impl.driver import (
-    Reservation,
-    _dcp_method_logger,
-    _logged_states,
-    _profile,
-    _run_save,
-    _stateful_to_state_dict,
-    _storage_setup,
-    destination_of,
-    is_alone,
-    load,
-    logged,
-    run_steps,
-    save,
-    without_ranks,
-)
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, resolves_in_place
 from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaverProcess, StagedSave
 from shardkeep.dcp._impl.shared_items import keeps
@@ -107,7 +92,7 @@ class GroupSaves:
         future: SaveFuture[T] = SaveFuture(SaveHandle(where))
         box = [work]
         with self._order:  # the same for all objects
-            reservation = Reservation(*uses, what=where, thread=lambda: self._thread_id)
+            reservation = driver.Reservation(*uses, what=where, thread=lambda: self._thread_id)
             try:
                 self._queue.begin(future.handle, [functools.partial(self._run, box, reservation)])
             except BaseException:  # no thread can be started when the interpreter shuts down
@@ -121,7 +106,7 @@ class GroupSaves:
             hint="retrieve the result of each future before the next save; this save has been started, and goes on"
         )
 
-    def _run(self, box: list[Callable[[], T]], reservation: Reservation) -> T:
+    def _run(self, box: list[Callable[[], T]], reservation: driver.Reservation) -> T:
         self._thread_id = threading.get_ident()
         with reservation.taken():
             return box.pop()()  # taken out of its box: nothing here may hold the state when the future is done
@@ -134,7 +119,7 @@ def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
     """Return the saves of a group of ranks, or of this process only."""
     lanes = _all_group_saves()
     name = "alone"
-    if not is_alone(no_dist):
+    if not driver.is_alone(no_dist):
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a group
 
         name = f"group {c10d._get_process_group_name(c10d._get_default_group() if group is None else group)}"
@@ -143,7 +128,7 @@ def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
 
 def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
     """Return the ranks that save together, with their own keys in the store."""
-    ranks = _DistWrapper(group, not is_alone(no_dist), coordinator_rank=0)
+    ranks = _DistWrapper(group, not driver.is_alone(no_dist), coordinator_rank=0)
     ranks._world = ranks._world.with_prefix("asynchronous")
     return ranks
 
@@ -210,8 +195,8 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
             return run(ranks, box.pop(), checkpoint_id, storage_writer, planner, use_collectives)
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
-        call = logged(work, "save", log_exceptions=True, process_group=process_group, **said)
-        return lane.submit(call, destination_of(checkpoint_id, storage_writer), storage_writer, planner)
+        call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **said)
+        return lane.submit(call, driver.destination_of(checkpoint_id, storage_writer), storage_writer, planner)
 
     def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
         """Return the function that saves, on the thread of the queue."""
@@ -243,15 +228,15 @@ def _save_staged(
     use_collectives: bool,
 ) -> Metadata:
     snapshot = staged if isinstance(staged, StateSnapshot) else None
-    with _profile(), contextlib.ExitStack() as inside:
+    with driver._profile(), contextlib.ExitStack() as inside:
         try:
             if snapshot is not None:
                 inside.enter_context(snapshot.open())
-            state = _stateful_to_state_dict(once_staged(staged))
-            writer = _storage_setup(storage_writer, checkpoint_id)
+            state = driver._stateful_to_state_dict(once_staged(staged))
+            writer = driver._storage_setup(storage_writer, checkpoint_id)
         except BaseException as error:  # noqa: BLE001 - raised on all ranks
             fail_together(ranks, error, use_collectives=use_collectives)
-        return _run_save(ranks, lambda: state, writer, planner, use_collectives, snapshot)
+        return driver._run_save(ranks, lambda: state, writer, planner, use_collectives, snapshot)
 
 
 def once_staged(staged: Staged) -> STATE_DICT_TYPE:
@@ -272,7 +257,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
 
     def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
         world = None
-        if not is_alone(no_dist):
+        if not driver.is_alone(no_dist):
             import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
 
             world = RankInWorld(dist.get_rank(), dist.get_world_size())
@@ -296,14 +281,14 @@ def _save_remotely(
             lane.saver.close()
         saver = _start_saver(lane, world)
         saver.wait_until_ready()
-        state, staged = _stateful_to_state_dict(once_staged(staged)), {}
+        state, staged = driver._stateful_to_state_dict(once_staged(staged)), {}
         place = ranks.rank, ranks.is_coordinator
         remote = RemoteSave(saver, StagedSave(state, checkpoint_id, storage_writer, planner, *place, use_collectives))
         del state
     except BaseException as error:  # noqa: BLE001 - raised on all ranks
         fail_together(ranks, error, use_collectives=use_collectives)
     try:
-        metadata: Metadata = pickle.loads(run_steps(ranks, remote, use_collectives))
+        metadata: Metadata = pickle.loads(driver.run_steps(ranks, remote, use_collectives))
         return metadata
     finally:
         remote.forget()
@@ -343,7 +328,7 @@ class AsyncSaveResponse:
     """Done when the checkpoint is complete."""
 
 
-@_dcp_method_logger(log_exceptions=True)
+@driver._dcp_method_logger(log_exceptions=True)
 def async_save(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -384,7 +369,7 @@ def async_save(
 
     """
     in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
-    no_dist = without_ranks(no_dist, "saves")
+    no_dist = driver.without_ranks(no_dist, "saves")
     writer_stages = async_stager is None and isinstance(storage_writer, AsyncStager)
     stager: Any = storage_writer if writer_stages else async_stager
     own = None
@@ -415,12 +400,12 @@ def async_save(
             copied: Staged = stager.stage(state)
             return copied
         snapshot: StateSnapshot = stager.snapshot(
-            state, destination_of(checkpoint_id, storage_writer), in_process=in_process
+            state, driver.destination_of(checkpoint_id, storage_writer), in_process=in_process
         )
         return snapshot
 
     def stage() -> Staged:
-        return logged(copy_of, "stage_state_dict", log_exceptions=True)(_logged_states(state_dict))
+        return driver.logged(copy_of, "stage_state_dict", log_exceptions=True)(driver._logged_states(state_dict))
 
     earlier = group_saves_of(process_group, no_dist=no_dist).take_failure()
     try:
@@ -500,7 +485,7 @@ def _stage_and_begin(
     checked: Future[STATE_DICT_TYPE] = Future()
     upload = begin(checked)
     try:
-        logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
+        driver.logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
     except BaseException as error:
         checked.set_exception(error)
         upload.add_done_callback(_mark_retrieved)  # the caller gets the error now
@@ -552,9 +537,9 @@ class _Checkpointer:
         """Save a state, and return what was saved."""
         if self.coordinator_rank and not self.no_dist:
             ranks = _DistWrapper(self.process_group, use_dist=True, coordinator_rank=self.coordinator_rank)
-            state = in_step(ranks, lambda: _stateful_to_state_dict(state_dict))
-            return _run_save(ranks, state, self.storage_writer, self.save_planner, use_collectives=True)
-        return save(
+            state = in_step(ranks, lambda: driver._stateful_to_state_dict(state_dict))
+            return driver._run_save(ranks, state, self.storage_writer, self.save_planner, use_collectives=True)
+        return driver.save(
             state_dict,
             storage_writer=self.storage_writer,
             planner=self.save_planner,
@@ -575,7 +560,7 @@ class _Checkpointer:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Fill a state in place."""
-        load(
+        driver.load(
             state_dict,
             storage_reader=self.storage_reader,
             planner=self.load_planner,

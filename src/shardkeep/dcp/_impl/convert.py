@@ -26,17 +26,9 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from shardkeep import errors
+from shardkeep.conversion import to_file
 from shardkeep.conversion.pipeline import TensorPart, Wanted
-from shardkeep.conversion.to_file import (
-    MemoryPart,
-    destination,
-    file_exists,
-    file_path,
-    is_blob_url,
-    open_blob,
-    pickle_state,
-    write_archive,
-)
 from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.driver import _save_state_dict
 from shardkeep.dcp._impl.file_reader import FileSystemReader
@@ -53,36 +45,11 @@ from shardkeep.dcp._impl.plans import (
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
 from shardkeep.engine.workers import run_workers, window_for
-from shardkeep.errors import (
-    BlobNotFound,
-    BrokenProtocol,
-    CheckpointNotFound,
-    ChecksumMismatch,
-    MalformedFile,
-    MissingKeys,
-    NoMetadata,
-    StateMismatch,
-    UnsupportedLeaf,
-)
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES, combine_crc32
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
 from shardkeep.format.torch_zip import stored_parts
-from shardkeep.layouts.torch_values import (
-    STATE_DICT_TYPE,
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    MetadataIndex,
-    ReadItem,
-    StorageReader,
-    TensorProperties,
-    TensorStorageMetadata,
-    is_tensor_entry,
-)
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
@@ -105,7 +72,7 @@ class CheckpointTensors:
     Failures are raised as from a load, as `CheckpointException`.
     """
 
-    def __init__(self, reader: StorageReader) -> None:
+    def __init__(self, reader: protocol.StorageReader) -> None:
         self._reader = reader
         self._alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
         [self._metadata] = self._alone.all_gather("plan", self._open)
@@ -117,19 +84,19 @@ class CheckpointTensors:
         self._held: tuple[str, torch.Tensor] | None = None
         self._lock = threading.Lock()  # a storage reader may not be used by several threads
 
-    def _open(self) -> Metadata:
+    def _open(self) -> protocol.Metadata:
         try:
             metadata = self._reader.read_metadata()
-        except BlobNotFound as error:
+        except errors.BlobNotFound as error:
             try:
                 metadata = self._reader.read_metadata(rank=0)  # ranks saved without collectives
-            except BlobNotFound:
-                raise NoMetadata(
+            except errors.BlobNotFound:
+                raise errors.NoMetadata(
                     f"metadata is None; global metadata read failed: {error.message}",
                     hint="is there a complete checkpoint at this place?",
                 ) from error
         for key, entry in metadata.state_dict_metadata.items():
-            if is_tensor_entry(entry):
+            if protocol.is_tensor_entry(entry):
                 _check_chunks(key, entry)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         return metadata
@@ -140,11 +107,13 @@ class CheckpointTensors:
         objects = []
         for key, entry in self._metadata.state_dict_metadata.items():
             part = None
-            if is_tensor_entry(entry):
+            if protocol.is_tensor_entry(entry):
                 tensor: Any = entry
                 part = TensorPart(key, -1, whole(tuple(tensor.size)), of_torch(tensor.properties.dtype, key=key))
             else:
-                objects.append(_create_read_item_for_byteio(MetadataIndex(key), 0, MetadataIndex(key), 0, 0))
+                objects.append(
+                    _create_read_item_for_byteio(protocol.MetadataIndex(key), 0, protocol.MetadataIndex(key), 0, 0)
+                )
             set_element(state, saved_path(self._metadata, key), part)
         planner = _Targets()
         self._read(objects, planner)
@@ -155,10 +124,10 @@ class CheckpointTensors:
     def fill(self, wanted: list[Wanted]) -> None:
         """Fill memory with bytes of the tensors, and of storages in memory."""
         planner = _Targets()
-        plan: list[ReadItem] = []
+        plan: list[protocol.ReadItem] = []
         with self._lock:
             for part, start, stop, into in wanted:
-                if isinstance(part, MemoryPart):
+                if isinstance(part, to_file.MemoryPart):
                     into[:] = view_memory(part.storage.data_ptr(), part.nbytes)[start:stop]
                     continue
                 values = torch.frombuffer(into, dtype=torch.uint8)
@@ -168,13 +137,15 @@ class CheckpointTensors:
                     plan += self._items(part, values, start // part.dtype.itemsize, planner)
             self._read(plan, planner)
 
-    def _items(self, tensor: TensorPart, memory: torch.Tensor, start: int, planner: _Targets) -> list[ReadItem]:
+    def _items(
+        self, tensor: TensorPart, memory: torch.Tensor, start: int, planner: _Targets
+    ) -> list[protocol.ReadItem]:
         """Return the items that fill memory with a run of elements from `start` on."""
         values = memory.view(to_torch(tensor.dtype))
         at, chunks = 0, []
         for box in flat_range_to_boxes(tensor.box.sizes, start, start + values.numel()):
             planner.boxes[tensor.key].append(values[at : at + box.volume].view(box.sizes))
-            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+            chunks.append(protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
             at += box.volume
         entry: Any = self._metadata.state_dict_metadata[tensor.key]
         return create_read_items_for_chunk_list(tensor.key, entry, chunks)
@@ -188,9 +159,9 @@ class CheckpointTensors:
             self._held = tensor.key, memory
         return self._held[1]
 
-    def _read(self, items: list[ReadItem], planner: _Targets) -> None:
+    def _read(self, items: list[protocol.ReadItem], planner: _Targets) -> None:
         if items:
-            self._alone.all_gather("read", lambda: self._reader.read_data(LoadPlan(items), planner).wait())
+            self._alone.all_gather("read", lambda: self._reader.read_data(protocol.LoadPlan(items), planner).wait())
 
 
 class _Targets(DefaultLoadPlanner):
@@ -201,18 +172,18 @@ class _Targets(DefaultLoadPlanner):
         self.boxes: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.objects: dict[str, Any] = {}
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: protocol.ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         self.objects[key] = load_object(value, key=key)
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: protocol.MetadataIndex) -> torch.Tensor:
         return self.boxes[index.fqn][index.index or 0]
 
 
 def _check_chunks(key: str, entry: Any) -> None:
     """Check that every element of a tensor is stored exactly once."""
     if any(n < 0 for n in entry.size) or math.prod(entry.size) >= _MOST_ELEMENTS:
-        raise MalformedFile(f"{key!r}: there is no tensor of {tuple(entry.size)}", key=key)
+        raise errors.MalformedFile(f"{key!r}: there is no tensor of {tuple(entry.size)}", key=key)
     chunks = list({(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in entry.chunks}.values())
     outside = [chunk for chunk in chunks if not within(entry.size, chunk)]
     wrong = f"{outside[0]} is not inside" if outside else ""
@@ -222,7 +193,7 @@ def _check_chunks(key: str, entry: Any) -> None:
     if not wrong and stored != math.prod(entry.size):
         wrong = f"only {stored} elements are stored of"
     if wrong:
-        raise MalformedFile(f"{key!r}: {wrong} a tensor of {tuple(entry.size)}", key=key)
+        raise errors.MalformedFile(f"{key!r}: {wrong} a tensor of {tuple(entry.size)}", key=key)
 
 
 # -- a file of torch.save, opened --------------------------------------------------------------------------------------
@@ -241,14 +212,14 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
     Every entry of the file is compared with its checksum first. Files in the format of torch before version 1.6 have no
     checksums, and are read into memory, as are files of a store, given by URL.
     """
-    blob = isinstance(path, str) and is_blob_url(path)
-    where = os.fspath(path) if blob else os.path.abspath(file_path(path))
+    blob = isinstance(path, str) and to_file.is_blob_url(path)
+    where = os.fspath(path) if blob else os.path.abspath(to_file.file_path(path))
     try:
         if not blob and not os.path.isfile(where):
-            raise BlobNotFound(f"{where}: there is no such file", file=where)
-        reader = open_blob(where) if blob else PathStore(direct=False).open(where)
-    except BlobNotFound as exc:
-        raise CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
+            raise errors.BlobNotFound(f"{where}: there is no such file", file=where)
+        reader = to_file.open_blob(where) if blob else PathStore(direct=False).open(where)
+    except errors.BlobNotFound as exc:
+        raise errors.CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
 
     def opened() -> Any:
         return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES) if blob else where
@@ -264,7 +235,7 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
 def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
     state = load_torch_file(path)
     if not isinstance(state, dict):
-        raise BrokenProtocol(
+        raise errors.BrokenProtocol(
             f"{os.fspath(path)} holds a {type(state).__qualname__}, and not a dict",
             hint="load the file, put its value into a dict, and save that",
         )
@@ -282,9 +253,9 @@ def _check(reader: BlobReader, where: str, opened: Callable[[], Any]) -> None:
     entries = stored_parts(partial(_read, reader), reader.nbytes, where=where)
     # Torch would load a compiled program with another loader.
     if any(entry.name.endswith("/constants.pkl") for entry in entries):
-        raise MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
+        raise errors.MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
     if outside := [entry.name for entry in entries if entry.start + entry.nbytes > reader.nbytes]:
-        raise MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
+        raise errors.MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
     options = Options()
     threads, window = window_for(options.io_threads, options.host_budget_bytes)
     found: dict[tuple[int, int], int] = {}
@@ -315,7 +286,7 @@ def _check(reader: BlobReader, where: str, opened: Callable[[], Any]) -> None:
                 flat, _ = flatten_state_dict(load_safely(opened, where, {}, archive=True, map_location="meta"))
                 stored = {key: each.untyped_storage() for key, each in flat.items() if isinstance(each, torch.Tensor)}
                 keys = [key for key, each in stored.items() if getattr(each, "_checkpoint_offset", None) == entry.start]
-            raise ChecksumMismatch(
+            raise errors.ChecksumMismatch(
                 f"{where}: {entry.name} {keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
                 hint="the file was damaged after it was written: copy it again",
                 file=where,
@@ -340,12 +311,12 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
         StorageError: the file cannot be written.
 
     """
-    path = destination(torch_save_path)
+    path = to_file.destination(torch_save_path)
     checkpoint = CheckpointTensors(FileSystemReader(dcp_checkpoint_dir))
     # Two threads: one reads while the other writes.
     window = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
     windows = 2, window - window % min(window, MAX_BLOCK_NBYTES)
-    write_archive(path, pickle_state(checkpoint.read_state()), checkpoint.fill, windows=windows)
+    to_file.write_archive(path, to_file.pickle_state(checkpoint.read_state()), checkpoint.fill, windows=windows)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -377,7 +348,7 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
 log = logging.getLogger("shardkeep")
 
 
-class BroadcastingTorchSaveReader(StorageReader):
+class BroadcastingTorchSaveReader(protocol.StorageReader):
     """
     Reads a file of `torch.save` on one rank and gives every rank its part; made for `DynamicMetaLoadPlanner`.
 
@@ -397,21 +368,23 @@ class BroadcastingTorchSaveReader(StorageReader):
         self.coordinator_rank = coordinator_rank
         self.is_coordinator = False
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> protocol.Metadata:
         """Return empty metadata: the planner plans from its state."""
-        return Metadata(state_dict_metadata={})
+        return protocol.Metadata(state_dict_metadata={})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: protocol.Metadata, is_coordinator: bool) -> None:
         """Begin a load."""
         del metadata
         rank = current_world(None, timeout_s=Options().timeout_s).rank
         if is_coordinator and rank != self.coordinator_rank:
-            raise BrokenProtocol(f"Coordinator rank mismatch: expected {self.coordinator_rank}, got {rank}")
+            raise errors.BrokenProtocol(f"Coordinator rank mismatch: expected {self.coordinator_rank}, got {rank}")
         if self.checkpoint_id is None:
-            raise BrokenProtocol("no file to load from", hint="give it as checkpoint_id, to the load or to the reader")
+            raise errors.BrokenProtocol(
+                "no file to load from", hint="give it as checkpoint_id, to the load or to the reader"
+            )
         self.is_coordinator = is_coordinator
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
         """Fill the tensors of all ranks' plans; all ranks must call this."""
         world = current_world(None, timeout_s=Options().timeout_s)
         sources: dict[str, torch.Tensor] = {}
@@ -422,7 +395,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
         def one_description(said: list[bytes]) -> list[bytes]:
             if not any(said):
-                raise BrokenProtocol("no rank coordinates the load", hint="use the reader with `load`")
+                raise errors.BrokenProtocol("no rank coordinates the load", hint="use the reader with `load`")
             return [b"".join(said)] * len(said)
 
         def prepare() -> bytes:
@@ -452,11 +425,11 @@ class BroadcastingTorchSaveReader(StorageReader):
         done.set_result(None)
         return done
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: protocol.LoadPlan) -> protocol.LoadPlan:
         """Return the plan as it is."""
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
         """Return the plans as they are."""
         return plans
 
@@ -468,9 +441,9 @@ class BroadcastingTorchSaveReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Say whether the file exists."""
         where = os.fspath(checkpoint_id)
-        return file_exists(where) if is_blob_url(where) else os.path.isfile(where)
+        return to_file.file_exists(where) if to_file.is_blob_url(where) else os.path.isfile(where)
 
-    def _held(self, planner: LoadPlanner, sources: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def _held(self, planner: protocol.LoadPlanner, sources: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Open the file, put its tensors into `sources`, and describe each; for one that cannot be sent, say why."""
         state = _load_dict(self.checkpoint_id or "")
         if getattr(planner, "flatten_state_dict", True):
@@ -487,7 +460,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             try:
                 sources[key] = plain_source(key, value)
                 held[key] = [list(value.shape), of_torch(value.dtype).name]
-            except UnsupportedLeaf as error:
+            except errors.UnsupportedLeaf as error:
                 held[key] = error.message
         return held
 
@@ -500,22 +473,25 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
     """
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: protocol.STATE_DICT_TYPE,
+        metadata: protocol.Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Begin a load with metadata made from the state, which may hold only tensors."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        entries: dict[str, STORAGE_TYPES] = {}
+        entries: dict[str, protocol.STORAGE_TYPES] = {}
         for key, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
                 raise _only_tensors(key, self)
-            entries[key] = TensorStorageMetadata(
-                TensorProperties(dtype=value.dtype), value.size(), _create_chunk_list(value)
+            entries[key] = protocol.TensorStorageMetadata(
+                protocol.TensorProperties(dtype=value.dtype), value.size(), _create_chunk_list(value)
             )
-        self.metadata = Metadata(state_dict_metadata=entries)
+        self.metadata = protocol.Metadata(state_dict_metadata=entries)
 
 
-def _only_tensors(key: str, loader: object) -> BrokenProtocol:
-    return BrokenProtocol(
+def _only_tensors(key: str, loader: object) -> errors.BrokenProtocol:
+    return errors.BrokenProtocol(
         f"Non-tensor value identified at {key}. At this time {type(loader).__name__} only supports loading Tensors.",
         hint="take the key out of the state, and set its value after the load",
         key=key,
@@ -526,19 +502,21 @@ def _spec(key: str, described: list[Any]) -> TensorSpec:
     return TensorSpec(key, tuple(described[0]), to_torch(by_name(described[1])))
 
 
-def _destinations(held: dict[str, Any], items: list[ReadItem], planner: LoadPlanner) -> dict[str, Destination]:
+def _destinations(
+    held: dict[str, Any], items: list[protocol.ReadItem], planner: protocol.LoadPlanner
+) -> dict[str, Destination]:
     """
     Compare what this rank wants with what the file holds, and ask the planner for the memory.
 
     A destination's result lists what to commit afterwards.
     """
-    by_key: dict[str, list[ReadItem]] = defaultdict(list)
+    by_key: dict[str, list[protocol.ReadItem]] = defaultdict(list)
     for item in items:
-        if item.type == LoadItemType.BYTE_IO:
+        if item.type == protocol.LoadItemType.BYTE_IO:
             raise _only_tensors(item.storage_index.fqn, planner)
         by_key[item.storage_index.fqn].append(item)
     if missing := sorted(by_key.keys() - held.keys()):
-        raise MissingKeys(
+        raise errors.MissingKeys(
             f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
             hint="take the keys out of the state, or load another file",
             missing=missing,
@@ -547,10 +525,10 @@ def _destinations(held: dict[str, Any], items: list[ReadItem], planner: LoadPlan
     destinations = {}
     for key, asked in by_key.items():
         if isinstance(held[key], str):
-            raise StateMismatch(held[key], hint="take the key out of the state", key=key)
+            raise errors.StateMismatch(held[key], hint="take the key out of the state", key=key)
         spec, size = _spec(key, held[key]), getattr(entries.get(key), "size", None)
         if size is not None and tuple(size) != spec.shape:
-            raise StateMismatch(
+            raise errors.StateMismatch(
                 f"Size mismatch between saved {list(spec.shape)} and current {list(size)} for {key!r}",
                 hint="load into a state of the model that was saved",
                 key=key,
@@ -562,13 +540,13 @@ def _destinations(held: dict[str, Any], items: list[ReadItem], planner: LoadPlan
     return destinations
 
 
-def _box(item: ReadItem, target: torch.Tensor, spec: TensorSpec) -> Box:
+def _box(item: protocol.ReadItem, target: torch.Tensor, spec: TensorSpec) -> Box:
     """Return which box of the whole tensor an item wants."""
     chunk = item.storage_index.offset or (0,) * len(item.lengths)
     offsets = tuple(there + inside for there, inside in zip(chunk, item.storage_offsets, strict=True))
     box = Box(offsets, tuple(item.lengths))
     if tuple(target.shape) != box.sizes or not within(spec.shape, box):
-        raise StateMismatch(
+        raise errors.StateMismatch(
             f"{spec.name!r}: {box} of a tensor of {spec.shape} cannot be put into one of {tuple(target.shape)}",
             hint="the planner's items do not fit the file",
             key=spec.name,
@@ -579,7 +557,7 @@ def _box(item: ReadItem, target: torch.Tensor, spec: TensorSpec) -> Box:
             torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=spec.dtype, device="cpu"))
         except RuntimeError as error:
             message = f"{spec.name!r}: {spec.dtype} cannot be loaded as {target.dtype}"
-            raise StateMismatch(message, key=spec.name) from error
+            raise errors.StateMismatch(message, key=spec.name) from error
     return box
 
 

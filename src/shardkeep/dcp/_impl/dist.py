@@ -15,17 +15,9 @@ from dataclasses import replace
 from traceback import StackSummary
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from shardkeep import errors
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.errors import (
-    BrokenProtocol,
-    CheckpointError,
-    CheckpointException,
-    RanksSilent,
-    _get_failure_dict,
-    _wrap_exception,
-    picklable_failure,
-)
 from shardkeep.options import Options
 
 if TYPE_CHECKING:
@@ -105,7 +97,9 @@ class _DistWrapper:
         def deal(everything: list[Any]) -> list[Any]:
             dealt = everything[self.coordinator_rank]
             if dealt is None or len(dealt) != len(everything):
-                raise BrokenProtocol(f"the coordinator has no list of {len(everything)} objects, one for each rank")
+                raise errors.BrokenProtocol(
+                    f"the coordinator has no list of {len(everything)} objects, one for each rank"
+                )
             return list(dealt)
 
         return cast("T", self._exchange("scatter", object_list if self.is_coordinator else None, deal))
@@ -118,7 +112,7 @@ class _DistWrapper:
         def deal(results: list[T]) -> list[R]:
             dealt = reduce_fun(results)
             if len(dealt) != len(results):
-                raise BrokenProtocol(f"step {step!r} made {len(dealt)} results for {len(results)} ranks")
+                raise errors.BrokenProtocol(f"step {step!r} made {len(dealt)} results for {len(results)} ranks")
             return dealt
 
         return cast("R", self._step(step, map_fun, deal))
@@ -142,30 +136,30 @@ class _DistWrapper:
 
     def _step(self, step: str, work: Callable[[], Any], decide: Decide) -> Any:
         def judge(results: list[Any]) -> Sequence[Any]:
-            failures = _get_failure_dict(results)
+            failures = errors._get_failure_dict(results)
             if not failures:
                 try:
                     return decide(results)
                 except BaseException as error:  # noqa: BLE001 - raised on all ranks
-                    failures = {self.coordinator_rank: _wrap_exception(error)}
+                    failures = {self.coordinator_rank: errors._wrap_exception(error)}
             if not self._world.solo:
-                failures = {rank: picklable_failure(failure) for rank, failure in failures.items()}
-            return [CheckpointException(step, failures)] * len(results)
+                failures = {rank: errors.picklable_failure(failure) for rank, failure in failures.items()}
+            return [errors.CheckpointException(step, failures)] * len(results)
 
         mine: Any
         cause: BaseException | None = None
         try:
             mine = work()
         except BaseException as error:  # noqa: BLE001 - raised on all ranks
-            cause, failure = error, _wrap_exception(error)
-            mine = failure if self._world.solo else picklable_failure(failure)
+            cause, failure = error, errors._wrap_exception(error)
+            mine = failure if self._world.solo else errors.picklable_failure(failure)
         try:
             answer = self._exchange(step, mine, judge)
-        except CheckpointError as error:  # ranks that do not answer, have died, or are in another step
-            named = error.ranks if isinstance(error, RanksSilent) else list(error.by_rank)
+        except errors.CheckpointError as error:  # ranks that do not answer, have died, or are in another step
+            named = error.ranks if isinstance(error, errors.RanksSilent) else list(error.by_rank)
             away = [(rank + self.coordinator_rank) % self._world.size for rank in named] or [self.rank]
-            raise CheckpointException(step, dict.fromkeys(away, (error, StackSummary()))) from (cause or error)
-        if isinstance(answer, CheckpointException):
+            raise errors.CheckpointException(step, dict.fromkeys(away, (error, StackSummary()))) from (cause or error)
+        if isinstance(answer, errors.CheckpointException):
             raise answer from cause
         return answer
 
@@ -222,7 +216,7 @@ def _assert_same_keys(state_dict: dict[str, Any], process_group: ProcessGroup | 
     """Make sure that the dicts of all ranks have the same keys; all ranks must call this."""
     missing = _all_gather_keys(state_dict, process_group) - set(state_dict)
     if missing:
-        raise BrokenProtocol(
+        raise errors.BrokenProtocol(
             f"other ranks have keys that this one lacks: {', '.join(sorted(map(str, missing)))}",
             hint="all ranks must pass the same keys",
         )

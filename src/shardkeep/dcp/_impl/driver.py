@@ -53,20 +53,7 @@ from shardkeep.engine.shared_reads import (
 )
 from shardkeep.engine.stagers import StateSnapshot, writing
 from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
-from shardkeep.layouts.torch_values import (
-    STATE_DICT_TYPE,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    WriteResult,
-    to_classes_of,
-    to_ours,
-    translator,
-)
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
 from shardkeep.plan.sharing import plan_sharing
 
@@ -352,15 +339,15 @@ def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
 
 @_api_bc_check
 def save(
-    state_dict: STATE_DICT_TYPE,
+    state_dict: protocol.STATE_DICT_TYPE,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
+    storage_writer: protocol.StorageWriter | None = None,
+    planner: protocol.SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Metadata:
+) -> protocol.Metadata:
     """
     Save a distributed state; each rank writes its own part.
 
@@ -384,7 +371,7 @@ def save(
     """
     no_dist = without_ranks(no_dist, "saves")
 
-    def call() -> Metadata:
+    def call() -> protocol.Metadata:
         reservation = Reservation(storage_writer, planner, what=destination_of(checkpoint_id, storage_writer))
         with reservation.taken(), _profile():
             writer = _storage_setup(storage_writer, checkpoint_id)
@@ -396,11 +383,11 @@ def save(
     return logged(call, "save", log_exceptions=True, process_group=process_group, **fields)()
 
 
-def _logged_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+def _logged_states(state_dict: protocol.STATE_DICT_TYPE) -> protocol.STATE_DICT_TYPE:
     """Replace each stateful value by its state, and log how long each of them takes."""
     name = _stateful_to_state_dict.__name__
 
-    def states() -> STATE_DICT_TYPE:
+    def states() -> protocol.STATE_DICT_TYPE:
         return {
             key: logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
             for key, value in state_dict.items()
@@ -411,13 +398,13 @@ def _logged_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
 
 @deprecated("`save_state_dict` is deprecated: use `save`", category=FutureWarning)
 def save_state_dict(
-    state_dict: STATE_DICT_TYPE,
-    storage_writer: StorageWriter,
+    state_dict: protocol.STATE_DICT_TYPE,
+    storage_writer: protocol.StorageWriter,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
     no_dist: bool = False,
-    planner: SavePlanner | None = None,
-) -> Metadata:
+    planner: protocol.SavePlanner | None = None,
+) -> protocol.Metadata:
     """Save a state without replacing stateful values by their state. Deprecated: use `save`."""
     reservation = Reservation(storage_writer, planner, what=destination_of(None, storage_writer))
     with reservation.taken(), _profile():
@@ -426,28 +413,28 @@ def save_state_dict(
 
 
 def _save_state_dict(
-    state_dict: STATE_DICT_TYPE,
-    storage_writer: StorageWriter,
+    state_dict: protocol.STATE_DICT_TYPE,
+    storage_writer: protocol.StorageWriter,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
     no_dist: bool = False,
-    planner: SavePlanner | None = None,
+    planner: protocol.SavePlanner | None = None,
     use_collectives: bool = True,
-) -> Metadata:
+) -> protocol.Metadata:
     ranks = _DistWrapper(process_group, not no_dist, coordinator_rank)
     return _run_save(ranks, lambda: state_dict, storage_writer, planner, use_collectives)
 
 
 def _run_save(
     ranks: _DistWrapper,
-    state: Callable[[], STATE_DICT_TYPE],
-    storage_writer: StorageWriter,
-    planner: SavePlanner | None,
+    state: Callable[[], protocol.STATE_DICT_TYPE],
+    storage_writer: protocol.StorageWriter,
+    planner: protocol.SavePlanner | None,
     use_collectives: bool,
     snapshot: StateSnapshot | None = None,
-) -> Metadata:
+) -> protocol.Metadata:
     call = _Save(ranks, state, storage_writer, planner, use_collectives, snapshot)
-    saved: Metadata = run_steps(ranks, call, use_collectives, **log_fields_of(storage_writer, ranks.group))
+    saved: protocol.Metadata = run_steps(ranks, call, use_collectives, **log_fields_of(storage_writer, ranks.group))
     return saved
 
 
@@ -494,9 +481,9 @@ class _Save:
     def __init__(
         self,
         ranks: Any,
-        state: Callable[[], STATE_DICT_TYPE],
-        storage_writer: StorageWriter,
-        planner: SavePlanner | None,
+        state: Callable[[], protocol.STATE_DICT_TYPE],
+        storage_writer: protocol.StorageWriter,
+        planner: protocol.SavePlanner | None,
         use_collectives: bool,
         snapshot: StateSnapshot | None = None,
     ) -> None:
@@ -507,13 +494,13 @@ class _Save:
         self._writer = storage_writer
         self._use_collectives = use_collectives
         self._snapshot = snapshot
-        self._to_writer = translator(planner, storage_writer)
-        self._to_planner = translator(storage_writer, planner)
+        self._to_writer = protocol.translator(planner, storage_writer)
+        self._to_planner = protocol.translator(storage_writer, planner)
         self._metadata: Any = None
         self.finishing = False
         """Whether the coordinator has started to commit."""
 
-    def plan(self) -> SavePlan:
+    def plan(self) -> protocol.SavePlan:
         """Return this rank's plan."""
         state_dict, leads = self._state(), self._ranks.is_coordinator
         storage_meta = self._to_planner(self._writer.storage_meta())
@@ -532,7 +519,7 @@ class _Save:
         plan = self._to_writer(self._planner.create_local_plan())
         return self._writer.prepare_local_plan(plan)
 
-    def decide(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def decide(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         """Return the plan of each rank, and keep the metadata."""
         decided, self._metadata = self._planner.create_global_plan(self._to_planner(plans))
         return self._writer.prepare_global_plan(self._to_writer(list(decided)))
@@ -543,7 +530,7 @@ class _Save:
             return 0.0
         return self._writer._alone_s(self._metadata)
 
-    def write(self, plan: SavePlan) -> list[WriteResult]:
+    def write(self, plan: protocol.SavePlan) -> list[protocol.WriteResult]:
         """Write the items of this rank's plan."""
         final = self._to_writer(self._planner.finish_plan(self._to_planner(plan)))
         if not plan.usable and plan.storage_data is not None:
@@ -564,7 +551,7 @@ class _Save:
         if isinstance(self._writer, _FileSystemWriter):
             self._writer._supersede_common()
 
-    def finish(self, results: list[list[WriteResult]], alone_s: float = 0.0) -> Metadata:
+    def finish(self, results: list[list[protocol.WriteResult]], alone_s: float = 0.0) -> protocol.Metadata:
         """Commit the checkpoint, and return its metadata."""
         self.finishing = True
         if self._metadata is None:
@@ -572,7 +559,7 @@ class _Save:
         # In the writer's classes, including every index: the writer may pickle them.
         metadata = self._to_writer(self._metadata)
         self._writer.finish(metadata=metadata, results=self._to_writer(results))
-        finished: Metadata = to_ours(metadata)
+        finished: protocol.Metadata = protocol.to_ours(metadata)
         return finished
 
 
@@ -584,8 +571,8 @@ def load(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
-    planner: LoadPlanner | None = None,
+    storage_reader: protocol.StorageReader | None = None,
+    planner: protocol.LoadPlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
@@ -631,11 +618,11 @@ def load(
 @deprecated("`load_state_dict` is deprecated: use `load`", category=FutureWarning)
 def load_state_dict(
     state_dict: dict[str, Any],
-    storage_reader: StorageReader,
+    storage_reader: protocol.StorageReader,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
     no_dist: bool = False,
-    planner: LoadPlanner | None = None,
+    planner: protocol.LoadPlanner | None = None,
 ) -> None:
     """Fill a state without replacing stateful values by their state. Deprecated: use `load`."""
     storage_reader.reset()
@@ -647,7 +634,7 @@ def _load_state_dict_from_keys(
     keys: set[str] | str | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
+    storage_reader: protocol.StorageReader | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """
@@ -665,17 +652,20 @@ def _load_state_dict_from_keys(
 
 def _load_state_dict(
     state_dict: dict[str, Any],
-    storage_reader: StorageReader,
+    storage_reader: protocol.StorageReader,
     process_group: ProcessGroup | None = None,
     coordinator_rank: int = 0,
     no_dist: bool = False,
-    planner: LoadPlanner | None = None,
+    planner: protocol.LoadPlanner | None = None,
 ) -> None:
     _run_load(_DistWrapper(process_group, not no_dist, coordinator_rank), lambda: state_dict, storage_reader, planner)
 
 
 def _run_load(
-    ranks: _DistWrapper, state: Callable[[], dict[str, Any]], storage_reader: StorageReader, planner: LoadPlanner | None
+    ranks: _DistWrapper,
+    state: Callable[[], dict[str, Any]],
+    storage_reader: protocol.StorageReader,
+    planner: protocol.LoadPlanner | None,
 ) -> None:
     call = _Load(ranks, DefaultLoadPlanner() if planner is None else planner, storage_reader)
     fields = log_fields_of(storage_reader, ranks.group)
@@ -693,7 +683,7 @@ class _RankReport(NamedTuple):
 
     common: bool
     """Whether the metadata are those of all ranks."""
-    plan: LoadPlan
+    plan: protocol.LoadPlan
     cannot_share: str | None
     """Why it cannot share its reads; empty if it can, None if `share_reads` is not set."""
     offer: bytes
@@ -703,12 +693,14 @@ class _RankReport(NamedTuple):
 class _Load:
     """The steps of one load."""
 
-    def __init__(self, ranks: _DistWrapper, planner: LoadPlanner, storage_reader: StorageReader) -> None:
+    def __init__(
+        self, ranks: _DistWrapper, planner: protocol.LoadPlanner, storage_reader: protocol.StorageReader
+    ) -> None:
         self._ranks = ranks
         self._planner = planner
         self._reader = storage_reader
-        self._to_reader = translator(planner, storage_reader)
-        self._to_planner = translator(storage_reader, planner)
+        self._to_reader = protocol.translator(planner, storage_reader)
+        self._to_planner = protocol.translator(storage_reader, planner)
         self._sharing: tuple[Channel, list[SharedRequest]] | None = None
         self._exchange: Exchange | None = None
 
@@ -716,7 +708,7 @@ class _Load:
         """Return this rank's plan, and what it offers to share."""
         leads = self._ranks.is_coordinator
         metadata, common = self._read_metadata()
-        self._planner.set_up_planner(state_dict, to_classes_of(self._planner, metadata), leads)
+        self._planner.set_up_planner(state_dict, protocol.to_classes_of(self._planner, metadata), leads)
         if takes(self._reader.set_up_storage_reader, "rank", "use_collectives"):
             self._reader.set_up_storage_reader(metadata, leads, rank=self._ranks.rank, use_collectives=common)
         else:
@@ -725,7 +717,7 @@ class _Load:
         cannot_share, offer = self._offer(plan, metadata, common=common)
         return _RankReport(common, plan, cannot_share, offer)
 
-    def _offer(self, plan: LoadPlan, metadata: Metadata, *, common: bool) -> tuple[str | None, bytes]:
+    def _offer(self, plan: protocol.LoadPlan, metadata: protocol.Metadata, *, common: bool) -> tuple[str | None, bytes]:
         """Return why this rank cannot share its reads (None: `share_reads` is not set), and the reads it offers."""
         options, planner = Options(), self._planner
         if not options.share_reads:
@@ -736,7 +728,7 @@ class _Load:
             return channel, b""
         if not _reads_items(self._reader):
             return f"the reader, a {type(self._reader).__qualname__}, may override how it reads", b""
-        if not fills_in_place(planner) or type(plan) is not LoadPlan:
+        if not fills_in_place(planner) or type(plan) is not protocol.LoadPlan:
             return f"the planner, a {type(planner).__qualname__}, may override how it is filled", b""
         if not common:
             return "the ranks have their own metadata", b""
@@ -744,7 +736,7 @@ class _Load:
         self._sharing = channel, requests
         return "", make_offer(requests, budget_nbytes=options.host_budget_bytes)
 
-    def decide(self, reports: list[_RankReport]) -> list[tuple[LoadPlan, bytes | None]]:
+    def decide(self, reports: list[_RankReport]) -> list[tuple[protocol.LoadPlan, bytes | None]]:
         """Return the plan of each rank, and its part in sharing the reads; None if they are not shared."""
         found = [rank for rank, each in enumerate(reports) if each.common]
         if 0 < len(found) < len(reports):
@@ -758,7 +750,7 @@ class _Load:
         shares = plan_sharing([each.offer for each in reports]) if agree else None
         return [(plan, shares[rank] if shares else None) for rank, plan in enumerate(final)]
 
-    def read(self, plan: LoadPlan, shares: bytes | None) -> None:
+    def read(self, plan: protocol.LoadPlan, shares: bytes | None) -> None:
         """Read this rank's items, except for those that other ranks read for it."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
         if shares is not None and self._sharing is not None:
@@ -774,7 +766,7 @@ class _Load:
         if self._exchange is not None:
             self._exchange.run()
 
-    def _read_metadata(self) -> tuple[Metadata, bool]:
+    def _read_metadata(self) -> tuple[protocol.Metadata, bool]:
         """
         Return the checkpoint's metadata, or else those that this rank alone wrote; and whether they are the checkpoint's.
 

@@ -27,34 +27,13 @@ from shardkeep.errors import BlobNotFound, BrokenProtocol, CheckpointError, Malf
 from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.dtypes import DType, known_to_torch
 from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import ItemLocation, Sums, item_location, metadata_name, sums_of
 from shardkeep.layouts.torch_pickle import read_metadata
-from shardkeep.layouts.torch_values import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    ReadItem,
-    StorageMeta,
-    StorageReader,
-    _StorageInfo,
-    is_tensor_entry,
-    to_classes_of_caller,
-)
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices
+from shardkeep.storage import file_systems
 from shardkeep.storage.base import Store, preferred_requests
-from shardkeep.storage.file_systems import (
-    FileSystem,
-    FileSystemBase,
-    FsspecFileSystem,
-    PathLike,
-    StreamStore,
-    file_system_at,
-    file_system_for,
-    is_of_store,
-    store_of,
-)
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -63,7 +42,9 @@ T = TypeVar("T")
 # -- items -------------------------------------------------------------------------------------------------------------
 
 
-def fill_targets(requests: Sequence[ReadItem], planner: LoadPlanner, fill: Callable[[Sequence[torch.Tensor]], T]) -> T:
+def fill_targets(
+    requests: Sequence[protocol.ReadItem], planner: protocol.LoadPlanner, fill: Callable[[Sequence[torch.Tensor]], T]
+) -> T:
     """Resolve the target tensors of some requests, fill them, and commit them to the planner."""
     targets = [target_of(request, planner) for request in requests]
     synchronize_devices(targets)
@@ -76,7 +57,7 @@ def fill_targets(requests: Sequence[ReadItem], planner: LoadPlanner, fill: Calla
     return result
 
 
-def target_of(request: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+def target_of(request: protocol.ReadItem, planner: protocol.LoadPlanner) -> torch.Tensor:
     """Ask the planner for the tensor that a request fills."""
     target = planner.resolve_tensor(request).detach()
     if tuple(target.shape) != tuple(request.lengths):
@@ -92,7 +73,7 @@ class _WrongTarget(StateMismatch, AssertionError):
     """A planner returned a tensor of another size than it requested."""
 
 
-def batches_for(planner: LoadPlanner, items: Sequence[T], nbytes: Callable[[T], int]) -> Iterable[Sequence[T]]:
+def batches_for(planner: protocol.LoadPlanner, items: Sequence[T], nbytes: Callable[[T], int]) -> Iterable[Sequence[T]]:
     """
     Divide items into batches of a bounded number of bytes if the planner allocates tensors in `resolve_tensor`.
 
@@ -109,10 +90,10 @@ class _PlanReader:
 
     def __init__(
         self,
-        store: Store | StreamStore,
-        metadata: Metadata | None,
+        store: Store | file_systems.StreamStore,
+        metadata: protocol.Metadata | None,
         places: Mapping[Any, Any],
-        planner: LoadPlanner,
+        planner: protocol.LoadPlanner,
         transforms: Any,
     ) -> None:
         self._options = Options()
@@ -123,11 +104,11 @@ class _PlanReader:
         self._planner = planner
         self._transforms = transforms
 
-    def read(self, plan: LoadPlan) -> None:
+    def read(self, plan: protocol.LoadPlan) -> None:
         """Read every item of the plan."""
         wanted = [(request, self._location(request)) for request in plan.items]
-        objects = [each for each in wanted if each[0].type == LoadItemType.BYTE_IO]
-        tensors = [each for each in wanted if each[0].type != LoadItemType.BYTE_IO]
+        objects = [each for each in wanted if each[0].type == protocol.LoadItemType.BYTE_IO]
+        tensors = [each for each in wanted if each[0].type != protocol.LoadItemType.BYTE_IO]
         for some in item_batches(objects, lambda each: each[1].nbytes):
             self._read_objects(some)
         planner = self._planner
@@ -140,14 +121,14 @@ class _PlanReader:
             key = next(key for key, each in casts.items() if each == change)
             log.warning("tensors are converted as they are loaded: %s (%r, and perhaps others)", change, key)
 
-    def _location(self, request: ReadItem) -> ItemLocation:
+    def _location(self, request: protocol.ReadItem) -> ItemLocation:
         info = self._places.get(request.storage_index)
         if info is None:
             key = request.storage_index.fqn
             raise MalformedFile(f"the metadata do not say where {request.storage_index} is", key=key)
         return item_location(info)
 
-    def _read_objects(self, some: list[tuple[ReadItem, ItemLocation]]) -> None:
+    def _read_objects(self, some: list[tuple[protocol.ReadItem, ItemLocation]]) -> None:
         items = [self._files.item(place, request.storage_index.fqn) for request, place in some]
         options = self._options
         raw = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
@@ -157,7 +138,7 @@ class _PlanReader:
                 stream = io.BytesIO(self._plain_stream(request, place.descriptors, stream).read(-1))
             self._planner.load_bytes(request, stream)
 
-    def _read_tensors(self, some: Sequence[tuple[ReadItem, ItemLocation]]) -> dict[str, str]:
+    def _read_tensors(self, some: Sequence[tuple[protocol.ReadItem, ItemLocation]]) -> dict[str, str]:
         """Read tensors, and return which keys were converted from one dtype to another."""
         threads = preferred_requests(self._files.store, self._options.io_threads)
 
@@ -172,15 +153,15 @@ class _PlanReader:
 
         return fill_targets([request for request, _ in some], self._planner, fill)
 
-    def _plain_stream(self, request: ReadItem, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+    def _plain_stream(self, request: protocol.ReadItem, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
         made: IO[bytes] = self._transforms.transform_load_stream(request, descriptors, stream)
         return made
 
-    def _chunk(self, request: ReadItem) -> tuple[Ints, DType | None]:
+    def _chunk(self, request: protocol.ReadItem) -> tuple[Ints, DType | None]:
         """Return shape and dtype of the chunk that a request reads from; no dtype if the metadata do not describe it."""
         index = request.storage_index
         entry: Any = self._entries.get(index.fqn)
-        if entry is None or not is_tensor_entry(entry):
+        if entry is None or not protocol.is_tensor_entry(entry):
             return (), None
         sizes = self._chunk_sizes.get(index.fqn)
         if sizes is None:
@@ -190,18 +171,20 @@ class _PlanReader:
         return ((), None) if shape is None else (shape, dtype)
 
 
-def _sums_in(metadata: Metadata | None) -> dict[str, Sums]:
+def _sums_in(metadata: protocol.Metadata | None) -> dict[str, Sums]:
     try:
         return sums_of(metadata)
     except (AttributeError, TypeError, ValueError) as exc:
         raise MalformedFile(f"the checksums of the data files in the metadata are malformed: {exc}") from exc
 
 
-def _read_native(view: TorchView, places: Mapping[Any, Any], plan: LoadPlan, planner: LoadPlanner) -> None:
+def _read_native(
+    view: TorchView, places: Mapping[Any, Any], plan: protocol.LoadPlan, planner: protocol.LoadPlanner
+) -> None:
     """Read every item of a plan from a native checkpoint."""
-    tensors: list[ReadItem] = []
+    tensors: list[protocol.ReadItem] = []
     for request in plan.items:
-        if request.type == LoadItemType.BYTE_IO:
+        if request.type == protocol.LoadItemType.BYTE_IO:
             planner.load_bytes(request, view.saved_object(places[request.storage_index], Options()))
         else:
             tensors.append(request)
@@ -220,10 +203,10 @@ def _read_native(view: TorchView, places: Mapping[Any, Any], plan: LoadPlan, pla
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-class FileSystemReader(StorageReader):
+class FileSystemReader(protocol.StorageReader):
     """Reads a checkpoint from a directory or a store."""
 
-    def __init__(self, path: PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
+    def __init__(self, path: file_systems.PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
         """
         Set where the checkpoint is.
 
@@ -233,33 +216,37 @@ class FileSystemReader(StorageReader):
 
         """
         super().__init__()
-        self.fs: FileSystemBase
-        self.fs, self.path = file_system_for(path)
+        self.fs: file_systems.FileSystemBase
+        self.fs, self.path = file_systems.file_system_for(path)
         self.storage_data: dict[Any, Any] = {}
         self.load_id = str(uuid.uuid4())
         self.transforms = _StorageReaderTransforms(_extension_registry)
         self.rank: int | None = None
         self.use_collectives = True
-        self._metadata: Metadata | None = None
+        self._metadata: protocol.Metadata | None = None
         self._native: TorchView | None = None
 
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: IO[bytes], sinfo: protocol._StorageInfo) -> IO[bytes]:
         return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), sinfo.offset, sinfo.length))
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: file_systems.PathLike | None = None) -> None:
         self.storage_data = {}
         if checkpoint_id:
-            self.fs, self.path = file_system_at(self.fs, checkpoint_id)
+            self.fs, self.path = file_systems.file_system_at(self.fs, checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
-    def _store(self) -> Store | StreamStore:
-        return store_of(self.fs, self.path, foreign=True) or StreamStore(self.fs, self.path)
+    def _store(self) -> Store | file_systems.StreamStore:
+        return file_systems.store_of(self.fs, self.path, foreign=True) or file_systems.StreamStore(self.fs, self.path)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> protocol.Metadata:
         name = metadata_name(kwargs.get("rank"))
         store = self._store()
         try:
-            if kwargs.get("rank") is None and not isinstance(store, StreamStore) and latest(store) == RECORD_NAME:
+            if (
+                kwargs.get("rank") is None
+                and not isinstance(store, file_systems.StreamStore)
+                and latest(store) == RECORD_NAME
+            ):
                 raise BlobNotFound(f"{name}: a native checkpoint was saved here since", name=name)
             metadata = read_metadata(store, name, where=str(self.fs.concat_path(self.path, name)))
             self._native = None
@@ -269,11 +256,13 @@ class FileSystemReader(StorageReader):
             self._native = TorchView.open(store, self.path)
             metadata = self._native.metadata
         if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+            metadata.storage_meta = protocol.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return to_classes_of_caller(metadata)
+        return protocol.to_classes_of_caller(metadata)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: protocol.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         if metadata.storage_data is None:
             raise BrokenProtocol(f"the metadata of {self.path} do not say where the items are (storage_data is None)")
         self.storage_data = metadata.storage_data
@@ -281,13 +270,13 @@ class FileSystemReader(StorageReader):
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: protocol.LoadPlan) -> protocol.LoadPlan:
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
         if self._native is not None:
             _read_native(self._native, self.storage_data, plan, planner)
         else:
@@ -296,45 +285,49 @@ class FileSystemReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _get_metadata_path(self, rank: int | None = None) -> PathLike:
+    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
         return self.fs.concat_path(self.path, metadata_name(rank))
 
     @property
-    def checkpoint_id(self) -> PathLike:
+    def checkpoint_id(self) -> file_systems.PathLike:
         """Where the checkpoint is."""
         return self.path
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
+    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
+        return file_systems.is_of_store(checkpoint_id) or file_systems.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 class FsspecReader(FileSystemReader):
     """Reads a checkpoint from any URL that fsspec opens."""
 
-    def __init__(self, path: PathLike, **kwargs: Any) -> None:
+    def __init__(self, path: file_systems.PathLike, **kwargs: Any) -> None:
         """Set where the checkpoint is; `kwargs` are for the file system: credentials, endpoints."""
         super().__init__(path)
         self.fs, self.path = open_with_fsspec(path, kwargs)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or is_of_store(checkpoint_id)
+    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
+        return file_systems.FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or file_systems.is_of_store(
+            checkpoint_id
+        )
 
 
-def open_with_fsspec(path: PathLike, kwargs: dict[str, Any]) -> tuple[FileSystemBase, PathLike]:
+def open_with_fsspec(
+    path: file_systems.PathLike, kwargs: dict[str, Any]
+) -> tuple[file_systems.FileSystemBase, file_systems.PathLike]:
     """
     Open a URL with fsspec, or with one of our stores if fsspec has no implementation for it.
 
     With `kwargs`, only fsspec will do: they are meant for it.
     """
-    fs = FsspecFileSystem()
+    fs = file_systems.FsspecFileSystem()
     try:
         return fs, fs.init_path(path, **kwargs)
     except (ImportError, ValueError, CheckpointError):
-        if kwargs or not is_of_store(path):
+        if kwargs or not file_systems.is_of_store(path):
             raise
-    return file_system_for(path)
+    return file_systems.file_system_for(path)
 
 
 # -- a part of a stream ------------------------------------------------------------------------------------------------

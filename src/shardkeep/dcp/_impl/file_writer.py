@@ -38,41 +38,15 @@ from shardkeep.engine.workers import FollowUpError, budget_for_store, run_worker
 from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
 from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError
 from shardkeep.format.record import RECORD_NAME
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_at
-from shardkeep.layouts.torch_values import (
-    CURRENT_DCP_VERSION,
-    DEFAULT_SUFFIX,
-    STATE_DICT_TYPE,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    SerializationFormat,
-    StorageMeta,
-    StorageWriter,
-    WriteItem,
-    WriteItemType,
-    WriteResult,
-    _StorageInfo,
-    _StoragePrefix,
-)
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices
+from shardkeep.storage import file_systems
 from shardkeep.storage.base import is_name
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.file_systems import (
-    FileSystem,
-    FileSystemBase,
-    FsspecFileSystem,
-    PathLike,
-    file_system_at,
-    file_system_for,
-    is_of_store,
-    store_of,
-    sync_stream,
-    write_all,
-)
 
 _FILE_NBYTES = 256 << 20
 """A rank whose part is a multiple of this writes several files, if it may choose."""
@@ -83,23 +57,23 @@ _MOST_PICKLED_NBYTES = 64 << 20
 # -- items to files ----------------------------------------------------------------------------------------------------
 
 
-def _item_size(item: WriteItem) -> int:
+def _item_size(item: protocol.WriteItem) -> int:
     """Return the bytes of an item's tensor; 0 for an object."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[WriteItem]]:
+def _split_by_size_and_type(bins: int, items: list[protocol.WriteItem]) -> list[list[protocol.WriteItem]]:
     """Distribute items over files: objects in turn, then the largest tensor first to the smallest file."""
     if bins == 1:
         return [items]
-    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
-    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    buckets: list[list[protocol.WriteItem]] = [[] for _ in range(bins)]
+    objects = [item for item in items if item.type == protocol.WriteItemType.BYTE_IO]
     for number, item in enumerate(objects):
         buckets[number % bins].append(item)
     sizes = [(0, number) for number in range(bins)]
-    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    tensors = [item for item in items if item.type != protocol.WriteItemType.BYTE_IO]
     for item in sorted(tensors, key=_item_size, reverse=True):
         size, number = sizes[0]
         buckets[number].append(item)
@@ -110,23 +84,26 @@ def _split_by_size_and_type(bins: int, items: list[WriteItem]) -> list[list[Writ
 class FilePlan(NamedTuple):
     """A data file to write."""
 
-    path: PathLike
+    path: file_systems.PathLike
     name: str
-    items: list[WriteItem]
+    items: list[protocol.WriteItem]
     header: bytes | None = None
     """The header before bare tensors; None if each item is an archive."""
 
 
-def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
+def write_plans(
+    writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
+) -> list[protocol.WriteResult]:
     """Write files. If one of them fails, all are removed."""
-    if writer.serialization_format == SerializationFormat.SAFETENSORS:
+    if writer.serialization_format == protocol.SerializationFormat.SAFETENSORS:
         if writer.transforms.extensions:
             raise StateError("extensions cannot be applied to safetensors files", hint="write TORCH_SAVE files")
         plans = [_as_safetensors(plan) for plan in plans]
     plans = [
-        plan._replace(items=sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)) for plan in plans
+        plan._replace(items=sorted(plan.items, key=lambda item: item.type != protocol.WriteItemType.BYTE_IO))
+        for plan in plans
     ]
-    in_store = store_of(writer.fs, writer.path) is not None and all(
+    in_store = file_systems.store_of(writer.fs, writer.path) is not None and all(
         is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
     )
     laid_out = in_store and resolves_in_place(planner) and _writes_unchanged(writer.transforms)
@@ -135,7 +112,7 @@ def write_plans(writer: _FileSystemWriter, planner: SavePlanner, plans: list[Fil
 
 
 def _as_safetensors(plan: FilePlan) -> FilePlan:
-    if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
+    if any(item.type == protocol.WriteItemType.BYTE_IO for item in plan.items):
         return plan
     tensors = aligned_order(list(map(planned_tensor, plan.items)))
     return plan._replace(items=[tensor.item for tensor in tensors], header=header_of(tensors, {}, where=plan.name))
@@ -155,10 +132,12 @@ def _writes_unchanged(transforms: Any) -> bool:
     return type(transforms) is _StorageWriterTransforms and not transforms.extensions
 
 
-def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult] | None:
+def _write_laid_out(
+    writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
+) -> list[protocol.WriteResult] | None:
     """Write files through the engine; None if the objects in them are too large to pickle in advance."""
     options = Options()
-    store = store_of(writer.fs, writer.path, durable=writer.sync_files)
+    store = file_systems.store_of(writer.fs, writer.path, durable=writer.sync_files)
     resolved = _resolve_all(planner, plans)
     if resolved is None or store is None:
         return None
@@ -176,7 +155,7 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
         budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
         with CancelScope(budget=budget.room).active():
             write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
-    results: list[WriteResult] = []
+    results: list[protocol.WriteResult] = []
     written = [job.name for job, _ in laid_out]
     try:
         for plan, (job, items), planned in zip(plans, laid_out, as_planned, strict=True):
@@ -192,7 +171,7 @@ def _write_laid_out(writer: _FileSystemWriter, planner: SavePlanner, plans: list
     return results
 
 
-def _resolve_all(planner: SavePlanner, plans: list[FilePlan]) -> list[list[Data]] | None:
+def _resolve_all(planner: protocol.SavePlanner, plans: list[FilePlan]) -> list[list[Data]] | None:
     """Return the data of each file; None if pickled objects would take too much memory."""
     pickled = 0
     resolved: list[list[Data]] = []
@@ -219,11 +198,11 @@ def _lay_out(plan: FilePlan, data: list[Data]) -> tuple[FileJob, list[WrittenIte
 # -- single items ------------------------------------------------------------------------------------------------------
 
 
-def _resolve(planner: SavePlanner, item: WriteItem) -> Data:
+def _resolve(planner: protocol.SavePlanner, item: protocol.WriteItem) -> Data:
     """Return the data of an item: a tensor whose memory can be written as it is, or bytes."""
     data = planner.resolve_data(item)
     key = item.index.fqn
-    if item.type == WriteItemType.BYTE_IO:
+    if item.type == protocol.WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise BrokenProtocol(f"{key!r} is planned as bytes, but the planner returned a {type(data).__name__}")
         return memoryview(data.getvalue())  # a copy, because the planner may reuse the stream
@@ -242,7 +221,7 @@ def _plain_or_saved(key: str, data: torch.Tensor) -> Data:
     return archive.getbuffer()
 
 
-def _is_as_planned(item: WriteItem, data: Data) -> bool:
+def _is_as_planned(item: protocol.WriteItem, data: Data) -> bool:
     """Return whether the bytes of a tensor are what its metadata will describe."""
     planned = item.tensor_data
     if planned is None or not isinstance(data, torch.Tensor):
@@ -250,7 +229,7 @@ def _is_as_planned(item: WriteItem, data: Data) -> bool:
     return data.dtype == planned.properties.dtype and tuple(data.shape) == tuple(planned.chunk.sizes)
 
 
-def _check_as_planned(item: WriteItem, data: Data) -> None:
+def _check_as_planned(item: protocol.WriteItem, data: Data) -> None:
     if not _is_as_planned(item, data):
         raise StateError(
             f"{item.index.fqn!r} is not the dense tensor that was planned: a safetensors file cannot hold it",
@@ -259,30 +238,32 @@ def _check_as_planned(item: WriteItem, data: Data) -> None:
         )
 
 
-def _results(plan: FilePlan, items: list[WrittenItem], as_planned: list[bool], sums: Sums) -> list[WriteResult]:
+def _results(
+    plan: FilePlan, items: list[WrittenItem], as_planned: list[bool], sums: Sums
+) -> list[protocol.WriteResult]:
     results = [_result(*each, plan.name) for each in zip(plan.items, items, as_planned, strict=True)]
     if results:
         results[0].storage_data.shardkeep_sums = (sums.nbytes, sums.block_nbytes, sums.checksum)
     return results
 
 
-def _result(item: WriteItem, written: WrittenItem, as_planned: bool, file: str) -> WriteResult:
-    info = _StorageInfo(file, written.offset, written.nbytes, written.descriptors or None)
+def _result(item: protocol.WriteItem, written: WrittenItem, as_planned: bool, file: str) -> protocol.WriteResult:
+    info = protocol._StorageInfo(file, written.offset, written.nbytes, written.descriptors or None)
     if written.data_start is not None and as_planned:
         info.shardkeep_data_start = written.data_start
-    return WriteResult(index=item.index, size_in_bytes=written.nbytes, storage_data=info)
+    return protocol.WriteResult(index=item.index, size_in_bytes=written.nbytes, storage_data=info)
 
 
 def _write_item(
     transforms: Any,
     stream: io.IOBase,
     data: io.BytesIO | torch.Tensor,
-    write_item: WriteItem,
+    write_item: protocol.WriteItem,
     storage_key: str,
-    serialization_format: SerializationFormat,
-) -> WriteResult:
+    serialization_format: protocol.SerializationFormat,
+) -> protocol.WriteResult:
     """Write one item to a stream; for writers of users, which write their files themselves."""
-    if serialization_format != SerializationFormat.TORCH_SAVE and isinstance(data, torch.Tensor):
+    if serialization_format != protocol.SerializationFormat.TORCH_SAVE and isinstance(data, torch.Tensor):
         raise StateError(f"{write_item.index.fqn!r}: a safetensors file is not written item by item")
     item = data.getbuffer() if isinstance(data, io.BytesIO) else _plain_or_saved(write_item.index.fqn, data)
     out = HashingStream(cast("IO[bytes]", stream), at=stream.tell())
@@ -298,8 +279,10 @@ def _write_item(
 # -- files that are written as streams ---------------------------------------------------------------------------------
 
 
-def _write_streams(writer: _FileSystemWriter, planner: SavePlanner, plans: list[FilePlan]) -> list[WriteResult]:
-    results: dict[str, list[WriteResult]] = {}
+def _write_streams(
+    writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
+) -> list[protocol.WriteResult]:
+    results: dict[str, list[protocol.WriteResult]] = {}
     stop = threading.Event()
 
     def write(plan: FilePlan, _: memoryview) -> bool:
@@ -320,8 +303,14 @@ def _write_streams(writer: _FileSystemWriter, planner: SavePlanner, plans: list[
 
 
 def _write_one_stream(
-    fs: FileSystemBase, transforms: Any, planner: SavePlanner, plan: FilePlan, *, sync: bool, stop: threading.Event
-) -> list[WriteResult]:
+    fs: file_systems.FileSystemBase,
+    transforms: Any,
+    planner: protocol.SavePlanner,
+    plan: FilePlan,
+    *,
+    sync: bool,
+    stop: threading.Event,
+) -> list[protocol.WriteResult]:
     items = iter(plan.items)
     as_planned: list[bool] = []
 
@@ -348,10 +337,10 @@ def _write_one_stream(
         if plan.header is not None:
             out.write(plan.header)
         written = write_stream(out, resolved(), wrap, framed=plan.header is None)
-        sync_stream(raw, sync=sync)
+        file_systems.sync_stream(raw, sync=sync)
     sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
     with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
-        write_all(raw, data, sync=sync)
+        file_systems.write_all(raw, data, sync=sync)
     return _results(plan, written, as_planned, sums)
 
 
@@ -366,25 +355,25 @@ def _generate_uuid() -> str:
     return str(uuid.uuid4())
 
 
-class _FileSystemWriter(StorageWriter):
+class _FileSystemWriter(protocol.StorageWriter):
     """Writes items into a few files per rank. See `FileSystemWriter` for the arguments."""
 
     def __init__(
         self,
-        path: PathLike,
+        path: file_systems.PathLike,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000,
         overwrite: bool = True,
         _extensions: Sequence[StreamTransformExtension] | None = None,
-        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        serialization_format: protocol.SerializationFormat = protocol.SerializationFormat.TORCH_SAVE,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.fs: FileSystemBase
-        self.fs, self.path = file_system_for(path)
+        self.fs: file_systems.FileSystemBase
+        self.fs, self.path = file_systems.file_system_for(path)
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -400,9 +389,9 @@ class _FileSystemWriter(StorageWriter):
         self._splits_files = False
         """Whether to write several files at a time, as `sk.save` does: a writer that the user made has `thread_count`."""
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: file_systems.PathLike | None = None) -> None:
         if checkpoint_id:
-            self.fs, self.path = file_system_at(self.fs, checkpoint_id)
+            self.fs, self.path = file_systems.file_system_at(self.fs, checkpoint_id)
         self.save_id = _generate_uuid()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -411,7 +400,7 @@ class _FileSystemWriter(StorageWriter):
         self._began_s = time.time()
         self._written = []  # the files of the previous save must not be discarded with this one
 
-    def _alone_s(self, metadata: Metadata) -> float:
+    def _alone_s(self, metadata: protocol.Metadata) -> float:
         """Return how many seconds the coordinator may still work when the other ranks are done."""
         return 0.0
 
@@ -420,7 +409,7 @@ class _FileSystemWriter(StorageWriter):
         own = self._get_metadata_path(None if self.use_collectives else self.rank)
         return self.fs.exists(own) or self.fs.exists(self.fs.concat_path(self.path, RECORD_NAME))
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: protocol.SavePlan) -> protocol.SavePlan:
         self.fs.mkdir(self.path)
         if self._metadata_exists():
             if not self.overwrite:
@@ -430,32 +419,36 @@ class _FileSystemWriter(StorageWriter):
                 )
             warnings.warn(f"{self.path} holds a checkpoint, which this save will replace", stacklevel=2)
         if self.rank is not None and not self.use_collectives:
-            return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+            return dataclasses.replace(plan, storage_data=protocol._StoragePrefix(f"__{self.rank}_"))
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) if plan.storage_data is None else plan
+            dataclasses.replace(plan, storage_data=protocol._StoragePrefix(f"__{rank}_"))
+            if plan.storage_data is None
+            else plan
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         files = self.thread_count
         if self._splits_files:
             files = max(1, min(MOST_FILES, sum(map(_item_size, plan.items)) // _FILE_NBYTES))
         buckets = (
             _split_by_size_and_type(files, plan.items) if self.single_file_per_rank else [[item] for item in plan.items]
         )
-        queued: queue.Queue[tuple[PathLike, str, list[Any]]] = queue.Queue()
+        queued: queue.Queue[tuple[file_systems.PathLike, str, list[Any]]] = queue.Queue()
         number = self._commit().first_number()
-        if self.serialization_format != SerializationFormat.TORCH_SAVE:  # objects do not go to safetensors files
-            objects = [[item for item in bucket if item.type == WriteItemType.BYTE_IO] for bucket in buckets]
-            tensors = [[item for item in bucket if item.type != WriteItemType.BYTE_IO] for bucket in buckets]
+        if (
+            self.serialization_format != protocol.SerializationFormat.TORCH_SAVE
+        ):  # objects do not go to safetensors files
+            objects = [[item for item in bucket if item.type == protocol.WriteItemType.BYTE_IO] for bucket in buckets]
+            tensors = [[item for item in bucket if item.type != protocol.WriteItemType.BYTE_IO] for bucket in buckets]
             buckets = [*objects, *tensors]
         for bucket in filter(None, buckets):
             # An existing file belongs to a checkpoint that must stay intact until this save is committed.
             while True:
-                name = f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}"
+                name = f"{plan.storage_data.prefix}{number}{protocol.DEFAULT_SUFFIX}"
                 path = self.fs.concat_path(self.path, name)
                 number += 1
                 if not self.fs.exists(path):
@@ -473,26 +466,26 @@ class _FileSystemWriter(StorageWriter):
         self._commit().remove({name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)})
 
     def _write_data(
-        self, planner: SavePlanner, file_queue: queue.Queue[tuple[PathLike, str, list[Any]]]
-    ) -> Future[list[WriteResult]]:
+        self, planner: protocol.SavePlanner, file_queue: queue.Queue[tuple[file_systems.PathLike, str, list[Any]]]
+    ) -> Future[list[protocol.WriteResult]]:
         """Write files, each given by its path, its name in the checkpoint, and its items."""
         plans = []
         while not file_queue.empty():
             path, name, items = file_queue.get_nowait()
             plans.append(FilePlan(path, name, items))
-        written: Future[list[WriteResult]] = Future()
+        written: Future[list[protocol.WriteResult]] = Future()
         written.set_result(write_plans(self, planner, plans))
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: protocol.Metadata, results: list[list[protocol.WriteResult]]) -> None:
         sums: dict[str, Sums] = {}
         places: dict[Any, Any] = {}
         for result in (each for of_rank in results for each in of_rank):
             places[result.index] = place = result.storage_data
-            if isinstance(place, _StorageInfo) and place.shardkeep_sums:
+            if isinstance(place, protocol._StorageInfo) and place.shardkeep_sums:
                 sums[place.relative_path] = Sums(*place.shardkeep_sums)
                 place.shardkeep_sums = None
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = protocol.CURRENT_DCP_VERSION
         metadata.storage_data = places
         metadata.storage_meta = self.storage_meta()
         set_sums(metadata, sums)
@@ -508,20 +501,20 @@ class _FileSystemWriter(StorageWriter):
     def _commit(self) -> Commit:
         return commit_at(self.fs, self.path, sync=self.sync_files)
 
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+    def storage_meta(self) -> protocol.StorageMeta | None:
+        return protocol.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
-    def _get_metadata_path(self, rank: int | None = None) -> PathLike:
+    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
         return self.fs.concat_path(self.path, metadata_name(rank))
 
     @property
-    def checkpoint_id(self) -> PathLike:
+    def checkpoint_id(self) -> file_systems.PathLike:
         """Where the checkpoint goes."""
         return self.path
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return is_of_store(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
+    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
+        return file_systems.is_of_store(checkpoint_id) or file_systems.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
 class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
@@ -533,7 +526,7 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
 
     def __init__(
         self,
-        path: PathLike,
+        path: file_systems.PathLike,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
@@ -541,7 +534,7 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Sequence[StreamTransformExtension] | None = None,
-        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        serialization_format: protocol.SerializationFormat = protocol.SerializationFormat.TORCH_SAVE,
     ) -> None:
         """
         Set where and how to write.
@@ -562,7 +555,7 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         _FileSystemWriter.__init__(self, path, *files, _extensions, serialization_format)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: protocol.STATE_DICT_TYPE) -> protocol.STATE_DICT_TYPE:
         """Return a copy of the state in host memory."""
         return super().stage(state_dict)
 
@@ -572,14 +565,14 @@ class FsspecWriter(FileSystemWriter):
 
     def __init__(
         self,
-        path: PathLike,
+        path: file_systems.PathLike,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000,
         overwrite: bool = True,
         _extensions: Sequence[StreamTransformExtension] | None = None,
-        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        serialization_format: protocol.SerializationFormat = protocol.SerializationFormat.TORCH_SAVE,
         **kwargs: Any,
     ) -> None:
         """Set where and how to write, as `FileSystemWriter`; `kwargs` are for the file system: credentials, endpoints."""
@@ -588,5 +581,7 @@ class FsspecWriter(FileSystemWriter):
         self.fs, self.path = open_with_fsspec(path, kwargs)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or is_of_store(checkpoint_id)
+    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
+        return file_systems.FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or file_systems.is_of_store(
+            checkpoint_id
+        )

@@ -37,17 +37,8 @@ from shardkeep.engine.workers import window_for
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
 from shardkeep.layouts import safetensors_publish
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY
-from shardkeep.layouts.torch_values import (
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    SerializationFormat,
-    WriteItem,
-    WriteResult,
-    _StorageInfo,
-    is_tensor_entry,
-)
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, preferred_requests, same_place
 from shardkeep.storage.file_systems import by_store
@@ -280,15 +271,15 @@ class Numbers:
     """Other numbers for this rank's files, where other ranks have tensors for the same files."""
 
 
-Split = Callable[[Any, list[WriteItem]], dict[int, list[WriteItem]]]
+Split = Callable[[Any, list[protocol.WriteItem]], dict[int, list[protocol.WriteItem]]]
 """Returns the items of each file: the method of the writer, which a subclass may override."""
 
 
-def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split) -> dict[str, list[WriteItem]]:
+def files_of(items: Sequence[protocol.WriteItem], numbers: Numbers, by: Split) -> dict[str, list[protocol.WriteItem]]:
     """Return the files that a rank writes, each with items of different tensors."""
     files = {}
     for number, group in by(numbers.mapping, list(items)).items():
-        layers: list[list[WriteItem]] = []  # no tensor is twice in one
+        layers: list[list[protocol.WriteItem]] = []  # no tensor is twice in one
         seen: Counter[str] = Counter()
         for item in group:
             if seen[item.index.fqn] == len(layers):
@@ -308,7 +299,7 @@ def files_of(items: Sequence[WriteItem], numbers: Numbers, by: Split) -> dict[st
     return files
 
 
-def number_whole(plans: Sequence[SavePlan], mapping: Mapping[str, int] | None, by: Split) -> list[Numbers]:
+def number_whole(plans: Sequence[protocol.SavePlan], mapping: Mapping[str, int] | None, by: Split) -> list[Numbers]:
     """
     Number the files of a save of whole tensors, of which mostly rank 0 has all.
 
@@ -373,7 +364,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             thread_count_consolidation: how many threads consolidate, at least.
 
         """
-        super().__init__(path=path, serialization_format=SerializationFormat.SAFETENSORS, thread_count=thread_count)
+        super().__init__(
+            path=path, serialization_format=protocol.SerializationFormat.SAFETENSORS, thread_count=thread_count
+        )
         self.fqn_to_index_mapping: dict[str, int] | None = fqn_to_index_mapping
         self.save_distributed: bool = save_distributed
         self.enable_consolidation: bool = enable_consolidation
@@ -408,7 +401,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 hint="save with use_collectives=True",
             )
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: protocol.SavePlan) -> protocol.SavePlan:
         """Make sure that the plan has tensors only."""
         storage_place(self)
         for item in plan.items:
@@ -417,7 +410,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.fs.mkdir(self.path)
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         """Decide on all files of the save, and make the directory ready for them."""
         mapping = self.fqn_to_index_mapping
         if self.save_distributed:
@@ -461,14 +454,14 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
         return new_plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
         storage_place(self)
-        done: Future[list[WriteResult]] = Future()
+        done: Future[list[protocol.WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> list[protocol.WriteResult]:
         decided = (plan.storage_data or {}).get(_OURS)
         if decided is None:
             raise BrokenProtocol(
@@ -493,16 +486,18 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             window_nbytes=window,
         )
         return [
-            WriteResult(item.index, sizes[id(item)], _StorageInfo(name, 0, sizes[id(item)]))
+            protocol.WriteResult(item.index, sizes[id(item)], protocol._StorageInfo(name, 0, sizes[id(item)]))
             for name, items in files.items()
             for item in items
         ]
 
-    def _alone_s(self, metadata: Metadata) -> float:
+    def _alone_s(self, metadata: protocol.Metadata) -> float:
         if self.save_distributed and not self.enable_consolidation:
             return 0.0
         # One rank writes all of it: whole tensors, or the consolidated ones.
-        tensors: list[Any] = [entry for entry in metadata.state_dict_metadata.values() if is_tensor_entry(entry)]
+        tensors: list[Any] = [
+            entry for entry in metadata.state_dict_metadata.values() if protocol.is_tensor_entry(entry)
+        ]
         total = sum(torch.Size(entry.size).numel() * entry.properties.dtype.itemsize for entry in tensors)
         return float(total / SLOWEST_BYTES_PER_S)
 
@@ -511,7 +506,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         if self._new_save is not None:
             safetensors_publish.discard_save(storage_place(self), self._new_save, last=self._alone)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: protocol.Metadata, results: list[list[protocol.WriteResult]]) -> None:
         """Publish the files of all ranks, with an index if tensors are whole, and remove those of older saves."""
         written = [result for each in results for result in each]
         store = storage_place(self)
@@ -542,11 +537,11 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             _consolidate(lambda: _plan_of(folder, output, mapping, threads))
 
     def _split_by_storage_plan(
-        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
-    ) -> dict[int, list[WriteItem]]:
+        self, storage_plan: dict[str, int] | None, items: list[protocol.WriteItem]
+    ) -> dict[int, list[protocol.WriteItem]]:
         if storage_plan is None:
             return {1: items}
-        found: dict[int, list[WriteItem]] = {}
+        found: dict[int, list[protocol.WriteItem]] = {}
         for item in items:
             key = item.index.fqn
             if key not in storage_plan:

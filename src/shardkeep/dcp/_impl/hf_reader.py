@@ -23,23 +23,10 @@ from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
 from shardkeep.errors import BrokenProtocol, MalformedFile, NoSuchValue, UnsupportedLeaf
 from shardkeep.format.boxes import Box, whole
 from shardkeep.format.dtypes import DType, Ints, to_torch
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_header
 from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch import ItemLocation
-from shardkeep.layouts.torch_values import (
-    ChunkStorageMetadata,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    MetadataIndex,
-    ReadItem,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    is_torchs,
-    to_classes_of_caller,
-)
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, preferred_requests
 from shardkeep.storage.file_systems import by_store, is_local, store_of
@@ -149,19 +136,19 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     # -- metadata ------------------------------------------------------------------------------------------------------
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self) -> protocol.Metadata:
         """Describe the tensors of the directory; an index file, if there is one, says which files count."""
         place = storage_place(self)
         self._catalog = catalog = read_catalog(list_model(place), threads=self._threads())
         self._chunks = chunks = _Chunks(catalog)
-        metadata = Metadata(
+        metadata = protocol.Metadata(
             cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog), catalog)),
             storage_data=_OnAccess(chunks.location, chunks.indices, catalog),
-            storage_meta=StorageMeta(load_id=self.load_id),
+            storage_meta=protocol.StorageMeta(load_id=self.load_id),
         )
-        return to_classes_of_caller(metadata)
+        return protocol.to_classes_of_caller(metadata)
 
-    def stored_chunk(self, index: MetadataIndex) -> tuple[DType, CatalogChunk]:
+    def stored_chunk(self, index: protocol.MetadataIndex) -> tuple[DType, CatalogChunk]:
         """Return the chunk that an index names, and its dtype; `NoSuchValue` if it does not exist."""
         at: Ints = tuple(index.offset or ())
         chunk = self._chunks.at(index.fqn, at)
@@ -181,11 +168,11 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, in place where possible."""
         storage_place(self)
         for req in plan.items:
-            if req.type == LoadItemType.BYTE_IO:
+            if req.type == protocol.LoadItemType.BYTE_IO:
                 raise UnsupportedLeaf(
                     f"{req.dest_index.fqn!r} is no tensor, and Hugging Face files hold nothing else",
                     hint="leave it out of this load",
@@ -196,7 +183,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read(self, items: list[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
         if self._extends(HuggingFaceStorageReader, _HOOKS):
             self._read_one_by_one(items, planner)
         else:
@@ -210,12 +197,12 @@ class HuggingFaceStorageReader(FileSystemReader):
         """Return what opens the files of the catalog: by their paths, or by their names in a store."""
         return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
 
-    def read_plain(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    def read_plain(self, items: Sequence[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
         """Read items that are not quantized; they are converted to the dtype of their targets."""
         for batch in batches_for(planner, items, most_nbytes):
             fill_targets(batch, planner, partial(self._fill, batch))
 
-    def _fill(self, batch: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
+    def _fill(self, batch: Sequence[protocol.ReadItem], targets: Sequence[torch.Tensor]) -> None:
         wanted = []
         for req, target in zip(batch, targets, strict=True):
             dtype, chunk = self.stored_chunk(req.storage_index)
@@ -226,9 +213,9 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
-    def _read_one_by_one(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    def _read_one_by_one(self, items: Sequence[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
         """Hand the requests of each file to `_read_files_from_queue`, and so to `_process_read_request`."""
-        per_file: dict[str, list[ReadItem]] = {}
+        per_file: dict[str, list[protocol.ReadItem]] = {}
         for req in items:
             info = self.storage_data.get(req.storage_index)
             path = self.stored_chunk(req.storage_index)[1].path if info is None else info.relative_path
@@ -250,7 +237,7 @@ class HuggingFaceStorageReader(FileSystemReader):
                 hint="_read_files_from_queue must put a value into its second queue for each file",
             )
 
-    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+    def _process_read_request(self, f: Any, req: protocol.ReadItem, planner: protocol.LoadPlanner) -> None:
         """Read one item from an open file."""
         index = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets, req.lengths, strict=True))
         tensor = f.get_slice(req.storage_index.fqn)[index]
@@ -259,7 +246,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         planner.commit_tensor(req, target)
 
     def _read_files_from_queue(
-        self, file_queue: queue.Queue[Any], result_queue: queue.Queue[Any], planner: LoadPlanner
+        self, file_queue: queue.Queue[Any], result_queue: queue.Queue[Any], planner: protocol.LoadPlanner
     ) -> None:
         """Read files, each with its requests, until the queue is empty; put True into the other one for each."""
         while True:
@@ -292,23 +279,31 @@ class _Chunks:
             self._found[key] = chunks
         return self._found[key].get(offsets)
 
-    def entry(self, key: str) -> TensorStorageMetadata:
+    def entry(self, key: str) -> protocol.TensorStorageMetadata:
         """Return the metadata of a tensor."""
         stored = self.catalog[key]
-        chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks]
-        return TensorStorageMetadata(TensorProperties(dtype=to_torch(stored.dtype)), torch.Size(stored.shape), chunks)
+        chunks = [
+            protocol.ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks
+        ]
+        return protocol.TensorStorageMetadata(
+            protocol.TensorProperties(dtype=to_torch(stored.dtype)), torch.Size(stored.shape), chunks
+        )
 
     def location(self, index: Any) -> _HFStorageInfo:
         """Return the location of a chunk, by its index: one of shardkeep's or of torch's."""
-        known = isinstance(index, MetadataIndex) or is_torchs(index, "MetadataIndex")
+        known = isinstance(index, protocol.MetadataIndex) or protocol.is_torchs(index, "MetadataIndex")
         found = self.at(index.fqn, tuple(index.offset)) if known and index.offset is not None else None
         if found is None:
             raise KeyError(index)
         return _HFStorageInfo(found[1].path, torch.Size(found[1].box.sizes), to_torch(found[0]))
 
-    def indices(self) -> Iterator[MetadataIndex]:
+    def indices(self) -> Iterator[protocol.MetadataIndex]:
         """Return the index of every chunk."""
-        return (MetadataIndex(key, chunk.box.offsets) for key, entry in self.catalog.items() for chunk in entry.chunks)
+        return (
+            protocol.MetadataIndex(key, chunk.box.offsets)
+            for key, entry in self.catalog.items()
+            for chunk in entry.chunks
+        )
 
 
 class _OnAccess(MutableMapping[Any, Any]):
@@ -360,6 +355,6 @@ def storage_place(storage: Any) -> Store:
     return store
 
 
-def most_nbytes(req: ReadItem) -> int:
+def most_nbytes(req: protocol.ReadItem) -> int:
     """Return the most bytes that the target of a request takes."""
     return torch.Size(req.lengths).numel() * _LARGEST_NBYTES

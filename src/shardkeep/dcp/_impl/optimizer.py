@@ -24,18 +24,7 @@ from shardkeep.dcp._impl.plans import (
     device_of_group,
 )
 from shardkeep.errors import BrokenProtocol, InvalidShards, MissingKeys
-from shardkeep.layouts.torch_values import (
-    STATE_DICT_TYPE,
-    ChunkStorageMetadata,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    MetadataIndex,
-    ReadItem,
-    StorageReader,
-    TensorProperties,
-    is_tensor_entry,
-)
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.flatten import unflatten_state_dict
 from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
 
@@ -49,11 +38,11 @@ STATE_DICT_2D_LAYOUT = dict[str, tuple[Sequence[int] | None, Sequence[int]]]
 
 
 def load_sharded_optimizer_state_dict(
-    model_state_dict: STATE_DICT_TYPE,
+    model_state_dict: protocol.STATE_DICT_TYPE,
     optimizer_key: str,
-    storage_reader: StorageReader,
-    planner: LoadPlanner | None = None,
-) -> STATE_DICT_TYPE:
+    storage_reader: protocol.StorageReader,
+    planner: protocol.LoadPlanner | None = None,
+) -> protocol.STATE_DICT_TYPE:
     """
     Return the optimizer's state from a checkpoint, as `FSDP.optim_state_dict_to_load` takes it.
 
@@ -77,14 +66,14 @@ def load_sharded_optimizer_state_dict(
         raise BrokenProtocol(
             "the checkpoint does not store the paths of its keys", hint="save with flatten_state_dict=True"
         )
-    state: STATE_DICT_TYPE = {}
+    state: protocol.STATE_DICT_TYPE = {}
     offsets: dict[str, Sequence[int]] = {}
     device_type = device_of_group(group).type
     for key, entry in metadata.state_dict_metadata.items():
         path = paths[key]
         if path[0] != optimizer_key:
             continue
-        if not is_tensor_entry(entry):
+        if not protocol.is_tensor_entry(entry):
             state[key] = "<bytes_io>"
             continue
         tensor: Any = entry
@@ -108,7 +97,7 @@ def load_sharded_optimizer_state_dict(
 
 
 def _cut_by_rows(
-    properties: TensorProperties, size: Sequence[int], group: ProcessGroup | None, device_type: str
+    properties: protocol.TensorProperties, size: Sequence[int], group: ProcessGroup | None, device_type: str
 ) -> ShardedTensor:
     """Return a ShardedTensor that is split by rows over a group; this rank's shard is allocated."""
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
@@ -130,7 +119,7 @@ def _cut_by_rows(
     return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata, process_group=group)
 
 
-def _get_state_dict_2d_layout(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_2D_LAYOUT, ProcessGroup | None]:
+def _get_state_dict_2d_layout(state_dict: protocol.STATE_DICT_TYPE) -> tuple[STATE_DICT_2D_LAYOUT, ProcessGroup | None]:
     """
     Return this rank's tensor parallel part of each parameter, and the data parallel group that shares it.
 
@@ -193,7 +182,7 @@ def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
     return ChunkShardingSpec(dim=0, placements=placements)
 
 
-def _alloc_tensor(props: TensorProperties, size: Sequence[int], device_type: str = "cuda") -> torch.Tensor:
+def _alloc_tensor(props: protocol.TensorProperties, size: Sequence[int], device_type: str = "cuda") -> torch.Tensor:
     """Return an empty tensor on this process's device."""
     return torch.empty(
         size=tuple(size),
@@ -214,20 +203,20 @@ class _ReaderWithOffset(DefaultLoadPlanner):
     `translation` has the index of each in the state.
     """
 
-    translation: dict[MetadataIndex, MetadataIndex]
-    state_dict: STATE_DICT_TYPE
-    metadata: Metadata
+    translation: dict[protocol.MetadataIndex, protocol.MetadataIndex]
+    state_dict: protocol.STATE_DICT_TYPE
+    metadata: protocol.Metadata
 
     def __init__(self, fqn_to_offset: dict[str, Sequence[int]]) -> None:
         super().__init__()
         self.fqn_to_offset = fqn_to_offset
-        self.metadata = Metadata({})
+        self.metadata = protocol.Metadata({})
         self.state_dict = {}
         self.translation = {}
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> protocol.LoadPlan:
         """Return what this rank needs, with the offsets of its shards in the stored tensor."""
-        items: list[ReadItem] = []
+        items: list[protocol.ReadItem] = []
         self.translation = {}
         for fqn, value in self.state_dict.items():
             entry: Any = self.metadata.state_dict_metadata[fqn]
@@ -236,7 +225,7 @@ class _ReaderWithOffset(DefaultLoadPlanner):
                 continue
             offset = self.fqn_to_offset[fqn]
             moved = [
-                ChunkStorageMetadata(
+                protocol.ChunkStorageMetadata(
                     offsets=torch.Size(_element_wise_add(shard.metadata.shard_offsets, offset)),
                     sizes=torch.Size(shard.metadata.shard_sizes),
                 )
@@ -247,9 +236,9 @@ class _ReaderWithOffset(DefaultLoadPlanner):
                 here = _element_wise_sub(there.offset or (), offset)
                 self.translation[there] = dataclasses.replace(there, offset=torch.Size(here))
             items += of_shards
-        return LoadPlan(items)
+        return protocol.LoadPlan(items)
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: protocol.MetadataIndex) -> torch.Tensor:
         """Return the shard for an index of the stored tensor."""
         return super().lookup_tensor(self.translation.get(index, index))
 

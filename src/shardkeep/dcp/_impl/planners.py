@@ -21,38 +21,13 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import _utils as rebuilding
 
-from shardkeep.dcp._impl.plans import (
-    _init_state_dict,
-    _validate_global_plan,
-    create_default_global_load_plan,
-    create_default_global_save_plan,
-    create_default_local_load_plan,
-    create_default_local_save_plan,
-    dedup_save_plans,
-    find_state_dict_object,
-    saved_path,
-)
+from shardkeep.dcp._impl import plans
 from shardkeep.errors import BrokenProtocol, InvalidShards, MalformedFile, PickleRefused, RanksDisagree
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.pickles import Call, Names, NameTable, end_of_pickle, plain_names
 from shardkeep.format.torch_zip import is_archive
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import safe_globals
-from shardkeep.layouts.torch_values import (
-    STATE_DICT_TYPE,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    MetadataIndex,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    StorageMeta,
-    TensorStorageMetadata,
-    WriteItem,
-    WriteItemType,
-    is_tensor_entry,
-    translator,
-)
 from shardkeep.options import Options
 from shardkeep.state.flatten import (
     FLATTEN_MAPPING,
@@ -174,22 +149,24 @@ def _size(numbers: Any = ()) -> torch.Size:
 # everything in them is, including dtypes and planner data. A rank that failed in a save clears its cache, sends its whole
 # plan in the next save, and gets a whole plan back.
 
-MakePlan = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
+MakePlan = Callable[[list[protocol.SavePlan]], tuple[list[protocol.SavePlan], protocol.Metadata]]
 
 
-def _compare_save_plans(plan: SavePlan, other_plan: SavePlan) -> bool:
+def _compare_save_plans(plan: protocol.SavePlan, other_plan: protocol.SavePlan) -> bool:
     """Return whether two plans are equal, including index hints."""
     return plan == other_plan and all(
         mine.index.index == other.index.index for mine, other in zip(plan.items, other_plan.items, strict=True)
     )
 
 
-def _contains_usable_plan(delta_plans: list[SavePlan]) -> bool:
+def _contains_usable_plan(delta_plans: list[protocol.SavePlan]) -> bool:
     """Return whether any rank sent a plan, and not only a note that it has not changed."""
     return any(plan and plan.usable for plan in delta_plans)
 
 
-def _merge_delta_local_plans(cached_plans: list[SavePlan], delta_plans: list[SavePlan]) -> list[SavePlan]:
+def _merge_delta_local_plans(
+    cached_plans: list[protocol.SavePlan], delta_plans: list[protocol.SavePlan]
+) -> list[protocol.SavePlan]:
     """Return each rank's new plan, or its previous one if it sent none."""
     return [
         cached if delta and not delta.usable else delta
@@ -202,25 +179,27 @@ class PlanCache:
 
     def __init__(self) -> None:
         # This rank's own plan, and its part of the global plan.
-        self._local: SavePlan | None = None
-        self._final: SavePlan | None = None
+        self._local: protocol.SavePlan | None = None
+        self._final: protocol.SavePlan | None = None
         # Set during a save.
-        self._pending: SavePlan | None = None
+        self._pending: protocol.SavePlan | None = None
         # On the coordinator: the plans of all ranks, local and global.
-        self._all_local: list[SavePlan] | None = None
-        self._all_global: list[SavePlan] = []
-        self._metadata: Metadata | None = None
+        self._all_local: list[protocol.SavePlan] | None = None
+        self._all_global: list[protocol.SavePlan] = []
+        self._metadata: protocol.Metadata | None = None
 
-    def offer(self, plan: SavePlan) -> SavePlan:
+    def offer(self, plan: protocol.SavePlan) -> protocol.SavePlan:
         """Return this rank's plan, or a note that it has not changed."""
         if self._pending is not None:  # the previous save failed, so what the ranks have is unknown
             self._local = self._final = None
         self._pending = plan
         if self._local is not None and self._final is not None and _compare_save_plans(plan, self._local):
-            return SavePlan([], usable=False)
+            return protocol.SavePlan([], usable=False)
         return plan
 
-    def decide(self, sent: list[SavePlan], make: MakePlan) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
+    def decide(
+        self, sent: list[protocol.SavePlan], make: MakePlan
+    ) -> tuple[list[protocol.SavePlan], list[protocol.SavePlan], protocol.Metadata]:
         """Return what to send to each rank, the global plan, and its metadata. Called on the coordinator."""
         if self._metadata is not None and not _contains_usable_plan(sent) and len(sent) == len(self._all_global):
             return [_unchanged(plan) for plan in sent], self._all_global, _copied(self._metadata)
@@ -245,7 +224,7 @@ class PlanCache:
         self._all_local, self._all_global, self._metadata = merged, global_plan, metadata
         return answers, global_plan, _copied(metadata)
 
-    def accept(self, plan: SavePlan) -> SavePlan:
+    def accept(self, plan: protocol.SavePlan) -> protocol.SavePlan:
         """Return the plan to write, given the coordinator's answer. This ends the save for the cache."""
         if not plan.usable:
             if self._final is None:
@@ -261,15 +240,15 @@ class PlanCache:
         return plan
 
 
-def _unchanged(sent: SavePlan) -> SavePlan:
-    return SavePlan([], storage_data=sent.storage_data, usable=False)
+def _unchanged(sent: protocol.SavePlan) -> protocol.SavePlan:
+    return protocol.SavePlan([], storage_data=sent.storage_data, usable=False)
 
 
-def _copied(metadata: Metadata) -> Metadata:
+def _copied(metadata: protocol.Metadata) -> protocol.Metadata:
     """Return a copy of metadata that a storage may modify."""
     entries = {
-        key: TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
-        if isinstance(entry, TensorStorageMetadata)
+        key: protocol.TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
+        if isinstance(entry, protocol.TensorStorageMetadata)
         else entry
         for key, entry in metadata.state_dict_metadata.items()
     }
@@ -283,7 +262,7 @@ logger = logging.getLogger("shardkeep")
 _LONGEST_MESSAGE = 500
 
 
-class DefaultSavePlanner(SavePlanner):
+class DefaultSavePlanner(protocol.SavePlanner):
     """
     Saves every value of a state, nested or flat, and each replicated one only once.
 
@@ -321,10 +300,13 @@ class DefaultSavePlanner(SavePlanner):
             logger.warning("DefaultSavePlanner: dedup_replicated_tensors has no effect any more; please leave it out")
         self._enable_plan_caching = enable_plan_caching
         self._plan_cache = PlanCache()
-        self._storage_meta: StorageMeta | None = None
+        self._storage_meta: protocol.StorageMeta | None = None
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: protocol.STATE_DICT_TYPE,
+        storage_meta: protocol.StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Flatten the state as configured, and keep it."""
         self._storage_meta = storage_meta
@@ -335,15 +317,17 @@ class DefaultSavePlanner(SavePlanner):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> protocol.SavePlan:
         """Return the plan to write everything this rank has."""
-        plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        plan = plans.create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
         self.plan = plan
         return self._plan_cache.offer(plan) if self._enable_plan_caching else plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[protocol.SavePlan]
+    ) -> tuple[list[protocol.SavePlan], protocol.Metadata]:
         """
         Return the plans without what is replicated, and the metadata.
 
@@ -357,45 +341,47 @@ class DefaultSavePlanner(SavePlanner):
             self.global_plan, self.metadata = self._create_global_plan(all_plans)
             answers = self.global_plan
         # Our driver translates for torch's storages, torch's driver does not. The class of `storage_meta` shows whose it is.
-        in_its_words = translator(None, self._storage_meta)
+        in_its_words = protocol.translator(None, self._storage_meta)
         return in_its_words(answers), in_its_words(self.metadata)
 
-    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        return dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
+    def _dedup_save_plans(self, all_plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
+        return plans.dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
 
-    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        global_plan, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
+    def _create_global_plan(
+        self, all_plans: list[protocol.SavePlan]
+    ) -> tuple[list[protocol.SavePlan], protocol.Metadata]:
+        global_plan, metadata = plans.create_default_global_save_plan(self._dedup_save_plans(all_plans))
         if self.flatten_state_dict:
             merged: FLATTEN_MAPPING = {}
             # The first rank that has a key determines its path.
             for plan in reversed(global_plan):
                 merged.update(plan.planner_data or {})
             metadata = dataclasses.replace(metadata, planner_data=merged)
-        if faults := _validate_global_plan(global_plan, metadata):
+        if faults := plans._validate_global_plan(global_plan, metadata):
             summary = "; ".join(faults)
             if len(summary) > _LONGEST_MESSAGE:
                 summary = f"{summary[:_LONGEST_MESSAGE]}... ({len(faults)} faults)"
             raise InvalidShards(f"Failed to validate global plan: {summary}")
         return global_plan, metadata
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+    def finish_plan(self, new_plan: protocol.SavePlan) -> protocol.SavePlan:
         """Return this rank's part of the global plan unchanged."""
         self.plan = self._plan_cache.accept(new_plan) if self._enable_plan_caching else new_plan
         return self.plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+    def resolve_data(self, write_item: protocol.WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the tensor of an item, or the bytes of its object."""
         found = self.lookup_object(write_item.index)
         data: torch.Tensor | io.BytesIO = self.transform_object(write_item, found)
         return data
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: protocol.MetadataIndex) -> Any:
         """Return the value that is saved under an index."""
-        return find_state_dict_object(self.state_dict, index)
+        return plans.find_state_dict_object(self.state_dict, index)
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name
+    def transform_object(self, write_item: protocol.WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name
         """Return what is stored for a value: a tensor as it is, anything else as `torch.save` writes it."""
-        if write_item.type == WriteItemType.BYTE_IO:
+        if write_item.type == protocol.WriteItemType.BYTE_IO:
             stream = io.BytesIO()
             torch.save(object, stream)
             return stream
@@ -405,7 +391,7 @@ class DefaultSavePlanner(SavePlanner):
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-class DefaultLoadPlanner(LoadPlanner):
+class DefaultLoadPlanner(protocol.LoadPlanner):
     """
     Fills every value of a state, nested or flat, from the checkpoint.
 
@@ -413,7 +399,7 @@ class DefaultLoadPlanner(LoadPlanner):
     method of `LoadPlanner`.
     """
 
-    original_state_dict: STATE_DICT_TYPE
+    original_state_dict: protocol.STATE_DICT_TYPE
     mappings: FLATTEN_MAPPING
 
     def __init__(
@@ -435,10 +421,13 @@ class DefaultLoadPlanner(LoadPlanner):
         self.allow_partial_load = allow_partial_load
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: protocol.STATE_DICT_TYPE,
+        metadata: protocol.Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Allocate tensors on the meta device, flatten the state as configured, and keep it."""
-        _init_state_dict(state_dict)
+        plans._init_state_dict(state_dict)
         self.original_state_dict = state_dict
         if self.flatten_sharded_tensors:
             state_dict = flatten_sharded_tensors(state_dict)
@@ -448,7 +437,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> protocol.LoadPlan:
         """
         Return what this rank needs.
 
@@ -468,17 +457,17 @@ class DefaultLoadPlanner(LoadPlanner):
             flat, mappings = flatten_state_dict_v_2_3(state_dict)
             if flat.keys() & (saved.keys() - self.state_dict.keys()):
                 self.state_dict, self.mappings = flat, mappings
-        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+        return plans.create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+    def create_global_plan(self, global_plan: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
         """Return the plans unchanged: each rank reads what it needs."""
-        return create_default_global_load_plan(global_plan)
+        return plans.create_default_global_load_plan(global_plan)
 
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: protocol.LoadPlan) -> protocol.LoadPlan:
         """Return the plan unchanged."""
         return new_plan
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: protocol.ReadItem, value: io.BytesIO) -> None:
         """Put a stored object into the state; classes that are not known to be safe are refused."""
         fqn = read_item.dest_index.fqn
         loaded = load_object(value, key=fqn)
@@ -488,19 +477,19 @@ class DefaultLoadPlanner(LoadPlanner):
             # If nested ShardedTensors were flattened, `state_dict` is not the caller's dict.
             self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def resolve_tensor(self, read_item: protocol.ReadItem) -> torch.Tensor:
         """Return the memory of the state that an item fills."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit_tensor(self, read_item: protocol.ReadItem, tensor: torch.Tensor) -> None:
         """Do nothing: the state's own memory was filled."""
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: protocol.MetadataIndex) -> torch.Tensor:
         """Return the tensor that is filled for an index: the local memory of a shard."""
-        found: torch.Tensor = find_state_dict_object(self.state_dict, index)
+        found: torch.Tensor = plans.find_state_dict_object(self.state_dict, index)
         return found
 
-    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+    def transform_tensor(self, read_item: protocol.ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Return the box of a tensor that an item fills."""
         box = tensor
         for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -520,7 +509,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         self.keys = keys
         super().__init__(*args, **kwargs)
 
-    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+    def _should_include_key(self, key: str, metadata: protocol.Metadata) -> bool:
         if self.keys is None or key in self.keys:
             return True
         path = (metadata.planner_data or {}).get(key) or key.split(".")
@@ -528,7 +517,10 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         return any(".".join(parts[:length]) in self.keys for length in range(1, len(parts) + 1))
 
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: protocol.STATE_DICT_TYPE,
+        metadata: protocol.Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Fill the empty state with empty tensors and placeholders, and go on as with any state."""
         if state_dict:
@@ -542,13 +534,13 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             if not self._should_include_key(key, metadata):
                 continue
             flat[key] = entry = metadata.state_dict_metadata[key]
-            if is_tensor_entry(entry):
+            if protocol.is_tensor_entry(entry):
                 flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]  # a tensor's
-            set_element(state_dict, saved_path(metadata, key), flat[key])
+            set_element(state_dict, plans.saved_path(metadata, key), flat[key])
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.flatten_state_dict:
             # The names are those of the checkpoint. Flattening again would renumber a list of which some items are left out.
-            self.state_dict, self.mappings = flat, {key: saved_path(metadata, key) for key in flat}
+            self.state_dict, self.mappings = flat, {key: plans.saved_path(metadata, key) for key in flat}
 
 
 def _as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:

@@ -16,29 +16,7 @@ import torch
 from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_chunks, _get_checkpointable_tensor_shard
 from shardkeep.errors import BrokenProtocol, MalformedFile, MissingKeys, NoSuchValue, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
-from shardkeep.layouts.torch_values import (
-    STATE_DICT_TYPE,
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    CheckpointableTensor,
-    ChunkStorageMetadata,
-    LoadItemType,
-    LoadPlan,
-    Metadata,
-    MetadataIndex,
-    ReadItem,
-    SavePlan,
-    TensorProperties,
-    TensorStorageMetadata,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-    _copy_checkpointable_tensor_metadata,
-    _is_checkpointable_tensor,
-    chunk_nbytes,
-    is_tensor_entry,
-    to_ours,
-)
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
 
 if TYPE_CHECKING:
@@ -55,7 +33,7 @@ _MOST_GAPS = 1 << 20
 """How many items of lists may have left no trace in a checkpoint, as empty dicts do."""
 
 
-def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
+def saved_path(metadata: protocol.Metadata, key: str) -> tuple[str | int, ...]:
     """
     Return the keys and positions that led to a value in the state that was saved, as the default planners store them.
     """
@@ -69,7 +47,7 @@ def saved_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
     return path
 
 
-def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:
+def find_state_dict_object(state_dict: protocol.STATE_DICT_TYPE, index: protocol.MetadataIndex) -> Any:
     """Return what an index names in a flat state dict: the local memory of a tensor's shard, or an object."""
     if index.fqn not in state_dict:
         raise NoSuchValue(f"Could not find FQN: '{index.fqn}' in the state", key=index.fqn)
@@ -81,21 +59,21 @@ def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) ->
     return value
 
 
-def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+def find_tensor_shard(tensor: torch.Tensor, index: protocol.MetadataIndex) -> torch.Tensor:
     """Return the local memory of the shard of a tensor that an index names; of a plain tensor, itself."""
     if hasattr(tensor, "__get_tensor_shard__"):
         shard: torch.Tensor = tensor.__get_tensor_shard__(index)
         return shard
     if is_sharded_tensor(tensor):
         return _find_shard(tensor, index).tensor  # type: ignore[arg-type]  # no type guard without the import
-    if _is_checkpointable_tensor(tensor):
+    if protocol._is_checkpointable_tensor(tensor):
         return _get_checkpointable_tensor_shard(tensor, index)
     if index.offset is not None and any(index.offset):
         raise _not_sharded(index, "whole tensor")
     return tensor
 
 
-def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
+def _find_shard(tensor: ShardedTensor, index: protocol.MetadataIndex) -> Shard:
     if index.offset is None:
         raise NoSuchValue(
             f"{index.fqn!r} is a ShardedTensor, and no offset was provided to find one of its shards", key=index.fqn
@@ -108,7 +86,7 @@ def _find_shard(tensor: ShardedTensor, index: MetadataIndex) -> Shard:
     raise NoSuchValue(f"Could not find shard at {index.offset} of the ShardedTensor {index.fqn!r}", key=index.fqn)
 
 
-def _not_sharded(index: MetadataIndex, what: str) -> NoSuchValue:
+def _not_sharded(index: protocol.MetadataIndex, what: str) -> NoSuchValue:
     offset = tuple(index.offset or ())
     return NoSuchValue(
         f"FQN: {index.fqn!r} is a {what}, not a ShardedTensor: it has no shard at {offset}", key=index.fqn
@@ -200,8 +178,8 @@ def _real_tensor(value: torch.Tensor) -> torch.Tensor:
     if not value.is_meta:
         return value
     real = torch.empty_like(value, device=_default_device())
-    if _is_checkpointable_tensor(value):
-        _copy_checkpointable_tensor_metadata(value, real)
+    if protocol._is_checkpointable_tensor(value):
+        protocol._copy_checkpointable_tensor_metadata(value, real)
     return real
 
 
@@ -219,14 +197,14 @@ def _default_device() -> torch.device:
 # torch's classes, which are translated to ours.
 
 
-def _create_write_items(fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002 - torch's name
+def _create_write_items(fqn: str, object: Any) -> list[protocol.WriteItem]:  # noqa: A002 - torch's name
     """Return the items that write this rank's part of a value."""
     if hasattr(object, "__create_write_items__"):
-        items: list[WriteItem] = to_ours(list(object.__create_write_items__(fqn, object)))
+        items: list[protocol.WriteItem] = protocol.to_ours(list(object.__create_write_items__(fqn, object)))
         return items
     if is_sharded_tensor(object):
         return [_create_write_item_for_shard(fqn, object, shard.metadata) for shard in object.local_shards()]
-    if _is_checkpointable_tensor(object):
+    if protocol._is_checkpointable_tensor(object):
         return _get_checkpointable_tensor_write_items(fqn, object)
     if isinstance(object, torch.Tensor):
         if object.layout != torch.strided:
@@ -257,42 +235,52 @@ def _holds_shards(value: Any) -> bool:
     return is_sharded_tensor(value) and len(value.metadata().shards_metadata) > len(value.local_shards())
 
 
-def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
+def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> protocol.WriteItem:
     chunk = _create_chunk_from_tensor(tensor)
-    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
-    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
+    data = protocol.TensorWriteData(chunk, protocol.TensorProperties.create_from_tensor(tensor), tensor.size())
+    return protocol.WriteItem(
+        protocol.MetadataIndex(fqn, chunk.offsets), protocol.WriteItemType.TENSOR, tensor_data=data
+    )
 
 
-def _create_write_item_for_shard(fqn: str, sharded_tensor: ShardedTensor, shard_md: ShardMetadata) -> WriteItem:
+def _create_write_item_for_shard(
+    fqn: str, sharded_tensor: ShardedTensor, shard_md: ShardMetadata
+) -> protocol.WriteItem:
     data = _sharded_tensor_metadata(sharded_tensor, shard_md)
-    return WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    return protocol.WriteItem(
+        protocol.MetadataIndex(fqn, data.chunk.offsets), protocol.WriteItemType.SHARD, tensor_data=data
+    )
 
 
-def _get_checkpointable_tensor_write_items(fqn: str, tensor: CheckpointableTensor) -> list[WriteItem]:
-    properties = TensorProperties.create_from_tensor(cast("torch.Tensor", tensor))
+def _get_checkpointable_tensor_write_items(fqn: str, tensor: protocol.CheckpointableTensor) -> list[protocol.WriteItem]:
+    properties = protocol.TensorProperties.create_from_tensor(cast("torch.Tensor", tensor))
     return [
-        WriteItem(
-            MetadataIndex(fqn, chunk.offsets, number),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, torch.Size(tensor.global_shape)),
+        protocol.WriteItem(
+            protocol.MetadataIndex(fqn, chunk.offsets, number),
+            protocol.WriteItemType.SHARD,
+            tensor_data=protocol.TensorWriteData(chunk, properties, torch.Size(tensor.global_shape)),
         )
         for number, chunk in enumerate(_get_checkpointable_tensor_chunks(tensor))
     ]
 
 
-def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> WriteItem:
+def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> protocol.WriteItem:
     chunk = _create_chunk_from_dtensor(tensor)
-    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor.to_local()), tensor.size())
-    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    data = protocol.TensorWriteData(
+        chunk, protocol.TensorProperties.create_from_tensor(tensor.to_local()), tensor.size()
+    )
+    return protocol.WriteItem(
+        protocol.MetadataIndex(fqn, chunk.offsets), protocol.WriteItemType.SHARD, tensor_data=data
+    )
 
 
-def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:  # noqa: A002, ARG001 - torch's names
-    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> protocol.WriteItem:  # noqa: A002, ARG001 - torch's names
+    return protocol.WriteItem(protocol.MetadataIndex(fqn), protocol.WriteItemType.BYTE_IO)
 
 
-def _create_default_metadata_only_plan(state_dict: STATE_DICT_TYPE) -> SavePlan:
+def _create_default_metadata_only_plan(state_dict: protocol.STATE_DICT_TYPE) -> protocol.SavePlan:
     """Return a plan that describes all shards that this rank knows of. It is for metadata only, and cannot be written."""
-    items: list[WriteItem] = []
+    items: list[protocol.WriteItem] = []
     for fqn, value in state_dict.items():
         if is_dtensor(value):
             items.append(_create_write_items_for_dtensor(fqn, value))
@@ -301,60 +289,60 @@ def _create_default_metadata_only_plan(state_dict: STATE_DICT_TYPE) -> SavePlan:
             items += [_create_write_item_for_shard(fqn, value, shard) for shard in shards]
         else:
             items += _create_write_items(fqn, value)
-    return SavePlan(items)
+    return protocol.SavePlan(items)
 
 
 # -- boxes -------------------------------------------------------------------------------------------------------------
 
 
-def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+def _create_chunk_list(tensor: torch.Tensor) -> list[protocol.ChunkStorageMetadata]:
     """Return the boxes of a tensor that this rank holds."""
     if hasattr(tensor, "__create_chunk_list__"):
-        chunks: list[ChunkStorageMetadata] = to_ours(list(tensor.__create_chunk_list__()))
+        chunks: list[protocol.ChunkStorageMetadata] = protocol.to_ours(list(tensor.__create_chunk_list__()))
         return chunks
     if is_sharded_tensor(tensor):
         return [_chunk_for_shard(shard.metadata) for shard in tensor.local_shards()]  # type: ignore[attr-defined]
-    if _is_checkpointable_tensor(tensor):
+    if protocol._is_checkpointable_tensor(tensor):
         return _get_checkpointable_tensor_chunks(tensor)
     if isinstance(tensor, torch.Tensor):
         return [_create_chunk_from_tensor(tensor)]
     raise StateMismatch(f"expected a tensor, found a {type(tensor).__qualname__}")
 
 
-def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
+def _create_chunk_from_tensor(tensor: torch.Tensor) -> protocol.ChunkStorageMetadata:
+    return protocol.ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.size())
 
 
-def _create_chunk_from_dtensor(tensor: DTensor) -> ChunkStorageMetadata:
+def _create_chunk_from_dtensor(tensor: DTensor) -> protocol.ChunkStorageMetadata:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - loaded already
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    return protocol.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def _chunk_for_shard(shard_md: ShardMetadata) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(shard_md.shard_offsets), torch.Size(shard_md.shard_sizes))
+def _chunk_for_shard(shard_md: ShardMetadata) -> protocol.ChunkStorageMetadata:
+    return protocol.ChunkStorageMetadata(torch.Size(shard_md.shard_offsets), torch.Size(shard_md.shard_sizes))
 
 
-def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetadata) -> TensorWriteData:
+def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetadata) -> protocol.TensorWriteData:
     whole = sharded_tensor.metadata()
     kept = whole.tensor_properties
-    properties = TensorProperties(
+    properties = protocol.TensorProperties(
         dtype=kept.dtype,
         layout=kept.layout,
         requires_grad=kept.requires_grad,
         memory_format=kept.memory_format,
         pin_memory=kept.pin_memory,
     )
-    return TensorWriteData(_chunk_for_shard(shard_md), properties, whole.size)
+    return protocol.TensorWriteData(_chunk_for_shard(shard_md), properties, whole.size)
 
 
 # -- items to read -----------------------------------------------------------------------------------------------------
 
 
 def create_read_items_for_chunk_list(
-    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: list[ChunkStorageMetadata]
-) -> list[ReadItem]:
+    fqn: str, checkpoint_md: protocol.TensorStorageMetadata, local_chunks: list[protocol.ChunkStorageMetadata]
+) -> list[protocol.ReadItem]:
     """Return what to read to fill boxes of a tensor that is stored in other boxes."""
     items = []
     stored = checkpoint_md.chunks
@@ -363,9 +351,9 @@ def create_read_items_for_chunk_list(
         region = overlap_region(saved, local)
         items.append(
             _create_read_item_for_tensor(
-                dest_index=MetadataIndex(fqn, local.offsets, number),
+                dest_index=protocol.MetadataIndex(fqn, local.offsets, number),
                 dest_offsets=[here for _, _, here, _ in region],
-                storage_index=MetadataIndex(fqn, saved.offsets, index),
+                storage_index=protocol.MetadataIndex(fqn, saved.offsets, index),
                 storage_offsets=[there for _, there, _, _ in region],
                 lengths=[length for _, _, _, length in region],
             )
@@ -373,15 +361,15 @@ def create_read_items_for_chunk_list(
     return items
 
 
-def _create_read_items(fqn: str, md: Any, obj: Any) -> list[ReadItem]:
+def _create_read_items(fqn: str, md: Any, obj: Any) -> list[protocol.ReadItem]:
     """Return what to read to fill this rank's part of a value; `md` is its entry in the checkpoint."""
     return reads_of(fqn, md, obj)[0]
 
 
-def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[ReadItem], bool]:
+def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[protocol.ReadItem], bool]:
     """Return what to read to fill this rank's part of a value, and whether that fills all of it."""
-    if not is_tensor_entry(md):
-        return [_create_read_item_for_byteio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)], True
+    if not protocol.is_tensor_entry(md):
+        return [_create_read_item_for_byteio(protocol.MetadataIndex(fqn), 0, protocol.MetadataIndex(fqn), 0, 0)], True
     try:
         local_chunks = _create_chunk_list(obj)
     except StateMismatch as error:
@@ -396,10 +384,14 @@ def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[ReadItem], bool]:
 
 
 def _create_read_item_for_byteio(
-    dest_index: MetadataIndex, dest_offset: int, storage_index: MetadataIndex, storage_offset: int, length: int
-) -> ReadItem:
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
+    dest_index: protocol.MetadataIndex,
+    dest_offset: int,
+    storage_index: protocol.MetadataIndex,
+    storage_offset: int,
+    length: int,
+) -> protocol.ReadItem:
+    return protocol.ReadItem(
+        type=protocol.LoadItemType.BYTE_IO,
         dest_index=dest_index,
         dest_offsets=torch.Size((dest_offset,)),
         storage_index=storage_index,
@@ -409,14 +401,14 @@ def _create_read_item_for_byteio(
 
 
 def _create_read_item_for_tensor(
-    dest_index: MetadataIndex,
+    dest_index: protocol.MetadataIndex,
     dest_offsets: Sequence[int],
-    storage_index: MetadataIndex,
+    storage_index: protocol.MetadataIndex,
     storage_offsets: Sequence[int],
     lengths: Sequence[int],
-) -> ReadItem:
-    return ReadItem(
-        type=LoadItemType.TENSOR,
+) -> protocol.ReadItem:
+    return protocol.ReadItem(
+        type=protocol.LoadItemType.TENSOR,
         dest_index=dest_index,
         dest_offsets=torch.Size(dest_offsets),
         storage_index=storage_index,
@@ -433,34 +425,36 @@ _MOST_NAMED = 20
 """How many keys a message lists; it only counts the others."""
 
 
-def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:  # noqa: ARG001
+def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> protocol.SavePlan:  # noqa: ARG001
     """Return the plan to write everything this rank has. The global plan removes replicas."""
-    items: list[WriteItem] = []
+    items: list[protocol.WriteItem] = []
     for fqn, value in state_dict.items():
         if _has_part(value):
             items += _create_write_items(fqn, value)
-    return SavePlan(items)
+    return protocol.SavePlan(items)
 
 
 def create_default_global_save_plan(
-    all_plans: list[SavePlan], rewrite_index_hints: bool = True
-) -> tuple[list[SavePlan], Metadata]:
+    all_plans: list[protocol.SavePlan], rewrite_index_hints: bool = True
+) -> tuple[list[protocol.SavePlan], protocol.Metadata]:
     """Return the plans of all ranks, and the metadata of what they write."""
-    entries: dict[str, STORAGE_TYPES] = {}
+    entries: dict[str, protocol.STORAGE_TYPES] = {}
     plans = []
     for plan in all_plans:
         items = []
         for item in plan.items:
             fqn, data = item.index.fqn, item.tensor_data
-            if fqn in entries and (item.type != WriteItemType.SHARD or not is_tensor_entry(entries[fqn])):
+            if fqn in entries and (
+                item.type != protocol.WriteItemType.SHARD or not protocol.is_tensor_entry(entries[fqn])
+            ):
                 raise BrokenProtocol(f"{fqn!r} is planned to be written twice", hint="dedupe the plans first", key=fqn)
-            if item.type == WriteItemType.BYTE_IO:
-                entries[fqn] = BytesStorageMetadata()
+            if item.type == protocol.WriteItemType.BYTE_IO:
+                entries[fqn] = protocol.BytesStorageMetadata()
                 items.append(item)
                 continue
             if data is None or data.chunk is None:
                 raise BrokenProtocol(f"the item for {fqn!r} does not say which box of the tensor it writes", key=fqn)
-            entry = entries.setdefault(fqn, TensorStorageMetadata(data.properties, data.size, []))
+            entry = entries.setdefault(fqn, protocol.TensorStorageMetadata(data.properties, data.size, []))
             chunks = entry.chunks  # type: ignore[union-attr]  # no bytes: checked above
             if rewrite_index_hints:
                 items.append(_hinted(item, len(chunks)))
@@ -468,19 +462,21 @@ def create_default_global_save_plan(
                 items.append(item)
             chunks.append(data.chunk)
         plans.append(dataclasses.replace(plan, items=items))
-    return plans, Metadata(entries)
+    return plans, protocol.Metadata(entries)
 
 
-def _hinted(item: WriteItem, hint: int) -> WriteItem:
+def _hinted(item: protocol.WriteItem, hint: int) -> protocol.WriteItem:
     index = item.index
-    if type(item) is not WriteItem or type(index) is not MetadataIndex:  # torch's, or a user's own
+    if type(item) is not protocol.WriteItem or type(index) is not protocol.MetadataIndex:  # torch's, or a user's own
         return dataclasses.replace(item, index=dataclasses.replace(index, index=hint))
     # Constructed directly, in a third of the time of `replace`: there is one item for each shard of each rank.
-    index = MetadataIndex(index.fqn, index.offset, hint)
-    return WriteItem(index, item.type, item.bytes_io_data, item.tensor_data)
+    index = protocol.MetadataIndex(index.fqn, index.offset, hint)
+    return protocol.WriteItem(index, item.type, item.bytes_io_data, item.tensor_data)
 
 
-def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
+def create_default_local_load_plan(
+    state_dict: dict[str, Any], metadata: protocol.Metadata, strict: bool = True
+) -> protocol.LoadPlan:
     """
     Return what to read to fill this rank's part of a flat state dict.
 
@@ -495,7 +491,7 @@ def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadat
         )
     wanted = {fqn: value for fqn, value in state_dict.items() if fqn in entries}
     _check_sizes(wanted, entries)
-    items: list[ReadItem] = []
+    items: list[protocol.ReadItem] = []
     thin: list[str] = []
     for fqn, value in wanted.items():
         if _has_part(value):
@@ -506,25 +502,25 @@ def create_default_local_load_plan(state_dict: dict[str, Any], metadata: Metadat
     if thin:
         logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", named(thin))
     _warn_of_casts(wanted, entries)
-    return LoadPlan(items)
+    return protocol.LoadPlan(items)
 
 
-def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+def create_default_global_load_plan(all_plans: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
     """Return the plans unchanged: each rank reads what it needs."""
     return all_plans
 
 
-def _create_default_local_metadata(state_dict: STATE_DICT_TYPE) -> Metadata:
+def _create_default_local_metadata(state_dict: protocol.STATE_DICT_TYPE) -> protocol.Metadata:
     """Return the metadata that a save of this state by the default planner would have, as far as this rank knows."""
     _, metadata = create_default_global_save_plan([_create_default_metadata_only_plan(state_dict)])
     return metadata
 
 
-def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> list[str]:
+def _validate_global_plan(global_plan: list[protocol.SavePlan], metadata: protocol.Metadata) -> list[str]:
     """Return the faults of a global plan, one line each."""
     faults: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
-        if not is_tensor_entry(entry):
+        if not protocol.is_tensor_entry(entry):
             continue
         size, chunks = entry.size, entry.chunks  # type: ignore[union-attr]  # checked above
         outside = [chunk for chunk in chunks if not within(size, chunk)]
@@ -541,7 +537,7 @@ def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> li
     return faults
 
 
-def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:
+def _check_box_overlap(box0: protocol.ChunkStorageMetadata, box1: protocol.ChunkStorageMetadata) -> bool:
     """Return whether two boxes of a tensor have an element in common."""
     return boxes_overlap(box0, box1)
 
@@ -560,9 +556,9 @@ def _has_part(value: Any) -> bool:
 def _check_sizes(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
     wrong = []
     for fqn, value in wanted.items():
-        if isinstance(value, torch.Tensor) and is_tensor_entry(entries[fqn]):
+        if isinstance(value, torch.Tensor) and protocol.is_tensor_entry(entries[fqn]):
             saved = entries[fqn].size
-            size = torch.Size(value.global_shape) if _is_checkpointable_tensor(value) else value.size()
+            size = torch.Size(value.global_shape) if protocol._is_checkpointable_tensor(value) else value.size()
             if saved != size:
                 wrong.append(f"Size mismatch between saved {saved} and current: {size} for {fqn}")
     if wrong:
@@ -574,7 +570,7 @@ def _warn_of_casts(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
         f"{fqn} ({entries[fqn].properties.dtype} to {value.dtype})"
         for fqn, value in wanted.items()
         if isinstance(value, torch.Tensor)
-        and is_tensor_entry(entries[fqn])
+        and protocol.is_tensor_entry(entries[fqn])
         and entries[fqn].properties.dtype != value.dtype
     ]
     if casts:
@@ -588,15 +584,15 @@ def _box(chunk: Any) -> str:
 # -- replicated values -------------------------------------------------------------------------------------------------
 
 
-def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:
+def dedup_save_plans(all_plans: list[protocol.SavePlan], save_to_lowest_rank: bool = False) -> list[protocol.SavePlan]:
     """
     Return the plans with each item in one of them only, so that all ranks write about as much.
 
     An item that several ranks have goes to the one that has least to write, the largest items first; sizes are those
     of the chunks. The plans given are not changed, and items keep their order.
     """
-    holders: dict[MetadataIndex, list[int]] = {}
-    items: dict[MetadataIndex, WriteItem] = {}
+    holders: dict[protocol.MetadataIndex, list[int]] = {}
+    items: dict[protocol.MetadataIndex, protocol.WriteItem] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
             held_by = holders.setdefault(item.index, [])
@@ -607,7 +603,7 @@ def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = Fals
     writer = {index: ranks[0] for index, ranks in holders.items()}
     if not save_to_lowest_rank:
         load = [0] * len(all_plans)
-        sizes = {index: chunk_nbytes(item) or 1 for index, item in items.items()}
+        sizes = {index: protocol.chunk_nbytes(item) or 1 for index, item in items.items()}
         shared = []
         for index, ranks in holders.items():
             if len(ranks) == 1:
@@ -623,6 +619,6 @@ def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = Fals
     ]
 
 
-def dedup_tensors(all_plans: list[SavePlan]) -> list[SavePlan]:
+def dedup_tensors(all_plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
     """Return the plans with each item only in the first plan that has it."""
     return dedup_save_plans(all_plans, save_to_lowest_rank=True)

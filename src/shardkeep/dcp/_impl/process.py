@@ -27,16 +27,7 @@ import torch
 import torch.multiprocessing
 
 from shardkeep.dcp._impl.driver import _Save, _storage_setup
-from shardkeep.engine.process.rpc import (
-    SLOWEST_BYTES_PER_S,
-    ChildKind,
-    ChildProcess,
-    MultiprocessingProcess,
-    Ready,
-    WaitPolicy,
-    receive,
-    send,
-)
+from shardkeep.engine.process import rpc
 from shardkeep.errors import BrokenProtocol, CheckpointError, _wrap_exception, picklable_failure
 from shardkeep.options import Options
 from shardkeep.storage.buffers import view_memory
@@ -145,9 +136,9 @@ def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
         if world is not None:
             _set_up_ranks(world)
         gc.freeze()  # modules are never freed: collecting all of torch takes 0.2 s, before and after every save
-        send(pipe, pickle.dumps(_StepResult()))
+        rpc.send(pipe, pickle.dumps(_StepResult()))
         while True:
-            step, argument = pickle.loads(receive(pipe))
+            step, argument = pickle.loads(rpc.receive(pipe))
             memory = socket.recv_fds(pipe, 1, 1)[1] if step == "begin" else []
             try:
                 result = _StepResult(getattr(server, step)(argument, *memory))
@@ -155,7 +146,7 @@ def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
                 result = _StepResult(error=picklable_failure(_wrap_exception(error))[0], trace=traceback.format_exc())
             for each in memory:
                 os.close(each)  # it is mapped
-            send(pipe, pickle.dumps(result))
+            rpc.send(pipe, pickle.dumps(result))
     except (EOFError, OSError):  # the training process is gone
         return
 
@@ -231,7 +222,7 @@ class FromSaver(CheckpointError):
     """The traceback of an exception in the process that saves, as text."""
 
 
-_KIND: Final = ChildKind(
+_KIND: Final = rpc.ChildKind(
     name="the process that saves",
     error=SaverDied,
     if_not_started='start training under `if __name__ == "__main__":` and not in a daemonic process, or save with '
@@ -241,7 +232,7 @@ _KIND: Final = ChildKind(
 )
 
 
-class SaverProcess(ChildProcess):
+class SaverProcess(rpc.ChildProcess):
     """The process that saves. It is started on any thread, then used by one thread at a time."""
 
     def __init__(self, world: RankInWorld | None) -> None:
@@ -249,12 +240,12 @@ class SaverProcess(ChildProcess):
         self.world = world
         self._ready = False
 
-        def spawn(sockets: Sequence[socket.socket]) -> MultiprocessingProcess:
+        def spawn(sockets: Sequence[socket.socket]) -> rpc.MultiprocessingProcess:
             process: Any = torch.multiprocessing.get_context("spawn").Process(
                 target=serve, args=(sockets[1], world), daemon=True, name="shardkeep-saver"
             )
             process.start()
-            return MultiprocessingProcess(process)
+            return rpc.MultiprocessingProcess(process)
 
         super().__init__(spawn, pipes=1, kind=_KIND, started_errors=(AssertionError, RuntimeError, OSError))
 
@@ -262,7 +253,7 @@ class SaverProcess(ChildProcess):
         """Wait until the process has imported what it needs; raises SaverDied if it ended, or takes too long."""
         if not self._ready:
             try:
-                self.call(lambda _pipe, _ready: None, WaitPolicy(Options().timeout_s))
+                self.call(lambda _pipe, _ready: None, rpc.WaitPolicy(Options().timeout_s))
             except SaverDied as error:
                 raise SaverDied(f"{error.message} in step 'start'", hint=_KIND.if_not_started) from error
             self._ready = True
@@ -275,8 +266,8 @@ class SaverProcess(ChildProcess):
         """
         message = pickle.dumps((step, argument))
 
-        def send_request(pipe: socket.socket, ready: Ready) -> None:
-            send(pipe, message, ready)
+        def send_request(pipe: socket.socket, ready: rpc.Ready) -> None:
+            rpc.send(pipe, message, ready)
             sent = memory is None
             while not sent:
                 ready(select.POLLOUT)
@@ -284,7 +275,7 @@ class SaverProcess(ChildProcess):
                     sent = socket.send_fds(pipe, [b"\0"], [memory], socket.MSG_NOSIGNAL) > 0  # type: ignore[list-item]
 
         try:
-            reply = self.call(send_request, WaitPolicy(Options().timeout_s), more_s=more_s)
+            reply = self.call(send_request, rpc.WaitPolicy(Options().timeout_s), more_s=more_s)
         except SaverDied as error:
             raise SaverDied(f"{error.message} in step {step!r}", hint=error.hint) from error
         result: _StepResult = pickle.loads(reply)
@@ -313,7 +304,7 @@ class RemoteSave:
                 f"a save cannot be sent to the process that saves: {error}",
                 hint="the state, the storage writer and the planner are pickled; or use AsyncCheckpointerType.THREAD",
             ) from error
-        self._more_s = nbytes / SLOWEST_BYTES_PER_S
+        self._more_s = nbytes / rpc.SLOWEST_BYTES_PER_S
         try:
             self._saver.ask("begin", data, memory)
         finally:
