@@ -6,13 +6,7 @@ import random
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, StreamTransformExtension, ZStandard
 
 NOISE = random.Random(4).randbytes(3 << 20)
-DATA = {
-    "empty": b"",
-    "one byte": b"x",
-    "words": b"The quick brown Fox. " * 40,
-    "zeros": bytes(5 << 20),
-    "noise": NOISE,
-}
+DATA = {"empty": b"", "one byte": b"x", "words": b"The quick brown Fox. " * 40, "zeros": bytes(5 << 20), "noise": NOISE}
 
 
 class Named(StreamTransformExtension):

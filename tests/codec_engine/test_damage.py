@@ -234,8 +234,7 @@ def test_keys_are_rotated_in_the_record_alone():
     before = blobs_of(store)
     both = KeyRing([bytes(range(1, 33)), bytes(range(32))])
     resealed(
-        store,
-        lambda record: msgspec.structs.replace(record, chains=[rewrapped(each, both) for each in record.chains]),
+        store, lambda record: msgspec.structs.replace(record, chains=[rewrapped(each, both) for each in record.chains])
     )
 
     assert {name for name, data in blobs_of(store).items() if data != before[name]} == {RECORD_NAME}

@@ -234,10 +234,7 @@ def test_keys_come_from_wherever_the_user_has_them(tmp_path, monkeypatch):
     """A file, the environment, a function, an object; a broken file matters only where keys are needed."""
     text, state = new_key(), sample_state()
     (tmp_path / "keys").write_text(f"# first\n{text}\n")
-    given = {
-        "path": sk.Options(keys=tmp_path / "keys"),
-        "function": sk.Options(keys=lambda: bytes.fromhex(text)),
-    }
+    given = {"path": sk.Options(keys=tmp_path / "keys"), "function": sk.Options(keys=lambda: bytes.fromhex(text))}
     sk.save(state, tmp_path / "ck", codecs=["aes"], options=given["path"])
     for options in given.values():
         assert bits(loaded(tmp_path / "ck", state, options)) == bits(state)

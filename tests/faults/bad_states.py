@@ -26,9 +26,7 @@ def box(rank: int, rows: int = 1, at: int | None = None, columns: int = 4) -> sk
 
 CASES: dict[str, Bad] = {
     "no stored form": Bad(
-        lambda rank: {"a": {"b": object() if rank == 2 else 3}, "w": T},
-        sk.UnsupportedLeaf,
-        ("rank 2", "a.b", "object"),
+        lambda rank: {"a": {"b": object() if rank == 2 else 3}, "w": T}, sk.UnsupportedLeaf, ("rank 2", "a.b", "object")
     ),
     "two leaves of one name": Bad(
         lambda rank: {"a": {"b": 1}, **({"a.b": 2} if rank == 1 else {})}, sk.KeyCollision, ("rank 1", "a.b")

@@ -102,9 +102,7 @@ def test_framework_runs_on_ours_and_trains_the_same(trained):
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "ranks"),
-    [("torch", "ours", 1), ("ours", "torch", 2), ("ours", "ours", 4)],
-    ids=str,
+    ("saved", "resumed", "ranks"), [("torch", "ours", 1), ("ours", "torch", 2), ("ours", "ours", 4)], ids=str
 )
 def test_resumes_bit_for_bit(trained, tmp_path, saved, resumed, ranks):
     """

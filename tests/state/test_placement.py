@@ -298,10 +298,7 @@ def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
 
     assert [
         local_layout((27,), (3, 4), (2, 2), cuts)[1][0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))
-    ] == [
-        (20,),
-        (26,),
-    ]
+    ] == [(20,), (26,)]
     assert dtensor_boxes("k", spec, (1,))[0][0].offsets == (20,)
 
 

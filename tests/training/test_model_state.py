@@ -80,9 +80,7 @@ def test_frozen_parameters_and_submodules_can_be_chosen():
             assert not differences(plain(mine), plain(its))
     with pytest.warns(FutureWarning), pytest.raises(KeyCollision, match=r"up\.weight"):
         get_model_state_dict(
-            model,
-            submodules={model.first, model.second},
-            options=StateDictOptions(keep_submodule_prefixes=False),
+            model, submodules={model.first, model.second}, options=StateDictOptions(keep_submodule_prefixes=False)
         )
     tied = Extra().requires_grad_(requires_grad=False)
     assert list(get_model_state_dict(tied, options=StateDictOptions(ignore_frozen_params=True))) == [

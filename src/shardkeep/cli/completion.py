@@ -17,9 +17,7 @@ _NOT_A_PATH = {"KEY", "PATTERN"}
 # Not with `compgen -W`, which would execute a hostile key.
 _KEYS = {
     "bash": "_shardkeep_keys",
-    "preamble": {
-        "bash": '_shardkeep_keys() { shardkeep ls "${COMP_WORDS[2]}" "$1*" --names 2>/dev/null; }',
-    },
+    "preamble": {"bash": '_shardkeep_keys() { shardkeep ls "${COMP_WORDS[2]}" "$1*" --names 2>/dev/null; }'},
 }
 
 

@@ -198,9 +198,7 @@ def _nbytes_of(data: memoryview, place: FramePlace, most_nbytes: int) -> int:
 
 def _damaged(place: FramePlace, what: str) -> DamagedFrame:
     return DamagedFrame(
-        f"{place.named}: {what}",
-        hint="use another checkpoint, or another copy of this one",
-        file=place.file,
+        f"{place.named}: {what}", hint="use another checkpoint, or another copy of this one", file=place.file
     )
 
 

@@ -208,8 +208,7 @@ def _key_of(line: str, where: str) -> bytes:
         key = b""
     if len(key) != KEY_NBYTES:
         raise InvalidKey(
-            f"{where} is not a key: {KEY_NBYTES} bytes in hex or base64",
-            hint="make one with shardkeep.new_key()",
+            f"{where} is not a key: {KEY_NBYTES} bytes in hex or base64", hint="make one with shardkeep.new_key()"
         )
     return key
 

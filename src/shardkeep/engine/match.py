@@ -280,13 +280,7 @@ def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterat
 
 
 def _raise_if_wrong(
-    index: Index,
-    findings: Sequence[RankFindings],
-    result: MatchResult,
-    wishes: LoadFilter,
-    *,
-    strict: bool,
-    where: str,
+    index: Index, findings: Sequence[RankFindings], result: MatchResult, wishes: LoadFilter, *, strict: bool, where: str
 ) -> None:
     mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
     missing, unexpected, unused = [], [], []

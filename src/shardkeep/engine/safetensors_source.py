@@ -409,10 +409,7 @@ def _found(folder: ModelDirectory) -> ModelDirectory | None:
 
 
 def _record(
-    folder: ModelDirectory,
-    headers: list[layout.SafetensorsFile],
-    catalog: Catalog,
-    kept: layout.HeaderState | None,
+    folder: ModelDirectory, headers: list[layout.SafetensorsFile], catalog: Catalog, kept: layout.HeaderState | None
 ) -> Record:
     together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
     ids = {file.metadata.get(layout.SAVE_ID_KEY) for file in headers}

@@ -109,12 +109,7 @@ class WorkerBudget(NamedTuple):
 
 
 def divide_budget(
-    threads: int,
-    budget_nbytes: int,
-    window: int = WINDOW_NBYTES,
-    *,
-    coded: bool = False,
-    part_nbytes: int = 0,
+    threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES, *, coded: bool = False, part_nbytes: int = 0
 ) -> WorkerBudget:
     """
     Divide a budget: fewer threads and smaller windows if it is small, but at least one thread with a small window.

@@ -184,7 +184,7 @@ def encode_index(
             "values": np.frombuffer(value_bytes, np.uint8),
             "value_ends": value_ends,
             "tree": np.frombuffer(tree, np.uint8),
-        },
+        }
     )
 
 

@@ -527,10 +527,7 @@ def _make_text(parts: list[Any]) -> Any:
 # -- the table of kinds ------------------------------------------------------------------------------------------------
 
 _PATH: Final = _Kind(
-    22,
-    lambda p: [isinstance(p, PureWindowsPath), isinstance(p, Path), str(p)],
-    _make_path,
-    (bool, bool, str),
+    22, lambda p: [isinstance(p, PureWindowsPath), isinstance(p, Path), str(p)], _make_path, (bool, bool, str)
 )
 _KINDS: Final[dict[type, _Kind]] = {
     tuple: _Kind(4, list, tuple),

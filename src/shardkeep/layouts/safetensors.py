@@ -105,8 +105,7 @@ def _raw_header(path: str, reader: BlobReader) -> bytes:
         )
     if length > MAX_HEADER_NBYTES:
         raise MalformedFile(
-            f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows",
-            file=path,
+            f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows", file=path
         )
     rest = read(len(first), max(0, 8 + length - len(first)))
     return (first + rest)[8 : 8 + length]

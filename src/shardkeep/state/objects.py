@@ -187,7 +187,7 @@ class ModuleObject(Adapter):
 
     def __init__(self, name: str, module: nn.Module, memory: dict[int, Any], *, communicates: bool) -> None:
         """Take the module, and the new memory of meta parameters by id, which all modules of a state share."""
-        super().__init__(name)
+        self.name = name
         self._module = module
         self._memory = memory
         self.communicates = communicates
@@ -286,7 +286,7 @@ class OptimizerObject(Adapter):
     """How an optimizer is saved and loaded."""
 
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], *, rank: int) -> None:
-        super().__init__(name)
+        self.name = name
         self._optimizer = optimizer
         self._modules = modules
         self._rank = rank
@@ -532,7 +532,7 @@ class FSDP1OptimizerObject(Adapter):
 
     def __init__(self, name: str, optimizer: Optimizer, module: nn.Module, prefix: str) -> None:
         """Take the optimizer and its module; `prefix` precedes names if the state has several modules."""
-        super().__init__(name)
+        self.name = name
         self._prefix = prefix
         self._optimizer = optimizer
         self._module = module

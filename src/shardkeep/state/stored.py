@@ -249,11 +249,9 @@ def digest_of(key: str, leaf: Any, *, allow_pickle: bool) -> bytes:
 class Adapter:
     """How one object in a state is saved and loaded."""
 
+    name: str
     communicates = False
     """Whether its methods communicate with other ranks, which must then all call them."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:  # noqa: ARG002
         """Return, by name, digests of state that may be shared or per rank, which only a comparison of ranks can tell."""
@@ -272,7 +270,7 @@ class StatefulObject(Adapter):
     """How an object with `state_dict` and `load_state_dict` is saved and loaded."""
 
     def __init__(self, name: str, target: Any, *, rank: int, world_size: int) -> None:
-        super().__init__(name)
+        self.name = name
         self._target = target
         self._rank = rank
         self._world_size = world_size

@@ -491,12 +491,7 @@ class LocalStore:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        direct: bool = True,
-        durable: bool = True,
-        foreign: bool = False,
+        self, path: str | os.PathLike[str], *, direct: bool = True, durable: bool = True, foreign: bool = False
     ) -> None:
         """
         Point to a directory.

@@ -142,9 +142,7 @@ def with_temp_dir(func: F | None = None) -> F | None:
 
 
 def with_checkpoint_logging(
-    func: F | None = None,
-    logger_name: str = "torch.distributed.checkpoint",
-    level: int = logging.INFO,
+    func: F | None = None, logger_name: str = "torch.distributed.checkpoint", level: int = logging.INFO
 ) -> F | None:
     """Set the level of a logger while a test method runs."""
     if func is None:

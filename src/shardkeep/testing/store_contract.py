@@ -311,10 +311,7 @@ class StoreContract(PutContract):
         write_blob(store, "a", bytes(nbytes))
         with closing(store.open("a")) as reader, pytest.raises(WrongSize, match="/a: wanted") as caught:
             reader.read_into(3, memoryview(bytearray(nbytes - 3 + beyond)))
-        same(
-            {"name": "a", "offset": 3, "wanted": nbytes - 3 + beyond, "got": nbytes - 3},
-            caught.value.details,
-        )
+        same({"name": "a", "offset": 3, "wanted": nbytes - 3 + beyond, "got": nbytes - 3}, caught.value.details)
 
     def test_readers_at_their_limits(self, store: Store) -> None:
         """A negative offset is an error, not the end of the blob; closing a reader again is harmless."""
