@@ -233,14 +233,15 @@ def test_a_file_that_was_cut_short(tmp_path, share, form):
 
 
 def test_a_flipped_bit_in_a_file(tmp_path):
-    """Torch loads it; here the file and its entry are named."""
+    """Torch loads it; here the file, its entry and the key are named."""
     path = tmp_path / "file.pt"
     torch.save({"model": {"v": numbered(10), "w": numbered(2000)}}, path)
     data = bytearray(path.read_bytes())
     data[data.index(numbered(2000).numpy().tobytes()) + 5000] ^= 1
     path.write_bytes(data)
     assert not torch.equal(torch.load(path)["model"]["w"], numbered(2000))
-    fails_to_dcp(tmp_path, ChecksumMismatch, match=r"file\.pt: file/data/1 has the checksum")
+    failure = fails_to_dcp(tmp_path, ChecksumMismatch, match=r"file\.pt: file/data/1 \['model\.w'\] has the checksum")
+    assert failure.details["keys"] == ["model.w"]
 
 
 def test_every_byte_of_a_small_file_counts(tmp_path):
