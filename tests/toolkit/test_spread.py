@@ -259,14 +259,18 @@ def broadcast_tensors_both():
         tree = {"a": spread_out(torch.zeros(5, 2), line, Cut(0)), "b": torch.zeros(3), "c": None}
         broadcast(full, tree, ["a", "b", "c"], CPU)
         trees.append(seen(tree))
-    pair = {"a": (spread_out(torch.zeros(5, 2), line, Cut(0)).to("meta"), source["a"]), "b": torch.ones(1), "x": None}
-    distribute_tensors(pair, ["a", "b", "x", "y"], CPU)
-    return trees[0] == trees[1], seen(pair["a"]) == seen(spread_out(source["a"], line, Cut(0)))
+    same = []
+    for kind in (tuple, list):
+        pair = kind([spread_out(torch.zeros(5, 2), line, Cut(0)).to("meta"), source["a"]])
+        state = {"a": pair, "b": torch.ones(1), "x": None}
+        distribute_tensors(state, ["a", "b", "x", "y"], CPU)
+        same.append(seen(state["a"]) == seen(spread_out(source["a"], line, Cut(0))))
+    return trees[0] == trees[1], all(same)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_parts_of_a_broadcast_work_alone(rank_pool, ranks):
-    """`broadcast_tensors` with infos on the ranks that wait, `distribute_tensors` with pairs."""
+    """`broadcast_tensors` with infos on the ranks that wait, `distribute_tensors` with pairs, as tuples or lists."""
     assert rank_pool.run(ranks, broadcast_tensors_both) == [(True, True)] * ranks
 
 

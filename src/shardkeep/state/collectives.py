@@ -394,7 +394,7 @@ def distribute_tensors(
     """Replace each pair of a DTensor and a full tensor by the DTensor, filled with its part (on meta: a new one)."""
     del device, pg  # the arguments of torch's
     for key in keys:
-        if isinstance(pair := local_state_dict.get(key), tuple):
+        if isinstance(pair := local_state_dict.get(key), (tuple, list)):
             dtensor, full = pair
             spec = TensorSpec(key, tuple(full.shape), full.dtype)
             destination = destination_for(spec, dtensor, full.device)
