@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import uuid
 
 import pytest
 import torch
@@ -389,3 +390,31 @@ def test_memory_does_not_grow_with_the_checkpoint(large, what, how):
             sk.convert(large / "ck", to, how, options=options)
 
     assert peak_growth(call) < (32 + 48) << 20  # threads' stacks, the index, the allocator's own
+
+
+def test_an_export_that_is_refused_or_fails_touches_nothing_of_others(tmp_path):
+    """Neither the files of an export under way, nor a file that came to the place meanwhile; paths are of any class."""
+    sk.save({"model": {"w": torch.ones(3)}}, tmp_path / "ck")
+    sk.export(tmp_path / "ck", tmp_path / "hf")
+    under_way = tmp_path / "hf" / f"model.safetensors.new-{uuid.uuid4()}"
+    under_way.touch()
+    with pytest.raises(sk.CheckpointExists):
+        sk.export(tmp_path / "ck", tmp_path / "hf")
+    assert under_way.exists()
+
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
+
+    def interrupt(*_):
+        (tmp_path / "new" / "config.json").write_text("a user's")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        sk.export(tmp_path / "ck", tmp_path / "new", config=tmp_path / "config", progress=interrupt)
+    assert (tmp_path / "new" / "config.json").read_text() == "a user's"
+
+    class Place:
+        def __fspath__(self):
+            return str(tmp_path / "file.pt")
+
+    assert sk.export(tmp_path / "ck", Place(), format="torch").to == str(tmp_path / "file.pt")

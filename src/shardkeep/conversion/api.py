@@ -293,7 +293,7 @@ def export(
     )
     how: dict[str, Any] = {"overwrite": overwrite, "options": options, "progress": progress}
     target = None if format == "torch" else open_store(to, direct=options.direct_io)
-    shown = str(to) if target is None else target.url
+    shown = target.url if target is not None else os.fspath(to) if isinstance(to, os.PathLike) else str(to)
     if target is None:
         if not isinstance(to, (str, os.PathLike)) or not shown:
             raise CheckpointError(f"{to!r} is no file to write", hint="give the path or the URL of a file")

@@ -64,6 +64,8 @@ def write_model(
             f"{store.url}: a checkpoint of another layout is there ({others.pop()})",
             hint="give another place: an export holds less than a checkpoint, and never replaces one",
         )
+    with suppress(BlobNotFound):  # before anything changes there: another save may be under way
+        _replaced(safetensors_publish.list_model(store), overwrite=overwrite)
     groups = _groups(tensors, max_shard_bytes)
     single = len(groups) == 1 and safetensors_publish.can_rename(store)
     names = [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
@@ -78,10 +80,11 @@ def write_model(
     folder = safetensors_publish.prepare_directory(store)
     removes = _replaced(folder, overwrite=overwrite)
     called = safetensors_publish.begin_save(store, save_id, folder)
-    unpublished = True
+    unpublished, added = True, []
     try:
         infinite = write_model_files(store, called, files, source, options, progress)
         for name, data in new.items():  # before the weights are published: then the model is complete
+            added.append(name)
             store.put(name, data)
         weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         unpublished = False
@@ -96,7 +99,7 @@ def write_model(
         )
     except BaseException:
         if safetensors_publish.discard_save(store, save_id, unpublished=unpublished):
-            for name in new:
+            for name in added:
                 with suppress(CheckpointError):
                     store.delete(name)
             if is_new:
