@@ -5,8 +5,10 @@ import collections
 import datetime as dt
 import decimal
 import fractions
+import io
 import pathlib
 import pickle
+import tracemalloc
 import types
 import uuid
 
@@ -145,3 +147,21 @@ def test_arrays_come_back(protocol):
     raw = pickle.dumps(arrays, protocol)
     for value, made in zip(pickle.loads(raw), load_pickle(raw, plain_names(), where="a file"), strict=True):
         assert (made.dtype, made.tolist()) == (value.dtype, value.tolist())
+
+
+def test_buffers_share_the_bytes_of_the_pickle():
+    """A buffer of a few bytes of the pickle must not cost a copy of all of its bytes."""
+    nbytes, count = 1 << 20, 200
+    body = b"B" + nbytes.to_bytes(4, "little") + bytes(nbytes) + b"q\x000" + named("_io", "BytesIO") + b"q\x010]("
+    tracemalloc.start()
+    try:
+        made = read(body + b"h\x01)\x81h\x00K\x02N\x87b" * count + b"e")
+        assert tracemalloc.get_traced_memory()[1] < 20 * nbytes
+    finally:
+        tracemalloc.stop()
+    assert all(each.getbuffer().nbytes == nbytes and each.tell() == 2 for each in made[:2])
+    again = pickle.loads(pickle.dumps(made[0]))
+    assert type(again) is io.BytesIO
+    assert again.tell() == 2
+    with pytest.raises(MalformedFile):
+        read(named("_io", "BytesIO") + b")\x81" + b"\x96" + (4).to_bytes(8, "little") + b"abcdK\x00N\x87b")

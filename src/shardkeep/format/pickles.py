@@ -379,7 +379,7 @@ def plain_names() -> Names:
         ("collections", "defaultdict"): Call(_defaultdict, collections.defaultdict),
         ("builtins", "bytearray"): Call(_bytearray, bytearray),
         ("builtins", "range"): Call(_range),
-        ("_io", "BytesIO"): New(io.BytesIO),  # its state is bytes and a position, which it checks itself
+        ("_io", "BytesIO"): New(_Buffer),
         **{("builtins", each.__name__): Call(_never, each) for each in (dict, list, tuple, int, float, str, bool)},
     }
     # Pickles that Python 2 can read, such as torch's, use its names.
@@ -402,6 +402,23 @@ def plain_names() -> Names:
         for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
             names[module, kind.__name__] = Call(partial(_path, kind))
     return names
+
+
+class _Buffer(io.BytesIO):
+    """A buffer that shares the bytes of the pickle: many could be made of the same ones, and each would copy them."""
+
+    __class__ = property(lambda _: io.BytesIO)  # for the pickler, which compares them
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state[0]) is not bytes:  # anything else would be copied
+            raise MalformedFile("a BytesIO that no program writes")
+        super().__init__(state[0])
+        self.seek(state[1])
+
+    def __reduce_ex__(self, protocol: Any, /) -> Any:
+        plain = io.BytesIO(self.getvalue())
+        plain.seek(self.tell())
+        return plain.__reduce_ex__(protocol)
 
 
 def _never(*_: Any) -> Any:
