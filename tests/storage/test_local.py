@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -397,3 +398,15 @@ def test_a_version_is_of_bytes_and_of_when(store: LocalStore, tmp_path: Path) ->
     (tmp_path / "store" / "a").write_bytes(b"two")
     os.utime(tmp_path / "store" / "a", ns=(1, 1))
     assert store.version("a") != second
+
+
+def test_temporary_files_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processes may be hidden, and look dead."""
+    left = tmp_path / re.sub(r"-\d+-\w*-", "-4194999-1-", local.temporary_name("converting"))
+    left.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        local.clear_temporaries(str(tmp_path))
+    assert left.exists()
+    local.clear_temporaries(str(tmp_path))
+    assert not left.exists()

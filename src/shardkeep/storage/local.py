@@ -361,7 +361,9 @@ def clear_temporaries(path: str) -> None:
             left = _TEMPORARY.fullmatch(entry.name)
             if left and left["host"] == _host_mark() and process_start(int(left["pid"])) != left["started"]:
                 with suppress(OSError):
-                    os.unlink(entry.path)
+                    # The processes of other users may be hidden, and look dead: leave their files alone.
+                    if left[1] == "tmp" or entry.stat(follow_symlinks=False).st_uid == getattr(os, "geteuid", int)():
+                        os.unlink(entry.path)
 
 
 class _LocalWriter:
