@@ -160,6 +160,14 @@ def test_on_another_number_of_ranks_the_object_decides(tmp_path):
     assert run_thread_ranks(2, load(Stateful, exclude="loader")) == [{}, {}]
 
 
+def test_what_other_ranks_saved_is_not_this_ranks(tmp_path):
+    """As many ranks saved a part that is still there as load it, but others: rank 1 of two, and now rank 0 alone."""
+    run_thread_ranks(2, lambda world: sk.save({"o": Stateful(n=world.rank)}, tmp_path / "c", group=world))
+    sk.convert(tmp_path / "c", tmp_path / "d", "native", drop="o.@0")
+    with pytest.raises(sk.StateMismatch, match="'o' was saved per rank by 1 ranks; this is rank 0 of 1"):
+        sk.load({"o": Stateful(n=0)}, tmp_path / "d")
+
+
 def test_a_failing_object_fails_on_every_rank(tmp_path):
     """`state_dict` raises on one rank: all ranks hear of it, and nothing is committed."""
 

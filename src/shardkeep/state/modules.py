@@ -158,8 +158,9 @@ def check_states(
     # FSDP1 broadcasts full optimizer state by itself if only one rank keeps it.
     no_optim = info.handle_optim and not optimizer_state and not (on_rank0 and info.fsdp_modules)
     if (no_model or no_optim) and not elsewhere:
+        rank = f" ({dist.get_rank()})" if dist.is_initialized() else ""
         raise BadState(
-            f"the {'model' if no_model else 'optimizer'} state dict is empty on this rank",
+            f"the {'model' if no_model else 'optimizer'} state dict is empty on this rank{rank}",
             hint="pass it on all ranks, or on rank 0 alone with broadcast_from_rank0=True",
         )
     for key in model_state:

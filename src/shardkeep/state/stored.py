@@ -329,7 +329,7 @@ class StatefulObject(Adapter):
         leaves, _ = flatten(present, rank=self._rank, is_tensor=is_tensor)
         behind = len(self.name) + 1
         saved = stored.nest(self.name, lambda leaf: allocate_leaf(stored, leaf, leaves.get(leaf.name[behind:])))
-        other_world = isinstance(saved, EveryRank) and len(saved.values) != self._world_size
+        other_world = isinstance(saved, EveryRank) and set(saved.values) != set(range(self._world_size))
         all_ranks = other_world and hasattr(self._target, "load_rank_states")
         return Template(
             saved if all_ranks else map_leaves(saved, self._own_part, keep_ordered=True), partial(self._load, present)
@@ -339,7 +339,7 @@ class StatefulObject(Adapter):
         """Keep this rank's value of a `PerRank`, which the state is or holds."""
         if not isinstance(leaf, EveryRank):
             return leaf
-        if len(leaf.values) != self._world_size:
+        if set(leaf.values) != set(range(self._world_size)):
             name = ".".join([self.name, *map(str, path)])
             raise StateMismatch(
                 f"{name!r} was saved per rank by {len(leaf.values)} ranks; this is rank {self._rank} of {self._world_size}",
