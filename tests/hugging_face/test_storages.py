@@ -315,3 +315,29 @@ def save_again_and_again(folder, distributed):
 def test_plans_that_are_used_again(rank_pool, tmp_path, ranks, distributed):
     """Where ranks only say that their plans have not changed, each save is still the new one, and one model."""
     assert rank_pool.run(ranks, save_again_and_again, str(tmp_path), distributed) == [[[], [], []]] * ranks
+
+
+class Negated(torch.Tensor):
+    """Keeps the negative of what is copied into it, in memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, _types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            args[0].inner.copy_(-args[1])
+            return args[0]
+        return cls(func(args[0].inner, *args[1:], **(kwargs or {})))
+
+
+def test_a_tensor_of_another_class_is_filled_by_its_own_copy(tmp_path):
+    """It may use its memory in its own way."""
+    save_file({"w": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    into = Negated(torch.zeros(4))
+    reader = hf_storage.HuggingFaceStorageReader(tmp_path)
+    quietly(state_dict_loader.load, {"w": into}, storage_reader=reader, no_dist=True)
+    assert into.inner.tolist() == [0, -1, -2, -3]

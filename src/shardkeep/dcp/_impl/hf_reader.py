@@ -203,13 +203,19 @@ class HuggingFaceStorageReader(FileSystemReader):
             fill_targets(batch, planner, partial(self._fill, batch))
 
     def _fill(self, batch: Sequence[protocol.ReadItem], targets: Sequence[torch.Tensor]) -> None:
-        wanted = []
+        wanted, filled = [], []
         for req, target in zip(batch, targets, strict=True):
             dtype, chunk = self.stored_chunk(req.storage_index)
             box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-            wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, target))
+            # A tensor subclass may use its memory in its own way: fill it through its `copy_`.
+            plain = type(target) is torch.Tensor
+            filled.append(target if plain else torch.empty(box.sizes, dtype=to_torch(dtype), device="cpu"))
+            wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, filled[-1]))
         files = ItemFiles(self._opens(), {})  # without digests
         fill_items(files, wanted, threads=self._threads(), budget_nbytes=Options().host_budget_bytes)
+        for target, made in zip(targets, filled, strict=True):
+            if made is not target:
+                target.copy_(made)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
