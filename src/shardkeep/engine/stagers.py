@@ -1,10 +1,11 @@
 """
 Copies of a whole state, which training can no longer change: the snapshot that our own writers save from, and torch's stagers.
 
-`StateSnapshot` is taken as `sk.async_save` takes it. A stager makes a copy in host memory, for whoever needs the values there:
-`prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's thread.
-`StateCopy.fill` copies the values, on any thread and any stream. Tensors that share memory in the state share it in the copy, and
-none takes more than its own bytes. One stager serves any number of saves: memory is used again when no copy uses it.
+`StateSnapshot` is taken as `sk.async_save` takes it. A stager makes a copy in host memory, for writers and planners that read
+the values there: `prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's
+thread. `StateCopy.fill` copies the values, on any thread and any stream. Tensors that share memory in the state share it in the
+copy. A view takes its own bytes only, unless views interleave, as columns of one matrix do: then they are copied together, with
+the bytes between them. One stager serves any number of saves: memory is used again when no copy uses it.
 """
 
 from __future__ import annotations
