@@ -241,15 +241,27 @@ def test_shards_are_not_put_beside_a_model(tmp_path):
     assert same(by_library(tmp_path), {"a": numbered(3) + 1}) == []
 
 
-def test_shards_beside_the_same_tensors_are_not_loaded(tmp_path):
-    """A file that no save made and that holds a tensor of the shards is named by the load; one with others may stay."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_shards_are_not_put_beside_the_same_tensors(tmp_path, kept):
+    """
+    A file that no save made and that holds a tensor to be saved is refused, also if the plans are of an earlier save,
+    into another directory; one with other tensors may stay.
+    """
     save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    planner = DefaultSavePlanner(enable_plan_caching=kept)
+
+    def put(state, place):
+        writer = hf_storage.HuggingFaceStorageWriter(str(place), save_distributed=True)
+        quietly(state_dict_saver.save, state, storage_writer=writer, planner=planner, no_dist=True)
+
+    put({"a": numbered(3), "b": numbered(2)}, tmp_path / "new")
+    with pytest.raises(CheckpointException, match=r"no save made \(model.safetensors\): it has \['a'\]") as raised:
+        put({"a": numbered(3) + 1, "b": numbered(2)}, tmp_path)
+    assert isinstance(raised.value.failures[0][0], FileExistsError)
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "new"]
     save("ours", {"b": numbered(2)}, tmp_path, no_dist=True, save_distributed=True)
     into = {"a": torch.zeros(3), "b": torch.zeros(2)}
     assert same(load("ours", into, tmp_path, no_dist=True), {"a": numbered(3), "b": numbered(2)}) == []
-    save("ours", {"a": numbered(3) + 1}, tmp_path, no_dist=True, save_distributed=True)
-    with pytest.raises(CheckpointException, match=r"overlap[\s\S]*model\.safetensors"):
-        load("ours", {"a": torch.zeros(3)}, tmp_path, no_dist=True)
 
 
 def test_foreign_files_are_left_alone(tmp_path):

@@ -98,6 +98,26 @@ def test_a_writer_that_splits_items_itself(tmp_path, distributed):
     assert names["ours"] == names["theirs"]
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("side", SIDES)
+def test_a_writer_that_makes_the_plans_itself(tmp_path, side, distributed):
+    """`prepare_global_plan` without a call of `super()` decides on the files, as in torch; a second save replaces them."""
+    state = {"a": numbered(2), "b": numbered(3)}
+
+    class Planning(WRITERS[side]):
+        def prepare_global_plan(self, plans):
+            told = {"fqn_to_index_mapping": {"a": 2, "b": 1}} | ({"shard_index": 7} if distributed else {})
+            return [dataclasses.replace(plan, storage_data=told) for plan in plans]
+
+    for _ in range(2):
+        quietly(SAVERS[side], state, storage_writer=Planning(tmp_path, save_distributed=distributed), no_dist=True)
+    shard, index = ("shard-00007-", []) if distributed else ("", ["model.safetensors.index.json"])
+    files = [f"{shard}model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert sorted(os.listdir(tmp_path)) == sorted(files + index)
+    into = {key: torch.zeros_like(value) for key, value in state.items()}
+    assert same(load("ours", into, tmp_path, no_dist=True), state) == []
+
+
 @pytest.mark.parametrize("name", ["StorageWriter", "StorageReader", "QuantizedStorageReader"])
 def test_attributes_are_torchs(tmp_path, name):
     """What people read and set on readers and writers is there."""

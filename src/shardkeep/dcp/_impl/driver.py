@@ -522,7 +522,8 @@ class _Save:
     def decide(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         """Return the plan of each rank, and keep the metadata."""
         decided, self._metadata = self._planner.create_global_plan(self._to_planner(plans))
-        return self._writer.prepare_global_plan(self._to_writer(list(decided)))
+        final = self._writer.prepare_global_plan(self._to_writer(list(decided)))
+        return self._writer._settle_plans(final) if isinstance(self._writer, _FileSystemWriter) else final
 
     def alone_s(self) -> float:
         """Return how many seconds the coordinator may still work when the other ranks are done."""

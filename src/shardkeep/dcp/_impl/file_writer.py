@@ -430,6 +430,10 @@ class _FileSystemWriter(protocol.StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
+    def _settle_plans(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
+        """Complete the plans that `prepare_global_plan`, which a subclass may override, returned."""
+        return plans
+
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         files = self.thread_count
         if self._splits_files:

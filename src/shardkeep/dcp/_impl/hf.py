@@ -38,7 +38,7 @@ from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, Invali
 from shardkeep.format.boxes import whole
 from shardkeep.layouts import safetensors_publish
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, read_header
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, preferred_requests, same_place
 from shardkeep.storage.file_systems import by_store
@@ -374,7 +374,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.thread_count_consolidation = thread_count_consolidation
         self._new_save: str | None = None
         self._names: safetensors_publish.SaveNames | None = None
-        self._alone = False
+        self._alone = self._keys_known = False
         self.fs, self.path = by_store(self.fs, self.path)
         self._point_to(self.path)
 
@@ -413,46 +413,68 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         """Decide on all files of the save, and make the directory ready for them."""
         mapping = self.fqn_to_index_mapping
-        if self.save_distributed:
-            last = _last(mapping)
-            numbered = [Numbers(mapping, last, place, len(plans)) for place in range(1, len(plans) + 1)]
-            if mapping is not None and self.enable_consolidation and all(plan.usable for plan in plans):
-                saved = {item.index.fqn for plan in plans for item in plan.items}
-                if missing := sorted(mapping.keys() - saved):
-                    raise _not_there(missing, "the state does not have")
+        told: dict[str, Any] = {} if mapping is None else {"fqn_to_index_mapping": mapping}
+        return self._settle_plans(
+            [
+                dataclasses.replace(plan, storage_data=told | ({"shard_index": place} if self.save_distributed else {}))
+                for place, plan in enumerate(plans, start=1)
+            ]
+        )
+
+    def _settle_plans(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
+        """Add the files to plans in torch's form: those of `prepare_global_plan`, or of a subclass in place of it."""
+        if self._names is not None:
+            return plans
+        told: list[dict[str, Any]] = [plan.storage_data or {} for plan in plans]
+        mappings: list[Mapping[str, int] | None] = [each.get("fqn_to_index_mapping") for each in told]
+        known = all(plan.usable for plan in plans)  # else a rank only reported that its plan has not changed
+        saved = {item.index.fqn for plan in plans for item in plan.items}
+        if all("shard_index" in each for each in told):
+            numbered = [
+                Numbers(mapping, _last(mapping), each["shard_index"], len(plans))
+                for mapping, each in zip(mappings, told, strict=True)
+            ]
+            wanted = mappings[0].keys() if mappings[0] is not None and self.enable_consolidation and known else set()
+            if missing := sorted(wanted - saved):
+                raise _not_there(missing, "the state does not have")
         else:
-            numbered = number_whole(plans, mapping, self._split_by_storage_plan)
+            numbered = number_whole(plans, mappings[0], self._split_by_storage_plan)
         count = None
-        if all(plan.usable for plan in plans):  # else a rank only reported that its plan has not changed
+        if known:
             count = sum(
                 len(files_of(plan.items, numbers, self._split_by_storage_plan))
                 for plan, numbers in zip(plans, numbered, strict=True)
                 if plan.items
             )
         store = storage_place(self)
-        self._alone = len(plans) == 1
+        self._alone, self._keys_known = len(plans) == 1, known
         folder = safetensors_publish.prepare_directory(store)
-        if self.save_distributed and folder.index is not None:
-            # Readers go by the index file: they would see the model that it is of, and not the shards.
-            for name in set(read_weight_map(folder.index, folder.opens).values()).intersection(folder.files):
-                if not safetensors_publish.made_by_writer(folder, name):
-                    raise CheckpointThere(
-                        f"{folder.path}: holds a model ({name}, …) with an index file; shards would never be read",
-                        hint="save to another directory, or delete the model",
-                        file=name,
-                    )
+        self._check_place(folder, saved)
         self._names = safetensors_publish.begin_save(store, self.save_id, folder)
-        new_plans = []
-        for place, (plan, numbers) in enumerate(zip(plans, numbered, strict=True), start=1):
-            storage_data: dict[str, Any] = {}
-            if mapping is not None:
-                storage_data["fqn_to_index_mapping"] = mapping
-            if self.save_distributed:
-                storage_data["shard_index"] = place
-            decided = {"save_id": self.save_id, "marks": self._names.marks, "files": count, "numbers": numbers}
-            storage_data[_OURS] = decided
-            new_plans.append(dataclasses.replace(plan, storage_data=storage_data))
-        return new_plans
+        decided = {"save_id": self.save_id, "marks": self._names.marks, "files": count}
+        return [
+            dataclasses.replace(plan, storage_data={**each, _OURS: {**decided, "numbers": numbers}})
+            for plan, each, numbers in zip(plans, told, numbered, strict=True)
+        ]
+
+    def _check_place(self, folder: safetensors_publish.ModelDirectory, saved: set[str]) -> None:
+        """Refuse shards beside a model that they do not replace: readers would see that model, or both."""
+        if not self.save_distributed:
+            return
+        listed = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
+        for name, path in folder.files.items():
+            if safetensors_publish.made_by_writer(folder, name):
+                continue
+            twice: list[str] = []
+            with suppress(CheckpointError):  # readers report a file that cannot be read
+                twice = sorted(saved.intersection(read_header(path, folder.opens).tensors))
+            if name in listed or twice:
+                why = "it has an index file, and" if name in listed else f"it has {twice[:4]}, too, and with them"
+                raise CheckpointThere(
+                    f"{folder.path}: holds a model that no save made ({name}): {why} shards could not be read",
+                    hint="save to another directory, or delete the model",
+                    file=name,
+                )
 
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
@@ -519,6 +541,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             self.save_id, renames=safetensors_publish.can_rename(store)
         )
         try:
+            if not self._keys_known:
+                self._check_place(safetensors_publish.list_model(store), {result.index.fqn for result in written})
             safetensors_publish.publish_model(
                 store, names, files, weights=weights, total_nbytes=total, replaces_saves=True
             )
