@@ -118,8 +118,8 @@ class NameTable:
         self._others = others
         self._made: dict[tuple[str, str], Any] = {}
         self._counts: dict[tuple[str, str], int] = {}
-        self.left = nbytes + _FREE_ITEMS
-        """How many items calls may still copy."""
+        self._left = nbytes + _FREE_ITEMS
+        self._buffers: list[io.BytesIO] = []
 
     def find(self, module: str, name: str) -> Any:
         """Return what a name stands for; raise KeyError for an unknown one."""
@@ -131,12 +131,42 @@ class NameTable:
             known = Call(known)
         if not isinstance(known, (Call, New)):
             return known
-        self._made[at] = _Callable(known, self) if isinstance(known, Call) else _guard(known.kind)
+        if isinstance(known, Call):
+            self._made[at] = _Callable(known, self)
+        else:
+            self._made[at] = _guard(known.kind, self._buffer if known.kind is io.BytesIO else None)
         self._counts[at] = sys.getrefcount(self._made[at])
         return self._made[at]
 
+    def spend(self, values: tuple[Any, ...]) -> None:
+        """Count what will be copied; raise `MalformedFile` if that is more than a pickle of this size may copy."""
+        for value in values:
+            if isinstance(value, _ITEMS):
+                self._left -= len(value)
+            elif isinstance(value, _TEXTS):
+                self._left -= len(value) // _LETTERS_AN_ITEM
+        if self._left < 0:
+            raise MalformedFile("the pickle asks for copies that are longer than itself")
+
+    def _buffer(self) -> io.BytesIO:
+        """Make a buffer that counts the bytes it is filled with: many could be filled with the same ones."""
+        made = io.BytesIO()
+        set_state = made.__setstate__  # type: ignore[attr-defined]  # which typeshed lacks
+
+        def fill(state: Any) -> None:
+            if type(state[0]) is not bytes:
+                raise MalformedFile("a BytesIO that no program writes")
+            self.spend(state)
+            set_state((*state[:2], None))
+
+        made.__dict__["__setstate__"] = fill  # where the unpickler looks before the class, until the load ends
+        self._buffers.append(made)
+        return made
+
     def left_behind(self) -> str | None:
-        """Return a name whose object is itself part of the result, once only the result is left of the load."""
+        """End the load: return a name whose object is itself part of the result, which alone is left of the load."""
+        for buffer in self._buffers:
+            buffer.__dict__.clear()
         held = self._held()
         if held:  # perhaps only by garbage
             gc.collect()
@@ -165,14 +195,7 @@ class _Callable:
             object.__setattr__(self, name, value)
 
     def __call__(self, *args: Any) -> Any:
-        table = self._table
-        for arg in args:
-            if isinstance(arg, _ITEMS):
-                table.left -= len(arg)
-            elif isinstance(arg, _TEXTS):
-                table.left -= len(arg) // _LETTERS_AN_ITEM
-        if table.left < 0:
-            raise MalformedFile("the pickle asks for copies that are longer than itself")
+        self._table.spend(args)
         return self._make(*args)
 
     __setattr__ = __delattr__ = _refuse_change
@@ -190,11 +213,11 @@ class _Unchangeable(type):
         raise MalformedFile(f"the pickle calls {cls.__name__}, which no program does")
 
 
-def _guard(kind: type) -> type:
+def _guard(kind: type, make: Callable[[], Any] | None) -> type:
     """Make a class that cannot be changed, and whose instances are those of `kind`."""
 
     def __new__(_cls: type) -> Any:  # noqa: N807 - it becomes one
-        return kind.__new__(kind)  # type: ignore[call-overload]  # no class of classes is among them
+        return kind.__new__(kind) if make is None else make()  # type: ignore[call-overload]  # `kind` is no metaclass
 
     return _Unchangeable(kind.__name__, (), {"__slots__": (), "__new__": __new__})
 
@@ -379,7 +402,7 @@ def plain_names() -> Names:
         ("collections", "defaultdict"): Call(_defaultdict, collections.defaultdict),
         ("builtins", "bytearray"): Call(_bytearray, bytearray),
         ("builtins", "range"): Call(_range),
-        ("_io", "BytesIO"): New(_Buffer),
+        ("_io", "BytesIO"): New(io.BytesIO),
         **{("builtins", each.__name__): Call(_never, each) for each in (dict, list, tuple, int, float, str, bool)},
     }
     # Pickles that Python 2 can read, such as torch's, use its names.
@@ -402,23 +425,6 @@ def plain_names() -> Names:
         for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
             names[module, kind.__name__] = Call(partial(_path, kind))
     return names
-
-
-class _Buffer(io.BytesIO):
-    """A buffer that shares the bytes of the pickle: many could be made of the same ones, and each would copy them."""
-
-    __class__ = property(lambda _: io.BytesIO)  # for the pickler, which compares them
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state[0]) is not bytes:  # anything else would be copied
-            raise MalformedFile("a BytesIO that no program writes")
-        super().__init__(state[0])
-        self.seek(state[1])
-
-    def __reduce_ex__(self, protocol: Any, /) -> Any:
-        plain = io.BytesIO(self.getvalue())
-        plain.seek(self.tell())
-        return plain.__reduce_ex__(protocol)
 
 
 def _never(*_: Any) -> Any:

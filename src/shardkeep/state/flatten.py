@@ -21,8 +21,6 @@ from shardkeep.format.values import MAX_TREE_DEPTH, Container, Node, Part, is_pa
 from shardkeep.state.leaves import EveryRank, PerRank, TreePath, is_dtensor, is_sharded_tensor, path_name
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
-_KINDS: dict[type, str] = dict.fromkeys((*_SCALARS, torch.Size), "")
-"""The kind of container that each type met so far is; "" for leaves."""
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
@@ -97,7 +95,7 @@ def flatten(
     """
     walk = _StateWalk(state, rank, is_tensor, in_place_of)
     leaves: dict[str, Any] = {}
-    tree = walk.take(state, _kind_of_type(type(state)), None, leaves)
+    tree = walk.take(state, walk.kinds[type(state)], None, leaves)
     if walk.leaf_count != len(leaves):
         refuse_collisions(tree)
     return leaves, tree
@@ -119,13 +117,23 @@ def refill(
     their parent. The containers in `in_place_of` are changed, never the objects they represent. A `dry` run changes
     nothing, and raises where a real one would: `StateError` if a changed leaf is in a mapping that cannot be changed.
     """
-    _StateWalk(state, rank, is_tensor, in_place_of).put(state, _kind_of_type(type(state)), None, leaves, dry=dry)
+    walk = _StateWalk(state, rank, is_tensor, in_place_of)
+    walk.put(state, walk.kinds[type(state)], None, leaves, dry=dry)
+
+
+class _Kinds(dict[type, str]):
+    """The kind of container that each type met in one walk is; "" for leaves."""
+
+    def __missing__(self, cls: type) -> str:
+        kinds = ((PerRank, "ranks"), (OrderedDict, "odict"), (Mapping, "dict"), (list, "list"), (tuple, "tuple"))
+        kind = self[cls] = next((kind for base, kind in kinds if issubclass(cls, base)), "")
+        return kind
 
 
 class _StateWalk:
     """One walk over one state: which values are containers, and the flat names of their children."""
 
-    __slots__ = ("_in_place_of", "_is_tensor", "_open", "_rank", "leaf_count")
+    __slots__ = ("_in_place_of", "_is_tensor", "_open", "_rank", "kinds", "leaf_count")
 
     def __init__(self, state: Any, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping):
@@ -138,6 +146,7 @@ class _StateWalk:
         self._in_place_of = in_place_of
         # The containers the walk is inside of, by id, with kind and name: meeting one again means a cycle.
         self._open: dict[int, tuple[str, str | None]] = {}
+        self.kinds = _Kinds(dict.fromkeys((*_SCALARS, torch.Size), ""))
         self.leaf_count = 0
 
     def take(self, value: Any, kind: str, name: str | None, leaves: dict[str, Any]) -> Container:
@@ -145,7 +154,7 @@ class _StateWalk:
         # Written out and not shared with `put` by a generator, which would double the time of a large state.
         self._enter(value, kind, name)
         prefix = "" if name is None else f"{name}."
-        kinds, in_place_of = _KINDS, self._in_place_of
+        kinds, in_place_of = self.kinds, self._in_place_of
         children: list[tuple[Part, Node]] = []
         inner = 0
         for part, child in _state_items(value, kind, self._rank):
@@ -153,7 +162,7 @@ class _StateWalk:
             if own in in_place_of:
                 child = in_place_of[own]  # noqa: PLW2901 - from here on this is the child
             # By type first: nearly all children are leaves, and the type of a leaf decides.
-            if kinds.get(type(child)) != "" and (child_kind := self._kind(child)):
+            if kinds[type(child)] and (child_kind := self._kind(child)):
                 children.append((part, self.take(child, child_kind, own, leaves)))
                 inner += 1
             else:
@@ -187,7 +196,7 @@ class _StateWalk:
         self._open[id(value)] = (kind, name)
 
     def _kind(self, value: Any) -> str:
-        kind = _kind_of_type(type(value))
+        kind = self.kinds[type(value)]
         if type(value) is dict:  # the usual case, decided early
             return kind
         # A framework's sharded tensor may be a mapping or a tuple.
@@ -202,20 +211,12 @@ class _StateWalk:
         for item in items:
             if type(item) in _SCALARS:
                 continue
-            kind = _kind_of_type(type(item))
+            kind = self.kinds[type(item)]
             if self._is_tensor(item) or kind in ("dict", "odict", "ranks"):
                 return True
             if kind and self._has_structure(item, depth + 1):
                 return True
         return False
-
-
-def _kind_of_type(cls: type) -> str:
-    kind = _KINDS.get(cls)
-    if kind is None:
-        kinds = ((PerRank, "ranks"), (OrderedDict, "odict"), (Mapping, "dict"), (list, "list"), (tuple, "tuple"))
-        kind = _KINDS[cls] = next((kind for base, kind in kinds if issubclass(cls, base)), "")
-    return kind
 
 
 def _state_items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
