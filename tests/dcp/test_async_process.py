@@ -1,6 +1,7 @@
 """Asynchronous saves in a process of their own: what reaches it, and what happens when it dies."""
 
 import contextlib
+import errno
 import gc
 import multiprocessing
 import os
@@ -9,8 +10,10 @@ import resource
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,7 +169,7 @@ def memory_files():
 def test_pickles_with_tensors():
     """Each memory arrives once, whatever views there are of it; without its memory file a pickle is refused."""
     sent = [torch.full((2,), float(index)) for index in range(450)]
-    data, memory, nbytes = pickle_with_tensors([sent, sent[7], sent[8][1:], torch.empty(0), "x"])
+    data, memory, nbytes = pickle_with_tensors([[sent, sent[7], sent[8][1:], torch.empty(0), "x"]])
     found, again, view, empty, text = _Unpickler(data, memory).load()
     os.close(memory)
     assert nbytes == 450 * 64
@@ -178,6 +181,44 @@ def test_pickles_with_tensors():
     assert text == "x"
     with pytest.raises(pickle.UnpicklingError, match="memory file"):
         pickle.loads(data)
+
+
+def test_a_state_is_let_go_while_it_is_copied(monkeypatch):
+    """Each storage is freed when it is in the memory file, so that memory never holds the state twice."""
+    held = [np.ones(1000) for _ in range(5)]
+    box, alive, left = [{"w": [torch.from_numpy(each) for each in held]}], [weakref.ref(each) for each in held], []
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *to: left.append(sum(each() is not None for each in alive)) or write(*to))
+    del held
+    os.close(pickle_with_tensors(box)[1])
+    assert left == [5, 4, 3, 2, 1]
+
+
+class Limited(Mine):
+    """Leaves its process no descriptors."""
+
+    def finish(self, metadata, results):
+        super().finish(metadata, results)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+
+
+def no_more_files(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_descriptors_the_error_says_so(tmp_path, monkeypatch):
+    """Whichever side has none: the process that saves, or training."""
+    state = {"w": numbered(3)}
+    begin(state, tmp_path / "a", Limited).result(60)
+    with pytest.raises(CheckpointException, match="ulimit -n"):
+        begin(state, tmp_path / "b").result(60)
+    group_saves_of(None, no_dist=True).saver.close()
+    monkeypatch.setattr(os, "memfd_create", no_more_files)
+    with pytest.raises(CheckpointException, match="ulimit -n"):
+        begin(state, tmp_path / "c").result(60)
+    monkeypatch.delattr(os, "memfd_create")  # as on systems that have none
+    begin(state, tmp_path / "d").result(60)
+    assert torch.equal(loaded(tmp_path / "d", w=torch.empty(3))["w"], numbered(3))
 
 
 class Locked(DefaultSavePlanner):

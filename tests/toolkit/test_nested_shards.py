@@ -113,10 +113,19 @@ def flatten_badly(case):
     _flatten_sharded_tensors({"a": {"w": nested}})
 
 
-@pytest.mark.parametrize("case", ["two inner shards", "no inner shard", "other size", "two outer shards", "three deep"])
-def test_what_cannot_be_flattened_is_refused(rank_pool, case):
-    """A ValueError that names the key."""
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("two inner shards", "the inner one has 2 local shards"),
+        ("no inner shard", "the inner one has 0 local shards"),
+        ("other size", r"size \(3, 6\) \(expected \(4, 6\)\)"),
+        ("two outer shards", "the outer one has 2 local shards"),
+        ("three deep", "more than two ways"),
+    ],
+)
+def test_what_cannot_be_flattened_is_refused(rank_pool, case, said):
+    """A ValueError that names the key, and says what was found."""
     for outcome in rank_pool.outcomes(2, flatten_badly, case):
-        with pytest.raises(InvalidShards, match=r"'a\.w' is .*inside") as caught:
+        with pytest.raises(InvalidShards, match=rf"'a\.w' is .*{said}") as caught:
             raise outcome.error
         assert isinstance(caught.value, ValueError)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkeep.errors import CheckpointError, StateMismatch, UnsupportedLeaf
+from shardkeep.errors import CheckpointError, RanksDisagree, StateMismatch, UnsupportedLeaf
 from shardkeep.state import collectives as stream
 from shardkeep.state.collectives import (
     _TensorInfo,
@@ -298,8 +298,14 @@ def broadcast_badly(case):
         full["c"] = Opaque()
     elif case == "lesser dtype":
         full["a"] = full["a"].to(torch.complex64)
+    elif case == "other info" and odd_one:
+        full["b"] = _TensorInfo(torch.Size([7]), torch.float32)
+    elif case == "no info" and odd_one:
+        del full["b"]
     before = seen(local)
     try:
+        if "info" in case:
+            broadcast_tensors(full, local, ["a", "b"], CPU)
         broadcast_state_dict(full if dist.get_rank() == 0 else {}, local, CPU)
     except CheckpointError as error:
         return type(error), str(error), seen(local) == before
@@ -316,6 +322,8 @@ def broadcast_badly(case):
         ("meta source", UnsupportedLeaf, "'b' is on the meta device"),
         ("unpicklable", CheckpointError, "no copies of me"),
         ("lesser dtype", StateMismatch, "'a' is torch.complex64"),
+        ("other info", RanksDisagree, "b (torch.float32 (6,)) on rank 0, b (torch.float32 (7,)) on rank 3"),
+        ("no info", RanksDisagree, "on rank 0, b (missing ()) on rank 3"),
     ],
 )
 def test_what_does_not_fit_is_one_error_on_all_ranks(rank_pool, case, kind, named):

@@ -208,15 +208,16 @@ def _check_same_tensors(tree: Any, pg: ProcessGroup | None, *, type_check: bool)
     # all ranks, so that no two ranks wait for each other in different sets.
     for ranks in sorted(shared, key=lambda each: (len(each), each)):
         try:
-            _compare(ranks, "\n".join(shared[ranks]).encode(), failure)
+            _compare(ranks, shared[ranks], failure, to="gather")
         except CheckpointError as error:
             failure = failure or error
     if failure is not None:
         raise failure
 
 
-def _compare(ranks: Ints, text: bytes, failure: CheckpointError | None) -> None:
-    """Compare `text`, by its digest first, with that of the other `ranks`, or report this rank's failure to them."""
+def _compare(ranks: Ints, lines: list[str], failure: CheckpointError | None, *, to: str) -> None:
+    """Compare `lines`, by their digest first, with those of the other `ranks`, or report this rank's failure to them."""
+    text = "\n".join(lines).encode()
 
     def work() -> bytes:
         if failure is not None:
@@ -225,20 +226,20 @@ def _compare(ranks: Ints, text: bytes, failure: CheckpointError | None) -> None:
 
     def name_difference(said: list[bytes]) -> list[bytes]:
         first, *others = (each.decode().split("\n") for each in said)
-        for number, other in enumerate(others, 1):
-            for ours, theirs in itertools.zip_longest(first, other, fillvalue="nothing"):
+        for rank, other in zip(ranks[1:], others, strict=True):
+            for ours, theirs in itertools.zip_longest(first, other, fillvalue=""):
                 if ours != theirs:
                     raise RanksDisagree(
-                        f"the tensors to gather differ: {ours} on the first of the ranks that share them, {theirs} on "
-                        f"number {number} of them",
-                        hint="give all ranks state dicts with the same sharded tensors in the same order",
+                        f"the tensors to {to} differ: {ours or 'nothing'} on rank {ranks[0]}, {theirs or 'nothing'} on "
+                        f"rank {rank}",
+                        hint="give all ranks the same tensors, of the same sizes and dtypes, in the same order",
                     )
         return [b""] * len(said)
 
     # This process alone if it is none of the ranks, or under the fake backend.
     alone = dist.get_rank() not in ranks or dist.get_backend() == "fake"
     world = World(0, 1) if alone else world_of_ranks("ranks", ranks, Options().timeout_s)
-    with rendezvous(world, "gather a state dict") as meeting:
+    with rendezvous(world, f"{to} a state dict") as meeting:
         if meeting.agree("compare", work, lambda said: [b"" if len(set(said)) == 1 else b"differ"] * len(said)):
             meeting.agree("name what differs", lambda: text, name_difference)
 
@@ -382,9 +383,20 @@ def broadcast_tensors(
     device: torch.device,
     pg: ProcessGroup | None = None,
 ) -> None:
-    """Put some of the first rank's tensors into the local state dict of every rank, like `broadcast_state_dict`."""
+    """
+    Put some of the first rank's tensors into the local state dict of every rank, like `broadcast_state_dict`.
+
+    Other ranks have a `_TensorInfo` for each, or the tensor; if keys, sizes or dtypes differ, all ranks raise `RanksDisagree`.
+    """
+    lines = []
+    for key in keys:
+        value = full_state_dict.get(key)
+        size = value.size() if isinstance(value, torch.Tensor) else getattr(value, "size", ())
+        lines.append(f"{key} ({getattr(value, 'dtype', 'missing')} {tuple(size)})")
+    if dist.is_available() and dist.is_initialized():
+        _compare(tuple(dist.get_process_group_ranks(pg or dist.group.WORLD)), lines, None, to="broadcast")
     wanted = {key: local_state_dict[key] for key in keys if key in local_state_dict}
-    broadcast_state_dict({key: full_state_dict[key] for key in keys if key in full_state_dict}, wanted, device, pg)
+    broadcast_state_dict({key: full_state_dict[key] for key in keys}, wanted, device, pg)
     local_state_dict.update(wanted)
 
 

@@ -443,18 +443,19 @@ def _flat_sharded_tensor(outer: Any, name: str) -> Any:
     from torch.distributed._shard.metadata import ShardMetadata  # noqa: PLC0415
     from torch.distributed._shard.sharded_tensor.shard import Shard  # noqa: PLC0415
 
-    def only_shard(tensor: Any, room: Any) -> Any:
-        shards = tensor.local_shards() if is_sharded_tensor(tensor) and list(tensor.size()) == list(room) else []
-        if len(shards) != 1:
+    def only_shard(which: str, tensor: Any, room: Any) -> Any:
+        shards = tensor.local_shards() if is_sharded_tensor(tensor) else []
+        if len(shards) != 1 or list(tensor.size()) != list(room):
             raise InvalidShards(
-                f"{name!r} is a ShardedTensor inside a ShardedTensor, and cannot be made one: a rank must have one shard of"
-                " each, and the inner tensor must be the whole of the outer shard",
+                f"{name!r} is a ShardedTensor inside a ShardedTensor, and cannot be made one: the {which} one has "
+                f"{len(shards)} local shards (expected 1) and size {tuple(tensor.size())} (expected {tuple(room)})",
+                hint="give each rank one shard of each; the inner tensor must be the whole of the outer shard",
                 key=name,
             )
         return shards[0]
 
-    outer_shard = only_shard(outer, outer.size())
-    inner_shard = only_shard(outer_shard.tensor, outer_shard.metadata.shard_sizes)
+    outer_shard = only_shard("outer", outer, outer.size())
+    inner_shard = only_shard("inner", outer_shard.tensor, outer_shard.metadata.shard_sizes)
     if is_sharded_tensor(inner_shard.tensor):
         raise InvalidShards(f"{name!r} is sharded in more than two ways, one inside the other", key=name)
     outer_at = outer_shard.metadata.shard_offsets

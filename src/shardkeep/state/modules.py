@@ -90,6 +90,23 @@ class StateDictInfo(StateDictOptions):
     canonical: bool = False
     """Whether nothing in the model wraps or hides anything, so that the keys of its state dict are canonical names."""
 
+    @property
+    def fqn_param_mapping(self) -> dict[Any, Any]:
+        """Each parameter and buffer to the set of its canonical names, and each name to the tensor, as in torch."""
+        found: dict[Any, Any] = {}
+        for item in self.live:
+            if isinstance(item.value, torch.Tensor):
+                found.setdefault(item.value, set()).add(item.name)
+                found[item.name] = item.value
+        return found
+
+    @property
+    def shared_params_mapping(self) -> dict[Any, Any]:
+        """The part of `fqn_param_mapping` for tensors that have several names."""
+        found = self.fqn_param_mapping
+        shared = {key: names for key, names in found.items() if isinstance(names, set) and len(names) > 1}
+        return shared | {name: tensor for tensor, names in shared.items() for name in names}
+
 
 def checked_options(
     model: nn.Module,
@@ -153,8 +170,8 @@ def check_states(
     """Refuse state dicts that are empty but must not be, or that hold flat parameters of FSDP1."""
     on_rank0 = info.full_state_dict and info.cpu_offload  # what is read with these options, rank 0 alone gets
     elsewhere = info.broadcast_from_rank0 or (reading and on_rank0)
-    partial = bool(info.submodule_prefixes) or info.ignore_frozen_params or not info.strict
-    no_model = info.handle_model and not model_state and not (partial and not on_rank0)
+    partial = bool(info.submodule_prefixes) or info.ignore_frozen_params
+    no_model = info.handle_model and not model_state and info.strict and (on_rank0 or not partial)
     # FSDP1 broadcasts full optimizer state by itself if only one rank keeps it.
     no_optim = info.handle_optim and not optimizer_state and not (on_rank0 and info.fsdp_modules)
     if (no_model or no_optim) and not elsewhere:

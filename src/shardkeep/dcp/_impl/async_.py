@@ -191,8 +191,8 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         del staging_future_or_state_dict
 
         def work() -> Metadata:
-            # Popped: a stored failure must not keep the state alive.
-            return run(ranks, box.pop(), checkpoint_id, storage_writer, planner, use_collectives)
+            # In its box: neither a stored failure nor this call may keep the state alive.
+            return run(ranks, box, checkpoint_id, storage_writer, planner, use_collectives)
 
         said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **said)
@@ -216,17 +216,18 @@ def save_wrapper(
 ) -> Metadata:
     """Save a state on the calling thread, when it is staged."""
     ranks = ranks_of_queue(process_group, no_dist=no_dist)
-    return _save_staged(ranks, staging_future_or_state_dict, checkpoint_id, storage_writer, planner, use_collectives)
+    return _save_staged(ranks, [staging_future_or_state_dict], checkpoint_id, storage_writer, planner, use_collectives)
 
 
 def _save_staged(
     ranks: _DistWrapper,
-    staged: Staged,
+    box: list[Staged],
     checkpoint_id: str | os.PathLike[str] | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
     use_collectives: bool,
 ) -> Metadata:
+    staged = box.pop()
     snapshot = staged if isinstance(staged, StateSnapshot) else None
     with driver._profile(), contextlib.ExitStack() as inside:
         try:
@@ -270,7 +271,7 @@ def _save_remotely(
     lane: GroupSaves,
     world: RankInWorld | None,
     ranks: _DistWrapper,
-    staged: Staged,
+    box: list[Staged],
     checkpoint_id: str | os.PathLike[str] | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
@@ -281,7 +282,7 @@ def _save_remotely(
             lane.saver.close()
         saver = _start_saver(lane, world)
         saver.wait_until_ready()
-        state, staged = driver._stateful_to_state_dict(once_staged(staged)), {}
+        state = driver._stateful_to_state_dict(once_staged(box.pop()))
         place = ranks.rank, ranks.is_coordinator
         remote = RemoteSave(saver, StagedSave(state, checkpoint_id, storage_writer, planner, *place, use_collectives))
         del state
@@ -372,9 +373,8 @@ def async_save(
     no_dist = driver.without_ranks(no_dist, "saves")
     writer_stages = async_stager is None and isinstance(storage_writer, AsyncStager)
     stager: Any = storage_writer if writer_stages else async_stager
-    own = None
     if stager is None:
-        stager = own = DefaultStager(StagingOptions(False, False, False, False))
+        stager = DefaultStager(StagingOptions(False, False, False, False))  # it has no thread that must be ended
     by_engine = _is_staged_by_engine(stager, storage_writer, planner) and (
         not in_process or _is_written_by_engine(checkpoint_id, storage_writer)
     )
@@ -408,15 +408,7 @@ def async_save(
         return driver.logged(copy_of, "stage_state_dict", log_exceptions=True)(driver._logged_states(state_dict))
 
     earlier = group_saves_of(process_group, no_dist=no_dist).take_failure()
-    try:
-        response = _stage_and_begin(stage, begin, stager)
-    except BaseException:
-        if own is not None:
-            own.close()
-        raise
-    if own is not None:
-        upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-        upload.add_done_callback(lambda _: own.close())
+    response = _stage_and_begin(stage, begin, stager)
     if earlier is not None:
         # Not before: the other ranks may not know of the failure yet, and need this rank's part of this save.
         earlier.response = response

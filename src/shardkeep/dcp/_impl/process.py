@@ -3,11 +3,12 @@ The process that saves for `AsyncCheckpointerType.PROCESS` where a writer or a p
 
 The process never communicates with other ranks: plans and results return to the training process as bytes, which exchanges
 them between the ranks. A save is pickled, and its tensors reach the process in a memory file, which is freed when the last
-process that has it ends or lets go of it.
+process that has it ends or lets go of it. Each storage is let go when it is in the file, so that memory holds the state once.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import mmap
@@ -16,6 +17,7 @@ import pickle
 import select
 import signal
 import socket
+import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +37,7 @@ from shardkeep.storage.buffers import view_memory
 _untyped: Final[Any] = torch.multiprocessing
 _ALIGNMENT: Final = 64
 _MOST_WRITTEN: Final = 1 << 30
+_MORE_FILES: Final = "allow more open files (ulimit -n)"
 
 
 # -- objects with tensors ----------------------------------------------------------------------------------------------
@@ -46,7 +49,7 @@ class _Pickler(ForkingPickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        """By their identity: the offset of each in the memory file, and itself."""
+        """By their address: the offset of each in the memory file, and itself."""
         self.nbytes = 0
         inherited: Any = self.dispatch_table
         self.dispatch_table = {**inherited, torch.UntypedStorage: self._collect}
@@ -77,18 +80,25 @@ def storage_at(offset: int, nbytes: int) -> torch.UntypedStorage:
     raise pickle.UnpicklingError(f"the {nbytes} bytes at {offset} are in a memory file, which is not here")
 
 
-def pickle_with_tensors(value: Any) -> tuple[bytes, int, int]:
-    """Pickle an object; return the pickle, the descriptor of a new memory file with its tensors, and how large that is."""
+def pickle_with_tensors(box: list[Any]) -> tuple[bytes, int, int]:
+    """Pickle the object in a box; return the pickle, the descriptor of a new file with its tensors, and how large that is."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
-    pickler.dump(value)
-    memory = os.memfd_create("shardkeep-state", os.MFD_CLOEXEC)
+    pickler.dump(box.pop())
+    pickler.clear_memo()  # from here on only the list of storages keeps tensors alive
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("shardkeep-state", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
     try:
         os.ftruncate(memory, pickler.nbytes)
-        for offset, storage in pickler.storages.values():
+        while pickler.storages:
+            _, (offset, storage) = pickler.storages.popitem()
             view, at = view_memory(storage.data_ptr(), storage.nbytes()), 0
             while at < len(view):
                 at += os.pwrite(memory, view[at : at + _MOST_WRITTEN], offset + at)
+            del storage
     except BaseException:
         os.close(memory)
         raise
@@ -141,6 +151,8 @@ def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
             step, argument = pickle.loads(rpc.receive(pipe))
             memory = socket.recv_fds(pipe, 1, 1)[1] if step == "begin" else []
             try:
+                if step == "begin" and not memory:
+                    raise BrokenProtocol("the process that saves could not open the state", hint=_MORE_FILES)
                 result = _StepResult(getattr(server, step)(argument, *memory))
             except BaseException as error:  # noqa: BLE001 - raised in the training process
                 result = _StepResult(error=picklable_failure(_wrap_exception(error))[0], trace=traceback.format_exc())
@@ -298,12 +310,12 @@ class RemoteSave:
     def plan(self) -> Any:
         """Send the state, and return this rank's plan."""
         try:
-            data, memory, nbytes = pickle_with_tensors(self._request.pop())
+            data, memory, nbytes = pickle_with_tensors(self._request)
         except Exception as error:
-            raise BrokenProtocol(
-                f"a save cannot be sent to the process that saves: {error}",
-                hint="the state, the storage writer and the planner are pickled; or use AsyncCheckpointerType.THREAD",
-            ) from error
+            hint = "the state, the storage writer and the planner are pickled; or use AsyncCheckpointerType.THREAD"
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                hint = _MORE_FILES
+            raise BrokenProtocol(f"a save cannot be sent to the process that saves: {error}", hint=hint) from error
         self._more_s = nbytes / rpc.SLOWEST_BYTES_PER_S
         try:
             self._saver.ask("begin", data, memory)
