@@ -106,7 +106,7 @@ class BadOptions(StateError, ValueError):
 
 
 class BadState(StateError, RuntimeError):
-    """A state dict is empty, incomplete, or does not belong to the model or optimizer."""
+    """A state dict or a checkpoint is empty, incomplete, or does not belong to the model or optimizer."""
 
 
 class MissingKey(BadState, KeyError):
@@ -252,15 +252,11 @@ class LeaseLost(CheckpointError, RuntimeError):
 
 
 class PackageMissing(CheckpointError, ImportError):
-    """A report needs a package that is not installed."""
+    """A report or a codec needs a package that is not installed."""
 
 
 class UnknownExtension(CheckpointError, ValueError):
-    """A stored descriptor names an extension, or a version of one, that is not registered."""
-
-
-class ExtensionUnavailable(CheckpointError, ValueError):
-    """An extension needs a module that is not installed."""
+    """A stored descriptor names an extension, or a version of one, that is not registered, or not installed."""
 
 
 class UnknownCodec(CheckpointError, ValueError):
@@ -271,24 +267,16 @@ class InvalidCodec(CheckpointError, ValueError):
     """The arguments of a codec are invalid, or its class does not follow the protocol."""
 
 
-class CodecUnavailable(CheckpointError, ImportError):
-    """A codec needs a package that is not installed."""
-
-
 class CodecFailed(CheckpointError, RuntimeError):
     """A codec failed while writing, or returned more bytes than it announced."""
 
 
 class DamagedFrame(DamagedCheckpoint):
-    """A stored frame cannot be decoded."""
+    """A stored frame cannot be decoded, or would decode to more bytes than were written."""
 
 
 class NotAuthentic(DamagedFrame):
     """Encrypted data, or its record, was changed, cut, moved or exchanged."""
-
-
-class OversizedFrame(DamagedFrame):
-    """A stored frame would decode to more bytes than were written."""
 
 
 class KeyMissing(CheckpointError, LookupError):
@@ -312,10 +300,6 @@ class BrokenProtocol(StateError, AssertionError, RuntimeError):
 
 class NoMetadata(CheckpointError, AssertionError):
     """Neither the checkpoint's metadata nor that of this rank could be read."""
-
-
-class MissingKeys(StateError, RuntimeError):
-    """The checkpoint lacks keys of the state."""
 
 
 class NoSuchValue(StateError, ValueError):

@@ -101,20 +101,9 @@ def save(
         64
 
     """
-    return run_save(
-        state,
-        SaveArguments(
-            where=where,
-            step=step,
-            meta=meta,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            check_replicas=check_replicas,
-            codecs=codecs,
-            group=group,
-            options=options or Options(),
-        ),
-    )
+    options = options or Options()
+    how = SaveArguments(where, step, meta, overwrite, allow_pickle, check_replicas, codecs, group, options)
+    return run_save(state, how)
 
 
 def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
@@ -226,27 +215,13 @@ def async_save(
         64
 
     """
-    request = SaveArguments(
-        where=where,
-        step=step,
-        meta=meta,
-        overwrite=overwrite,
-        allow_pickle=allow_pickle,
-        check_replicas=check_replicas,
-        codecs=codecs,
-        group=group,
-        options=options or Options(),
-    )
-    return start_save(state, request, staging=staging, writer=writer, max_in_flight=max_in_flight)
+    options = options or Options()
+    how = SaveArguments(where, step, meta, overwrite, allow_pickle, check_replicas, codecs, group, options)
+    return start_save(state, how, staging=staging, writer=writer, max_in_flight=max_in_flight)
 
 
 def start_save(
-    state: Mapping[str, Any],
-    request: SaveArguments,
-    *,
-    staging: str = "auto",
-    writer: str = "thread",
-    max_in_flight: int = 1,
+    state: Mapping[str, Any], request: SaveArguments, *, staging: str, writer: str, max_in_flight: int
 ) -> SaveHandle[SaveReport]:
     """Start to save a state as a request says; see `async_save`."""
     phases, options = Phases(), request.options

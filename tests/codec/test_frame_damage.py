@@ -18,7 +18,6 @@ from shardkeep.errors import (
     InvalidCodec,
     KeyMissing,
     NotAuthentic,
-    OversizedFrame,
     UnknownCodec,
     WrongKey,
 )
@@ -241,5 +240,5 @@ def test_anything_else(codecs, stored, nbytes):
 def test_more_than_was_written_is_said_to_be_so():
     """A frame that is larger than its place says has an error of its own, if the codec can detect it."""
     chain = chain_of(["float"])
-    with pytest.raises(OversizedFrame, match="becomes 6000 bytes, expected at most 5000"):
+    with pytest.raises(DamagedFrame, match="becomes 6000 bytes, expected at most 5000"):
         decoded(chain, coded(chain, DATA), 5000)

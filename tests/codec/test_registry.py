@@ -10,7 +10,7 @@ import pytest
 from shardkeep.codecs import chain as known
 from shardkeep.codecs.base import CodecConfig
 from shardkeep.codecs.chain import CodecChain, find_codec, register_codec
-from shardkeep.errors import CodecFailed, CodecUnavailable, DamagedFrame, InvalidCodec, UnknownCodec
+from shardkeep.errors import CodecFailed, DamagedFrame, InvalidCodec, PackageMissing, UnknownCodec
 from tests.codec.frames import KEYS, Shout, ShoutCodec, coded, decoded
 
 
@@ -200,9 +200,9 @@ def test_a_package_that_is_not_installed(codec, hidden, extra, monkeypatch):
     require_module.cache_clear()
     zstd_module.cache_clear()
     try:
-        with pytest.raises(CodecUnavailable) as begun:
+        with pytest.raises(PackageMissing) as begun:
             CodecChain.begin([codec], keys=KEYS)
-        with pytest.raises(CodecUnavailable) as opened:
+        with pytest.raises(PackageMissing) as opened:
             decoded(CodecChain.opened(chain.recorded, keys=KEYS), b"", 0)
     finally:
         require_module.cache_clear()

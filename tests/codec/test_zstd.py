@@ -9,7 +9,7 @@ import pytest
 from shardkeep.codecs import stream_extensions
 from shardkeep.codecs.compression import zstd_module
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, ZStandard
-from shardkeep.errors import CheckpointError, ExtensionUnavailable, MalformedFile
+from shardkeep.errors import CheckpointError, MalformedFile, UnknownExtension
 from tests.codec.samples import DATA, NOISE, Raw
 
 
@@ -108,7 +108,7 @@ def test_where_no_module_is_installed(monkeypatch):
     for make in (ZStandard, lambda: ZStandard.from_descriptor("1")):
         with pytest.raises(ValueError, match="there is no module named") as caught:
             make()
-        assert isinstance(caught.value, ExtensionUnavailable)
+        assert isinstance(caught.value, UnknownExtension)
         assert "pip install" in caught.value.hint
     assert "stream.zstd" in ExtensionRegistry().extensions
 

@@ -17,6 +17,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.manage.lease import LEASE_NAME, Lease
+from shardkeep.manage.schedule import Clock
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
@@ -51,7 +52,7 @@ def holder(root: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-class Clock:
+class SleepClock:
     """A clock that advances only during sleeps; `meanwhile` runs in each sleep."""
 
     def __init__(self, meanwhile: Callable[[float], object] = lambda _: None) -> None:
@@ -62,8 +63,8 @@ class Clock:
         self.now += seconds
         self.meanwhile(self.now)
 
-    def lease(self, root: Store, **more: Any) -> Lease:
-        return Lease(root, clock=lambda: self.now, sleep=self.sleep, **more)
+    def lease(self, root: Store, lasts_s: float = 300.0, **more: Any) -> Lease:
+        return Lease(root, Clock(monotonic=lambda: self.now, sleep=self.sleep, lease_s=lasts_s), **more)
 
 
 def of_elsewhere(beat: int = 0) -> bytes:
@@ -100,7 +101,7 @@ def test_a_holder_elsewhere_that_moves_is_alive() -> None:
     """It is watched, and the second job refused as soon as it writes."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
-    clock = Clock(lambda now: now > 20 and root.put(LEASE_NAME, of_elsewhere(1), replace=True))
+    clock = SleepClock(lambda now: now > 20 and root.put(LEASE_NAME, of_elsewhere(1), replace=True))
     with pytest.raises(sk.RootInUse, match="node7"):
         clock.lease(root).acquire()
     assert clock.now < 25
@@ -112,7 +113,7 @@ def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
     """After as long as a lease lasts."""
     root = MemoryStore()
     root.put(LEASE_NAME, seen)
-    clock = Clock()
+    clock = SleepClock()
     lease = clock.lease(root, lasts_s=100.0)
     lease.acquire()
     assert 99 < clock.now < 105
@@ -130,7 +131,7 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
     root = LocalStore(tmp_path)
     root.put(LEASE_NAME, of_elsewhere())
     os.utime(tmp_path / LEASE_NAME, (1, 1))
-    clock = Clock()
+    clock = SleepClock()
     lease = clock.lease(root, lasts_s=100.0)
     lease.acquire()
     assert 15 <= clock.now < 20
@@ -138,7 +139,7 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
     os.utime(tmp_path)
     root.put(LEASE_NAME, of_elsewhere(), replace=True)
     os.utime(tmp_path / LEASE_NAME, (1, 1))
-    clock = Clock(lambda now: root.put(LEASE_NAME, of_elsewhere(2), replace=True))
+    clock = SleepClock(lambda now: root.put(LEASE_NAME, of_elsewhere(2), replace=True))
     with pytest.raises(sk.RootInUse):
         clock.lease(root, lasts_s=100.0).acquire()
 
@@ -147,7 +148,7 @@ def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
     """The other job has ended well."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
-    clock = Clock(lambda now: root.delete(LEASE_NAME))
+    clock = SleepClock(lambda now: root.delete(LEASE_NAME))
     lease = clock.lease(root)
     lease.acquire()
     assert clock.now < 10
@@ -158,7 +159,7 @@ def test_takeover_does_not_wait() -> None:
     """It was asked for."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
-    clock = Clock()
+    clock = SleepClock()
     lease = clock.lease(root, takeover=True)
     lease.acquire()
     assert clock.now == 0
@@ -168,7 +169,7 @@ def test_takeover_does_not_wait() -> None:
 def test_it_is_renewed_while_it_is_held() -> None:
     """A thread renews it, notices when it is lost, and writes it again when it was deleted by hand."""
     root = MemoryStore()
-    lease = Lease(root, lasts_s=2.0)
+    lease = Lease(root, Clock(lease_s=2.0))
     lease.acquire()
     lease.acquire()
 
@@ -300,7 +301,7 @@ def test_a_renewal_does_not_undo_a_takeover() -> None:
         inner.put(name, data, **how)
 
     late: Any = Overriding(inner, put=put)
-    first, second = Lease(late, lasts_s=0.2), Lease(inner, takeover=True)
+    first, second = Lease(late, Clock(lease_s=0.2)), Lease(inner, takeover=True)
     first.acquire()
     others.append(second)
     until(lambda: not held(first))

@@ -25,7 +25,7 @@ from shardkeep.events import Event, PruneFailed
 from shardkeep.manage.catalog import Entry, template_of
 from shardkeep.manage.decisions import StepDecisions
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.prune import CheckpointLocks, Pruner
+from shardkeep.manage.prune import Pruner
 from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.saves import Saves, find_timeline
 from shardkeep.manage.schedule import Clock
@@ -197,7 +197,7 @@ def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
     fault = Fault(tmp_path)
     catalog = sk.Catalog(fault.root)
     lease = Lease(LocalStore(tmp_path))
-    house = Pruner(catalog, KeepLast(1), lease, CheckpointLocks(), lambda: datetime.now(timezone.utc))
+    house = Pruner(catalog, KeepLast(1), lease, lambda: datetime.now(timezone.utc))
     fault.set("places")
     house.sweep([])
     assert not fault.times
@@ -494,7 +494,7 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
 def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:
     """However fast the steps were before."""
     now = [0.0]
-    agreement = StepDecisions(World(0, 1), "s", clock=lambda: now[0])
+    agreement = StepDecisions(World(0, 1), "s", Clock(monotonic=lambda: now[0]))
     paces = []
     for _ in range(20):
         agreement._calls_since = again = agreement._calls_per_interval()

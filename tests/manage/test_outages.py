@@ -16,6 +16,7 @@ import torch
 import shardkeep as sk
 from shardkeep.errors import StorageError
 from shardkeep.manage.lease import LEASE_NAME, Holder, Lease, running_holder
+from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import QUICK, Broken, Overriding, checkpointer, empty_state, far_root, state_at, until
@@ -72,7 +73,7 @@ def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
 def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
     """A live job writes a deleted lease again; a job that did not renew it in time must not."""
     root, now = MemoryStore(), [0.0]
-    lease = Lease(root, lasts_s=1000.0, clock=lambda: now[0])
+    lease = Lease(root, Clock(lease_s=1000.0, monotonic=lambda: now[0]))
     lease.acquire()
     now[0] = 999.0
     root.delete(LEASE_NAME)
@@ -125,7 +126,7 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
         now[0] += seconds
         root.put(LEASE_NAME, json.dumps({**old, "contested": True, "released": True}).encode(), replace=True)
 
-    lease = Lease(root, clock=lambda: now[0], sleep=sleep)
+    lease = Lease(root, Clock(monotonic=lambda: now[0], sleep=sleep))
     lease.acquire()
     assert now[0] < 10
     lease.release()

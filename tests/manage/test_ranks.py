@@ -14,6 +14,7 @@ import torch
 import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.manage.decisions import Decision, StepDecisions
+from shardkeep.manage.schedule import Clock
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train
 from tests.support.rank_pool import RankPool
@@ -209,7 +210,7 @@ def test_rank_0_decides_and_paces() -> None:
     now = [0.0]
 
     def main(world: World) -> list[tuple[int, str]]:
-        agreement = StepDecisions(world, "s", interval_s=1.0, clock=lambda: now[0])
+        agreement = StepDecisions(world, "s", Clock(monotonic=lambda: now[0]))
         seen = []
         for step in range(100):
             if agreement.reached():

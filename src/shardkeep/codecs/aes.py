@@ -20,7 +20,7 @@ import numpy as np
 
 from shardkeep.codecs.base import WRAPPED, Codec, CodecConfig, CodecRecord, FramePlace, require_module
 from shardkeep.codecs.keys import KEY_NBYTES
-from shardkeep.errors import InvalidCodec, KeyMissing, NotAuthentic, OversizedFrame, WrongKey
+from shardkeep.errors import DamagedFrame, InvalidCodec, KeyMissing, NotAuthentic, WrongKey
 
 if TYPE_CHECKING:
     from shardkeep.codecs.keys import KeySource
@@ -93,7 +93,7 @@ class _AesCodec:
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> memoryview:
         nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
         if nbytes > most_nbytes:
-            raise OversizedFrame(
+            raise DamagedFrame(
                 f"encrypted {place.named} is larger than when it was written", hint=_HINT, file=place.file
             )
         plain = np.empty(max(nbytes, 0), np.uint8).data

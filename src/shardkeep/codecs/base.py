@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 
 import msgspec
 
-from shardkeep.errors import CodecUnavailable, InvalidCodec, UnknownCodec
+from shardkeep.errors import InvalidCodec, PackageMissing, UnknownCodec
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -173,10 +173,10 @@ def without_keys(recorded: list[CodecRecord]) -> list[CodecRecord]:
 
 @cache
 def require_module(module: str, *, extra: str, wanted_by: str) -> Any:
-    """Import a module of an optional package, or raise `CodecUnavailable` with a hint what to install."""
+    """Import a module of an optional package, or raise `PackageMissing` with a hint what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
-        raise CodecUnavailable(
+        raise PackageMissing(
             f"{wanted_by} needs a package that is not installed: {exc}", hint=f"pip install 'shardkeep[{extra}]'"
         ) from exc

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardkeep.codecs import base
 from shardkeep.codecs.keys import CachedKeys, KeySource
-from shardkeep.errors import CheckpointError, CodecFailed, DamagedFrame, InvalidCodec, OversizedFrame, UnknownCodec
+from shardkeep.errors import CheckpointError, CodecFailed, DamagedFrame, InvalidCodec, UnknownCodec
 from shardkeep.storage.buffers import flat
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class CodecChain:
                 raise DamagedFrame(message, hint=_HINT, file=place.file) from exc
             if size > bounds[at]:
                 message = f"{place.named} became {size} bytes in the codec {name!r}, expected at most {bounds[at]}"
-                raise OversizedFrame(message, hint=_HINT, file=place.file)
+                raise DamagedFrame(message, hint=_HINT, file=place.file)
         size = size if filled else data.nbytes
         if size != place.nbytes:
             message = f"{place.named} became {size} bytes instead of {place.nbytes}"

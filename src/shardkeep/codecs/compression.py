@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, require_module
-from shardkeep.errors import CodecUnavailable, DamagedFrame, InvalidCodec, OversizedFrame
+from shardkeep.errors import DamagedFrame, InvalidCodec, PackageMissing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -48,7 +48,7 @@ def zstd_module() -> Any:
 def require_zstd(wanted_by: str) -> Any:
     module = zstd_module()
     if module is None:
-        raise CodecUnavailable(
+        raise PackageMissing(
             f"{wanted_by} needs one of the modules {', '.join(MODULES)}, and none is installed",
             hint="pip install 'shardkeep[zstd]'",
         )
@@ -177,5 +177,5 @@ class _OrRaw:
             raise DamagedFrame(f"{place.named} does not say how it is stored", file=place.file)
         if rest.nbytes > most_nbytes:
             message = f"{place.named} holds {rest.nbytes} bytes, expected at most {most_nbytes}"
-            raise OversizedFrame(message, file=place.file)
+            raise DamagedFrame(message, file=place.file)
         return rest

@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace
 from shardkeep.codecs.compression import PerThread, decompress_frame, huffman_compressor, level_compressor, require_zstd
-from shardkeep.errors import DamagedFrame, OversizedFrame
+from shardkeep.errors import DamagedFrame
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -192,7 +192,7 @@ def _nbytes_of(data: memoryview, place: FramePlace, most_nbytes: int) -> int:
         raise _damaged(place, "it does not say how it is stored")
     nbytes: int = data.nbytes - 1 if data[0] == RAW else KIND.unpack_from(data)[1]
     if nbytes > most_nbytes:
-        raise OversizedFrame(f"{place.named} becomes {nbytes} bytes, expected at most {most_nbytes}", file=place.file)
+        raise DamagedFrame(f"{place.named} becomes {nbytes} bytes, expected at most {most_nbytes}", file=place.file)
     return nbytes
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from shardkeep.codecs.compression import MODULES, zstd_module
-from shardkeep.errors import ExtensionUnavailable, MalformedFile, StorageError, UnknownExtension
+from shardkeep.errors import MalformedFile, StorageError, UnknownExtension
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -263,7 +263,7 @@ class ZStandard(StreamTransformExtension):
         # Not an attribute: the extension is pickled with its storage writer for other processes.
         module = zstd_module()
         if module is None:
-            raise ExtensionUnavailable(
+            raise UnknownExtension(
                 f"ZStandard cannot be used: there is no module named {' or '.join(map(repr, MODULES))}",
                 hint="pip install backports.zstd (Python 3.14 has compression.zstd)",
             )

@@ -56,7 +56,7 @@ log = logging.getLogger("shardkeep")
 _DIGEST_WINDOW_NBYTES = 8 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SaveArguments:
     """What a caller asks for: the arguments of `sk.save`."""
 

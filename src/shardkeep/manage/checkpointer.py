@@ -71,7 +71,7 @@ class Checkpointer:
 
     """
 
-    _clock = schedule.Clock()
+    _clock = schedule.CLOCK
     """Tests replace it, in a subclass."""
 
     def __init__(
@@ -189,11 +189,9 @@ class Checkpointer:
             roots,
             self._tiers,
             self._ranks,
-            clock,
             policy=policy,
             terms=None if promote_to is None else terms,
-            options=options,
-            retries=retries,
+            retry_policy=retry_policy,
             takeover=takeover,
             max_in_flight=max_in_flight,
             raises=self._errors.raises,

@@ -15,7 +15,6 @@ The keys, below one prefix per Checkpointer, all of which are deleted again:
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +26,7 @@ from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.errors import RanksDisagree, RanksSilent
-from shardkeep.manage.schedule import Clock
+from shardkeep.manage.schedule import CLOCK, Clock
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,17 +60,13 @@ Decide = Callable[[Collection[str]], Decision]
 class StepDecisions:
     """The part of one rank in decisions. Used by one thread."""
 
-    def __init__(
-        self, world: World, session: str, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, world: World, session: str, clock: Clock = CLOCK) -> None:
         """`session` is the same on all ranks, and new for each Checkpointer."""
         self._world = world.with_prefix(f"decisions/{session}")
-        self._interval_s = interval_s
-        self._clock = clock
+        self._clock, self._interval_s = clock.monotonic, clock.interval_s
         self._number = 0
-        self._calls_left = 1
-        self._calls_since = 1
-        self._last_s = clock()
+        self._calls_left = self._calls_since = 1
+        self._last_s = self._clock()
 
     def reached(self) -> bool:
         """Count a call, and return whether a decision is made in it."""
@@ -231,8 +226,8 @@ class RankContext:
         self, url: str, clock: Clock, *, group: ProcessGroup | World | None, timeout_s: float, arguments: list[Any]
     ) -> None:
         """`url` is the root, in messages; `arguments` are those of the Checkpointer that must be the same on all ranks."""
-        self._url, self._clock, self._arguments = url, clock, arguments
-        self._group, self._timeout_s = group, timeout_s
+        self.clock = clock
+        self._url, self._arguments, self._group, self._timeout_s = url, arguments, group, timeout_s
         # Not cached properties: before Python 3.12 these share one lock, and ranks that are threads would block each other.
         self._world: World | None = None
         self._decisions: StepDecisions | None = None
@@ -248,12 +243,12 @@ class RankContext:
     def decisions(self) -> StepDecisions:
         """The decisions of the ranks; first used by all ranks at the same time, which compares their arguments."""
         if self._decisions is None:
-            clock, session = self._clock, ""
+            session = ""
             if not self.world.solo:
                 with rendezvous(self.world, f"steps of {self._url}") as meeting:
                     mine = msgspec.json.encode(self._arguments)
                     session = meeting.agree("begin", lambda: mine, _new_session).decode()
-            self._decisions = StepDecisions(self.world, session, interval_s=clock.interval_s, clock=clock.monotonic)
+            self._decisions = StepDecisions(self.world, session, self.clock)
         return self._decisions
 
 

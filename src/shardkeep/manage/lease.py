@@ -24,7 +24,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from weakref import WeakValueDictionary
@@ -32,13 +31,13 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
+from shardkeep.manage.schedule import CLOCK, Clock
 from shardkeep.storage.base import Root, Store, Version
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
 
 LEASE_NAME = "lease.json"
-LEASE_S = 300.0
 _RENEWALS = 10
 """How often a lease is renewed while it lasts."""
 _MAX_NBYTES = 4096
@@ -79,21 +78,10 @@ _held: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 class Lease:
     """The right to save to a root. May be used by several threads."""
 
-    def __init__(
-        self,
-        root: Store,
-        *,
-        lasts_s: float = LEASE_S,
-        takeover: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, root: Store, clock: Clock = CLOCK, *, takeover: bool = False) -> None:
         """`takeover`: take the lease from any holder."""
-        self._root = root
-        self._lasts_s = lasts_s
-        self._takeover = takeover
-        self._clock = clock
-        self._sleep = sleep
+        self._root, self._takeover = root, takeover
+        self._clock, self._sleep, self._lasts_s = clock.monotonic, clock.sleep, clock.lease_s
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -318,7 +306,7 @@ def running_holder(root: Root) -> str:
     if holder is None:
         return "a lease that cannot be read"
     here = holder.host == host_identity()
-    holds = process_start(holder.pid) == holder.started if here else time.time() - written_s < LEASE_S
+    holds = process_start(holder.pid) == holder.started if here else time.time() - written_s < CLOCK.lease_s
     return str(holder) if holds and not holder.released else ""
 
 

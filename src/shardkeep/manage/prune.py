@@ -83,7 +83,6 @@ class Pruner:
         catalog: Catalog,
         policy: Policy,
         lease: Lease,
-        locks: CheckpointLocks,
         now: Callable[[], datetime],
         *,
         spared: Callable[[list[Entry]], Collection[str]] = lambda _: (),
@@ -99,7 +98,7 @@ class Pruner:
         """Checkpoints that could not be restored: they do not count as kept, and are not deleted."""
         self._catalog, self._root = catalog, catalog.root
         self._policy, self._now = policy, now
-        self._lease, self._locks = lease, locks
+        self.lease, self.locks = lease, CheckpointLocks()
         self._spared, self._resumed = spared, resumed
         self._known_empty: set[str] = set()
         """Directories that were found empty: they are not swept again until something is in them."""
@@ -153,7 +152,7 @@ class Pruner:
         try:
             done = succeeded()
         finally:
-            self._locks.release(name)
+            self.locks.release(name)
         if done:
             self.distrusted.discard(name)  # it was overwritten
             self.prune(name, latest=name)
@@ -167,7 +166,7 @@ class Pruner:
             if latest is not None:
                 # The version must be read before the lease: a job that takes the root over later is not overwritten then.
                 seen = self._root.version(LATEST_NAME)
-                self._lease.check()
+                self.lease.check()
                 self._root.put(LATEST_NAME, f"{latest}\n".encode(), over=seen)
             if not isinstance(self._policy, KeepAll):
                 self.sweep(self._delete_unwanted(name, deleted, is_new=latest is not None))
@@ -184,16 +183,16 @@ class Pruner:
             level = logging.WARNING if is_new else logging.DEBUG
             log.log(level, "%s: %s was committed, but is not visible: nothing is deleted", self._root.url, just)
             return []
-        spared = {*([just] if is_new else []), *self._locks.names(), *self._spared(trusted)}
+        spared = {*([just] if is_new else []), *self.locks.names(), *self._spared(trusted)}
         for entry in plan(trusted, self._policy, self._now(), spared=spared).to_delete:
-            with self._locks.deleting(entry.name) as free:
+            with self.locks.deleting(entry.name) as free:
                 if free and self._delete(entry):
                     deleted.add(entry.name)
         return entries
 
     def _delete(self, entry: Entry) -> bool:
         where = f"{self._root.url}/{entry.name}"
-        self._lease.check()
+        self.lease.check()
         try:
             if is_pinned(self._root, entry.name):  # since the records were read
                 return False
@@ -236,11 +235,11 @@ class Pruner:
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
         """Work on a directory that is not in use, while the lease is held; report a failure."""
-        with self._locks.deleting(name) as free:
+        with self.locks.deleting(name) as free:
             if not free or self._resumed(name):
                 return
             try:
-                self._lease.check()
+                self.lease.check()
                 work()
             except LeaseLost:
                 raise
@@ -252,7 +251,7 @@ class Pruner:
         store = self._root.place(entry.name)
         if entry.record is None or not {save_id_of(info.name) for info in store.list()} - {None, entry.save_id}:
             return
-        found = orphans.survey(store, self._lease.gone)
+        found = orphans.survey(store, self.lease.gone)
         # The record is read by name, because a listing may miss it; and after the survey, because what is dead by then and
         # not in the record never will be.
         orphans.delete_files(store, set(found.dead).difference(read_record(store).names))
@@ -260,7 +259,7 @@ class Pruner:
     def _sweep(self, name: str) -> None:
         """Remove what dead saves left in a directory without a checkpoint; and the directory if it is empty."""
         store = self._root.place(name)
-        found = orphans.survey(store, self._lease.gone)
+        found = orphans.survey(store, self.lease.gone)
         # After the survey: a save that had ended by then, and is not committed now, never will be.
         names = [info.name for info in store.list()]
         if not found.over or any(map(is_commit_marker, names)):

@@ -46,7 +46,7 @@ from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_fro
 from shardkeep.manage.decisions import PendingTasks, RankContext
 from shardkeep.manage.file_copy import copy_files, throttle
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.prune import CheckpointLocks, Pruner
+from shardkeep.manage.prune import Pruner
 from shardkeep.manage.retention import Policy, plan
 from shardkeep.manage.schedule import Clock
 from shardkeep.options import Options
@@ -128,21 +128,13 @@ class ReplicationCoordinator:
     """What rank 0 knows of the far root. Any thread may ask what is there; one thread replicates."""
 
     def __init__(
-        self,
-        tiers: Tiers,
-        far: Catalog,
-        terms: ReplicationTerms,
-        lease: Lease,
-        near_pruner: Pruner,
-        near_locks: CheckpointLocks,
-        now: Callable[[], datetime],
+        self, tiers: Tiers, far: Catalog, terms: ReplicationTerms, lease: Lease, near_pruner: Pruner, clock: Clock
     ) -> None:
         """`far` is the far root of `tiers` once more, through a store that stops working when replication is cancelled."""
         self.lease = lease
-        self.pruner = Pruner(far, terms.policy, lease, CheckpointLocks(), now, resumed=self._resumes)
+        self.pruner = Pruner(far, terms.policy, lease, clock.now, resumed=self._resumes)
         self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.all[FAR]
-        self._terms, self._now = terms, now
-        self._near_pruner, self._near_locks = near_pruner, near_locks
+        self._terms, self._now, self._near_pruner = terms, clock.now, near_pruner
         self._lock = threading.Lock()
         self._there: dict[str, Entry] = {}
         """What the far root has. Only this job changes it, because it holds the lease."""
@@ -216,8 +208,8 @@ class ReplicationCoordinator:
             self._swept = True
             self._partial = self._to_come | self._unsure  # an earlier job may have begun to copy them
         for entry in wanted:
-            self._near_locks.acquire(entry.name)
-            held.callback(self._near_locks.release, entry.name)
+            self._near_pruner.locks.acquire(entry.name)
+            held.callback(self._near_pruner.locks.release, entry.name)
             # The record must be read after the lock, because until then the checkpoint may be deleted or replaced.
             data = self._record_of(entry)
             if data is None:
@@ -392,30 +384,28 @@ class Replicator:
         root: Root,
         tiers: Tiers,
         ranks: RankContext,
-        clock: Clock,
+        near_pruner: Pruner,
+        terms: ReplicationTerms,
         *,
         lease: Lease,
-        near_pruner: Pruner,
-        near_locks: CheckpointLocks,
-        terms: ReplicationTerms,
         options: Options,
-        retries: int,
+        retry_policy: RetryPolicy,
         is_saving: Callable[[], bool],
     ) -> None:
         """`root` is the far root without retries, and `lease` its lease."""
         self._running_round = 0
         self._cancelled_before = 0
         """Rounds with lower numbers are cancelled."""
-        policy = RetryPolicy(retries, sleep=clock.sleep, wanted=self._is_wanted)
-        far = Catalog(RetryingRoot(root, policy), tiers.near.naming.template)
-        self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, near_locks, clock.now)
+        retrying = RetryingRoot(root, replace(retry_policy, wanted=self._is_wanted))
+        far = Catalog(retrying, tiers.near.naming.template)
+        self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, ranks.clock)
         """Rank 0's part."""
         self.rounds = PendingTasks()
         self._catalogs = tiers.near, far
         self._urls = tiers.urls
         self._ranks = ranks
         self._options = options
-        self._pause = partial(throttle, is_saving, clock.sleep)
+        self._pause = partial(throttle, is_saving, ranks.clock.sleep)
         self._near_pruner = near_pruner
         self._world: World | None = None
         """The ranks, once `begin` was called."""

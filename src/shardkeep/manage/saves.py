@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,12 +32,10 @@ from shardkeep.manage.catalog import (
 )
 from shardkeep.manage.decisions import PendingTasks, RankContext
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.prune import CheckpointLocks, Pruner
+from shardkeep.manage.prune import Pruner
 from shardkeep.manage.replicate import ReplicationTerms, Replicator
 from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy
-from shardkeep.manage.schedule import Clock
-from shardkeep.options import Options
 from shardkeep.saving import run_save, start_save
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.cancel import run_with_deadline
@@ -119,12 +117,10 @@ class Saves:
         roots: Sequence[Root],
         tiers: Tiers,
         ranks: RankContext,
-        clock: Clock,
         *,
         policy: Policy,
         terms: ReplicationTerms | None,
-        options: Options,
-        retries: int,
+        retry_policy: RetryPolicy,
         takeover: bool,
         max_in_flight: int,
         raises: bool,
@@ -144,16 +140,11 @@ class Saves:
         self._highest: int | None = None
         self._roots, self._root = roots, roots[NEAR]
         self._tiers, self._catalog = tiers, tiers.near
-        self._ranks, self._clock = ranks, clock
-        self._retries, self._max_in_flight = retries, max_in_flight
+        self._ranks, self._retry_policy, self._max_in_flight = ranks, retry_policy, max_in_flight
         self._how, self._how_asynchronous = how, how_asynchronous
-        leases = [
-            Lease(each.root, lasts_s=clock.lease_s, takeover=takeover, clock=clock.monotonic, sleep=clock.sleep)
-            for each in tiers.all
-        ]
+        leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
         self._lease = leases[NEAR]
-        self._locks = CheckpointLocks()
-        self._pruner = Pruner(tiers.near, policy, self._lease, self._locks, clock.now, spared=self._unreplicated)
+        self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=self._unreplicated)
         self._session = secrets.token_hex(8)
         """Rank 0's is used by all ranks."""
         self._in_call = False
@@ -164,13 +155,11 @@ class Saves:
                 roots[FAR],
                 tiers,
                 ranks,
-                clock,
+                self._pruner,
+                terms,
                 lease=leases[FAR],
-                near_pruner=self._pruner,
-                near_locks=self._locks,
-                terms=terms,
-                options=options,
-                retries=retries,
+                options=how["options"],
+                retry_policy=retry_policy,
                 is_saving=lambda: self._in_call or self._pending.running(),
             )
         self._timeline: Timeline | None = None
@@ -259,7 +248,7 @@ class Saves:
         if self._timeline is not None:
             return
         # Rank 0 may have to wait until the lease of a dead job expires.
-        world = replace(self._ranks.world, alone_s=2 * self._clock.lease_s)
+        world = replace(self._ranks.world, alone_s=2 * self._ranks.clock.lease_s)
         found: list[Timeline] = []
 
         def acquire(payloads: list[bytes]) -> list[bytes]:
@@ -304,10 +293,10 @@ class Saves:
 
         place, first = self._root.place(name), self._ranks.world.rank == 0
         before_put = self._lease.check if first else None
-        store = RetryingStore(place, self._retry_policy(place, step), before_put=before_put)
+        store = self._retrying(place, step, before_put)
         request = SaveArguments(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
         if first:
-            self._locks.acquire(name)
+            self._pruner.locks.acquire(name)
         other_failure: EarlierSaveFailed | None = None
         saved: Saved
         try:
@@ -323,7 +312,7 @@ class Saves:
             if self.replicator is not None:
                 self.replicator.rounds.skip()
             if first:
-                self._locks.release(name)
+                self._pruner.locks.release(name)
             raise
         finally:
             self._in_call = False
@@ -370,16 +359,16 @@ class Saves:
         """Return the store that a checkpoint is restored from."""
         place = self._roots[candidate.tier].place(candidate.name)
         # Files of torch's layout may have any name, or be links; their reader uses the plain store.
-        return place if candidate.layout == "torch" else RetryingStore(place, self._retry_policy(place, candidate.step))
+        return place if candidate.layout == "torch" else self._retrying(place, candidate.step)
 
-    def _retry_policy(self, place: Store, step: int) -> RetryPolicy:
+    def _retrying(self, place: Store, step: int, before_put: Callable[[], object] | None = None) -> RetryingStore:
         about: dict[str, Any] = {"rank": self._ranks.world.rank, "where": place.url, "step": step}
 
         def on_retry(attempt: int, error: StorageError, wait_s: float) -> None:
             what: dict[str, Any] = {"kind": type(error).__name__, "message": str(error)}
             emit(Retried, partial(Retried, **about, **what, attempt=attempt, wait_s=wait_s))
 
-        return RetryPolicy(self._retries, on_retry=on_retry, sleep=self._clock.sleep)
+        return RetryingStore(place, replace(self._retry_policy, on_retry=on_retry), before_put=before_put)
 
 
 def _succeeded(saved: Saved, step: int, timeline: Timeline) -> bool:

@@ -54,6 +54,9 @@ class Clock:
     """How long a lease stays valid after its last renewal."""
 
 
+CLOCK = Clock()
+
+
 class StepSchedule:
     """Which steps are due by their number: each multiple of `every` that is reached or passed, and each step of `at`."""
 

@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,26 +44,20 @@ def backoff_s(failed: int, *, first_s: float = 0.2, longest_s: float = 5.0) -> f
     return float(min(longest_s, first_s * 2 ** (failed - 1) * jitter))
 
 
+@dataclass(frozen=True)
 class RetryPolicy:
     """How often, and after which delays, an operation is retried."""
 
-    def __init__(
-        self,
-        retries: int,
-        *,
-        on_retry: OnRetry | None = None,
-        sleep: Callable[[float], object] = time.sleep,
-        wanted: Callable[[], bool] | None = None,
-    ) -> None:
-        """`on_retry` is called before each retry; `wanted` is asked before each attempt whether to make it."""
-        self._retries = retries
-        self._on_retry = on_retry
-        self._sleep = sleep
-        self._wanted = wanted
+    retries: int
+    on_retry: OnRetry | None = None
+    """Called before each retry."""
+    sleep: Callable[[float], object] = time.sleep
+    wanted: Callable[[], bool] | None = None
+    """Asked before each attempt whether to make it."""
 
     def attempt(self, what: str, work: Callable[[int], T]) -> T:
         """Call `work` with the number of attempts that failed before, until it succeeds or the retries are used up."""
-        for failed in range(self._retries):
+        for failed in range(self.retries):
             self._check_wanted(what)
             try:
                 return work(failed)
@@ -71,17 +66,17 @@ class RetryPolicy:
                     raise
                 delay_s = backoff_s(failed + 1, first_s=0.5, longest_s=15.0)
                 log.warning("could not %s (attempt %d), retrying in %.1f s: %s", what, failed + 1, delay_s, error)
-                if self._on_retry is not None:
-                    self._on_retry(failed + 1, error, delay_s)
-                while delay_s > 0 and (self._wanted is None or self._wanted()):
-                    step_s = delay_s if self._wanted is None else min(_LONGEST_SLEEP_S, delay_s)
-                    self._sleep(step_s)
+                if self.on_retry is not None:
+                    self.on_retry(failed + 1, error, delay_s)
+                while delay_s > 0 and (self.wanted is None or self.wanted()):
+                    step_s = delay_s if self.wanted is None else min(_LONGEST_SLEEP_S, delay_s)
+                    self.sleep(step_s)
                     delay_s -= step_s
         self._check_wanted(what)
-        return work(self._retries)
+        return work(self.retries)
 
     def _check_wanted(self, what: str) -> None:
-        if self._wanted is not None and not self._wanted():
+        if self.wanted is not None and not self.wanted():
             raise SaveCancelled(f"did not {what}: the save was cancelled")
 
 

@@ -516,7 +516,7 @@ def _destinations(
             raise _only_tensors(item.storage_index.fqn, planner)
         by_key[item.storage_index.fqn].append(item)
     if missing := sorted(by_key.keys() - held.keys()):
-        raise errors.MissingKeys(
+        raise errors.BadState(
             f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
             hint="take the keys out of the state, or load another file",
             missing=missing,

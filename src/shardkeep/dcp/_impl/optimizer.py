@@ -23,7 +23,7 @@ from shardkeep.dcp._impl.plans import (
     current_device,
     device_of_group,
 )
-from shardkeep.errors import BrokenProtocol, InvalidShards, MissingKeys
+from shardkeep.errors import BadState, BrokenProtocol, InvalidShards
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.flatten import unflatten_state_dict
 from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
@@ -56,7 +56,7 @@ def load_sharded_optimizer_state_dict(
 
     Raises:
         CheckpointException: a rank failed; on all ranks, with what each one raised.
-        MissingKeys: (a RuntimeError) the checkpoint has nothing under `optimizer_key`.
+        BadState: (a RuntimeError) the checkpoint has nothing under `optimizer_key`.
 
     """
     metadata = storage_reader.read_metadata()
@@ -87,7 +87,7 @@ def load_sharded_optimizer_state_dict(
         if offset is not None:
             offsets[key] = offset
     if not state:
-        raise MissingKeys(
+        raise BadState(
             f"the checkpoint has nothing under {optimizer_key!r}",
             hint="pass the key that the optimizer was saved under",
         )

@@ -442,7 +442,7 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         Return what this rank needs.
 
         Raises:
-            MissingKeys: (a RuntimeError) the checkpoint lacks keys, and a partial load is not allowed.
+            BadState: (a RuntimeError) the checkpoint lacks keys, and a partial load is not allowed.
             StateMismatch: (a ValueError) tensors have other sizes in the checkpoint.
 
         """

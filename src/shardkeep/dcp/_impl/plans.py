@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_chunks, _get_checkpointable_tensor_shard
-from shardkeep.errors import BrokenProtocol, MalformedFile, MissingKeys, NoSuchValue, NotSavable, StateMismatch
+from shardkeep.errors import BadState, BrokenProtocol, MalformedFile, NoSuchValue, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
@@ -484,7 +484,7 @@ def create_default_local_load_plan(
     """
     entries = metadata.state_dict_metadata
     if strict and (missing := [fqn for fqn in state_dict if fqn not in entries]):
-        raise MissingKeys(
+        raise BadState(
             f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
             hint="load with DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
             missing=missing,
