@@ -54,13 +54,6 @@ def synchronize() -> None:
 # -- asynchronous saves ------------------------------------------------------------------------------------------------
 
 
-def native(state: State, where: str) -> Begun:
-    import shardkeep as sk
-
-    handle = sk.async_save(state, where)
-    return handle.staged.wait, handle.result
-
-
 def of_dcp(dcp: Any, **options: Any) -> Callable[[State, str], Begun]:
     def begin(state: State, where: str) -> Begun:
         begun = dcp.async_save(dict(state), checkpoint_id=where, **options)
@@ -73,11 +66,17 @@ def of_dcp(dcp: Any, **options: Any) -> Callable[[State, str], Begun]:
 
 def asynchronous(name: str) -> Callable[[State, str], Begun]:
     """Return what begins a save."""
-    if name == "sk":
-        return native
-    side, kind = name.split()
     from importlib import import_module
 
+    if name == "sk":
+        sk = import_module("shardkeep")
+
+        def native(state: State, where: str) -> Begun:
+            handle = sk.async_save(state, where)
+            return handle.staged.wait, handle.result
+
+        return native
+    side, kind = name.split()
     package = "shardkeep.dcp" if side == "ours" else "torch.distributed.checkpoint"
     dcp, staging = import_module(package), import_module(f"{package}.staging")
     process = import_module(f"{package}.state_dict_saver").AsyncCheckpointerType.PROCESS

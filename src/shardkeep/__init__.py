@@ -7,13 +7,15 @@ Checkpoints for PyTorch training that are exact, atomic and verified, on any num
     sk.load(state, "runs/a/step-10")
     sk.open("runs/a/step-10")["model.layers.0.weight"][3:7]
 
-Names are imported when they are first used, so that looking at a checkpoint does not import torch.
+Names are imported when they are first used, so that looking at a checkpoint does not import torch. In a process that has
+torch already, what saves need is imported at once, so that the first save does not wait for it.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardkeep._version import __version__
@@ -200,3 +202,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if "torch" in sys.modules:
+    __getattr__("async_save")

@@ -16,6 +16,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, count
 from typing import Any
 
@@ -48,9 +49,9 @@ class Buffer:
     """Buffers that were made later have larger ones."""
 
 
-def ordinary_buffer(nbytes: int) -> Buffer:
+def ordinary_buffer(nbytes: int, *, huge_pages: bool = True) -> Buffer:
     """Make a buffer of ordinary memory."""
-    view = aligned_buffer(nbytes)
+    view = aligned_buffer(nbytes, huge_pages=huge_pages)
     return Buffer(view, torch.frombuffer(view, dtype=torch.uint8))
 
 
@@ -166,8 +167,13 @@ class BufferPool:
 class Arenas:
     """Memory of any size for snapshots. Thread-safe."""
 
-    def __init__(self, make: Callable[[int], Buffer] = ordinary_buffer) -> None:
-        """Hold nothing yet; `make` makes the memory."""
+    def __init__(self, make: Callable[[int], Buffer] = partial(ordinary_buffer, huge_pages=False)) -> None:
+        """
+        Hold nothing yet; `make` makes the memory.
+
+        Small pages, because the caller of the first save waits for them: the system takes them from memory that was just freed.
+        For a huge page it often takes memory that was never used, for which the host of a virtual machine needs six times as long.
+        """
         self._make = make
         self._free: list[Buffer] = []
         self.nbytes = 0

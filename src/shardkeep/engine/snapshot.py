@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -33,8 +34,8 @@ ALIGNMENT = 64
 """Of each copy in its arena."""
 _SMALL_NBYTES = 64 << 10
 """Up to this size a copy keeps the interpreter's lock: a thousand releases could mean a thousand waits for it."""
-_PART_NBYTES = 16 << 20
-"""Larger copies are divided between threads in parts of this size."""
+_BATCH_NBYTES = 16 << 20
+"""Copies are divided between threads in batches of this size."""
 
 _signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
@@ -172,23 +173,29 @@ def _fitting(
 
 def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, threads: int) -> None:
     base = address_of(arena.view)
-    large: list[tuple[int, int, int]] = []
+    batches: list[list[tuple[int, int, int]]] = [[]]
+    room = _BATCH_NBYTES
     for start, nbytes, source in copies:
         if not source.is_contiguous():
             scattered_memory(source, source.dtype).read(0, nbytes, arena.view[start : start + nbytes])
         elif nbytes <= _SMALL_NBYTES:
             _copy_small(base + start, source.data_ptr(), nbytes)
-        elif nbytes < _PART_NBYTES:
-            copy_memory(base + start, source.data_ptr(), nbytes)
         else:
-            address, target = source.data_ptr(), base + start
-            large += [
-                (target + at, address + at, min(_PART_NBYTES, nbytes - at)) for at in range(0, nbytes, _PART_NBYTES)
-            ]
-    if large:
-        with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-stage") as pool:
-            for _ in pool.map(lambda copy: copy_memory(*copy), large):
-                pass
+            address, target, at = source.data_ptr(), base + start, 0
+            while at < nbytes:
+                part = min(room, nbytes - at)
+                batches[-1].append((target + at, address + at, part))
+                at, room = at + part, room - part
+                if not room:
+                    batches.append([])
+                    room = _BATCH_NBYTES
+    if len(batches) <= 2:
+        list(itertools.starmap(copy_memory, itertools.chain(*batches)))
+        return
+    # Also of many tensors of a few megabytes: fresh memory, of which most of the time of a first save goes, scales with threads.
+    with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-stage") as pool:
+        for _ in pool.map(lambda batch: list(itertools.starmap(copy_memory, batch)), batches):
+            pass
 
 
 def take_snapshot(tensors: Sequence[torch.Tensor], *, staging: str, optimizers: Sequence[Optimizer]) -> DeviceSnapshot:

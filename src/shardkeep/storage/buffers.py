@@ -43,14 +43,14 @@ def allocating(what: str, hint: str) -> Iterator[None]:
         raise CheckpointError(f"no memory for {what}: {error}", hint=hint) from error
 
 
-def aligned_buffer(nbytes: int) -> memoryview:
+def aligned_buffer(nbytes: int, *, huge_pages: bool = True) -> memoryview:
     """Return a zeroed, page-aligned buffer of exactly `nbytes`; it is freed with its last view."""
     rounded = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return memoryview(mmap.mmap(-1, rounded))[:nbytes]
     # Private, not mmap's default of shared: shared anonymous memory never gets huge pages and faults twice as slowly.
     memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:nbytes]
