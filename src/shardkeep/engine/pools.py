@@ -164,16 +164,18 @@ class BufferPool:
         self.shrink(0)
 
 
+_small_pages = partial(ordinary_buffer, huge_pages=False)
+"""
+The caller of the first save waits for these pages. The system takes small ones from memory that was just freed, but huge ones
+often from memory that was never used, for which the host of a virtual machine needs six times as long.
+"""
+
+
 class Arenas:
     """Memory of any size for snapshots. Thread-safe."""
 
-    def __init__(self, make: Callable[[int], Buffer] = partial(ordinary_buffer, huge_pages=False)) -> None:
-        """
-        Hold nothing yet; `make` makes the memory.
-
-        Small pages, because the caller of the first save waits for them: the system takes them from memory that was just freed.
-        For a huge page it often takes memory that was never used, for which the host of a virtual machine needs six times as long.
-        """
+    def __init__(self, make: Callable[[int], Buffer] = _small_pages) -> None:
+        """Hold nothing yet; `make` makes the memory."""
         self._make = make
         self._free: list[Buffer] = []
         self.nbytes = 0
