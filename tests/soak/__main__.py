@@ -24,12 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="decides what happens; by default a new one")
-    parser.add_argument(
-        "--store",
-        choices=get_args(StoreKind),
-        default="local",
-        help="a disk, a bucket, or a disk and a bucket behind it",
-    )
+    parser.add_argument("--store", choices=get_args(StoreKind), default="local", help="a disk, or a bucket")
     parser.add_argument("--only", type=int, default=None, metavar="ROUND", help="do one round again, between calm ones")
     parser.add_argument("--short", action="store_true", help="the rounds of the short form, as CI has them")
     parser.add_argument("--folder", type=Path, default=None, help="where to put it all, by default a temporary folder")

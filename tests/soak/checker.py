@@ -41,15 +41,13 @@ class Checker:
         ledger: Ledger,
         kinds: dict[str, Kind],
         *,
-        far: bool = False,
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """Compare a root, to which checkpoints are promoted if `far`, with what ranks wrote down."""
+        """Compare a root with what ranks wrote down."""
         self._ground = ground
         self._ledger = ledger
         self._kinds = kinds
-        self._far = far
         self._options = options or {}
         self._environment = environment or {}
         self._known: dict[tuple[object, ...], Found] = {}
@@ -78,7 +76,7 @@ class Checker:
         self._same_as_we_say(found)
         if afresh:
             self._same_as_the_command_says(found)
-        wanted, allowed = kept([*{**self._acknowledged, **on_disk}.values()])
+        wanted, allowed = kept([*{**self._ledger.acked, **on_disk}.values()])
         if len(filled) > len(wanted) + _SLACK * (1 + died_since_tidy):
             raise Damage(f"{len(filled)} places are there, {len(wanted)} are wanted, {died_since_tidy} jobs died")
         if tidy:
@@ -90,11 +88,6 @@ class Checker:
         look = self._ground.look()
         about = {"url": self._ground.url, "files": sorted(look.files), "places": look.places, "uploads": look.uploads}
         path.write_text(json.dumps(about, indent=1, default=str))
-
-    @property
-    def _acknowledged(self) -> dict[str, Made]:
-        """The saves that were acknowledged to ranks in this root."""
-        return self._ledger.promoted if self._far else self._ledger.acked
 
     @property
     def _root(self) -> Any:
@@ -119,7 +112,7 @@ class Checker:
     def _nothing_lost(self, on_disk: dict[str, Made]) -> None:
         """Insist that all is there that was acknowledged and is to be kept."""
         by_step = {each.step: each for each in on_disk.values()}
-        wanted, _ = kept([*self._acknowledged.values(), *on_disk.values()])
+        wanted, _ = kept([*self._ledger.acked.values(), *on_disk.values()])
         for each in wanted:
             if each.save_id in on_disk:
                 continue

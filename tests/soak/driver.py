@@ -17,7 +17,7 @@ from typing_extensions import Self
 from tests.object_store.proxy import Proxy
 from tests.soak.checker import Damage
 from tests.soak.job import Plan, run_job
-from tests.soak.ledger import Ledger, Made, kept
+from tests.soak.ledger import Ledger, Made
 from tests.soak.rounds import Round, StoreKind, bucket_round_of, round_of
 from tests.soak.scene import Scene
 from tests.support.forking import preload
@@ -55,7 +55,7 @@ class Soak:
         self._short = short
         self._say = say
         self.ledger = Ledger(self._logs)
-        self.checkers = self.scene.checkers(self.ledger)
+        self.checker = self.scene.checker(self.ledger)
         self.faults: Counter[str] = Counter()
         """Of the network."""
         self.counts: Counter[str] = Counter()
@@ -78,22 +78,17 @@ class Soak:
 
     def round(self, number: int) -> None:
         """Make a round; raise `Damage`, which says how to do it again, if something was lost, is wrong or stays for ever."""
-        if self.scene.store == "local":
-            this = round_of(self._seed, number, short=self._short)
-        else:
-            this = bucket_round_of(self._seed, number, self.scene.store, short=self._short)
+        decide = round_of if self.scene.server is None else bucket_round_of
+        this = decide(self._seed, number, short=self._short)
         began = time.monotonic()
         try:
             with self.scene.network(self._seed, this) as proxy:
                 ended = self._two_jobs(this, proxy) if this.chaos == "rivals" else self._one_job(this, proxy)
                 self.faults.update(proxy.counts.faults if proxy else ())
-            if this.chaos == "near lost":
-                self.scene.lose_near(self.ledger)
             self._check(this)
         except Exception as error:
             short = " --short" if self._short else ""
-            for tier, checker in enumerate(self.checkers):
-                checker.note(self._folder / f"there-{tier}.json")
+            self.checker.note(self._folder / "there.json")
             raise Damage(
                 f"round {number} ({this}): {error}"
                 f"\n  again: python -m tests.soak --store {self.scene.store} --seed {self._seed} --only {number}{short}"
@@ -105,7 +100,7 @@ class Soak:
 
     def summary(self) -> str:
         """Say in a few lines what was done."""
-        ledger, checkers = self.ledger, self.checkers
+        ledger, checker = self.ledger, self.checker
         lines = {
             "rounds": self.counts["rounds"],
             "jobs": self.counts["jobs"],
@@ -114,14 +109,12 @@ class Soak:
             "kills": f"{sum(self.kills.values())}  {dict(self.kills)}",
             "disk errors injected": f"{sum(ledger.faults.values())}",
             "network faults": f"{self.faults.total()}  {dict(self.faults.most_common())}",
-            "promoted": len(ledger.promoted),
             "errors that ranks saw": dict(ledger.errors.most_common()),
             "two jobs on a root": f"{self.counts['takeovers']} with takeover, {self.counts['refusals']} without",
             "checks": f"{self.counts['checks']}, of which after a calm job {self.counts['tidy checks']}",
-            "checkpoints read": f"{sum(each.checkpoints_read for each in checkers)}, "
-            f"{sum(each.bytes_read for each in checkers) / 1e9:.2f} GB",
-            "most places at a time": max(each.most_places for each in checkers),
-            "uploads left by the dead": sum(each.uploads_seen for each in checkers),
+            "checkpoints read": f"{checker.checkpoints_read}, {checker.bytes_read / 1e9:.2f} GB",
+            "most places at a time": checker.most_places,
+            "uploads left by the dead": checker.uploads_seen,
         }
         return "\n".join(f"{name:<24}{value}" for name, value in lines.items())
 
@@ -129,14 +122,13 @@ class Soak:
 
     def check_all(self) -> None:
         """Read everything again, after a calm round."""
-        for checker in self.checkers:
-            checker.check(tidy=True, afresh=True)
+        self.checker.check(tidy=True, afresh=True)
 
     def _one_job(self, this: Round, proxy: Proxy | None) -> list[str]:
         with self._job(this, 0, this.world, proxy) as (plan, running):
             if proxy is not None and (this.at_request is not None or this.network["at_part"] is not None):
                 self._kill_at_request(this, plan, running, proxy)
-            elif this.chaos in ("rank", "machine", "writer", "near lost"):
+            elif this.chaos in ("rank", "machine", "writer"):
                 self._kill_by_time(this, plan, running)
             elif this.chaos.endswith("at an operation"):
                 self._kill_the_others(this, plan, running)
@@ -173,7 +165,7 @@ class Soak:
             world,
             run_job,
             plan,
-            timeout_s=JOB_S if self.scene.store == "local" else BUCKET_JOB_S,
+            timeout_s=JOB_S if self.scene.server is None else BUCKET_JOB_S,
             init=world > 1,
             store_on=this.store_on if world > 1 else "parent",
         )
@@ -257,27 +249,17 @@ class Soak:
         calm = this.chaos == "calm"
         self._died = self._died if calm else self._died + 1 + (this.chaos == "rivals")
         before, first = self._newest, self._jobs - (this.chaos == "rivals")
-        # What cannot be promoted stays.
-        slack = self._died + (100 if self._young or self.scene.far else 0)
+        slack = self._died + (100 if self._young else 0)
         afresh = self.counts["checks"] % 20 == 19
-        there = [each.check(tidy=calm, died_since_tidy=slack, afresh=afresh) for each in self.checkers]
+        there = self.checker.check(tidy=calm, died_since_tidy=slack, afresh=afresh)
         self.counts["checks"] += 1
         went_on = self.ledger.restored.get(first)
         if before is not None and not this.misread and went_on not in (None, before.step):
             raise Damage(f"job {first} went on from {went_on}, and {before} was the newest")
-        self._newest = max((made for each in there for made in each), key=lambda made: made.age, default=None)
+        self._newest = next(iter(there), None)
         if calm:
-            self._all_promoted(*there)
             self._died = 0
             self.counts["tidy checks"] += 1
-
-    def _all_promoted(self, near: list[Made], far: list[Made] | None = None) -> None:
-        """Insist that the far root has all that it is to keep."""
-        if far is None:
-            return
-        wanted, _ = kept([*near, *self.ledger.promoted.values(), *far])
-        if lacking := wanted & set(near) - set(far):
-            raise Damage(f"{lacking} were not promoted, and the job has ended well")
 
 
 def _runs(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.events import Event, PromotionFinished
 from shardkeep.manage.schedule import Clock
 from tests.manage.scene import checkpointer
 from tests.soak.contents import KEY, bits, keys, kinds_of, loss, part
@@ -49,12 +48,10 @@ class Plan:
     jumps: bool = False
     """Whether its clocks do."""
     keep_hours: float | None = None
-    promote_to: str = ""
-    """A second root."""
     options: dict[str, Any] = field(default_factory=dict)
-    """How roots in a bucket are opened: by way of a network that may fail."""
+    """How a root in a bucket is opened: by way of a network that may fail."""
     direct: dict[str, Any] = field(default_factory=dict)
-    """How to look at them without it."""
+    """How to look at it without that."""
     codecs: Any = None
     bulk: bool = False
     """Whether a tensor is so large that it is uploaded in parts."""
@@ -118,8 +115,6 @@ def _checkpointer(plan: Plan, rank: int, log: Log) -> Iterator[sk.Checkpointer]:
     elif root.startswith("s3://"):
         root = sk.open_place(root, **plan.options)
     more: dict[str, Any] = {"codecs": plan.codecs} if plan.codecs else {}
-    if plan.promote_to:
-        more |= {"promote_to": sk.open_place(plan.promote_to, **plan.options), "on_event": _note(plan, rank, log)}
     plain = Clock(lease_s=LEASE_S, sleep=lambda s: time.sleep(min(s, 0.005)) if plan.rough else time.sleep(s))
     with (
         wrong_clock(clock),
@@ -186,39 +181,13 @@ def _acknowledge_ended(plan: Plan, open_saves: dict[int, sk.SaveHandle[sk.SaveRe
 
 def _acknowledge(plan: Plan, step: int, report: sk.SaveReport, log: Log) -> None:
     """Write down that a checkpoint is durable, for good, and what its record says of its age."""
-    record = _record(plan, plan.root, step)
-    about = _age(record) if record.get("save_id") == report.save_id else {"timeline": None, "began": None}
+    data = glance(plan.root, plan.direct, f"step-{step}", "shardkeep.json")
+    record = json.loads(data) if data else {}  # a rival may have deleted it
+    about = {"timeline": None, "began": None}
+    if record.get("save_id") == report.save_id:
+        meta = record["meta"]
+        about = {"timeline": meta.get("timeline", 0), "began": meta.get("timeline_began_after")}
     log("ack", sure=True, step=step, job=plan.job, save_id=report.save_id, **about)
-
-
-def _note(plan: Plan, rank: int, log: Log) -> Callable[[Event], None]:
-    """Have rank 0 write down what was promoted."""
-
-    def hear(event: Event) -> None:
-        if rank == 0 and isinstance(event, PromotionFinished) and event.step is not None:
-            record = _record(plan, plan.promote_to, event.step)
-            if record:
-                log(
-                    "promoted",
-                    sure=True,
-                    step=event.step,
-                    save_id=record["save_id"],
-                    by=record["meta"]["job"],
-                    **_age(record),
-                )
-
-    return hear
-
-
-def _record(plan: Plan, root: str, step: int) -> dict[str, Any]:
-    """Read what a commit record says; nothing where there is none: a rival may have deleted it."""
-    data = glance(root, plan.direct, f"step-{step}", "shardkeep.json")
-    return json.loads(data) if data else {}
-
-
-def _age(record: dict[str, Any]) -> dict[str, Any]:
-    meta = record["meta"]
-    return {"timeline": meta.get("timeline", 0), "began": meta.get("timeline_began_after")}
 
 
 def _blank(rank: int, size: int, *, bulk: bool) -> dict[str, Any]:

@@ -44,8 +44,6 @@ class Ledger:
         self._read: Counter[Path] = Counter()
         self.acked: dict[str, Made] = {}
         """The saves that were acknowledged to any rank, by save id."""
-        self.promoted: dict[str, Made] = {}
-        """What was said to be in the second root, likewise."""
         self.restored: dict[int, int] = {}
         """The step that each job went on from."""
         self.begun: set[tuple[int, int]] = set()
@@ -80,9 +78,6 @@ class Ledger:
         if what == "ack" and (line["timeline"] is not None or line["save_id"] not in self.acked):
             save_id = line["save_id"]
             self.acked[save_id] = made_by(job, line["step"], save_id, line["timeline"] or 0, line["began"])
-        elif what == "promoted":
-            save_id = line["save_id"]
-            self.promoted[save_id] = made_by(line["by"], line["step"], save_id, line["timeline"], line["began"])
         elif what == "restored":
             self.restored[job] = line["step"] or 0
         elif what == "step":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +54,6 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def wipe(self) -> None:
-        """Lose all of it, as a machine that never comes back does."""
-        shutil.rmtree(self._path, ignore_errors=True)
-
 
 class Bucket:
     """A root in a bucket; options are those of the server itself, with no proxy between."""
@@ -92,10 +87,6 @@ class Bucket:
         with answer["Body"] as body:
             data: bytes = body.read()
         return data
-
-    def wipe(self) -> None:
-        for each in self._pages("list_objects_v2", "Contents"):
-            self._client.delete_object(Bucket=self._bucket, Key=each["Key"])
 
     def _pages(self, verb: str, what: str) -> Iterator[dict[str, Any]]:
         for page in self._client.get_paginator(verb).paginate(Bucket=self._bucket, Prefix=self._prefix):

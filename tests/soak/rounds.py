@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 Chaos = Literal[
     "calm", "rank", "rank at an operation", "writer", "machine", "machine at an operation", "disk", "clock", "rivals",
-    "network", "near lost",
+    "network",
 ]  # fmt: skip
-StoreKind = Literal["local", "s3", "tiers"]
-"""A disk; a bucket; or a disk, from which checkpoints are promoted to a bucket."""
+StoreKind = Literal["local", "s3"]
+"""A disk, or a bucket."""
 KINDS: tuple[Chaos, ...] = (
     "rank",
     "rank at an operation",
@@ -25,7 +25,6 @@ KINDS: tuple[Chaos, ...] = (
 SHORT_KINDS: tuple[Chaos, ...] = (*KINDS, *KINDS[:3], *KINDS[:3], "machine at an operation")
 """Where there is little time: rather more kills."""
 S3_KINDS: tuple[Chaos, ...] = tuple("network" if kind == "disk" else kind for kind in KINDS)
-TIERS_KINDS: tuple[Chaos, ...] = (*S3_KINDS, "disk", "near lost")
 CALM_EVERY, SHORT_CALM_EVERY = 3, 4
 """Rounds; a calm job tidies up what the others left."""
 
@@ -97,12 +96,12 @@ def round_of(seed: int, number: int, *, short: bool) -> Round:
     return Round(**about, steps=steps, how=how, **_moments(dice, [0, 1, 1, 3, 8], 0.1, alone=alone))
 
 
-def bucket_round_of(seed: int, number: int, store: StoreKind, *, short: bool) -> Round:
-    """Decide what happens in a round of jobs that save to a bucket, or promote to one; the same for the same seed."""
-    dice = random.Random(f"{seed} {number} {store}")
+def bucket_round_of(seed: int, number: int, *, short: bool) -> Round:
+    """Decide what happens in a round of jobs that save to a bucket; the same for the same seed."""
+    dice = random.Random(f"{seed} {number} s3")
     every = SHORT_CALM_EVERY if short else CALM_EVERY
-    calm, count, near = number % every == 0, number - 1 - (number - 1) // every, store == "tiers"
-    chaos: Chaos = "calm" if calm else _in_turn(seed, count, TIERS_KINDS if near else S3_KINDS)
+    calm, count = number % every == 0, number - 1 - (number - 1) // every
+    chaos: Chaos = "calm" if calm else _in_turn(seed, count, S3_KINDS)
     world = dice.choice([1, 2, 2] if short else [1, 2, 2, 3, 4])
     victim, alone = dice.randrange(world), dice.random() < 0.15
     how: dict[str, Any] = {
@@ -117,9 +116,7 @@ def bucket_round_of(seed: int, number: int, store: StoreKind, *, short: bool) ->
     network: dict[str, Any] = {"rate": 0.0, "storm": False, "misread": False, "at_part": None}
     at_request = None
     if chaos.endswith("at an operation"):
-        if near and dice.random() < 0.3:
-            how["dies_at"] = victim, dice.randrange(400)
-        elif dice.random() < 0.5:
+        if dice.random() < 0.5:
             network["at_part"] = dice.randrange(4)
         else:
             at_request = dice.randrange(20, 200)
@@ -129,10 +126,6 @@ def bucket_round_of(seed: int, number: int, store: StoreKind, *, short: bool) ->
             "storm": dice.random() < 0.4,
             "misread": dice.random() < 0.3,
         }
-    if chaos == "disk":
-        how["rate"] = dice.choice([0.002, 0.01, 0.05])
-    if how.get("rate") or how.get("dies_at"):
-        how["writer"] = "thread"  # another process writes to a plain store
     if chaos == "clock":
         how |= {"jumps": True, "keep_hours": 0.001}
     steps = dice.randrange(3, 6) if calm else dice.randrange(4, 8 if short else 15)

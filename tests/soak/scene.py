@@ -1,4 +1,4 @@
-"""Where the jobs of a soak save: a disk, a bucket, or a disk with a bucket behind it; and what stands between."""
+"""Where the jobs of a soak save, a disk or a bucket, and what stands between."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Scene:
 
     store: StoreKind
     root: str
-    far: str = ""
     server: S3Server | None = None
 
     @classmethod
@@ -35,8 +34,7 @@ class Scene:
             return cls(store, str(folder / "root"))
         if server is None:
             raise ValueError(f"{store}: there is no server")
-        url = server.url(f"soak-{secrets.token_hex(4)}/run")
-        return cls(store, url, server=server) if store == "s3" else cls(store, str(folder / "root"), url, server)
+        return cls(store, server.url(f"soak-{secrets.token_hex(4)}/run"), server)
 
     @contextmanager
     def network(self, seed: int, this: Round) -> Iterator[Proxy | None]:
@@ -53,27 +51,11 @@ class Scene:
         if self.server is None or proxy is None:
             return {"root": self.root}
         options, direct = options_by(self.server, proxy), self.server.options
-        return {"root": self.root, "promote_to": self.far, "options": options, "direct": direct, "bulk": True}
+        return {"root": self.root, "options": options, "direct": direct, "bulk": True}
 
-    def checkers(self, ledger: Ledger) -> list[Checker]:
-        """Make a reader of each root, the one that is saved to first."""
-        return [self._checker(url, ledger) for url in (self.root, self.far) if url]
-
-    def lose_near(self, ledger: Ledger) -> None:
-        """Lose the disk, and what was only there."""
-        ledger.update()
-        ledger.acked.clear()
-        ground_of(self.root, {}).wipe()
-
-    def _checker(self, url: str, ledger: Ledger) -> Checker:
-        options, environment = {}, {}
-        if url.startswith("s3://") and self.server is not None:
-            options, environment = self.server.options, self.server.environment
-        return Checker(
-            ground_of(url, options),
-            ledger,
-            kinds_of(bulk=self.server is not None),
-            far=url == self.far,
-            options=options,
-            environment=environment,
-        )
+    def checker(self, ledger: Ledger) -> Checker:
+        """Make a reader of the root."""
+        options = {} if self.server is None else self.server.options
+        environment = {} if self.server is None else self.server.environment
+        kinds = kinds_of(bulk=self.server is not None)
+        return Checker(ground_of(self.root, options), ledger, kinds, options=options, environment=environment)
