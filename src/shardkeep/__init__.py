@@ -84,12 +84,6 @@ _HOMES = {
     "conversion.rotate": "rotate_keys",
     "engine.queue": "SaveHandle SaveProgress",
     "engine.report": "LoadReport SaveReport",
-    "errors": (
-        "BlobNotFound CheckpointError CheckpointExists CheckpointNotFound ChecksumMismatch DamagedCheckpoint "
-        "EarlierSaveFailed Failure InvalidShards KeyCollision KeyMissing LeaseLost MalformedFile NotAuthentic "
-        "NotPromoted PickleRefused RanksDisagree RanksSilent ReplicasDiffer RootInUse SaveCancelled StateError "
-        "StateMismatch StorageError StorageFull UnsupportedLeaf UnsupportedVersion WriterDied WrongKey WrongSize"
-    ),
     "events": "on_event",
     "loading": "load",
     "manage.catalog": "Catalog",
@@ -106,7 +100,7 @@ _HOMES = {
     "storage.memory": "MemoryStore",
     "storage.resolve": "open_place",
 }
-"""The module of each public name, which is imported when the name is first used."""
+"""The module of each public name, which is imported when the name is first used; other names are those of errors."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
@@ -185,8 +179,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
+    home = _HOME_OF.get(name, "errors")
+    if name not in __all__:
         raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
     # Without the cycle collector: a full collection, which imports can trigger, scans all of torch and takes longer than they do.
     enabled = gc.isenabled()

@@ -1,8 +1,4 @@
-"""
-The items of a checkpoint of any layout, read from its index without torch and without reading tensor data.
-
-Listing a checkpoint of a million keys takes the memory of its index and one small object per key.
-"""
+"""The items of a checkpoint of any layout, read from its index without torch and without reading tensor data."""
 
 from __future__ import annotations
 

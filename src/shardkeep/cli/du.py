@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shardkeep.cli import argument, command
@@ -58,7 +58,7 @@ def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         by_name = {part["name"]: part for part in as_json(parts)}
         out.print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
         return 0
-    _print_shares(shares, total, args.limit)
+    _print_shares("prefix", [(name, f"{keys:,}", nbytes, "") for name, (keys, nbytes) in shares.items()], args.limit)
     named = [(name, parts[name][1]) for name in ("model", "optimizer", "values") if name in parts]
     split = ", ".join(f"{name} {out.format_size(nbytes)} ({_percent(nbytes, total)})" for name, nbytes in named)
     print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(items), 'key')}\n{split}")
@@ -88,17 +88,18 @@ def _part(item: Item) -> str:
     return "optimizer" if any("optim" in part for part in item.key.lower().split(".")[:2]) else "model"
 
 
-def _print_shares(shares: Shares, total: int, limit: int) -> None:
-    rows = [(name, keys, nbytes) for name, (keys, nbytes) in shares.items()]
+def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: int) -> None:
+    """Print names, how many keys each has, sizes and states, up to a limit, which is 0 for all."""
     listed = rows[:limit] if limit > 0 else rows
-    table = out.Table(("prefix", "keys", "size", "share", ""), right="keys size share", flexible="prefix")
-    most = max((nbytes for _, _, nbytes in rows), default=0) or 1
-    for name, keys, nbytes in listed:
+    table = out.Table((what, "keys", "size", "share", "", "status"), right="keys size share", flexible=what)
+    sizes = [nbytes for _, _, nbytes, _ in rows]
+    most, total = max(sizes, default=0) or 1, sum(sizes)
+    for name, keys, nbytes, status in listed:
         bar = out.format_bar(nbytes / most, _BAR_WIDTH)
-        table.add(out.printable(name), f"{keys:,}", out.format_size(nbytes), _percent(nbytes, total), bar)
+        table.add(out.printable(name), keys, out.format_size(nbytes), _percent(nbytes, total), bar, status)
     table.print()
     if len(rows) > len(listed):
-        rest = sum(nbytes for _, _, nbytes in rows[len(listed) :])
+        rest = sum(sizes[len(listed) :])
         print(f"and {len(rows) - len(listed):,} more of {out.format_size(rest)} (--limit 0 lists them)")
 
 
@@ -116,14 +117,8 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
         ]
         out.print_json({"kind": "run", "path": args.path, "nbytes": total, "checkpoints": listed})
         return 0
-    table = out.Table(("checkpoint", "size", "share", "", "status"), right="size share", flexible="checkpoint")
-    most = max(sizes.values(), default=0) or 1
-    for entry in run.entries[: args.limit] if args.limit > 0 else run.entries:
-        status = "" if entry.committed else entry.status
-        nbytes = sizes[entry.name]
-        bar = out.format_bar(nbytes / most, _BAR_WIDTH)
-        table.add(out.printable(entry.name), out.format_size(nbytes), _percent(nbytes, total), bar, status)
-    table.print()
+    rows = [(each.name, "", sizes[each.name], "" if each.committed else each.status) for each in run.entries]
+    _print_shares("checkpoint", rows, args.limit)
     print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(run.entries), 'checkpoint')}")
     return 0
 

@@ -32,7 +32,7 @@ _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32",
 _MIN_COLUMN_WIDTH = 12
 """The least width of the column that a table shortens."""
 _MAX_CANDIDATES = 1000
-"""Names that `did_you_mean` compares by spelling, which is slow."""
+"""Names that `did_you_mean` compares by spelling, which is slow: those that share the most dotted parts with a word."""
 _SHOW_AFTER_S = 0.5
 """Work that takes less gets no progress bar."""
 
@@ -42,11 +42,7 @@ class UsageError(CheckpointError, ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
-    """
-    Return a hint that names the known words that are spelt like `word`, or `otherwise` if there is none.
-
-    Of many names, only the thousand that share the most dotted parts with the word are compared.
-    """
+    """Return a hint that names the known words that are spelt like `word`, or `otherwise` if there is none."""
     names = list(known)
     if len(names) > _MAX_CANDIDATES:
         parts = set(word.split("."))
@@ -242,11 +238,7 @@ class Table:
 
 
 class ReadProgress(ExitStack):
-    """
-    A progress bar on stderr for work on a number of bytes.
-
-    Nothing is drawn, and rich is not imported, unless stderr is a terminal and the work takes a while.
-    """
+    """A progress bar on stderr, if that is a terminal and the work takes a while; otherwise rich is not imported."""
 
     def __init__(self, what: str, total_nbytes: int) -> None:
         super().__init__()

@@ -148,7 +148,8 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         print()
         for at, count in enumerate(histogram.counts):
             bar = out.styled(out.format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
-            print(f"  {histogram.lower_bound(at):>11.4g} ┤{bar} {count:,}")
+            begin = histogram.low + at * (histogram.high - histogram.low) / len(histogram.counts)
+            print(f"  {begin:>11.4g} ┤{bar} {count:,}")
         print(f"  {histogram.high:>11.4g} ┘")
     return 0
 

@@ -37,11 +37,8 @@ _SUB_BYTE = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 
 
 @contextmanager
 def compute_pool() -> Iterator[ThreadPoolExecutor]:
-    """
-    Provide threads that read and compute, at most one per core. If the caller fails, queued work is cancelled.
-
-    Each thread runs torch with one thread of its own, because more would contend in every small operation.
-    """
+    """Provide threads that read and compute, at most one per core. If the caller fails, queued work is cancelled."""
+    # Each runs torch with one thread of its own, because more would contend in every small operation.
     before = torch.get_num_threads()
     with ThreadPoolExecutor(min(_MAX_THREADS, cores()), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
@@ -68,11 +65,7 @@ def iter_pieces(block: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def as_numbers(block: torch.Tensor) -> torch.Tensor:
-    """
-    Convert elements without rounding to a dtype that torch computes with: float64, complex128 or int64.
-
-    Raises `UnsupportedLeaf` if they are raw bits, or several numbers are packed in one element.
-    """
+    """Convert elements without rounding to float64, complex128 or int64; raise `UnsupportedLeaf` if they are raw bits."""
     dtype = block.dtype
     name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
@@ -186,40 +179,31 @@ class Histogram:
     high: float
     counts: list[int]
 
-    def lower_bound(self, at: int) -> float:
-        """Return where an interval begins."""
-        return self.low + at * (self.high - self.low) / len(self.counts)
 
+def map_pieces(stored: StoredTensor, work: Callable[[torch.Tensor], T], on_block: OnBlock) -> list[T]:
+    """Read a tensor block by block on several threads, and return the results of `work` on all pieces."""
 
-def map_blocks(stored: StoredTensor, work: Callable[[torch.Tensor], T], on_block: OnBlock) -> Iterator[T]:
-    """Read a tensor block by block on several threads, and yield the result of `work` on each flat block."""
-
-    def read(box: Box) -> T:
+    def read(box: Box) -> list[T]:
         block = stored[slices(box)].reshape(-1)
-        result = work(block)
+        results = list(map(work, iter_pieces(block)))
         on_block(block.nbytes)
-        return result
+        return results
 
     with compute_pool() as threads:
-        yield from threads.map(read, iter_blocks(stored))
+        return [result for results in threads.map(read, iter_blocks(stored)) for result in results]
 
 
 def compute_statistics(stored: StoredTensor, on_block: OnBlock) -> Statistics:
     """Read a tensor once and compute its statistics."""
-    blocks = map_blocks(stored, lambda block: Statistics.merged(list(map(Statistics.of, iter_pieces(block)))), on_block)
-    return Statistics.merged(list(blocks))
+    return Statistics.merged(map_pieces(stored, Statistics.of, on_block))
 
 
 def compute_histogram(stored: StoredTensor, found: Statistics, bins: int, on_block: OnBlock) -> Histogram | None:
-    """
-    Read a tensor again and count its finite elements; None if there are none, or all are the same number.
-
-    If all are integers within a small range, each integer gets its own interval.
-    """
+    """Read a tensor again and count its finite elements; None if there are none, or all are the same number."""
     if found.min is None or found.max is None or found.min == found.max:
         return None
     low, high = float(found.min), float(found.max)
-    if isinstance(found.min, int) and found.max - found.min < bins:
+    if isinstance(found.min, int) and found.max - found.min < bins:  # each integer gets its own interval
         bins = int(found.max - found.min) + 1
         high = low + bins
     if not math.isfinite(high - low):
@@ -231,8 +215,7 @@ def compute_histogram(stored: StoredTensor, found: Statistics, bins: int, on_blo
         at = ((inside - low) / (high - low) * bins).to(torch.int64).clamp_(0, bins - 1)
         return torch.bincount(at, minlength=bins)
 
-    blocks = map_blocks(stored, lambda block: torch.stack(list(map(count, iter_pieces(block)))).sum(0), on_block)
-    return Histogram(low, high, torch.stack(list(blocks)).sum(0).tolist())
+    return Histogram(low, high, torch.stack(map_pieces(stored, count, on_block)).sum(0).tolist())
 
 
 # -- comparison
@@ -273,11 +256,7 @@ class TensorChange:
 
 
 class Tolerance(NamedTuple):
-    """
-    How far apart numbers may be to count as equal, as in `torch.allclose(equal_nan=True)`.
-
-    If both are 0, bits are compared: a NaN equals the same NaN, and -0.0 is not 0.0.
-    """
+    """How far apart equal numbers may be, as in `torch.allclose(equal_nan=True)`. If both are 0, bits are compared."""
 
     relative: float
     absolute: float
@@ -351,7 +330,11 @@ def _compare(found: TensorChange, a: torch.Tensor, b: torch.Tensor, tolerance: T
     is_whole = not a.dtype.is_floating_point and not a.dtype.is_complex
     # Integers are compared by their bits, because their conversion may round.
     same_number = ~bits if bits is not None and is_whole else (x == y) | (x.isnan() & y.isnan())
-    distance = _distance_unsigned(a, b) if a.dtype == b.dtype == torch.uint64 else _distance(x, y)
+    if a.dtype == b.dtype == torch.uint64:  # float64 would round them, and int64 cannot hold them
+        one, other = a.numpy(), b.numpy()
+        distance = torch.from_numpy(np.where(one > other, one - other, other - one).astype(np.float64))
+    else:
+        distance = _distance(x, y)
     if any(tolerance):
         # An infinite distance is never within a tolerance, not even an infinite one.
         differs = ~same_number & ~(
@@ -378,12 +361,6 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return apart.abs().to(torch.float64)
     wrapped = ((x ^ y) & (x ^ apart)) < 0
     return torch.where(wrapped, x.to(torch.float64) - y.to(torch.float64), apart.to(torch.float64)).abs()
-
-
-def _distance_unsigned(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return |a - b| of uint64, which float64 would round and int64 cannot hold."""
-    one, other = a.numpy(), b.numpy()
-    return torch.from_numpy(np.where(one > other, one - other, other - one).astype(np.float64))
 
 
 def _raw(elements: torch.Tensor) -> torch.Tensor:

@@ -204,11 +204,7 @@ def newest_first(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def restore_order(entries: Iterable[Entry]) -> list[Entry]:
-    """
-    Order entries for a restore. An entry with an unreadable record may belong to any timeline: it counts as the newest.
-
-    If it counted as an old one, a restore could silently pass over the newest checkpoint.
-    """
+    """Order entries for a restore. An unreadable one counts as the newest: otherwise it could silently be passed over."""
     known = list(entries)
     newest = max((entry.timeline for entry in known), default=0)
     return newest_first(replace(entry, timeline=newest) if entry.problem is not None else entry for entry in known)
@@ -433,7 +429,6 @@ class Tiers:
 
     def __init__(self, near: Catalog, far: Catalog | None = None) -> None:
         self.near = near
-
         self.all = [near] if far is None else [near, far]
         """The catalogs, by tier."""
         self.urls = [each.root.url for each in self.all]

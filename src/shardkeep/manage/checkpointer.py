@@ -282,7 +282,7 @@ class Checkpointer:
         finally:
             self._should_stop = self._should_stop or durable
             if stop and not durable:
-                self._requests.stop_again()
+                self._requests.stop_again = True
         self._errors.report_earlier(errors, saved)
         return saved
 
@@ -453,7 +453,7 @@ class Checkpointer:
             if self._ranks.world.rank == 0:
                 why = f": {found.why}" if found.why else ""
                 log.info("step %d is restored from %s%s", found.step, found.where, why)
-            self._schedule.begin_after(found.step)
+            self._schedule.last = found.step
             self._saves.restored(found)
             self._requests.restart_timer()
         self._errors.report_earlier(errors)

@@ -158,11 +158,7 @@ BackgroundTask = SaveHandle[Any] | Future[Any]
 
 
 class PendingTasks:
-    """
-    Background tasks that have not ended, or whose error was not reported yet. Used by one thread.
-
-    Tasks are numbered in the order of the calls, so that a number means the same task on all ranks.
-    """
+    """Background tasks whose end was not reported yet, numbered by calls: a number means the same on all ranks."""
 
     def __init__(self, *, raises: bool = False) -> None:
         """`raises`: errors are raised by a later call, so an error that was never raised is printed at exit."""

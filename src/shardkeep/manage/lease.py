@@ -101,11 +101,7 @@ class Lease:
         )
 
     def acquire(self) -> None:
-        """
-        Acquire the lease, and renew it from now on; where it is held already, check it.
-
-        Raises `RootInUse` if another job holds it, and `LeaseLost` if another job took it from this one.
-        """
+        """Acquire the lease and renew it from now on, or raise `RootInUse`; where it is held already, check it."""
         if self._thread is not None:
             self.check()
             return

@@ -88,12 +88,7 @@ class Pruner:
         spared: Callable[[list[Entry]], Collection[str]] = lambda _: (),
         resumed: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """
-        Begin nothing yet. Nothing is deleted unless `lease` is held.
-
-        `spared` returns the names that must not be deleted now, whatever the policy says. `resumed` returns whether an
-        unfinished checkpoint will be continued, and must not be swept.
-        """
+        """`spared` returns names that must not be deleted now, `resumed` whether an unfinished checkpoint is continued."""
         self.distrusted: set[str] = set()
         """Checkpoints that could not be restored: they do not count as kept, and are not deleted."""
         self._catalog, self._root = catalog, catalog.root

@@ -132,7 +132,8 @@ class ReplicationCoordinator:
     ) -> None:
         """`far` is the far root of `tiers` once more, through a store that stops working when replication is cancelled."""
         self.lease = lease
-        self.pruner = Pruner(far, terms.policy, lease, clock.now, resumed=self._resumes)
+        resumed = lambda name: name in self._to_come or name in self._unsure  # noqa: E731
+        self.pruner = Pruner(far, terms.policy, lease, clock.now, resumed=resumed)
         self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.all[FAR]
         self._terms, self._now, self._near_pruner = terms, clock.now, near_pruner
         self._lock = threading.Lock()
@@ -179,17 +180,10 @@ class ReplicationCoordinator:
             trusted, there, terms.policy, self._now(), every=terms.every, left_out=left_out, newest=newest
         )
 
-    def _resumes(self, name: str) -> bool:
-        return name in self._to_come or name in self._unsure
-
     # -- one checkpoint ------------------------------------------------------------------------------------------
 
     def choose(self, held: ExitStack, *, newest: bool) -> tuple[ReplicationOrder, Version | None] | None:
-        """
-        Choose the checkpoint to copy next, and keep it from being deleted while `held` is open.
-
-        Returns the order, and the version of the far record that the commit replaces.
-        """
+        """Choose what to copy next, which stays while `held` is open; also return the far record's version to replace."""
         self.lease.check()
         near = self._near.entries()
         wanted = self._wanted(near, newest=newest)
@@ -468,11 +462,7 @@ class Replicator:
         self._cancelled_before = self.rounds.count
 
     def stop(self) -> None:
-        """
-        Begin no more rounds, and wait a little for those that were begun, which have ended or are cancelled.
-
-        A round that does not end in time waits for an answer of the store. It is abandoned, and does nothing after that.
-        """
+        """Begin no more rounds, and wait a little for cancelled ones; one that waits for the store is abandoned."""
         self._stopped = True
         if not self._abandoned and futures.wait(self._futures, GRACE_S).not_done:
             self._abandoned = True

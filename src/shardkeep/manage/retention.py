@@ -149,11 +149,7 @@ class Retained(NamedTuple):
 
 
 def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Collection[str] = ()) -> Retained:
-    """
-    Decide which checkpoints are deleted. Those that are not committed are kept, and are not shown to the policy.
-
-    `spared` are names that are in use, or must stay for another reason; the policy sees them like any other.
-    """
+    """Decide which committed checkpoints are deleted; `spared` must stay, and the policy sees them like any other."""
     every = list(entries)
     committed = newest_first(entry for entry in every if entry.committed)
     wanted = policy.wants(committed, now) | set(spared) | {entry.name for entry in committed[:1]}

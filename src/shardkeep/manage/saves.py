@@ -18,18 +18,7 @@ from shardkeep.engine.report import SaveReport
 from shardkeep.engine.save_session import SaveArguments
 from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
 from shardkeep.events import Retried, emit
-from shardkeep.manage.catalog import (
-    FAR,
-    NEAR,
-    Entry,
-    Tiers,
-    began_after,
-    build_meta,
-    merge_tiers,
-    pinned,
-    require_readable,
-    restore_order,
-)
+from shardkeep.manage import catalog
 from shardkeep.manage.decisions import PendingTasks, RankContext
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
@@ -77,7 +66,7 @@ class Timeline:
 
 
 def find_timeline(
-    entries: Sequence[Entry], restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]
+    entries: Sequence[catalog.Entry], restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]
 ) -> Timeline:
     """
     Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step.
@@ -86,7 +75,11 @@ def find_timeline(
     twice.
     """
     where = " and ".join(roots)
-    there = [entry for entry in restore_order(require_readable(entries, roots)) if entry.status != "unfinished"]
+    there = [
+        entry
+        for entry in catalog.restore_order(catalog.require_readable(entries, roots))
+        if entry.status != "unfinished"
+    ]
     highest = max((entry.timeline for entry in there), default=0)
     if restored is None:
         newest = max((entry.step for entry in there), default=-1)
@@ -95,7 +88,7 @@ def find_timeline(
                 f"{where} has checkpoints up to step {newest}, this job restored none of them and saves step {step}",
                 hint="call restore_latest() or restore(step) first, or choose another root",
             )
-        return Timeline(highest, began_after=began_after(there, highest))
+        return Timeline(highest, began_after=catalog.began_after(there, highest))
     if step < restored[1]:
         raise StateError(
             f"{where}: step {step} is to be saved, and step {restored[1]} was restored",
@@ -103,7 +96,7 @@ def find_timeline(
         )
     if any(entry.age > restored for entry in there):
         return Timeline(highest + 1, after=restored[1], began_after=restored)
-    return Timeline(restored[0], after=restored[1], began_after=began_after(there, restored[0]))
+    return Timeline(restored[0], after=restored[1], began_after=catalog.began_after(there, restored[0]))
 
 
 # -- saves --------------------------------------------------------------------------------------------------------
@@ -115,7 +108,7 @@ class Saves:
     def __init__(
         self,
         roots: Sequence[Root],
-        tiers: Tiers,
+        tiers: catalog.Tiers,
         ranks: RankContext,
         *,
         policy: Policy,
@@ -128,22 +121,19 @@ class Saves:
         how_asynchronous: Mapping[str, Any] | None,
     ) -> None:
         """
-        Begin nothing yet.
-
-        `roots` are the near root and perhaps a far one, and `tiers` the same with retries. `raises`: errors of saves are
-        raised by a later call. `how` has the arguments of all saves, `how_asynchronous` those of asynchronous ones; None:
-        saves are synchronous.
+        `tiers` are the roots with retries. `raises`: errors of saves are raised by a later call. `how` has the arguments of
+        all saves, `how_asynchronous` those of asynchronous ones, or None if saves are synchronous.
         """
         self._pending = PendingTasks(raises=raises)
         self._last: tuple[int, Saved | None] | None = None
         """The step that was restored or saved last, and its save."""
         self._highest: int | None = None
-        self._roots, self._root = roots, roots[NEAR]
+        self._roots, self._root = roots, roots[catalog.NEAR]
         self._tiers, self._catalog = tiers, tiers.near
         self._ranks, self._retry_policy, self._max_in_flight = ranks, retry_policy, max_in_flight
         self._how, self._how_asynchronous = how, how_asynchronous
         leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
-        self._lease = leases[NEAR]
+        self._lease = leases[catalog.NEAR]
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=self._unreplicated)
         self._session = secrets.token_hex(8)
         """Rank 0's is used by all ranks."""
@@ -152,12 +142,12 @@ class Saves:
         self.replicator: Replicator | None = None
         if terms is not None:
             self.replicator = Replicator(
-                roots[FAR],
+                roots[catalog.FAR],
                 tiers,
                 ranks,
                 self._pruner,
                 terms,
-                lease=leases[FAR],
+                lease=leases[catalog.FAR],
                 options=how["options"],
                 retry_policy=retry_policy,
                 is_saving=lambda: self._in_call or self._pending.running(),
@@ -166,7 +156,7 @@ class Saves:
         """Where this job saves; None until `begin`, and again after a restore."""
         self._restored: Restored | None = None
 
-    def _unreplicated(self, entries: list[Entry]) -> Collection[str]:
+    def _unreplicated(self, entries: list[catalog.Entry]) -> Collection[str]:
         return () if self.replicator is None else self.replicator.coordinator.unreplicated(entries)
 
     # -- what was restored, and what may be saved ----------------------------------------------------------------
@@ -176,9 +166,9 @@ class Saves:
         self._restored = restored
         self._timeline = None
         self._last, self._highest = (restored.step, None), restored.step
-        self._pruner.distrusted = {each.name for each in restored.skipped if each.tier == NEAR}
+        self._pruner.distrusted = {each.name for each in restored.skipped if each.tier == catalog.NEAR}
         if self.replicator is not None:
-            self.replicator.coordinator.pruner.distrusted = {e.name for e in restored.skipped if e.tier == FAR}
+            self.replicator.coordinator.pruner.distrusted = {e.name for e in restored.skipped if e.tier == catalog.FAR}
 
     def check(self, step: int) -> None:
         """Raise `StateError` for a step below the last one: it would count as older, and be deleted first."""
@@ -255,7 +245,7 @@ class Saves:
             self._lease.acquire()
             far = [] if self.replicator is None else self.replicator.coordinator.acquire_root()
             restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-            entries = merge_tiers([*self._pruner.sweep_all(), *far])
+            entries = catalog.merge_tiers([*self._pruner.sweep_all(), *far])
             found.append(find_timeline(entries, restored, step, roots=self._tiers.urls))
             return [self._session.encode()] * len(payloads)
 
@@ -282,7 +272,7 @@ class Saves:
         labels: Mapping[str, Any] | None = None
         refusal: CheckpointError | None = None
         try:
-            labels = build_meta(meta, metrics, timeline.number, timeline.began_after)
+            labels = catalog.build_meta(meta, metrics, timeline.number, timeline.began_after)
             overwrite = overwrite or self._may_overwrite(name, step, timeline)
         except (CheckpointExists, StateError) as error:
             refusal = error
@@ -333,7 +323,7 @@ class Saves:
         is_far = coordinator is not None and coordinator.has(name)
         if timeline.may_overwrite(step):
             try:
-                if not (coordinator and coordinator.is_pinned(name)) and name not in pinned(self._catalog.root):
+                if not (coordinator and coordinator.is_pinned(name)) and name not in catalog.pinned(self._catalog.root):
                     return True
                 near = self._catalog.find(step)
                 exists = is_far or (near is not None and near.status != "unfinished")
@@ -348,7 +338,7 @@ class Saves:
                 )
         elif is_far:
             raise CheckpointExists(
-                f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
+                f"{self._roots[catalog.FAR].url}/{name}: a committed checkpoint is already there",
                 hint="save(..., overwrite=True) replaces it, or choose other roots",
             )
         return False

@@ -63,16 +63,13 @@ class StepSchedule:
     def __init__(self, every: int | None = None, at: Iterable[int] = ()) -> None:
         self._every = every
         self._at = sorted(at)
-        self._last: int | None = None
-
-    def begin_after(self, step: int) -> None:
-        """Count from a step that is done, such as one that was restored."""
-        self._last = step
+        self.last: int | None = None
+        """The step that is done: the last one, or one that was restored."""
 
     def reached(self, step: int) -> str:
         """Record a step, and return the reason why it is due, or an empty string."""
-        last = step - 1 if self._last is None else self._last
-        self._last = max(step, last)
+        last = step - 1 if self.last is None else self.last
+        self.last = max(step, last)
         if self._every is not None and step > 0 and step // self._every > last // self._every:
             return f"every {self._every} steps"
         if bisect_right(self._at, step) > bisect_right(self._at, last):
@@ -101,7 +98,8 @@ class SaveRequests:
         """A look for the file that runs in the background."""
         self._last_signal: tuple[bool, float] | None = None
         """Whether the last signal reached this rank itself, and when."""
-        self._stop_again = False
+        self.stop_again = False
+        """Whether to honour the last signal again, because the save that it requested failed."""
 
     def request(self, kind: str) -> None:
         """Record a request. Any thread or signal handler may call this: it takes no lock, because a handler must not wait."""
@@ -110,10 +108,6 @@ class SaveRequests:
     def restart_timer(self) -> None:
         """Count `every_minutes` from now."""
         self._saved_s = self._clock()
-
-    def stop_again(self) -> None:
-        """Honour the last signal again, because the save that it requested failed."""
-        self._stop_again = True
 
     def take(self) -> list[str]:
         """Return the requests that reached this rank since the last call; ranks other than 0 pass them on to rank 0."""
@@ -132,7 +126,7 @@ class SaveRequests:
         return ("every_minutes has passed", False) if due else ("", False)
 
     def _signalled(self, requested: Collection[str], *, own: bool) -> bool:
-        again, self._stop_again = self._stop_again, False
+        again, self.stop_again = self.stop_again, False
         if again:
             self._last_signal = None
         own = own or again

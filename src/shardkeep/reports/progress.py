@@ -61,11 +61,7 @@ def _shown() -> Iterator[None]:
 
 
 class _Bars:
-    """
-    The bars of the running saves. Several threads report events; one thread draws.
-
-    If the terminal blocks (Ctrl-S, a stalled connection), only the drawing thread waits, and no save does.
-    """
+    """The bars of the running saves. One thread draws; if the terminal blocks (Ctrl-S), it waits, and no save does."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

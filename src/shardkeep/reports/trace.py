@@ -85,7 +85,10 @@ class _Tracing:
         self._ended = False
         # A rank other than 0 writes no file, even if the process group is gone at the end.
         self._first = is_rank_zero()
-        self._rows = _Rows()
+        self._ranks: set[int] = set()
+        """Those that have a name in the file."""
+        self._ends_us: dict[tuple[int, int], int] = {}
+        """When the last span of each rank and row ended."""
 
     def hear(self, event: events.Event) -> None:
         """Write an event."""
@@ -97,7 +100,7 @@ class _Tracing:
                 self._changed.notify_all()
             self._first = self._first and is_rank_zero()
             if self._first and from_rank_zero(event) and not self._ended:
-                self._write(self._rows.entries(event))
+                self._write(self._entries(event))
 
     def close(self, *, wait: bool) -> None:
         """Finish the file, once every call is in it."""
@@ -134,15 +137,7 @@ class _Tracing:
         except OSError as exc:  # logged by `close`; a save must not fail because of it
             self._failure = self._failure or exc
 
-
-class _Rows:
-    """Assigns rows to spans."""
-
-    def __init__(self) -> None:
-        self._ranks: set[int] = set()
-        self._ends_us: dict[tuple[int, int], int] = {}
-
-    def entries(self, event: events.Event) -> list[dict[str, Any]]:
+    def _entries(self, event: events.Event) -> list[dict[str, Any]]:
         """Return the entries of an event that happened just now, by a monotonic clock."""
         if isinstance(event, _MOMENTS):
             return [_instant(event, time.perf_counter())]
