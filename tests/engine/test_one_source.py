@@ -51,8 +51,7 @@ def plans_of_load(monkeypatch, where, state, **changes):
     rows = np.array([source.index.tensor_rows[key] for key in into], np.int64)
     sizes = np.array([tuple(value.shape) for value in into.values()], np.int64)
     boxes = engine_fill.Boxes(np.zeros_like(sizes), sizes)
-    named = {"threads": 2, "budget_nbytes": Options().host_budget_bytes, **changes}
-    engine_fill.fill(source, rows, boxes, list(into.values()), **named)
+    engine_fill.fill(source, rows, boxes, list(into.values()), Options(io_threads=2), **changes)
     for key, value in state.items():
         assert torch.equal(into[key], value)
     return calls
@@ -79,7 +78,10 @@ def test_windows_are_larger_on_accelerators(saved):
     """A destination on an accelerator is filled in windows of 16 MiB, whatever the layout."""
     where, _ = saved
     source = sk.open(where).source
-    assert _limits(source, [torch.empty(1, device="meta")], 2, 1 << 30)[1] == ACCELERATOR_WINDOW_NBYTES
+    assert (
+        _limits(source, [torch.empty(1, device="meta")], Options(host_budget_bytes=1 << 30))[1]
+        == ACCELERATOR_WINDOW_NBYTES
+    )
 
 
 def test_starts_are_byte_offsets(saved):

@@ -143,7 +143,7 @@ class PartReader:
 
     def __init__(self, source: Source, *, budget_nbytes: int) -> None:
         self._source = source
-        self._budget_nbytes = budget_nbytes
+        self._options = Options(io_threads=1, host_budget_bytes=budget_nbytes)
         self._lock = threading.Lock()
         self.infinite: set[int] = set()
         """Rows of tensors with finite numbers that became infinite when they were converted to a smaller type."""
@@ -189,8 +189,7 @@ class PartReader:
                 return
 
     def _fill(self, rows: list[int], boxes: Sequence[Box], into: Sequence[torch.Tensor]) -> None:
-        tensors = np.array(rows, np.int64)
-        fill(self._source, tensors, Boxes.of(boxes), into, threads=1, budget_nbytes=self._budget_nbytes)
+        fill(self._source, np.array(rows, np.int64), Boxes.of(boxes), into, self._options)
 
 
 def _boxes_of(part: TensorPart, first: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -45,23 +44,16 @@ Labels = tuple[int | None, dict[str, Any]]
 """The step and the user's own values, as they go into the commit record."""
 
 
-@dataclass(frozen=True)
-class _PlannedSave:
-    """What rank 0 has planned for all ranks."""
-
-    plan: save_plan.CheckpointPlan
-    values: list[tuple[str, bytes]]
-    tree: bytes
-    codecs: CodecPlan
-    replaces: Version | None
-    """The version of the commit record that this save replaces."""
-    world_size: int
-
-
 class Coordinator:
     """Plans, checks, commits and cleans up one save: `plan`, `collect`, `commit`, `tidy`, in this order; or `withdraw`."""
 
-    _planned: _PlannedSave
+    _plan: save_plan.CheckpointPlan
+    _values: list[tuple[str, bytes]]
+    _tree: bytes
+    _chains: CodecPlan
+    _replaces: Version | None
+    """The version of the commit record that this save replaces."""
+    _world_size: int
     _files: list[FileEntry]
 
     def __init__(self, store: Store, *, overwrite: bool, codecs: Codecs = None, keys: KeySource | None = None) -> None:
@@ -76,12 +68,13 @@ class Coordinator:
 
     def plan(self, payloads: list[bytes]) -> list[save_plan.RankWritePlan]:
         """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
-        replaces = self._check_place()
+        self._replaces = self._check_place()
         manifests = [msgspec.msgpack.decode(payload, type=save_plan.RankManifest) for payload in payloads]
-        tree = save_plan.merge_rank_trees(manifests)
-        codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
-        plan = save_plan.plan_save(manifests, codecs.chain_of)
-        values = save_plan.merge_rank_values(manifests, plan.keys)
+        self._world_size = len(manifests)
+        self._tree = tree = save_plan.merge_rank_trees(manifests)
+        self._chains = codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
+        self._plan = plan = save_plan.plan_save(manifests, codecs.chain_of)
+        self._values = values = save_plan.merge_rank_values(manifests, plan.keys)
         wanted, free = sum(file.data_nbytes for file in plan.files), free_nbytes(self.store)
         wanted += sum(len(data) for _, data in values)
         # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
@@ -94,17 +87,15 @@ class Coordinator:
                 free=free,
             )
         orphans.make_claim(self.store, self.save_id)
-        self._planned = _PlannedSave(plan, values, tree, codecs, replaces, len(manifests))
         recorded = [chain.recorded for chain in codecs.chains]
         return split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=is_sequential(self.store))
 
     def collect(self, by_rank: list[list[FileEntry]]) -> None:
         """Take the files that all ranks wrote, and check that they are in the store."""
         written = {entry.name: entry for entries in by_rank for entry in entries}
-        plan = self._planned.plan
-        self._files = [written[name] for name in data_file_names(plan, self.save_id, len(by_rank))]
+        self._files = [written[name] for name in data_file_names(self._plan, self.save_id, len(by_rank))]
         listed = {info.name: info.nbytes for info in self.store.list()}
-        for entry, file in zip(self._files, plan.files, strict=True):
+        for entry, file in zip(self._files, self._plan.files, strict=True):
             for name, nbytes in entry.at_rest:
                 # A network file system may list an old state; a request for one name is answered anew.
                 if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
@@ -123,7 +114,7 @@ class Coordinator:
 
     def commit(self, labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
-        planned, plan, pieces = self._planned, self._planned.plan, self._planned.plan.pieces_by_tensor()
+        plan, pieces = self._plan, self._plan.pieces_by_tensor()
         step, meta = labels
         self._publishing = True
         record = native.publish(
@@ -133,16 +124,16 @@ class Coordinator:
             tensors=plan.tensors,
             chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-            values=planned.values,
-            tree=planned.tree,
+            values=self._values,
+            tree=self._tree,
             files=self._files,
             tensor_bytes=int(pieces.nbytes.sum()),
-            world_size=planned.world_size,
+            world_size=self._world_size,
             step=step,
             meta=meta,
-            over=planned.replaces,
-            chains=planned.codecs.chains,
-            index_chain=planned.codecs.of_index,
+            over=self._replaces,
+            chains=self._chains.chains,
+            index_chain=self._chains.of_index,
         )
         self._check_all_present(record)
         self._committed = True

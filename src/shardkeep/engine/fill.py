@@ -13,6 +13,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -46,9 +47,8 @@ def fill(
     tensor: IntArray,
     boxes: Boxes,
     into: Sequence[torch.Tensor],
+    options: Options,
     *,
-    threads: int,
-    budget_nbytes: int,
     first_file: float = 0.0,
     decoded: dict[int, torch.dtype] | None = None,
 ) -> int:
@@ -77,7 +77,7 @@ def fill(
     opaque = plan.opaque
     if isinstance(source, torch_source.TorchSource):
         opaque = [each for each in opaque if not _plan_permuted(source, each, into, plan.scatters, memory)]
-    threads, window = _limits(source, into, threads, budget_nbytes)
+    threads, window = _limits(source, into, options)
     plans = plan_files(plan.runs, plan.scatters, source.record.files, window_nbytes=window)
     start = int(first_file * len(plans))
     nbytes = read_files(
@@ -92,18 +92,19 @@ def fill(
     )
     if not opaque or not isinstance(source, torch_source.TorchSource):
         return nbytes
-    stored = _fill_decoded(source, opaque, into, threads=threads, budget_nbytes=budget_nbytes)
+    stored = _fill_decoded(source, opaque, into, options)
     if decoded is not None:
         decoded.update(stored)
     return nbytes + sum(int(source.items.nbytes[each.chunk]) for each in opaque)
 
 
-def _limits(source: Source, into: Sequence[torch.Tensor], threads: int, budget_nbytes: int) -> tuple[int, int]:
+def _limits(source: Source, into: Sequence[torch.Tensor], options: Options) -> tuple[int, int]:
     """Return the number of threads, and the size of the window of each."""
     on_host = all(each.device.type == "cpu" for each in into)
     most = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
     coded = any(file.chain is not None for file in source.record.files)
-    return window_for(preferred_requests(source.store, threads), budget_nbytes, most, coded=coded)
+    threads = preferred_requests(source.store, options.io_threads)
+    return window_for(threads, options.host_budget_bytes, most, coded=coded)
 
 
 def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
@@ -153,18 +154,13 @@ class _TensorRefused(PickleRefused, pickle.UnpicklingError):
 
 
 def _fill_decoded(
-    source: torch_source.TorchSource,
-    parts: Sequence[Overlap],
-    into: Sequence[torch.Tensor],
-    *,
-    threads: int,
-    budget_nbytes: int,
+    source: torch_source.TorchSource, parts: Sequence[Overlap], into: Sequence[torch.Tensor], options: Options
 ) -> dict[int, torch.dtype]:
     """Read whole items and let torch decode them; return the stored dtype of each destination."""
     stored: dict[int, torch.dtype] = {}
     for batch in torch_source.item_batches(parts, lambda each: int(source.items.nbytes[each.chunk])):
         items = [source.item(each.chunk) for each in batch]
-        raw = torch_source.read_items(source.files, items, threads=threads, budget_nbytes=budget_nbytes)
+        raw = torch_source.read_items(source.files, items, options)
         for each, item, data in zip(batch, items, raw, strict=True):
             descriptors, stream = source.descriptors.get(each.chunk, ()), io.BytesIO(data)
             if descriptors:
@@ -224,10 +220,9 @@ Undo = Callable[[Any, Sequence[str], IO[bytes]], IO[bytes]]
 def fill_items(
     files: torch_source.ItemFiles,
     wanted: Sequence[ChunkRequest],
+    options: Options,
     *,
     undo: Undo | None = None,
-    threads: int,
-    budget_nbytes: int,
 ) -> dict[str, str]:
     """
     Fill every target; return for each key whose dtype was converted the two dtypes.
@@ -242,7 +237,7 @@ def fill_items(
     targets = [plain_target(each.target, key=each.key) for each in wanted]
     decoded: dict[int, torch.dtype] = {}
     rows, boxes = np.arange(len(wanted)), Boxes.of([each.source for each in wanted])
-    fill(source, rows, boxes, targets, threads=threads, budget_nbytes=budget_nbytes, decoded=decoded)
+    fill(source, rows, boxes, targets, options, decoded=decoded)
     casts: dict[str, str] = {}
     for row, (each, target) in enumerate(zip(wanted, targets, strict=True)):
         if target is not each.target:
@@ -339,8 +334,7 @@ def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torc
     source.check(tensors)
     into = [torch.empty(index.shape(row), dtype=to_torch(index.dtype(row)), device="cpu") for row in tensors.tolist()]
     sizes = np.asarray(index.tensors.shape[tensors], np.int64)
-    boxes = Boxes(np.zeros_like(sizes), sizes)
-    fill(source, tensors, boxes, into, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+    fill(source, tensors, Boxes(np.zeros_like(sizes), sizes), into, options)
     return into
 
 
@@ -364,7 +358,7 @@ def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torc
         for parts in torch_source.item_batches(
             _parts(picks, strides, dtype.itemsize, band), held_nbytes, most_nbytes=band
         ):
-            _fill_parts(source, row, picks, parts, out, threads=options.io_threads, budget_nbytes=budget - band)
+            _fill_parts(source, row, picks, parts, out, replace(options, host_budget_bytes=budget - band))
     return out[tuple(0 if pick.drop else slice(None) for pick in picks)]
 
 
@@ -392,7 +386,7 @@ def _parts(picks: Picks, strides: Ints, itemsize: int, band_nbytes: int) -> Iter
 
 
 def _fill_parts(
-    source: Source, row: int, picks: Picks, parts: list[Picks], out: torch.Tensor, *, threads: int, budget_nbytes: int
+    source: Source, row: int, picks: Picks, parts: list[Picks], out: torch.Tensor, options: Options
 ) -> None:
     """Fill those places of `out`, which is for all picks, that the parts stand for."""
     firsts = [[(p.start - pick.start) // pick.step for p, pick in zip(part, picks, strict=True)] for part in parts]
@@ -406,8 +400,7 @@ def _fill_parts(
         for part, target in zip(parts, targets, strict=True)
     ]
     boxes = Boxes.of([Box(tuple(p.start for p in part), tuple(p.extent for p in part)) for part in parts])
-    rows = np.full(len(parts), row, np.int64)
-    fill(source, rows, boxes, into, threads=threads, budget_nbytes=budget_nbytes)
+    fill(source, np.full(len(parts), row, np.int64), boxes, into, options)
     for part, target, dense in zip(parts, targets, into, strict=True):
         if dense is not target:
             target.copy_(dense[tuple(slice(None, None, p.step) for p in part)])

@@ -215,18 +215,10 @@ class LoadSession:
             to, made = (shared.destinations, shared.made) if shared else _find_targets(matched)
             exchange = None
             if shared and shared.plan and matched.opened.channel:
-                part = shared_reads.accept_plan(matched.opened.channel, shared.requests, shared.plan)
-                to, exchange = shared_reads.remaining_reads(to, part.rows, part.cuts), part.exchange
+                cuts, exchange = shared_reads.accept_plan(matched.opened.channel, shared.requests, shared.plan)
+                to = shared_reads.remaining_reads(to, cuts)
             synchronize_devices(to.into)
-            nbytes = fill(
-                matched.source,
-                to.tensor,
-                to.boxes,
-                to.into,
-                threads=self.options.io_threads,
-                budget_nbytes=self.options.host_budget_bytes,
-                first_file=self.world.rank / self.world.size,
-            )
+            nbytes = fill(matched.source, *to, self.options, first_file=self.world.rank / self.world.size)
             synchronize_devices(to.into)
             # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
             torch.autograd.graph.increment_version(to.into)

@@ -29,7 +29,8 @@ from shardkeep.dist.world import World
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
 from shardkeep.engine.coordinator import CommittedSave, Coordinator, Labels
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest
-from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
+from shardkeep.engine.workers import WINDOW_NBYTES
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
@@ -43,7 +44,6 @@ from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, T
 from shardkeep.state.describe import Description, describe, file_groups
 from shardkeep.state.objects import Objects, check_same_objects
 from shardkeep.storage.base import Store
-from shardkeep.storage.buffers import view_memory
 from shardkeep.storage.cancel import run_with_deadline
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger("shardkeep")
-
-_DIGEST_WINDOW_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -295,20 +293,11 @@ def make_manifest(description: Description, *, allow_pickle: bool, check_replica
 
 
 def _digests(description: Description) -> bytes:
-    buffer = memoryview(bytearray(_DIGEST_WINDOW_NBYTES))
     digests = bytearray()
     for tensor in description.pieces:
-        nbytes = tensor.numel() * tensor.element_size()
-        address = host_address(tensor)
         digest = xxhash.xxh3_128()
-        source = None if address else scattered_memory(tensor, tensor.dtype)
-        for start in range(0, nbytes, _DIGEST_WINDOW_NBYTES):
-            stop = min(start + _DIGEST_WINDOW_NBYTES, nbytes)
-            if source is None:
-                digest.update(view_memory(address + start, stop - start))
-            else:
-                source.read(start, stop, buffer[: stop - start])
-                digest.update(buffer[: stop - start])
+        for window in windows_of(tensor, WINDOW_NBYTES):
+            digest.update(window)
         digests += digest.digest()
     return bytes(digests)
 

@@ -26,7 +26,7 @@ import torch
 
 from shardkeep.dist.world import World
 from shardkeep.engine.reader import Source
-from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.engine.tensors import host_address, scattered_memory, span
 from shardkeep.engine.workers import Scattered
 from shardkeep.errors import RanksSilent
 from shardkeep.format.boxes import Boxes, IntArray, flat_range_to_boxes, whole
@@ -281,21 +281,13 @@ class SharedRequest(NamedTuple):
 class Cut(NamedTuple):
     """The part of a shared request that this rank reads."""
 
-    want: int
     axis: int
     begin: int
     end: int
 
 
-class SharedPart(NamedTuple):
-    """What one rank does in a load with shared reads."""
-
-    rows: set[int]
-    """The requests that it does not read as they are."""
-    cuts: list[Cut]
-    """The parts of them that it reads instead."""
-    exchange: Exchange
-    """To be run once all ranks have read."""
+Cuts = dict[int, "Cut | None"]
+"""What a rank reads of each shared request, by its row; None: nothing."""
 
 
 def make_offer(requests: Sequence[SharedRequest], *, budget_nbytes: int) -> bytes:
@@ -314,8 +306,8 @@ def make_offer(requests: Sequence[SharedRequest], *, budget_nbytes: int) -> byte
     )
 
 
-def accept_plan(channel: Channel, requests: Sequence[SharedRequest], data: bytes) -> SharedPart:
-    """Return what this rank does by rank 0's plan, and allocate all memory that the exchange needs."""
+def accept_plan(channel: Channel, requests: Sequence[SharedRequest], data: bytes) -> tuple[Cuts, Exchange]:
+    """Return what this rank reads by rank 0's plan, and the exchange that follows, with all memory that it needs."""
     plan = msgspec.msgpack.decode(data, type=SharePlan)
     offered = [row for row, request in enumerate(requests) if request.can_share]
     share = plan.share
@@ -325,14 +317,13 @@ def accept_plan(channel: Channel, requests: Sequence[SharedRequest], data: bytes
     for row, start, stop in zip(own.want.tolist(), own.start.tolist(), own.stop.tolist(), strict=True):
         low, high = slices.get(row, (start, stop))
         slices[row] = min(low, start), max(high, stop)
-    cuts = []
+    cuts: Cuts = {offered[row]: None for row in np.unique(share.want).tolist()}
     for row, (start, stop) in slices.items():
         target = requests[offered[row]].target
         axis, count = _rows(target)
         row_nbytes = target.nbytes // count
-        cuts.append(Cut(offered[row], axis, start // row_nbytes, stop // row_nbytes))
-    exchange = Exchange(channel, plan, [requests[row].target for row in offered])
-    return SharedPart({offered[row] for row in np.unique(share.want).tolist()}, cuts, exchange)
+        cuts[offered[row]] = Cut(axis, start // row_nbytes, stop // row_nbytes)
+    return cuts, Exchange(channel, plan, [requests[row].target for row in offered])
 
 
 def _rows(target: torch.Tensor) -> tuple[int, int]:
@@ -368,9 +359,7 @@ def in_disjoint_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     alone = [_in_memory(tensor) for tensor in tensors]
     for row, tensor in enumerate(tensors):
         if alone[row] and tensor.numel():
-            reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            spans.append((str(tensor.device), start, start + (reach + 1) * tensor.element_size(), row))
+            spans.append((str(tensor.device), *span(tensor), row))
     before, end, widest = "", 0, -1
     for device, start, stop, row in sorted(spans):
         if device == before and start < end:
@@ -403,17 +392,14 @@ def shared_requests(source: Source, to: Destinations) -> list[SharedRequest]:
     return wants
 
 
-def remaining_reads(to: Destinations, shared: set[int], cuts: Sequence[Cut]) -> Destinations:
+def remaining_reads(to: Destinations, cuts: Cuts) -> Destinations:
     """Return what a rank reads itself, if it reads only parts of its shared requests."""
-    whole = [want for want in range(len(to.into)) if want not in shared]
-    rows = np.array([*whole, *(cut.want for cut in cuts)], np.int64)
+    rows = [want for want in range(len(to.into)) if want not in cuts or cuts[want]]
     offsets, sizes = to.boxes.offsets[rows], to.boxes.sizes[rows]  # copies, as the rows are a list
-    into = [to.into[want] for want in whole]
-    for row, cut in enumerate(cuts, start=len(whole)):
-        target = to.into[cut.want]
-        if target.dim():
+    into = [to.into[want] for want in rows]
+    for row, want in enumerate(rows):
+        if (cut := cuts.get(want)) and into[row].dim():
             offsets[row, cut.axis] += cut.begin
             sizes[row, cut.axis] = cut.end - cut.begin
-            target = target.narrow(cut.axis, cut.begin, cut.end - cut.begin)
-        into.append(target)
+            into[row] = into[row].narrow(cut.axis, cut.begin, cut.end - cut.begin)
     return Destinations(to.tensor[rows], Boxes(offsets, sizes), into)

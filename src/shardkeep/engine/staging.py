@@ -388,7 +388,9 @@ class BackgroundWrite:
             """Return whether one of these is in the caller's memory; what is not contiguous has no address, but 0."""
             return bool(((addresses < arena) | (addresses >= arena_end)).any())
 
-        ahead: Callable[[Window], bool] | None = writer.filled_ahead if writer else None
+        ahead: Callable[[Window], bool] | None = None
+        if writer:  # what the other process does not see
+            ahead = lambda window: writer.shared.locate_window(window) is None  # noqa: E731
         if snapshot.lent:
             jobs.sort(key=lambda job: not is_borrowed(job.address))  # first the files that staging waits for
             if not writer and not snapshot.events:
@@ -423,8 +425,8 @@ class BackgroundWrite:
         write = partial(write_files, jobs=jobs, threads=threads, window_nbytes=window_nbytes, on_written=report)
         with scope.active(), staging.running():
             if writer:
-                sink = writer.sink(staging, codecs, budget.room_nbytes)
-                write(store, create=sink.create, put=sink.put)
+                create = partial(writer.create, codecs, budget.room_nbytes)
+                write(store, create=create, put=partial(writer.put, staging))
             else:
                 write(codecs.over(store) if codecs else store, take=staging.take)
         if staging.nbytes:

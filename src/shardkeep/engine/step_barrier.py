@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from shardkeep.engine.tensors import extent
+from shardkeep.engine.tensors import span
 from shardkeep.options import per_process
 from shardkeep.state.leaves import is_dtensor
 
@@ -106,7 +106,7 @@ def rows_outside_optimizers(
         return rest
     # They may be parts of optimizer memory, which is slower to find out: by ranges of addresses that do not touch each other.
     ranges: dict[int, list[tuple[int, int]]] = {}
-    spans = [(*_span(each), each) for each in owned if each.numel()]
+    spans = [(*span(each), each) for each in owned if each.numel()]
     for device, begin, end in sorted(
         (t.get_device(), begin, end) for begin, end, t in spans if end - begin == t.nbytes
     ):
@@ -117,7 +117,7 @@ def rows_outside_optimizers(
             found.append((begin, end))
 
     def is_covered(tensor: torch.Tensor) -> bool:
-        begin, end = _span(tensor)
+        begin, end = span(tensor)
         found = ranges.get(tensor.get_device(), [])
         at = bisect_right(found, (begin, sys.maxsize)) - 1
         return at >= 0 and end <= found[at][1]
@@ -127,12 +127,6 @@ def rows_outside_optimizers(
 
 def _memory_key(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.get_device(), tensor.data_ptr(), tensor.nbytes
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses between which all bytes of a tensor lie."""
-    begin, end = extent(tensor)
-    return tensor.data_ptr(), tensor.data_ptr() + end - begin
 
 
 def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ from shardkeep.format.boxes import (
     stripes,
 )
 from shardkeep.state.leaves import overlaps_itself
-from shardkeep.storage.buffers import address_of
+from shardkeep.storage.buffers import address_of, view_memory
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types of each element size that both torch and numpy have: bytes are copied as these, whatever they mean."""
@@ -165,6 +165,18 @@ def scattered_memory(tensor: torch.Tensor, stored: torch.dtype) -> Scattered:
     return TorchScattered(tensor, stored)
 
 
+def windows_of(tensor: torch.Tensor, window_nbytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order, a window at a time; one is valid until the next."""
+    nbytes, address = tensor.numel() * tensor.element_size(), host_address(tensor)
+    source = None if address or not nbytes else scattered_memory(tensor, tensor.dtype)
+    buffer = memoryview(bytearray(min(nbytes, window_nbytes) if source else 0))
+    for at in range(0, nbytes, window_nbytes):
+        size = min(window_nbytes, nbytes - at)
+        if source is not None:
+            source.read(at, at + size, buffer[:size])
+        yield buffer[:size] if source else view_memory(address + at, size)
+
+
 # Tensors that share memory: those of one storage whose ranges of bytes overlap are copied as one run, so that they stay views of
 # each other; the others are copied alone, each with its own bytes and no more. Values are never looked at.
 
@@ -232,6 +244,12 @@ def runs(tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRun]:
                 groups.append([tensor])
                 end = stop
         yield from map(_run, groups)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses between which all bytes of a tensor lie."""
+    begin, end = extent(tensor)
+    return tensor.data_ptr(), tensor.data_ptr() + end - begin
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

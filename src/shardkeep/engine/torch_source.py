@@ -138,11 +138,11 @@ def check_inside(files: Sequence[FileEntry], items: Iterable[Item]) -> None:
             )
 
 
-def read_items(files: ItemFiles, items: Sequence[Item], *, threads: int, budget_nbytes: int) -> list[bytearray]:
+def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> list[bytearray]:
     """Return the bytes of whole items, verified where their files have digests."""
     check_inside(files.entries, items)
     buffers = [bytearray(item.nbytes) for item in items]
-    threads, window = window_for(preferred_requests(files.store, threads), budget_nbytes)
+    threads, window = window_for(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)
     rows = [
         (item.file, item.offset, item.nbytes, address_of(memoryview(buffer)))
         for item, buffer in zip(items, buffers, strict=True)
@@ -436,10 +436,9 @@ class StoredObjects(Strings):
 
     def _read(self, row: int, *, alone: bool = False) -> None:
         rows = [row] if alone else self._neighbours[row]
-        options = self._options
         items = [self._files.item(self._locations[each], self._keys[each]) for each in rows]
         try:
-            found = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+            found = read_items(self._files, items, self._options)
         except errors.DamagedCheckpoint:
             if alone:
                 raise

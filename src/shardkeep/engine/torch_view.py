@@ -112,16 +112,9 @@ class TorchView:
 
     def fill(self, wanted: Sequence[tuple[int, Box, str]], targets: Sequence[torch.Tensor]) -> None:
         """Fill tensors, given for each the row of the stored tensor, the box of it, and the key for messages."""
-        options = Options()
         into = [plain_target(target, key=key) for (_, _, key), target in zip(wanted, targets, strict=True)]
-        fill(
-            self._source,
-            np.array([row for row, _, _ in wanted], np.int64),
-            Boxes.of([box for _, box, _ in wanted]),
-            into,
-            threads=options.io_threads,
-            budget_nbytes=options.host_budget_bytes,
-        )
+        rows, boxes = np.array([row for row, _, _ in wanted], np.int64), Boxes.of([box for _, box, _ in wanted])
+        fill(self._source, rows, boxes, into, Options())
         for target, filled in zip(targets, into, strict=True):
             if filled is not target:
                 target.copy_(filled)

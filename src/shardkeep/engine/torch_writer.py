@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shardkeep.engine.tensors import host_address, scattered_memory
+from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import StateError
@@ -23,7 +23,7 @@ from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import known_to_torch, of_torch
 from shardkeep.format.torch_zip import ArchiveFrame, frame_tensor
 from shardkeep.state.leaves import wait_tensor
-from shardkeep.storage.buffers import address_of, view_memory
+from shardkeep.storage.buffers import address_of
 
 _ALIGNMENT = 64
 _LARGE_NBYTES = 1 << 20
@@ -180,7 +180,7 @@ def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, frame
             frame = _frame(item, offset) if framed else None
             stream.write(frame.head if frame else b"")
             start = out.nbytes
-            for part in _parts(item):
+            for part in windows_of(item, WINDOW_NBYTES):
                 stream.write(part)
             stream.write(frame.tail if frame else b"")
         else:
@@ -189,18 +189,3 @@ def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, frame
             stream.close()
         placed.append(WrittenItem(offset, out.nbytes - offset, None if descriptors else start, descriptors))
     return placed
-
-
-def _parts(tensor: torch.Tensor) -> Iterable[memoryview]:
-    """Yield a tensor's bytes in windows."""
-    nbytes = tensor.numel() * tensor.element_size()
-    address = host_address(tensor)
-    source = None if address or not nbytes else scattered_memory(tensor, tensor.dtype)
-    buffer = memoryview(b"") if source is None else memoryview(bytearray(min(nbytes, WINDOW_NBYTES)))
-    for at in range(0, nbytes, WINDOW_NBYTES):
-        size = min(WINDOW_NBYTES, nbytes - at)
-        if source is None:
-            yield view_memory(address + at, size)
-        else:
-            source.read(at, at + size, buffer[:size])
-            yield buffer[:size]

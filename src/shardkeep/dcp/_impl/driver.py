@@ -755,8 +755,8 @@ class _Load:
         """Read this rank's items, except for those that other ranks read for it."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
         if shares is not None and self._sharing is not None:
-            part = accept_plan(*self._sharing, shares)
-            final, self._exchange = remaining_plan(final, part.rows, part.cuts), part.exchange
+            cuts, self._exchange = accept_plan(*self._sharing, shares)
+            final = remaining_plan(final, cuts)
         reads = self._reader.read_data(final, self._planner)
         reads.wait()
         # A reader that fails in the background reports it only through its future.

@@ -33,7 +33,7 @@ from shardkeep.layouts.torch_pickle import read_metadata
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage import file_systems
-from shardkeep.storage.base import Store, preferred_requests
+from shardkeep.storage.base import Store
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
@@ -130,8 +130,7 @@ class _PlanReader:
 
     def _read_objects(self, some: list[tuple[protocol.ReadItem, ItemLocation]]) -> None:
         items = [self._files.item(place, request.storage_index.fqn) for request, place in some]
-        options = self._options
-        raw = read_items(self._files, items, threads=options.io_threads, budget_nbytes=options.host_budget_bytes)
+        raw = read_items(self._files, items, self._options)
         for (request, place), data in zip(some, raw, strict=True):
             stream = io.BytesIO(data)
             if place.descriptors:
@@ -140,7 +139,6 @@ class _PlanReader:
 
     def _read_tensors(self, some: Sequence[tuple[protocol.ReadItem, ItemLocation]]) -> dict[str, str]:
         """Read tensors, and return which keys were converted from one dtype to another."""
-        threads = preferred_requests(self._files.store, self._options.io_threads)
 
         def fill(targets: Sequence[torch.Tensor]) -> dict[str, str]:
             wanted = []
@@ -148,8 +146,7 @@ class _PlanReader:
                 shape, dtype = self._chunk(request)
                 box = Box(tuple(request.storage_offsets), tuple(request.lengths))
                 wanted.append(ChunkRequest(place, request.storage_index.fqn, shape, dtype, box, target, request))
-            budget = self._options.host_budget_bytes
-            return fill_items(self._files, wanted, undo=self._plain_stream, threads=threads, budget_nbytes=budget)
+            return fill_items(self._files, wanted, self._options, undo=self._plain_stream)
 
         return fill_targets([request for request, _ in some], self._planner, fill)
 

@@ -214,7 +214,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             for chunk in stored.chunks
             if (common := intersect(chunk.box, box)) is not None
         ]
-        fill_items(ItemFiles(self._opens(), {}), requests, threads=1, budget_nbytes=Options().host_budget_bytes)
+        fill_items(ItemFiles(self._opens(), {}), requests, Options(io_threads=1))
         return found
 
     def _read_scales(self, key: str) -> torch.Tensor:

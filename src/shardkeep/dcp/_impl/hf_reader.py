@@ -76,7 +76,7 @@ class SafeSlice:
         return str(self._part.dtype.safetensors)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        part, options = self._part, Options()
+        part = self._part
         given = index if isinstance(index, tuple) else (index,)
         at = given.index(Ellipsis) if Ellipsis in given else len(given)
         rest = [slice(None)] * (len(part.shape) - len(given) + (Ellipsis in given))
@@ -91,8 +91,8 @@ class SafeSlice:
         found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
         chunk = CatalogChunk(self._path, part.start, whole(part.shape))
         read = chunk_request(self._key, part.dtype, chunk, box, found)
-        threads = max(1, min(options.io_threads, found.nbytes // WINDOW_NBYTES))
-        fill_items(ItemFiles(self._opens, {}), [read], threads=threads, budget_nbytes=options.host_budget_bytes)
+        threads = max(1, min(Options().io_threads, found.nbytes // WINDOW_NBYTES))
+        fill_items(ItemFiles(self._opens, {}), [read], Options(io_threads=threads))
         return found[tuple(slice(None) if isinstance(each, slice) else 0 for each in given)]
 
 
@@ -212,7 +212,7 @@ class HuggingFaceStorageReader(FileSystemReader):
             filled.append(target if plain else torch.empty(box.sizes, dtype=to_torch(dtype), device="cpu"))
             wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, filled[-1]))
         files = ItemFiles(self._opens(), {})  # without digests
-        fill_items(files, wanted, threads=self._threads(), budget_nbytes=Options().host_budget_bytes)
+        fill_items(files, wanted, Options(io_threads=self._threads()))
         for target, made in zip(targets, filled, strict=True):
             if made is not target:
                 target.copy_(made)

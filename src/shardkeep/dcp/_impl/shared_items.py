@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
-from shardkeep.engine.shared_reads import Cut, SharedRequest, in_disjoint_memory, is_plain
+from shardkeep.engine.shared_reads import Cut, Cuts, SharedRequest, in_disjoint_memory, is_plain
 from shardkeep.format.boxes import Box, Boxes, Ints, matrix_of, tiled
 from shardkeep.layouts.torch_values import LoadItemType, LoadPlan, Metadata, MetadataIndex, ReadItem, is_tensor_entry
 
@@ -62,14 +62,14 @@ def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadat
     return wants
 
 
-def remaining_plan(plan: LoadPlan, shared: set[int], cuts: Sequence[Cut]) -> LoadPlan:
+def remaining_plan(plan: LoadPlan, cuts: Cuts) -> LoadPlan:
     """Return the plan of a rank that reads only parts of its shared items."""
-    items = [item for row, item in enumerate(plan.items) if row not in shared]
-    return replace(plan, items=[*items, *(_cut(plan.items[cut.want], cut) for cut in cuts)])
+    rows = [row for row in range(len(plan.items)) if row not in cuts or cuts[row]]
+    return replace(plan, items=[_cut(plan.items[row], cuts.get(row)) for row in rows])
 
 
-def _cut(item: ReadItem, cut: Cut) -> ReadItem:
-    if not item.lengths:
+def _cut(item: ReadItem, cut: Cut | None) -> ReadItem:
+    if cut is None or not item.lengths:
         return item
 
     def moved(offsets: torch.Size) -> torch.Size:

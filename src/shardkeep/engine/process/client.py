@@ -129,6 +129,10 @@ class Region(NamedTuple):
     """In the memory file."""
 
 
+SharedRuns = tuple[int, int, bytes, bytes]
+"""Where in the memory file some bytes are: the last fields of `server.WriteRuns`."""
+
+
 class SharedMemory:
     """Buffers that the writer process can map: regions of one memory file, so that one descriptor is enough. Thread-safe."""
 
@@ -168,13 +172,16 @@ class SharedMemory:
         return Buffer(view[:nbytes], torch.frombuffer(view, dtype=torch.uint8)[:nbytes])
 
     def locate(self, starts: IntArray, sizes: IntArray) -> SharedRuns | None:
-        """Return where runs of bytes are, if all of them are in one region."""
+        """Return where runs of bytes, given by their addresses, are, if all of them are in one region."""
         first, end = int(starts.min()), int((starts + sizes).max())
         with self._lock:
             regions = self._living()
             at = bisect_right(regions, first, key=lambda region: region.address) - 1
             region = regions[at] if at >= 0 else None
-        return SharedRuns(region, starts, sizes) if region and end <= region.address + region.nbytes else None
+        if region is None or end > region.address + region.nbytes:
+            return None
+        inside = (starts - region.address).astype(np.int64)
+        return region.offset, region.nbytes, inside.tobytes(), sizes.astype(np.int64).tobytes()
 
     def locate_window(self, window: Window) -> SharedRuns | None:
         """Return where the bytes of a window are, if all of them are in one region."""
@@ -192,60 +199,6 @@ class SharedMemory:
         while self._freed:
             self._regions.remove(self._freed.popleft())
         return self._regions
-
-
-class SharedRuns(NamedTuple):
-    """Where in shared memory some bytes are."""
-
-    region: Region
-    starts: IntArray
-    """Addresses in this process."""
-    sizes: IntArray
-
-
-@dataclass(frozen=True)
-class ProcessSink:
-    """What `write_files` needs so that the writer process hashes and writes the windows."""
-
-    session: WriterSession
-    staging: Staging
-    codecs: FileCodecs | None
-    room_nbytes: int
-    """Memory for what the store copies on the way; 0: what the store has for all files together."""
-
-    def create(self, job: FileJob) -> BlobWriter:
-        """Begin a file."""
-        try:
-            return _ProcessFile(self.session, job, self.codecs, self.room_nbytes)
-        except BaseException:
-            # The file may exist or not, and is in no list that is cleaned up later.
-            with contextlib.suppress(CheckpointError):
-                self.session.store.delete(job.name)
-            raise
-
-    def put(self, window: Window, file: BlobWriter, own: memoryview) -> bytes:
-        """Have a window written, and return the digests of its blocks."""
-        self.staging.check_wanted()
-        memory = self.session.shared
-        if runs := memory.locate_window(window):
-            return self._write(window, file, runs)
-        with self.staging.take(window, own) as data:
-            runs = memory.locate(np.array([address_of(data)]), np.array([len(data)]))
-            return self._write(window, file, runs)
-
-    def _write(self, window: Window, file: BlobWriter, runs: SharedRuns | None) -> bytes:
-        if runs is None or not isinstance(file, _ProcessFile):  # unreachable: windows are staged in shared memory
-            raise CheckpointError("a window does not lie in shared memory")
-        request = server.WriteRuns(
-            file.number,
-            window.offset,
-            window.job.block_nbytes,
-            runs.region.offset,
-            runs.region.nbytes,
-            (runs.starts - runs.region.address).astype(np.int64).tobytes(),
-            runs.sizes.astype(np.int64).tobytes(),
-        )
-        return self.session.ask(request).digests
 
 
 class _ProcessFile:
@@ -330,13 +283,27 @@ class WriterSession:
                 raise
             raise SaveCancelled("the save was cancelled before its files were written") from error
 
-    def sink(self, staging: Staging, codecs: FileCodecs | None, room_nbytes: int) -> ProcessSink:
-        """Return where windows go."""
-        return ProcessSink(self, staging, codecs, room_nbytes)
+    def create(self, codecs: FileCodecs | None, room_nbytes: int, job: FileJob) -> BlobWriter:
+        """Begin a file; the store may copy `room_nbytes` on the way, 0: what it has for all files together."""
+        try:
+            return _ProcessFile(self, job, codecs, room_nbytes)
+        except BaseException:
+            # The file may exist or not, and is in no list that is cleaned up later.
+            with contextlib.suppress(CheckpointError):
+                self.store.delete(job.name)
+            raise
 
-    def filled_ahead(self, window: Window) -> bool:
-        """Return whether a window must be staged, because the other process does not see its bytes."""
-        return self.shared.locate_window(window) is None
+    def put(self, staging: Staging, window: Window, file: BlobWriter, own: memoryview) -> bytes:
+        """Have a window hashed and written, and return the digests of its blocks."""
+        staging.check_wanted()
+        with contextlib.ExitStack() as taken:
+            runs = self.shared.locate_window(window)
+            if runs is None:
+                data = taken.enter_context(staging.take(window, own))
+                runs = self.shared.locate(np.array([address_of(data)]), np.array([len(data)]))
+            if runs is None or not isinstance(file, _ProcessFile):  # unreachable: windows are staged in shared memory
+                raise CheckpointError("a window does not lie in shared memory")
+            return self.ask(server.WriteRuns(file.number, window.offset, window.job.block_nbytes, *runs)).digests
 
 
 class WriterManager:
