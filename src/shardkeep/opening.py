@@ -20,7 +20,7 @@ from shardkeep import errors
 from shardkeep.engine.reader import Source, explain_missing
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
-from shardkeep.engine.workers import window_for
+from shardkeep.engine.workers import divide_budget
 from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
@@ -100,7 +100,7 @@ def verify_stored(
 
 
 def _limits(store: Store, options: Options, *, coded: bool) -> tuple[int, int]:
-    return window_for(preferred_requests(store, options.io_threads), options.host_budget_bytes, coded=coded)
+    return divide_budget(preferred_requests(store, options.io_threads), options.host_budget_bytes, coded=coded)[:2]
 
 
 def _raise_if_any(store: Store, problems: list[str]) -> None:

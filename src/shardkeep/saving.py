@@ -131,7 +131,7 @@ def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
 def _write(session: SaveSession, plan: RankWritePlan, description: Description, events: SaveEvents) -> list[FileEntry]:
     """Write this rank's files from the tensors themselves."""
     synchronize_devices(description.pieces)
-    codecs, options = session.file_codecs(plan), session.options
+    codecs, options = FileCodecs(plan, session.keys), session.options
     jobs = make_file_jobs(description, plan)
     budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=bool(codecs.chains))
     written, total, lock = 0, sum(job.data_nbytes for job in jobs), threading.Lock()
@@ -279,7 +279,7 @@ def start_save(
             jobs = make_file_jobs(replace(described.pop().description, pieces=tensors), plan)
             tensors.clear()
             try:
-                session.write(ranks, lambda: write(jobs, session.file_codecs(plan)))
+                session.write(ranks, lambda: write(jobs, FileCodecs(plan, session.keys)))
             finally:
                 jobs.clear()  # frames of an error that is kept hold the list, and must not hold the tensors with it
             committed = session.commit(ranks, labels)

@@ -108,7 +108,7 @@ def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
 
 def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole index, or header, has one digest: damage of one read is repaired, permanent damage is raised."""
-    monkeypatch.setattr("shardkeep.manage.file_copy.window_for", lambda *_: (2, 4096))
+    monkeypatch.setattr("shardkeep.manage.file_copy.divide_budget", lambda *_: (2, 4096))
     source = MemoryStore()
     sk.save({f"name-{number}": torch.ones(1) for number in range(200)}, source)
     assert min(read_record(source).at_rest.values()) > 4096

@@ -350,7 +350,8 @@ def _decode_tail(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable
     found = checksum_text(digest(table))
     if found != entry.table_checksum:
         raise ChecksumMismatch(
-            f"{entry.name}: the table of frames has checksum {found}, the commit record says {entry.table_checksum}",
+            f"{entry.name}: the table of frames has checksum {found}, the commit record says {entry.table_checksum},"
+            f" from byte {stored_nbytes - nbytes} on",
             hint=_HINT,
             file=entry.name,
             offset=stored_nbytes - nbytes,

@@ -20,7 +20,7 @@ import torch
 
 from shardkeep.engine.fill import fill
 from shardkeep.engine.reader import DigestCache, ReadableStore, Source, read_files
-from shardkeep.engine.workers import window_for
+from shardkeep.engine.workers import divide_budget
 from shardkeep.engine.writer import FileJob, Window, WritableStore, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
@@ -302,4 +302,4 @@ def verify_written(
 def limits(options: Options, *stores: object) -> tuple[int, int]:
     """Return threads and the size of a window: each thread has one to write, and one to read through."""
     threads = max(preferred_requests(store, options.io_threads) for store in stores)
-    return window_for(threads, options.host_budget_bytes // 2)
+    return divide_budget(threads, options.host_budget_bytes // 2)[:2]

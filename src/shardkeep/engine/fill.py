@@ -23,9 +23,9 @@ from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_in
 from shardkeep.engine import torch_source
 from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
-from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, window_for
+from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, divide_budget
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
-from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole
+from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole, widen
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
 from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
@@ -68,8 +68,10 @@ def fill(
         host_address(target) if target.dtype in known and known[target.dtype].code == stored else 0
         for target, stored in zip(into, codes, strict=True)
     ]
+    # As wide as the index; columns that are cut off are padding.
     axes = index.tensors.shape.shape[1]
-    offsets, lengths = _fit(boxes.offsets, axes, 0), _fit(boxes.sizes, axes, 1)
+    wide = max(axes, boxes.axes)
+    offsets, lengths = widen(boxes.offsets, wide, 0)[:, :axes], widen(boxes.sizes, wide, 1)[:, :axes]
     requests = ReadRequests(offsets, lengths, tensor, np.array(address, np.int64))
     plan = plan_load(index, requests, sizes, aligned=source.aligned)
     scattered = {scatter.want for scatter in plan.scatters}
@@ -104,15 +106,7 @@ def _limits(source: Source, into: Sequence[torch.Tensor], options: Options) -> t
     most = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
     coded = any(file.chain is not None for file in source.record.files)
     threads = preferred_requests(source.store, options.io_threads)
-    return window_for(threads, options.host_budget_bytes, most, coded=coded)
-
-
-def _fit(matrix: IntArray, axes: int, fill: int) -> IntArray:
-    """Give a matrix of boxes the width of the index; columns that are cut off are padding."""
-    fitted = np.full((len(matrix), axes), fill, np.int64)
-    width = min(axes, matrix.shape[1])
-    fitted[:, :width] = matrix[:, :width]
-    return fitted
+    return divide_budget(threads, options.host_budget_bytes, most, coded=coded)[:2]
 
 
 def _plan_permuted(
@@ -166,23 +160,18 @@ def _fill_decoded(
             if descriptors:
                 stream = io.BytesIO(source.undo(each.chunk, descriptors, stream).read(-1))
             file = source.record.files[item.file].name
-            tensor = _decode(stream, item, file)
+            where = f"{file}: {item.key!r} at offset {item.offset}"
+            try:
+                tensor = torch.load(stream, map_location="cpu", weights_only=True)
+            except Exception as exc:  # torch raises many kinds of errors for what is not one of its archives
+                kind = _TensorRefused if isinstance(exc, pickle.UnpicklingError) else MalformedFile
+                raise kind(f"{where} cannot be read: {exc}", key=item.key, file=file) from exc
+            if not isinstance(tensor, torch.Tensor):
+                raise MalformedFile(f"{where} is a {type(tensor).__name__}, not a tensor", key=item.key, file=file)
             _check_box(each.source, tuple(tensor.shape), item, file)
             into[each.want][slices(each.target)].copy_(tensor[slices(each.source)])
             stored[each.want] = tensor.dtype
     return stored
-
-
-def _decode(stream: IO[bytes], item: torch_source.Item, file: str) -> torch.Tensor:
-    where = f"{file}: {item.key!r} at offset {item.offset}"
-    try:
-        tensor = torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch raises many kinds of errors for what is not one of its archives
-        kind = _TensorRefused if isinstance(exc, pickle.UnpicklingError) else MalformedFile
-        raise kind(f"{where} cannot be read: {exc}", key=item.key, file=file) from exc
-    if not isinstance(tensor, torch.Tensor):
-        raise MalformedFile(f"{where} is a {type(tensor).__name__}, not a tensor", key=item.key, file=file)
-    return tensor
 
 
 def _check_box(box: Box, shape: Ints, item: torch_source.Item, file: str) -> None:

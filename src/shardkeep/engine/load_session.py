@@ -74,7 +74,9 @@ class MatchedState(NamedTuple):
     description: Description
     match: matching.Match
     values: dict[str, Any]
-    result: matching.MatchResult
+    missing: list[str]
+    """On any rank."""
+    unexpected: list[str]
 
 
 class SharedLoad(NamedTuple):
@@ -165,11 +167,12 @@ class LoadSession:
         def decide(payloads: list[bytes]) -> list[bytes]:
             index, load_filter = on_rank_0[0].source.index, on_rank_0[0].load_filter
             findings = [msgspec.msgpack.decode(payload, type=matching.RankFindings) for payload in payloads]
-            result = matching.merge_findings(index, findings, load_filter, strict=self.strict, where=self.store.url)
-            return [_encode(result)] * len(payloads)
+            keys = matching.merge_findings(index, findings, load_filter, strict=self.strict, where=self.store.url)
+            return [_encode(keys)] * len(payloads)
 
         matched, answer = self._agree("match", compare, decide)
-        return matched._replace(result=msgspec.msgpack.decode(answer, type=matching.MatchResult))
+        missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[list[str], list[str]])
+        return matched._replace(missing=missing, unexpected=unexpected)
 
     def _compare(self, opened: OpenedLoad, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
         source, load_filter, stored, templates = prepared
@@ -186,8 +189,7 @@ class LoadSession:
             data = source.index.value_data.raw(row)
             values[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
             other_kinds += matching.compare_kinds(key, like, values[key])
-        result = matching.MatchResult(missing=[], unexpected=[])
-        matched = MatchedState(opened, source, templates, description, match, values, result)
+        matched = MatchedState(opened, source, templates, description, match, values, [], [])
         # So does a container that cannot be changed.
         made = {key: torch.empty(0) for key in match.tensors if needs_memory(description.leaves[key])}
         self._refill(matched, values | made, dry=True)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from shardkeep.errors import StateError, StateMismatch
-from shardkeep.format.boxes import IntArray, widen
+from shardkeep.format.boxes import widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
 from shardkeep.format.values import EnumRef, Node, decode_tree, join, leaf_keys
@@ -50,13 +50,6 @@ class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
     """Plain values whose kind would change."""
     consumed: bytes
     """A bit for each tensor, then each value, of the checkpoint."""
-
-
-class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks found; sent to every rank."""
-
-    missing: list[str]
-    unexpected: list[str]
 
 
 @dataclass(frozen=True)
@@ -184,14 +177,7 @@ def _compare_tensors(
             cast[keys[i]] = f"{old} -> {new}"
         else:
             mismatched.append(f"{keys[i]}: {new} in the state, {old} in the checkpoint (cast=True converts)")
-    _compare_ties(index, description, mine, rows, keys, mismatched)
-    return cast
-
-
-def _compare_ties(
-    index: Index, description: Description, mine: IntArray, rows: IntArray, keys: list[str], mismatched: list[str]
-) -> None:
-    """Report keys that share memory in the state but not in the checkpoint: it cannot be filled from two tensors."""
+    # Keys that share memory in the state but not in the checkpoint: it cannot be filled from two tensors.
     owner = np.asarray(index.tensors.alias, np.int64)[rows]
     first: dict[int, int] = {}
     for i in np.flatnonzero(np.bincount(description.alias, minlength=1)[description.alias[mine]] > 1).tolist():
@@ -201,6 +187,7 @@ def _compare_ties(
                 f"{keys[i]}: the same memory as {keys[other]} in the state, another tensor in the checkpoint"
                 f" (exclude={keys[i]!r} takes the other)"
             )
+    return cast
 
 
 def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
@@ -230,8 +217,8 @@ def _with_article(value: Any) -> str:
 
 def merge_findings(
     index: Index, findings: Sequence[RankFindings], wishes: LoadFilter, *, strict: bool, where: str
-) -> MatchResult:
-    """Merge what all ranks found; raise one error that lists every difference, if any of them matters."""
+) -> tuple[list[str], list[str]]:
+    """Return the missing and the unexpected keys of all ranks; raise an error that lists every difference that matters."""
     count = len(index.keys) + len(index.value_keys)
     bits = np.zeros(-(-count // 8), np.uint8)
     for raw in {found.consumed for found in findings}:
@@ -247,9 +234,8 @@ def merge_findings(
         known = {name for row, name in shared.items() if consumed[row]}
         unexpected = sorted(name for name, row in left.items() if shared.get(row) not in known)
     missing = list(dict.fromkeys(key for found in findings for key in found.missing))
-    result = MatchResult(missing=missing, unexpected=unexpected)
-    _raise_if_wrong(index, findings, result, wishes, strict=strict, where=where)
-    return result
+    _raise_if_wrong(index, findings, missing, unexpected, wishes, strict=strict, where=where)
+    return missing, unexpected
 
 
 def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int]) -> dict[str, int]:
@@ -280,13 +266,21 @@ def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterat
 
 
 def _raise_if_wrong(
-    index: Index, findings: Sequence[RankFindings], result: MatchResult, wishes: LoadFilter, *, strict: bool, where: str
+    index: Index,
+    findings: Sequence[RankFindings],
+    missing: list[str],
+    unexpected: list[str],
+    wishes: LoadFilter,
+    *,
+    strict: bool,
+    where: str,
 ) -> None:
     mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
-    missing, unexpected, unused = [], [], []
+    unused = []
     forgivable = not mismatched
-    if strict:
-        missing, unexpected = result.missing, result.unexpected
+    if not strict:
+        missing, unexpected = [], []
+    else:
         unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
         mismatched += dict.fromkeys(line for found in findings for line in found.other_kinds)
     if not (mismatched or missing or unexpected or unused):

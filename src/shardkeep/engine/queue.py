@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -216,12 +216,6 @@ def _set(future: Future[Any], result: object, error: BaseException | None) -> No
         future.set_exception(error)
 
 
-def wait_for_all(futures: Collection[Future[Any]]) -> None:
-    """Wait for all futures, and notice a Ctrl-C within a second."""
-    while wait(futures, _POLL_S).not_done:
-        pass
-
-
 def _wait(timeout: float | None, future: Future[T], what: str, process_id: int) -> Future[T]:
     """Wait for a future. `Future.result(timeout)` would not do: the save itself may fail with a TimeoutError."""
     if not future.done() and os.getpid() != process_id:
@@ -230,7 +224,8 @@ def _wait(timeout: float | None, future: Future[T], what: str, process_id: int) 
             hint="wait for the handle in the process that called async_save",
         )
     if timeout is None:
-        wait_for_all([future])
+        while wait([future], _POLL_S).not_done:
+            pass
     elif wait([future], timeout).not_done:
         raise TimeoutError(f"{what} within {timeout:g} s")
     return future

@@ -198,7 +198,7 @@ def read_sidecar(store: base.Opens, entry: FileEntry, blocks: int) -> tuple[byte
 def _check_checksum(name: str, what: str, found: str, expected: str) -> None:
     if found != expected:
         raise ChecksumMismatch(
-            f"{name}: {what} checksum {found}, the commit record says {expected}",
+            f"{name}: {what} checksum {found}, the commit record says {expected}, from byte 0 on",
             hint="the file was damaged after the save",
             file=name,
             offset=0,

@@ -15,7 +15,6 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +196,9 @@ class LoadReport:
 class _CallEvents:
     """The events of one call."""
 
+    _began: type[Event]
+    _failed: type[Event]
+
     def __init__(self, phases: Phases, *, rank: int, where: str, step: Any = None) -> None:
         """A step that no record can hold is left out."""
         self.phases = phases
@@ -210,18 +212,18 @@ class _CallEvents:
         emit(event, lambda: event(**{"rank": self._rank, "where": self._where, "step": self._step, **figures}))
 
     @contextlib.contextmanager
-    def _reporting(self, begins: type[Event], fails: type[Event], **figures: Any) -> Iterator[None]:
+    def reporting(self, **figures: Any) -> Iterator[None]:
         """Emit that the call begins, and if what is inside fails, that it failed."""
-        self._emit(begins, **figures)
+        self._emit(self._began, **figures)
         try:
             yield
         except BaseException as error:
             message = type(error).__name__
             with contextlib.suppress(Exception):  # an error without a text must still be raised
                 message = _plain(str(error))
-            cancelled = {"cancelled": isinstance(error, SaveCancelled)} if fails is events.SaveFailed else {}
+            cancelled = {"cancelled": isinstance(error, SaveCancelled)} if self._failed is events.SaveFailed else {}
             self._emit(
-                fails,
+                self._failed,
                 called_s=self.phases.called_s,
                 kind=type(error).__name__,
                 message=message,
@@ -242,11 +244,8 @@ class _CallEvents:
 class SaveEvents(_CallEvents):
     """The events of one save."""
 
+    _began, _failed = events.SaveBegan, events.SaveFailed
     _next_progress_s = 0.0
-
-    def reporting(self, *, background: bool) -> AbstractContextManager[None]:
-        """Emit that a save begins, and if what is inside fails, that it failed."""
-        return self._reporting(events.SaveBegan, events.SaveFailed, background=background)
 
     def staged(self, seconds: float) -> None:
         """Emit that the state may be changed."""
@@ -288,9 +287,7 @@ class SaveEvents(_CallEvents):
 class LoadEvents(_CallEvents):
     """The events of one load."""
 
-    def reporting(self) -> AbstractContextManager[None]:
-        """Emit that a load begins, and if what is inside fails, that it failed."""
-        return self._reporting(events.LoadBegan, events.LoadFailed)
+    _began, _failed = events.LoadBegan, events.LoadFailed
 
     def finished(self, loaded: LoadReport) -> None:
         """Emit that the state is filled, and log it."""

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ import xxhash
 
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
-from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
+from shardkeep.engine.codecs import Codecs, keys_for
 from shardkeep.engine.coordinator import CommittedSave, Coordinator, Labels
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest
 from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
@@ -82,13 +83,6 @@ class DescribedState:
     """The optimizers that are in the state as objects."""
 
 
-class _RankWritten(msgspec.Struct, frozen=True):
-    """What a rank sends when it has written."""
-
-    files: list[FileEntry]
-    spans: SentPhases
-
-
 class SaveSession:
     """One save of one rank. Used by one thread at a time; the steps are called inside `running`, in their order."""
 
@@ -98,8 +92,8 @@ class SaveSession:
         self.phases = phases
         self.options = request.options
         self._request = request
-        self._keys = keys_for(request.options)
-        self._coordinator = Coordinator(store, overwrite=request.overwrite, codecs=request.codecs, keys=self._keys)
+        self.keys = keys_for(request.options)
+        self._coordinator = Coordinator(store, overwrite=request.overwrite, codecs=request.codecs, keys=self.keys)
         self._written: list[FileEntry] = []
         self._written_s = 0.0
         self._handed_over = False
@@ -183,10 +177,6 @@ class SaveSession:
         self.phases.add("plan", began_s, self.phases.mark_meeting())
         return msgspec.msgpack.decode(answer, type=RankWritePlan)
 
-    def file_codecs(self, plan: RankWritePlan) -> FileCodecs:
-        """Open the codecs of this rank's files."""
-        return FileCodecs(plan, self._keys)
-
     def write(self, ranks: Rendezvous, work: Callable[[], list[FileEntry]]) -> None:
         """Write this rank's files, and wait until the other ranks have written theirs."""
         began_s = ended_s = self.phases.now()
@@ -198,12 +188,12 @@ class SaveSession:
             finally:
                 ended_s = self.phases.now()
                 self.phases.add("write", began_s, ended_s, sum(entry.nbytes for entry in self._written))
-            return encode(_RankWritten(self._written, self.phases.sent()))
+            return encode((self._written, self.phases.sent()))
 
         def collect(payloads: list[bytes]) -> list[bytes]:
-            said = [msgspec.msgpack.decode(payload, type=_RankWritten) for payload in payloads]
-            self.phases.collect([each.spans for each in said])
-            self._coordinator.collect([each.files for each in said])
+            said = [msgspec.msgpack.decode(payload, type=tuple[list[FileEntry], SentPhases]) for payload in payloads]
+            self.phases.collect([spans for _, spans in said])
+            self._coordinator.collect([files for files, _ in said])
             return [b""] * len(payloads)
 
         ranks.agree("write", writing, collect)
@@ -251,13 +241,9 @@ def _find_differing_state(objects: Objects, ranks: Rendezvous, *, allow_pickle: 
     def differing(payloads: list[bytes]) -> list[bytes]:
         said = [msgspec.msgpack.decode(payload, type=tuple[list[str], dict[str, bytes]]) for payload in payloads]
         check_same_objects([names for names, _ in said])
-        first: dict[str, bytes] = {}
-        found: set[str] = set()
-        for _, digests in said:
-            for name, digest in digests.items():
-                if first.setdefault(name, digest) != digest:
-                    found.add(name)
-        return [msgspec.msgpack.encode(sorted(found))] * len(payloads)
+        different = {pair for _, digests in said for pair in digests.items()}
+        found = [name for name, times in Counter(name for name, _ in different).items() if times > 1]
+        return [msgspec.msgpack.encode(found)] * len(payloads)
 
     return frozenset(msgspec.msgpack.decode(ranks.agree("compare", digests, differing), type=list[str]))
 

@@ -8,8 +8,6 @@ because data files of the native layout are safetensors files, too.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
 from shardkeep.codecs.coded_store import DecodingStore
@@ -24,7 +22,7 @@ from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Lists, Opens, Store, is_single_file
+from shardkeep.storage.base import Store, is_single_file
 
 
 def find(store: Store) -> FoundCheckpoint:
@@ -53,11 +51,7 @@ def _committed(store: Store) -> FoundCheckpoint:
     return FoundCheckpoint(record, lambda options: open_native(store, record, options))
 
 
-class _ListedStore(Opens, Lists, Protocol):
-    """The verbs that `latest` needs."""
-
-
-def latest(store: _ListedStore) -> str | None:
+def latest(store: Store) -> str | None:
     """Return the name of the later commit marker if there is one of each layout; else None."""
     for name in (METADATA_NAME, RECORD_NAME):
         try:

@@ -30,7 +30,7 @@ import numpy as np
 from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, FoundCheckpoint, ReadableStore, Source, list_keys, read_files
-from shardkeep.engine.workers import WINDOW_NBYTES, window_for
+from shardkeep.engine.workers import WINDOW_NBYTES, divide_budget
 from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
@@ -142,7 +142,7 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
     """Return the bytes of whole items, verified where their files have digests."""
     check_inside(files.entries, items)
     buffers = [bytearray(item.nbytes) for item in items]
-    threads, window = window_for(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)
+    threads, window = divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[:2]
     rows = [
         (item.file, item.offset, item.nbytes, address_of(memoryview(buffer)))
         for item, buffer in zip(items, buffers, strict=True)

@@ -62,8 +62,12 @@ class TorchView:
         self.metadata = self._describe(path)
 
     @classmethod
-    def open(cls, store: ReadableStore, path: PathLike) -> TorchView:
-        """Open a native checkpoint."""
+    def open(cls, store: ReadableStore, path: PathLike) -> TorchView | None:
+        """Open a native checkpoint; None if there is no commit record."""
+        try:
+            store.open(RECORD_NAME).close()
+        except FileNotFoundError:
+            return None
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
         return cls(open_native(store, record, Options()), path)
 
@@ -138,12 +142,3 @@ class TorchView:
         if isinstance(value, dict):
             return type(value)((key, self._filled(each, options)) for key, each in value.items())
         return value
-
-
-def is_native(store: ReadableStore) -> bool:
-    """Return whether the store has a native commit record."""
-    try:
-        store.open(RECORD_NAME).close()
-    except FileNotFoundError:
-        return False
-    return True

@@ -65,48 +65,33 @@ def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[F
 
     Tensors are `framed` as archives of `torch.save`, or plain bytes.
     """
-    start: list[int] = []
-    address: list[int] = []
-    owners: list[Any] = []
-    scattered: dict[int, Any] = {}
+    sources: list[Data] = []
     placed: list[WrittenItem] = []
     at = 0
-
-    def add(where: int, nbytes: int, owner: Any) -> None:
-        nonlocal at
-        start.append(at)
-        address.append(where)
-        owners.append(owner)
-        at += nbytes
-
-    def add_memory(data: memoryview) -> None:
-        if data.nbytes:
-            add(address_of(data), data.nbytes, data)
-
     for item in items:
-        offset, begin = at, None
-        if isinstance(item, torch.Tensor):
-            frame = _frame(item, offset) if framed else None
-            add_memory(memoryview(frame.head if frame else b""))
-            begin = at
-            if item.numel():
-                where = host_address(item)
-                if not where:
-                    scattered[len(start)] = scattered_memory(item, item.dtype)
-                add(where, item.numel() * item.element_size(), item if where else None)
-            add_memory(memoryview(frame.tail if frame else b""))
-        else:
-            add_memory(item)
-        placed.append(WrittenItem(offset, at - offset, begin, []))
+        frame = _frame(item, at) if framed and isinstance(item, torch.Tensor) else None
+        head, tail = (frame.head, frame.tail) if frame else (b"", b"")
+        begin = at + len(head) if isinstance(item, torch.Tensor) else None
+        placed.append(WrittenItem(at, len(head) + item.nbytes + len(tail), begin, []))
+        sources += [memoryview(head), item, memoryview(tail)]
+        at += placed[-1].nbytes
+    sources = [each for each in sources if each.nbytes]
+    address = [host_address(each) if isinstance(each, torch.Tensor) else address_of(each) for each in sources]
+    scattered = {
+        row: scattered_memory(each, each.dtype)
+        for row, each in enumerate(sources)
+        if isinstance(each, torch.Tensor) and not address[row]
+    }
+    sizes = np.array([each.nbytes for each in sources], np.int64)
     job = FileJob(
         name=name,
         header=bytearray(),
         data_nbytes=at,
         block_nbytes=block_nbytes_for(at),
-        start=np.array(start, np.int64),
+        start=np.cumsum(sizes) - sizes,
         address=np.array(address, np.int64),
         scattered=scattered,
-        owners=owners,
+        owners=[None if row in scattered else each for row, each in enumerate(sources)],
     )
     return job, placed
 

@@ -7,7 +7,6 @@ cannot detect is a file that was replaced together with its digests.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +34,6 @@ _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""
 _BATCH = 64
 """How many frames, of a megabyte or less, a thread verifies at a time."""
-_SAYS_WHERE = re.compile(r"\bbytes? \d")
-"""With a number, because the word alone may be part of a file name."""
 
 
 def damage_of_file(
@@ -52,10 +49,7 @@ def damage_of_file(
     """Read a whole file and yield the damage in it; raise if its size is wrong, or its header is damaged."""
     file = files[number]
     # The size must be checked first, because the plan relies on the size in the record.
-    try:
-        open_checked(store, file, digests)[0].close()
-    except DamagedCheckpoint as exc:
-        raise _with_offset(exc) from exc.__cause__
+    open_checked(store, file, digests)[0].close()
     coded: list[DamagedCheckpoint] = []
     damaged: list[int] = []
     read_files(
@@ -80,14 +74,6 @@ def damage_of_file(
         keys = keys_at(number, start, stop) if stop > 0 else "the header"
         errors.append(DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details))
     yield from _few(file, errors)
-
-
-def _with_offset(error: DamagedCheckpoint) -> DamagedCheckpoint:
-    """Add the offset to the message of damage to a header or table, which has one digest for many bytes."""
-    offset = error.details.get("offset")
-    if offset is None or _SAYS_WHERE.search(error.message):
-        return error
-    return type(error)(f"{error.message}, from byte {offset} on", hint=error.hint, **error.details)
 
 
 def _few(file: Blob, errors: Sequence[CheckpointError]) -> Iterator[CheckpointError]:
@@ -129,7 +115,7 @@ def stored_damage(
         try:
             return list(damage(number, blob))
         except DamagedCheckpoint as exc:
-            return [_with_offset(exc)]
+            return [exc]
 
     with ThreadPoolExecutor(at_once, thread_name_prefix="shardkeep-verify") as pool:
         try:

@@ -46,13 +46,6 @@ _WORTH_PINNING_NBYTES = 256 << 20
 """Pinning memory takes as long as copying fifty times as much through it, but is done once in a process."""
 
 
-def window_for(
-    threads: int, budget_nbytes: int, window: int = WINDOW_NBYTES, *, coded: bool = False
-) -> tuple[int, int]:
-    """Return how many threads to use, and how large a window each may have, where a store keeps no parts."""
-    return divide_budget(threads, budget_nbytes, window, coded=coded)[:2]
-
-
 class Scattered:
     """Memory that is not one run of host bytes."""
 

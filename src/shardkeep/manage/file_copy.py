@@ -25,7 +25,7 @@ import xxhash
 from shardkeep.codecs.coded_store import read_table
 from shardkeep.engine.queue import lower_priority
 from shardkeep.engine.reader import open_checked, open_sized, read_sidecar
-from shardkeep.engine.workers import FollowUpError, run_workers, window_for
+from shardkeep.engine.workers import FollowUpError, divide_budget, run_workers
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, digest
 from shardkeep.format.frames import MAGIC
@@ -226,7 +226,7 @@ def _move_files(
         return damaged
     stores = [source] if target is None else [source, target]
     threads = max(base.preferred_requests(each, options.io_threads) for each in stores)
-    threads, window_nbytes = window_for(threads, options.host_budget_bytes // 2)
+    threads, window_nbytes = divide_budget(threads, options.host_budget_bytes // 2)[:2]
     opened: dict[str, _OpenFile] = {}
     lock, failed = threading.Lock(), threading.Event()
 

@@ -44,7 +44,7 @@ from shardkeep.dcp._impl.plans import (
 )
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
-from shardkeep.engine.workers import run_workers, window_for
+from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES, combine_crc32
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
@@ -257,7 +257,7 @@ def _check(reader: BlobReader, where: str, opened: Callable[[], Any]) -> None:
     if outside := [entry.name for entry in entries if entry.start + entry.nbytes > reader.nbytes]:
         raise errors.MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
     options = Options()
-    threads, window = window_for(options.io_threads, options.host_budget_bytes)
+    threads, window = divide_budget(options.io_threads, options.host_budget_bytes)[:2]
     found: dict[tuple[int, int], int] = {}
 
     def pieces() -> Iterator[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.sources import latest
 from shardkeep.engine.torch_source import ItemFiles, item_batches, read_items
-from shardkeep.engine.torch_view import TorchView, is_native
+from shardkeep.engine.torch_view import TorchView
 from shardkeep.errors import BlobNotFound, BrokenProtocol, CheckpointError, MalformedFile, StateMismatch
 from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.dtypes import DType, known_to_torch
@@ -248,9 +248,9 @@ class FileSystemReader(protocol.StorageReader):
             metadata = read_metadata(store, name, where=str(self.fs.concat_path(self.path, name)))
             self._native = None
         except BlobNotFound:
-            if kwargs.get("rank") is not None or not is_native(store):
+            self._native = TorchView.open(store, self.path) if kwargs.get("rank") is None else None
+            if self._native is None:
                 raise
-            self._native = TorchView.open(store, self.path)
             metadata = self._native.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = protocol.StorageMeta()

@@ -33,7 +33,7 @@ from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
-from shardkeep.engine.workers import window_for
+from shardkeep.engine.workers import divide_budget
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
 from shardkeep.layouts import safetensors_publish
@@ -497,7 +497,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         files = files_of(plan.items, numbers, self._split_by_storage_plan)
         options = Options()
         threads = max(self.thread_count, preferred_requests(store, options.io_threads))
-        threads, window = window_for(threads, options.host_budget_bytes)
+        threads, window = divide_budget(threads, options.host_budget_bytes)[:2]
         sizes = write_hf_files(
             store,
             files,

@@ -333,9 +333,13 @@ class WriterManager:
             self._saves.append(wanted)
         cancelled_s = _REMOTE_CLEANUP_S if is_sequential(store) else CANCELLED_S
         policy = WaitPolicy(timeout_s, cancelled_s, abandoned=lambda: self._abandon(process))
-        with contextlib.ExitStack() as after:
-            after.callback(self._release, wanted)
+        try:
             yield WriterSession(memory, process, shared, store, spec, policy, wanted)
+        finally:
+            with self._lock:
+                self._saves.remove(wanted)
+                if self._ending:
+                    self._end()
 
     def memory(self) -> StagingMemory:
         """
@@ -345,12 +349,6 @@ class WriterManager:
         """
         with self._lock:
             return self._shared_memory()[0]
-
-    def _release(self, wanted: Wanted) -> None:
-        with self._lock:
-            self._saves.remove(wanted)
-            if self._ending:
-                self._end()
 
     def end(self) -> None:
         """End the process and free the memory, when the last save that uses them is over."""

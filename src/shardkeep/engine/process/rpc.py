@@ -188,7 +188,8 @@ class ChildProcess:
         self._owner = os.getpid()
         self._kind = kind
         self._lock = threading.Lock()
-        self._died: CheckpointError | None = None
+        self._died: tuple[str, str] | None = None
+        """How it died, and a hint."""
         self._answered = time.monotonic()
         self._longest_more_s = 0.0
         pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -280,30 +281,26 @@ class ChildProcess:
         if self._owner == os.getpid():  # not in a fork
             with self._lock:
                 self._reap(0)
-                self._died = self._died or self._note("was ended", self._kind.if_dead)
+                self._died = self._died or ("was ended", self._kind.if_dead)
 
     def _how_it_died(self) -> CheckpointError:
         """Make sure that the process is gone, as it must not touch memory or files any more, and return the error to raise."""
         with self._lock:
-            return self._copy(self._died or self._note(_describe_exit(self._reap(_GRACE_S)), self._kind.if_dead))
+            self._died = self._died or (_describe_exit(self._reap(_GRACE_S)), self._kind.if_dead)
+            return self._error(*self._died)
 
     def _end(self, why: str, hint: str) -> CheckpointError:
         """End the process if it has not ended, and return the error to raise."""
         with self._lock:
-            died = self._died
-            if died is None:
-                died = self._note(why, hint)  # first: whatever happens here, the process is not used again
+            if self._died is None:
+                self._died = why, hint  # first: whatever happens here, the process is not used again
                 if self._reap(0) is None:
-                    died = self._note(f"{why}, but cannot be killed", hint)
-            return self._copy(died)
+                    self._died = f"{why}, but cannot be killed", hint
+            return self._error(*self._died)
 
-    def _note(self, how: str, hint: str) -> CheckpointError:
-        self._died = self._kind.error(f"{self._kind.name} (pid {self.pid}) {how}", hint=hint)
-        return self._died
-
-    def _copy(self, error: CheckpointError) -> CheckpointError:
-        """Return a new error for each thread that raises it."""
-        return self._kind.error(error.message, hint=error.hint)
+    def _error(self, how: str, hint: str) -> CheckpointError:
+        """Return a new error, because several threads may raise one each."""
+        return self._kind.error(f"{self._kind.name} (pid {self.pid}) {how}", hint=hint)
 
     def _reap(self, wait_s: float) -> int | None:
         """Wait for the process to end, then kill it; return its exit code, or None if not even that ends it."""
