@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -50,6 +52,28 @@ def test_many_small_objects_are_read_together(tmp_path: Path) -> None:
     with mock.patch.object(torch_values, "read_items", wraps=torch_values.read_items) as read:
         assert {key: opened[key] for key in sorted(objects)} == objects
     assert 1 <= read.call_count <= 20
+
+
+def test_objects_of_other_files_stay_unread_and_threads_may_ask(tmp_path: Path, monkeypatch) -> None:
+    """An object costs a read of its own file only, and threads that ask at the same time each get theirs."""
+    objects = {f"o{n}": {"value": n} for n in range(20)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)
+    quietly(dcp.save, objects, storage_writer=writer, planner=planner, no_dist=True)
+    opened = sk.open(tmp_path)
+    with mock.patch.object(torch_values, "read_items", wraps=torch_values.read_items) as read:
+        assert opened["o7"] == {"value": 7}
+    assert [len(call.args[1]) for call in read.call_args_list] == [1]
+
+    monkeypatch.setattr(torch_values, "_KEPT_OBJECTS_NBYTES", 0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            asked = [f"o{n % 20}" for n in range(200)]
+            assert list(threads.map(opened.__getitem__, asked)) == [objects[key] for key in asked]
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_old_copy_of_the_metadata_is_ignored(tmp_path: Path) -> None:

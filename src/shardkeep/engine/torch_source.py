@@ -420,9 +420,8 @@ class StoredObjects(Strings):
 
     def raw(self, row: int) -> bytes:
         """Return one object as an encoded value."""
-        if row not in self._held:
-            self._read(row)
-        data, key, location = self._held[row], self._keys[row], self._locations[row]
+        data = self._held.get(row) or self._read(row)  # an archive is never empty
+        key, location = self._keys[row], self._locations[row]
         if location.descriptors:
             data = self._undo(row, location.descriptors, io.BytesIO(data)).read(-1)
         try:
@@ -434,7 +433,7 @@ class StoredObjects(Strings):
         """Return all of them."""
         return [self.raw(row) for row in range(len(self))]
 
-    def _read(self, row: int, *, alone: bool = False) -> None:
+    def _read(self, row: int, *, alone: bool = False) -> bytes:
         rows = [row] if alone else self._neighbours[row]
         items = [self._files.item(self._locations[each], self._keys[each]) for each in rows]
         try:
@@ -442,18 +441,20 @@ class StoredObjects(Strings):
         except errors.DamagedCheckpoint:
             if alone:
                 raise
-            self._read(row, alone=True)  # perhaps only a neighbour is damaged
-            return
-        if sum(map(len, self._held.values())) > _KEPT_OBJECTS_NBYTES:
-            self._held = {}
-        self._held.update(zip(rows, map(bytes, found), strict=True))
+            return self._read(row, alone=True)  # perhaps only a neighbour is damaged
+        read = dict(zip(rows, map(bytes, found), strict=True))
+        # Replaced, not changed: other threads may be reading it.
+        self._held = read if sum(map(len, self._held.values())) > _KEPT_OBJECTS_NBYTES else {**self._held, **read}
+        return read[row]
 
     @cached_property
     def _neighbours(self) -> dict[int, list[int]]:
-        """The objects that are read together with each one."""
-        order = sorted(range(len(self)), key=lambda row: self._locations[row][:2])
-        batches = item_batches(order, lambda row: self._locations[row].nbytes, most_nbytes=_NEIGHBOURS_NBYTES)
-        return {row: batch for batch in batches for row in batch}
+        """The objects that are read together with each one: small ones in the same part of its file."""
+        batches: dict[tuple[str, int], list[int]] = {}
+        for row, (file, offset, nbytes, *_) in enumerate(self._locations):
+            part = offset // _NEIGHBOURS_NBYTES if nbytes <= _NEIGHBOURS_NBYTES else -1 - row
+            batches.setdefault((file, part), []).append(row)
+        return {row: batch for batch in batches.values() for row in batch}
 
 
 class Archive:
