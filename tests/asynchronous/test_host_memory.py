@@ -117,6 +117,10 @@ def trained(width: int = 300) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+    return bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.randn(8, model[0].in_features)).square().mean().backward()
@@ -126,7 +130,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def loaded_from(where) -> tuple[dict, dict]:
     model, optimizer = trained()
     sk.load({"model": model, "optimizer": optimizer}, where)
-    return bits(model.state_dict()), bits(optimizer.state_dict())
+    return bits_of(model, optimizer)
 
 
 def waited_for(state: dict, where: HeldStore, room: int, staging: str) -> sk.SaveHandle:
@@ -147,7 +151,7 @@ def test_the_step_of_an_optimizer_waits():
     waits until writers have read it; buffers that forward changes were copied in the call.
     """
     model, optimizer = trained()
-    wanted = bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
+    wanted = bits_of(model, optimizer)
     where = HeldStore(sk.MemoryStore())
     state = {"model": model, "optimizer": optimizer}
     handle = sk.async_save(state, where, options=options(100_000), staging="overlap")
@@ -208,7 +212,7 @@ def test_real_steps_with_no_wait_in_between():
     rng = random.Random(3)
     model, optimizer = trained()
     for _ in range(6):
-        wanted = bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
+        wanted = bits_of(model, optimizer)
         where = SlowStore(sk.MemoryStore())
         room = rng.choice([20_000, 400_000, 800_000])
         staging = rng.choice(["auto", "overlap"])
@@ -231,7 +235,7 @@ def test_the_call_waits_where_nothing_else_does(staging, room):
     """
     model, optimizer = trained()
     state = {"model": model, "optimizer": optimizer}
-    wanted = bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
+    wanted = bits_of(model, optimizer)
     where = HeldStore(sk.MemoryStore())
     handle = waited_for(state, where, room, staging)
     with torch.no_grad():
@@ -244,7 +248,7 @@ def test_the_call_waits_where_nothing_else_does(staging, room):
 def test_memory_that_the_caller_lets_go_of_is_kept_until_it_is_read():
     """Model and optimizer may be dropped after the call: what was not copied lives until it is read, and no longer."""
     model, optimizer = trained()
-    wanted = bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
+    wanted = bits_of(model, optimizer)
     where = HeldStore(sk.MemoryStore())
     state = {"model": model, "optimizer": optimizer}
     handle = sk.async_save(state, where, options=options(100_000), staging="overlap")

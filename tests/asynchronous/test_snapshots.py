@@ -185,13 +185,9 @@ def test_a_state_that_cannot_be_saved_is_told_in_the_call():
     where = sk.MemoryStore()
     with pytest.raises(sk.UnsupportedLeaf):
         sk.async_save({"w": torch.zeros(2), "bad": object()}, where)
-    with pytest.raises(sk.StateError):
-        sk.async_save({"w": torch.zeros(2)}, where, step="one")
-    with pytest.raises(sk.StateError, match="staging"):
-        sk.async_save({"w": torch.zeros(2)}, where, staging="quick")
-    with pytest.raises(sk.StateError, match="max_in_flight"):
-        sk.async_save({"w": torch.zeros(2)}, where, max_in_flight=0)
-    with pytest.raises(sk.StateError, match="writer='fork'"):
-        sk.async_save({"w": torch.zeros(2)}, where, writer="fork")
+    wrong = {"step": "one", "staging": "quick", "max_in_flight": 0, "writer": "fork"}
+    for name, value in wrong.items():
+        with pytest.raises(sk.StateError, match=name):
+            sk.async_save({"w": torch.zeros(2)}, where, **{name: value})
     assert list(where.list()) == []
     sk.async_save({"w": torch.zeros(2)}, where).result(PATIENCE_S)

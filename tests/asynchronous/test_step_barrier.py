@@ -39,38 +39,25 @@ def stepping(model, optimizer):
     return thread
 
 
-def test_a_step_waits_for_its_gate():
-    """The step goes on when the copies are queued, the next one does not wait again, another optimizer never."""
-    gates, gate = StepBarriers(), StepBarrier()
+def test_a_step_waits_for_its_gates():
+    """The step goes on when the copies of all saves are queued, the next does not wait again, another optimizer never."""
+    gates, first, second = StepBarriers(), StepBarrier(), StepBarrier()
     model, optimizer = trained()
-    gates.put(gate, [optimizer])
+    for gate in (first, second):
+        gates.put(gate, [optimizer])
+    assert hooks_of(optimizer) == 1
     step(*trained(torch.optim.SGD))
     before = bits(model.state_dict())
     thread = stepping(model, optimizer)
-    thread.join(0.1)
-    assert thread.is_alive()
-    assert bits(model.state_dict()) == before
-    gate.open({})
+    for gate in (first, second):
+        thread.join(0.1)
+        assert thread.is_alive()
+        assert bits(model.state_dict()) == before
+        gate.open({})
     thread.join(PATIENCE_S)
     assert bits(model.state_dict()) != before
     step(model, optimizer)
-    gate.open({})
-
-
-def test_several_saves_hold_a_step_back_until_the_last():
-    """With gates of two saves before it, a step waits for both."""
-    gates, first, second = StepBarriers(), StepBarrier(), StepBarrier()
-    model, optimizer = trained()
-    gates.put(first, [optimizer])
-    gates.put(second, [optimizer])
-    assert hooks_of(optimizer) == 1
     first.open({})
-    thread = stepping(model, optimizer)
-    thread.join(0.1)
-    assert thread.is_alive()
-    second.open({})
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 def test_the_hook_is_put_once_and_taken_away():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 
 WRAPPERS = ["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
 
@@ -192,17 +193,8 @@ def test_overwriting_is_an_opt_in(saved):
     assert not [path.name for path in saved.iterdir() if before in path.name]
 
 
-def test_meta_must_be_json(tmp_path):
-    """Meta that JSON cannot hold is refused, and nothing is committed or left."""
-    with pytest.raises(sk.StateError, match="JSON"):
-        sk.save({"x": torch.ones(1)}, tmp_path / "ck", meta={"t": torch.ones(1)})
-    assert list((tmp_path / "ck").glob("*")) == []
-
-
 def test_more_ranks_than_saved_per_rank_state_is_a_clear_error(tmp_path):
     """Per-rank state of a rank that never saved is missing, and the hint says why."""
-    from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
-
     run_thread_ranks(2, lambda w: sk.save({"r": sk.PerRank(w.rank * 10)}, tmp_path / "ck", group=w))
 
     def load(world):

@@ -84,15 +84,3 @@ def test_nothing_grows_over_a_hundred_saves(tmp_path):
     # Those of tests that ran before in this process may end meanwhile: connections that nobody uses are closed in time.
     assert set(threading.enumerate()) - threads == set()
     assert open_descriptors() - descriptors == Counter()
-
-
-def test_a_window_is_never_larger_than_the_budget_allows():
-    """Threads and windows shrink with the budget, down to one thread and one mebibyte."""
-    from shardkeep.engine.workers import divide_budget
-
-    for threads in (1, 2, 8, 64):
-        for budget in (1, MIB, 5 * MIB, 64 * MIB, 256 * MIB, 4096 * MIB):
-            used, window = divide_budget(threads, budget)[:2]
-            assert 1 <= used <= threads
-            assert 2 * used * window <= max(budget, 2 * MIB)
-            assert window % MIB == 0

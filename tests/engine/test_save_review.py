@@ -91,16 +91,6 @@ def test_meta_comes_back_as_it_was_given(tmp_path):
     assert sk.open(tmp_path).record.meta == {**meta, "b": {"c": [1, [2]]}}
 
 
-def test_a_bad_meta_on_one_rank_reaches_all_at_once(tmp_path):
-    """The ranks whose arguments are good do not wait for the deadline."""
-
-    def main(world):
-        sk.save({"x": torch.ones(3)}, tmp_path, meta=None if world.rank else [1], group=world)
-
-    errors = thread_outcomes(2, main, timeout_s=20)
-    assert [type(error) for error in errors] == [StateError] * 2
-
-
 def test_a_shape_no_reader_takes_is_refused(tmp_path):
     """An empty tensor of a shape beyond the reader's limits fails in the plan; one just inside is saved and opens."""
     with pytest.raises(StateError, match=r"'x' has shape \(0, 288230376151711744\)"):
@@ -217,18 +207,6 @@ def test_names_that_are_tied_on_one_rank_only_are_stored_apart(tmp_path):
     assert torch.equal(tree["b"], torch.cat([full()[:4], full()[4:] + 1]))
 
 
-def test_a_tied_tensor_with_a_hole_is_refused(tmp_path):
-    """Rank 0 holds half of b in the memory of a, and nobody the rest: that a is whole does not make b so."""
-
-    def main(world):
-        half = (full()[4 * world.rank : 4 * world.rank + 4], (4 * world.rank, 0))
-        sk.save({"a": box(half), "b": box() if world.rank else box(half)}, tmp_path, group=world)
-
-    errors = thread_outcomes(2, main)
-    assert [type(error) for error in errors] == [sk.InvalidShards] * 2
-    assert "'b'" in str(errors[0])
-
-
 def test_an_array_and_a_tensor_of_one_memory_are_two_things(tmp_path):
     """A numpy array over a torch tensor's memory is stored by itself; tensors without elements share no memory."""
     tensor = full()
@@ -258,38 +236,50 @@ def test_ranks_that_see_other_file_systems_cannot_commit():
     assert [list(store.list()) for store in stores] == [[], []]
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), ((0, 1), (0, True))], ids=repr)
-def test_equal_keys_of_different_types_are_refused(tmp_path, one, other):
-    """The keys 1, 1.0 and True are equal, and no dict holds two of them: ranks must use the same."""
+def half(rank):
+    return full()[4 * rank : 4 * rank + 4], (4 * rank, 0)
+
+
+def under(key):
+    return {"x": {key: {"w": torch.ones(3)}}}
+
+
+ONE_VALUE = torch.ones(3, dtype=torch.float64)
+DIFFER = {
+    "meta on one rank": (lambda rank: ({}, {"meta": None if rank else [1]}), StateError, "meta is a list"),
+    # That a is whole does not make b so.
+    "a tied tensor with a hole": (
+        lambda rank: ({"a": box(half(rank)), "b": box() if rank else box(half(rank))}, {}), sk.InvalidShards, "'b'",
+    ),
+    # It would compare digests with nothing.
+    "check_replicas on one rank": (lambda rank: ({}, {"check_replicas": rank == 1}), sk.RanksDisagree, "check_replicas"),
+    "an array and a tensor": (
+        lambda rank: ({"x": ONE_VALUE if rank else ONE_VALUE.numpy()}, {}), sk.InvalidShards,
+        "a numpy array float64(3,) on rank 0 but a torch tensor float64",
+    ),
+    # The keys 1, 1.0 and True are equal, and no dict holds two of them.
+    **{
+        f"keys {one!r} and {other!r}": (
+            lambda rank, one=one, other=other: (under(other if rank else one), {}), sk.InvalidShards,
+            f"'x' has the key {one!r} on one rank and {other!r} on another",
+        )
+        for one, other in [(1, True), (1, 1.0), ((0, 1), (0, True))]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFER)
+def test_what_ranks_must_agree_on_is_told_to_all_at_once(tmp_path, case):
+    """No rank waits for the deadline, and the error says what differs."""
+    make, kind, said = DIFFER[case]
 
     def main(world):
-        sk.save({"x": {other if world.rank else one: {"w": torch.ones(3)}}}, tmp_path, group=world)
+        state, arguments = make(world.rank)
+        sk.save(state, tmp_path, group=world, **arguments)
 
-    errors = thread_outcomes(2, main)
-    assert [type(error) for error in errors] == [sk.InvalidShards] * 2
-    assert f"'x' has the key {one!r} on one rank and {other!r} on another" in str(errors[0])
-
-
-def test_check_replicas_must_be_given_on_all_ranks(tmp_path):
-    """On some ranks only, it would compare digests with nothing."""
-
-    def main(world):
-        sk.save({"x": torch.ones(3)}, tmp_path, check_replicas=world.rank == 1, group=world)
-
-    errors = thread_outcomes(2, main)
-    assert [type(error) for error in errors] == [sk.RanksDisagree] * 2
-    assert "check_replicas" in str(errors[0])
-
-
-def test_an_array_here_and_a_tensor_there_is_said(tmp_path):
-    """The error tells what differs, where dtype and shape do not."""
-
-    def main(world):
-        leaf = torch.ones(3, dtype=torch.float64)
-        sk.save({"x": leaf if world.rank else leaf.numpy()}, tmp_path, group=world)
-
-    with pytest.raises(sk.InvalidShards, match=r"a numpy array float64\(3,\) on rank 0 but a torch tensor float64"):
-        run_thread_ranks(2, main)
+    errors = thread_outcomes(2, main, timeout_s=20)
+    assert [type(error) for error in errors] == [kind] * 2
+    assert said in str(errors[0])
 
 
 # Threads and files

@@ -52,7 +52,10 @@ def plan_of(ranks):
 @example([{"model": [3 << 30, 100 * MIB, 100 * MIB]}])
 @example([{"model": [300 * MIB] * 17, "optim": [1] * 50}])
 def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
-    """Chunks fill their files without gaps; parts are numbered from 1, large enough, about equal, and not too many."""
+    """
+    Chunks fill their files without gaps; parts are numbered from 1, large enough, about equal, and not too many; names are
+    valid, different, and tell their save, and each rank gets its own.
+    """
     plan = plan_of(ranks)
     pieces = plan.pieces
     sizes = [nbytes for groups in ranks for group in groups.values() for nbytes in group]
@@ -77,23 +80,14 @@ def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
     for rank in range(len(ranks)):
         assert sum(each.part > 0 for each in plan.files if each.rank == rank) <= parts.MOST_PARTS + len(ranks[rank])
 
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(states, min_size=1, max_size=3))
-def test_names_are_valid_different_and_of_their_save(ranks):
-    """Every name is one the format allows and tells its save; each rank's orders name its own files and no other's."""
-    plan = plan_of(ranks)
     names = data_file_names(plan, SAVE_ID, len(ranks))
     assert len(set(names)) == len(names)
-    for name, file in zip(names, plan.files, strict=True):
+    for name, each in zip(names, plan.files, strict=True):
         assert BLOB_NAME.fullmatch(name)
         assert native.save_id_of(name) == SAVE_ID
-        assert ("-part" in name) == (file.part > 0)
+        assert ("-part" in name, f"-{each.rank:05d}-of-" in name) == (each.part > 0, True)
     orders = split_by_rank(plan, SAVE_ID, len(ranks))
     assert [name for each in orders for name, _, _ in each.files] == names
-    assert [f"-{rank:05d}-of-" in name for rank, each in enumerate(orders) for name, _, _ in each.files] == [
-        True
-    ] * len(names)
 
 
 def test_parts_have_the_blocks_of_the_whole():
