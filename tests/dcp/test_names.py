@@ -70,7 +70,6 @@ ACCEPTED = {
     ("_consolidate_hf_safetensors", "_calculate_max_contiguous_elements"): OWN_STEP,
     ("_consolidate_hf_safetensors", "_write_overall_metadata_file"): OWN_STEP,
     ("_consolidate_hf_safetensors", "_consolidate_safetensors_files"): OWN_STEP,
-    ("_pg_transport", "_StateDictMeta: fields"): "what it was to be sent as, a dict or a bare value, is one field more",
     ("_pg_transport", "_prepare_tensor"): "takes a name for its errors, if given",
     ("_state_dict_stager", "StateDictStager._stage_untyped_storage"): OWN_STEP,
     ("_state_dict_stager", "StateDictStager._offload_tensor"): OWN_STEP,

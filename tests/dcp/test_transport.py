@@ -1,13 +1,11 @@
-"""State dicts sent from rank to rank: every kind of value, into place or anew, and no code from a peer."""
+"""State dicts sent from rank to rank: every kind of value, into place or anew."""
 
-import contextlib
 import copy
 import pickle
-from collections import ChainMap, OrderedDict, defaultdict
+from collections import OrderedDict
 from datetime import timedelta
 from typing import NamedTuple
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,14 +13,18 @@ import torch.distributed.checkpoint._pg_transport as theirs
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from shardkeep.dcp._impl.transport import MalformedMessage, PeerRefused, decode_meta, encode_meta
-from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_state_dict, _prepare_tensor
+from shardkeep.dcp._impl.transport import PeerRefused
+from shardkeep.dcp._pg_transport import PGTransport, _cast_tensor, _prepare_tensor
 from shardkeep.dcp.staging import _ReplicationStager
-from shardkeep.errors import CheckpointError, PickleRefused, RanksDisagree, RanksSilent, UnsupportedLeaf
-from shardkeep.format.values import Container, encode_tree, encode_value
+from shardkeep.errors import CheckpointError, RanksDisagree, RanksSilent, UnsupportedLeaf
 from tests.toolkit.samples import CPU, grid, in_chunks, mesh_of, numbered, seen, spread_out
 
 SOON = timedelta(seconds=20)
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
 
 
 def plain_state():
@@ -42,6 +44,7 @@ def plain_state():
         "nested": {"list": [numbered(2), {"x": 1}, ()], "pair": (numbered(1), "a"), 3: None},
         "ordered": OrderedDict(a=1.5, b=b"bytes"),
         "numbers": [1, 2, 3],
+        "object": Pair(numbered(2), {1, 2}),
     }
 
 
@@ -138,7 +141,7 @@ def misfit():
         with pytest.raises(RanksSilent):
             transport.send_checkpoint([1], {"matrix": numbered(3, 5), "column": numbered(40)})
         return None
-    with pytest.raises(AssertionError, match="'column' arrives as"):
+    with pytest.raises(AssertionError, match=r"\['column'\] arrives as"):
         transport.recv_checkpoint(0)
     return target["matrix"].sum().item()
 
@@ -148,32 +151,22 @@ def test_a_tensor_that_does_not_fit_is_refused_before_any_has_changed(rank_pool)
     assert rank_pool.run(2, misfit)[1] == 0
 
 
-class Pair(NamedTuple):
-    left: object
-    right: object
-
-
 class Thing:
-    """Has no safe form."""
+    """Cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("no copies of me")
 
 
 def refused():
     transport = PGTransport(dist.group.WORLD, SOON, CPU)
-    values = (
-        Thing(),
-        torch.ones(2, device="meta"),
-        torch.ones(2).to_sparse(),
-        Pair(numbered(2), 1),
-        [Pair(1, 2)],
-        defaultdict(list, a=numbered(2)),
-        ChainMap({"a": 1}),
-    )
+    values = (Thing(), torch.ones(2, device="meta"), torch.ones(2).to_sparse())
     for value in values:
         if dist.get_rank() == 0:
-            with pytest.raises(UnsupportedLeaf, match=r"model\.thing"):
+            with pytest.raises(UnsupportedLeaf, match=r"\['model'\]\['thing'\]"):
                 transport.send_checkpoint([1], {"model": {"thing": value}})
         else:
-            with pytest.raises(PeerRefused, match=r"rank 0 cannot send its state: 'model\.thing"):
+            with pytest.raises(PeerRefused, match=r"rank 0 cannot send its state: \['model'\]\['thing'\]"):
                 transport.recv_checkpoint(0)
     if dist.get_rank() == 0:
         transport.send_checkpoint([1], {"fine": 1})
@@ -181,57 +174,9 @@ def refused():
     return transport.recv_checkpoint(0)
 
 
-def test_what_has_no_safe_form_is_refused_with_its_key_on_both_sides(rank_pool):
-    """Objects are never pickled for a peer, nor sent as what they are not; the transport can be used again at once."""
+def test_what_cannot_be_sent_is_refused_with_its_key_on_both_sides(rank_pool):
+    """Nothing of the state is sent, and the transport can be used again at once."""
     assert rank_pool.run(2, refused)[1] == {"fine": 1}
-
-
-class Bomb:
-    def __reduce__(self):
-        return (eval, ("(_ for _ in ()).throw(SystemExit)",))
-
-
-def tampered(change):
-    meta, _ = _prepare_state_dict({"a": numbered(3, 4), "b": 7}, CPU)
-    change(meta)
-    return encode_meta(meta)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda meta: setattr(meta.non_tensor_leaves[0], "shape", torch.Size([1 << 40, 1 << 40])),
-        lambda meta: setattr(meta.non_tensor_leaves[0], "stride", (1, 1)),
-        lambda meta: setattr(meta.non_tensor_leaves[0], "stride", (4,)),
-        lambda meta: meta.non_tensor_leaves.pop() and meta.paths.pop(),
-    ],
-    ids=["huge", "overlapping", "short", "fewer values"],
-)
-def test_sizes_that_do_not_agree_are_refused(change):
-    """A description whose parts contradict each other makes no tensor."""
-    with pytest.raises(MalformedMessage):
-        decode_meta(tampered(change))
-
-
-def test_a_peers_pickle_is_never_run():
-    """Neither a pickle in place of the description, nor one inside a value, is looked into."""
-    with pytest.raises(MalformedMessage):
-        decode_meta(pickle.dumps(Bomb()))
-    armed = encode_value(Bomb(), key="", allow_pickle=True)
-    letter = {"tree": encode_tree(Container("dict", (("b", None),))), "leaves": [{"value": armed}]}
-    with pytest.raises(PickleRefused, match="'b'"):
-        decode_meta(msgspec.msgpack.encode({**letter, "bare": False}))
-
-
-def test_every_flipped_byte_is_an_error_or_data():
-    """Damage in a description raises one of our errors, or gives another description; it does nothing else."""
-    meta, _ = _prepare_state_dict({"a": numbered(3, 4), "b": [1, {"c": (2.5, "x")}]}, CPU)
-    letter = encode_meta(meta)
-    for at in range(len(letter)):
-        damaged = bytearray(letter)
-        damaged[at] ^= 0x15
-        with contextlib.suppress(CheckpointError):
-            decode_meta(bytes(damaged))
 
 
 def test_only_the_own_bytes_of_a_view_are_sent():
