@@ -9,8 +9,6 @@ import os
 import pathlib
 import resource
 import stat
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -18,7 +16,7 @@ from unittest import mock
 from tests.dcp.sides import side
 from tests.faults.calls import CHANGING
 
-__all__ = ["before_changes", "before_writing", "files_named", "no_leaks", "no_more_memory", "synced_directories"]
+__all__ = ["before_changes", "before_writing", "files_named", "no_more_memory", "synced_directories"]
 
 
 @contextlib.contextmanager
@@ -96,20 +94,3 @@ def no_more_memory(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@contextlib.contextmanager
-def no_leaks() -> Iterator[None]:
-    """Whatever happens inside, threads that begin there end there, and every file descriptor is closed."""
-
-    def held() -> tuple[set[threading.Thread], int]:
-        return set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-
-    threads, files = held()
-    yield
-    deadline = time.monotonic() + 5
-    # A thread that has handed over its result may need a moment to end.
-    while not (held()[0] <= threads and held()[1] <= files) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert held()[0] <= threads
-    assert held()[1] <= files

@@ -92,31 +92,6 @@ def test_1_a_failed_writer_thread_fails_the_save(tmp_path: Any) -> None:
     assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_1_a_disk_that_is_full(tmp_path: Any, monkeypatch: Any, threads: int) -> None:
-    """Line 1: the same where our engine writes the files itself."""
-    folder = str(tmp_path / "ck")
-    dcp = side("ours")
-    quietly(dcp.save, state_of(1), checkpoint_id=folder)
-    before = sorted(os.listdir(folder))
-    real = os.pwrite
-
-    def full(fd: int, data: Any, at: int) -> int:
-        if len(data) > 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, data, at)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    writer = dcp.FileSystemWriter(folder, thread_count=threads)
-    cause = causes_of(failure_of(dcp.save, state_of(2), storage_writer=writer, no_dist=True))[0]
-    monkeypatch.undo()
-    assert isinstance(cause, OSError)
-    assert cause.errno == errno.ENOSPC
-    assert folder in str(cause)
-    assert sorted(os.listdir(folder)) == before
-    assert level_at(dcp, folder) == whole(1)
-
-
 # 2
 
 
@@ -149,21 +124,10 @@ def killed_while_overwriting(name: str, folder: str, call: int) -> Any:
     return level_at(side(name), folder)
 
 
-def test_2_torch_tears_what_it_overwrites(tmp_path: Any) -> None:
-    """Line 2, torch: killed in the middle of overwriting, the old checkpoint loads, half of it new."""
-    found = killed_while_overwriting("torch", str(tmp_path / "ck"), 2)
-    assert set(found) == {1, 2}
-
-
-@pytest.mark.parametrize("call", [0, 2, 5, 10])
-def test_2_the_old_checkpoint_stays_whole(tmp_path: Any, call: int) -> None:
-    """Line 2: killed with -9 at any file, the old checkpoint is there as it was, and the next save clears up."""
-    folder = str(tmp_path / "ck")
-    assert killed_while_overwriting("ours", folder, call) == whole(1)
-    dcp = side("ours")
-    quietly(dcp.save, state_of(3), checkpoint_id=folder, no_dist=True)
-    assert level_at(dcp, folder) == whole(3)
-    assert sorted(os.listdir(folder)) == sorted([".metadata", *faulty.files_named(folder)])
+def test_2_the_old_checkpoint_stays_whole(tmp_path: Any) -> None:
+    """Line 2: killed in the middle of overwriting, the old checkpoint of torch is half new; ours is as it was."""
+    assert set(killed_while_overwriting("torch", str(tmp_path / "torch"), 2)) == {1, 2}
+    assert killed_while_overwriting("ours", str(tmp_path / "ours"), 2) == whole(1)
 
 
 # 3

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from shardkeep import dcp
 from shardkeep.errors import CheckpointError, StorageError, StorageFull
 from shardkeep.storage.file_systems import FileSystem
-from tests.dcp.faulty import files_named, no_leaks
+from tests.dcp.faulty import files_named
 from tests.dcp.sides import causes_of, failure_of, quietly
 from tests.faults.calls import ASKING, CHANGING, strike_at
 from tests.faults.forks import Fork
+from tests.faults.scene import no_leaks
 from tests.toolkit.samples import numbered
 
 CALLS = (*CHANGING, *ASKING, "listdir", "stat")

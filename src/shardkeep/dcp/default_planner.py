@@ -1,14 +1,14 @@
 """The names of `torch.distributed.checkpoint.default_planner`."""
 
 from shardkeep.dcp import _version
-from shardkeep.dcp._impl.planners import DefaultLoadPlanner as DefaultLoadPlanner
-from shardkeep.dcp._impl.planners import DefaultSavePlanner as DefaultSavePlanner
+from shardkeep.dcp._impl.planners import *
 from shardkeep.dcp._impl.planners import (
     _compare_save_plans,
     _contains_usable_plan,
     _EmptyStateDictLoadPlanner,
     _merge_delta_local_plans,
 )
+from shardkeep.dcp._impl.plans import *
 from shardkeep.dcp._impl.plans import (
     _check_box_overlap,
     _create_default_local_metadata,
@@ -18,12 +18,6 @@ from shardkeep.dcp._impl.plans import (
     _init_state_dict,
     _validate_global_plan,
 )
-from shardkeep.dcp._impl.plans import create_default_global_load_plan as create_default_global_load_plan
-from shardkeep.dcp._impl.plans import create_default_global_save_plan as create_default_global_save_plan
-from shardkeep.dcp._impl.plans import create_default_local_load_plan as create_default_local_load_plan
-from shardkeep.dcp._impl.plans import create_default_local_save_plan as create_default_local_save_plan
-from shardkeep.dcp._impl.plans import dedup_save_plans as dedup_save_plans
-from shardkeep.dcp._impl.plans import find_state_dict_object as find_state_dict_object
 from shardkeep.format.boxes import within as _check_box_bounds
 from shardkeep.layouts.torch_values import *
 from shardkeep.layouts.torch_values import _is_checkpointable_tensor

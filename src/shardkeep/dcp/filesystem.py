@@ -1,7 +1,6 @@
 """The names of `torch.distributed.checkpoint.filesystem`."""
 
-from shardkeep.codecs.stream_extensions import ExtensionRegistry as ExtensionRegistry
-from shardkeep.codecs.stream_extensions import StreamTransformExtension as StreamTransformExtension
+from shardkeep.codecs.stream_extensions import *
 from shardkeep.codecs.stream_extensions import _StorageReaderTransforms, _StorageWriterTransforms
 from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
 from shardkeep.dcp._impl.file_reader import _create_file_view
@@ -13,11 +12,9 @@ from shardkeep.dcp._impl.file_writer import (
     _split_by_size_and_type,
     _write_item,
 )
-from shardkeep.dcp._impl.hf_files import DCP_VERSION_KEY as DCP_VERSION_KEY
-from shardkeep.dcp._impl.hf_files import HF_DCP_VERSION as HF_DCP_VERSION
+from shardkeep.dcp._impl.hf_files import *
 from shardkeep.engine.stagers import BlockingAsyncStager as BlockingAsyncStager
 from shardkeep.layouts.safetensors import *
 from shardkeep.layouts.torch_values import *
 from shardkeep.layouts.torch_values import _metadata_fn, _StorageInfo, _StoragePrefix
-from shardkeep.storage.file_systems import FileSystem as FileSystem
-from shardkeep.storage.file_systems import FileSystemBase as FileSystemBase
+from shardkeep.storage.file_systems import *

@@ -1,11 +1,7 @@
 """The names of `torch.distributed.checkpoint.format_utils`, and its command."""
 
-from shardkeep.dcp._impl.convert import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
-from shardkeep.dcp._impl.convert import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
-from shardkeep.dcp._impl.convert import FormatMode as FormatMode
-from shardkeep.dcp._impl.convert import dcp_to_torch_save as dcp_to_torch_save
+from shardkeep.dcp._impl.convert import *
 from shardkeep.dcp._impl.convert import main as main
-from shardkeep.dcp._impl.convert import torch_save_to_dcp as torch_save_to_dcp
 from shardkeep.dcp._impl.driver import _load_state_dict, _save_state_dict
 from shardkeep.dcp._impl.file_reader import FileSystemReader as FileSystemReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter

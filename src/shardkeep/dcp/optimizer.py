@@ -1,7 +1,7 @@
 """The names of `torch.distributed.checkpoint.optimizer`."""
 
 from shardkeep.dcp._impl.driver import load_state_dict as load_state_dict
-from shardkeep.dcp._impl.optimizer import STATE_DICT_2D_LAYOUT as STATE_DICT_2D_LAYOUT
+from shardkeep.dcp._impl.optimizer import *
 from shardkeep.dcp._impl.optimizer import (
     _alloc_tensor,
     _create_colwise_spec,
@@ -13,7 +13,6 @@ from shardkeep.dcp._impl.optimizer import (
     _normalize_device_info,
     _ReaderWithOffset,
 )
-from shardkeep.dcp._impl.optimizer import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner as DefaultLoadPlanner
 from shardkeep.dcp._impl.plans import _create_read_items
 from shardkeep.dcp._impl.plans import create_read_items_for_chunk_list as create_read_items_for_chunk_list

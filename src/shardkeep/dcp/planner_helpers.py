@@ -25,5 +25,4 @@ from shardkeep.dcp._impl.plans import create_read_items_for_chunk_list as create
 from shardkeep.format.boxes import boxes_overlap as _check_shard_metadata_pair_overlap
 from shardkeep.format.boxes import overlap_region as _shards_get_overlap_region_wrt_saved_tensor
 from shardkeep.layouts.torch_values import *
-from shardkeep.layouts.torch_values import CheckpointableTensor as CheckpointableTensor
 from shardkeep.layouts.torch_values import _copy_checkpointable_tensor_metadata, _is_checkpointable_tensor

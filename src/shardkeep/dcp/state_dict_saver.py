@@ -1,9 +1,7 @@
 """The names of `torch.distributed.checkpoint.state_dict_saver`."""
 
-from shardkeep.dcp._impl.async_ import AsyncCheckpointerType as AsyncCheckpointerType
-from shardkeep.dcp._impl.async_ import AsyncSaveResponse as AsyncSaveResponse
+from shardkeep.dcp._impl.async_ import *
 from shardkeep.dcp._impl.async_ import _ProcessBasedAsyncCheckpointExecutor, _ThreadBasedAsyncCheckpointExecutor
-from shardkeep.dcp._impl.async_ import async_save as async_save
 from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.driver import (
     _api_bc_check,

@@ -17,7 +17,7 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from enum import Enum
 from functools import partial
@@ -46,9 +46,9 @@ from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
 from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
-from shardkeep.format.data_file import MAX_BLOCK_NBYTES, combine_crc32
+from shardkeep.format.data_file import MAX_BLOCK_NBYTES
 from shardkeep.format.dtypes import by_name, of_torch, to_torch
-from shardkeep.format.torch_zip import stored_parts
+from shardkeep.format.torch_zip import ArchiveEntry, stored_parts
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
@@ -258,41 +258,30 @@ def _check(reader: BlobReader, where: str, opened: Callable[[], Any]) -> None:
         raise errors.MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
     options = Options()
     threads, window = divide_budget(options.io_threads, options.host_budget_bytes)[:2]
-    found: dict[tuple[int, int], int] = {}
 
-    def pieces() -> Iterator[tuple[int, int, int]]:
-        for number, entry in enumerate(entries):
-            # A checksum of 0 means that torch was configured to write none.
-            for at in range(0, entry.nbytes if entry.crc else 0, window):
-                yield number, at, min(window, entry.nbytes - at)
-
-    def work(piece: tuple[int, int, int], buffer: memoryview) -> bool:
-        number, at, nbytes = piece
-        view = buffer[:nbytes]
-        reader.read_into(entries[number].start + at, view)
-        found[number, at] = zlib.crc32(view)
-        return True
-
-    run_workers(pieces(), work, threads=threads, buffer_nbytes=window)
-    sums: dict[int, int] = {}
-    for (number, at), each in sorted(found.items()):
-        nbytes = min(window, entries[number].nbytes - at)
-        sums[number] = combine_crc32(sums[number], each, nbytes) if number in sums else each
-    for number, got_crc in sums.items():
-        entry = entries[number]
-        if got_crc != entry.crc:
+    def check(entry: ArchiveEntry, buffer: memoryview) -> bool:
+        found = 0
+        for at in range(0, entry.nbytes, window):
+            view = buffer[: min(window, entry.nbytes - at)]
+            reader.read_into(entry.start + at, view)
+            found = zlib.crc32(view, found)
+        if found != entry.crc:
             keys = []
             with suppress(Exception):  # the file is damaged, and the keys are only for the message
                 flat, _ = flatten_state_dict(load_safely(opened, where, {}, archive=True, map_location="meta"))
                 stored = {key: each.untyped_storage() for key, each in flat.items() if isinstance(each, torch.Tensor)}
                 keys = [key for key, each in stored.items() if getattr(each, "_checkpoint_offset", None) == entry.start]
             raise errors.ChecksumMismatch(
-                f"{where}: {entry.name} {keys} has the checksum {got_crc:08x}, the file says {entry.crc:08x}",
+                f"{where}: {entry.name} {keys} has the checksum {found:08x}, the file says {entry.crc:08x}",
                 hint="the file was damaged after it was written: copy it again",
                 file=where,
                 keys=keys,
                 offset=entry.start,
             )
+        return True
+
+    # A checksum of 0 means that torch was configured to write none.
+    run_workers([entry for entry in entries if entry.crc], check, threads=threads, buffer_nbytes=window)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:

@@ -148,12 +148,10 @@ def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
         gc.freeze()  # modules are never freed: collecting all of torch takes 0.2 s, before and after every save
         rpc.send(pipe, pickle.dumps(_StepResult()))
         while True:
-            step, argument = pickle.loads(rpc.receive(pipe))
+            step, given = pickle.loads(rpc.receive(pipe))
             memory = socket.recv_fds(pipe, 1, 1)[1] if step == "begin" else []
             try:
-                if step == "begin" and not memory:
-                    raise BrokenProtocol("the process that saves could not open the state", hint=_MORE_FILES)
-                result = _StepResult(getattr(server, step)(argument, *memory))
+                result = _StepResult(server.run(step, given, memory))
             except BaseException as error:  # noqa: BLE001 - raised in the training process
                 result = _StepResult(error=picklable_failure(_wrap_exception(error))[0], trace=traceback.format_exc())
             for each in memory:
@@ -168,36 +166,23 @@ class _SaveServer:
 
     _save: Any = None
 
-    def begin(self, data: bytes, memory: int) -> None:
-        self.forget(None)
+    def run(self, step: str, given: tuple[Any, ...], memory: list[int]) -> Any:
+        """Run a step of `_Save`; plans and results, alone or in a list, come and go as bytes."""
+        if step in ("begin", "forget"):
+            self._save = None
+            gc.collect()
+            return self._begin(*given, *memory) if step == "begin" else None
+        made = getattr(self._save, step)(
+            *(list(map(pickle.loads, each)) if isinstance(each, list) else pickle.loads(each) for each in given)
+        )
+        return [pickle.dumps(plan) for plan in made] if step == "decide" else pickle.dumps(made)
+
+    def _begin(self, data: bytes, memory: int | None = None) -> None:
+        if memory is None:
+            raise BrokenProtocol("the process that saves could not open the state", hint=_MORE_FILES)
         request: StagedSave = _Unpickler(data, memory).load()
         writer = _storage_setup(request.storage_writer, request.checkpoint_id)
         self._save = _Save(request, lambda: request.state, writer, request.planner, request.use_collectives)
-
-    def plan(self, _: None) -> bytes:
-        return pickle.dumps(self._save.plan())
-
-    def decide(self, plans: list[bytes]) -> list[bytes]:
-        return [pickle.dumps(plan) for plan in self._save.decide([pickle.loads(plan) for plan in plans])]
-
-    def alone_s(self, _: None) -> float:
-        return float(self._save.alone_s())
-
-    def write(self, plan: bytes) -> bytes:
-        return pickle.dumps(self._save.write(pickle.loads(plan)))
-
-    def finish(self, results: list[bytes]) -> bytes:
-        return pickle.dumps(self._save.finish([pickle.loads(result) for result in results]))
-
-    def supersede_common(self, _: None) -> None:
-        self._save.supersede_common()
-
-    def discard(self, _: None) -> None:
-        self._save.discard()
-
-    def forget(self, _: None) -> None:
-        self._save = None
-        gc.collect()
 
 
 def _set_up_ranks(world: RankInWorld) -> None:
@@ -270,13 +255,13 @@ class SaverProcess(rpc.ChildProcess):
                 raise SaverDied(f"{error.message} in step 'start'", hint=_KIND.if_not_started) from error
             self._ready = True
 
-    def ask(self, step: str, argument: Any = None, memory: int | None = None, *, more_s: float = 0.0) -> Any:
+    def ask(self, step: str, *given: Any, memory: int | None = None, more_s: float = 0.0) -> Any:
         """
         Run a step in the process, and return its result, or raise what it raised there, or SaverDied.
 
         It may take `more_s` longer than `Options.timeout_s`. `memory` is the descriptor of a memory file for it.
         """
-        message = pickle.dumps((step, argument))
+        message = pickle.dumps((step, given))
 
         def send_request(pipe: socket.socket, ready: rpc.Ready) -> None:
             rpc.send(pipe, message, ready)
@@ -318,7 +303,7 @@ class RemoteSave:
             raise BrokenProtocol(f"a save cannot be sent to the process that saves: {error}", hint=hint) from error
         self._more_s = nbytes / rpc.SLOWEST_BYTES_PER_S
         try:
-            self._saver.ask("begin", data, memory)
+            self._saver.ask("begin", data, memory=memory)
         finally:
             os.close(memory)
         return self._saver.ask("plan")
@@ -329,7 +314,7 @@ class RemoteSave:
 
     def alone_s(self) -> Any:
         """Return how many seconds the coordinator may still work when the other ranks are done."""
-        return self._saver.ask("alone_s")
+        return pickle.loads(self._saver.ask("alone_s"))
 
     def write(self, plan: bytes) -> Any:
         """Write the items of a plan."""
