@@ -21,7 +21,7 @@ from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.errors import CheckpointError, ChecksumMismatch, WrongSize
 from shardkeep.layouts.torch import Sums
 from shardkeep.layouts.torch_pickle import encode_metadata
-from shardkeep.layouts.torch_publish import commit_to
+from shardkeep.layouts.torch_publish import Commit
 from shardkeep.layouts.torch_values import Metadata
 from shardkeep.storage import file_systems as blob_streams
 from shardkeep.storage.cancel import current_scope
@@ -196,11 +196,11 @@ def test_files_of_dead_saves_are_swept():
     for name in ("__0_1.distcp", "mine.distcp"):
         store._blobs[name].modified_s -= 2 * 3600
     marker = (".metadata", encode_metadata(Metadata({}, storage_data={})))
-    commit_to(store).publish(*marker, sums={}, own=[], keep=set(), began_s=time.time())
+    Commit(store, store).publish(*marker, sums={}, own=[], keep=set(), began_s=time.time())
     assert [info.name for info in store.list()] == [".metadata", "__0_2.distcp", "mine.distcp"]
     written = {"__0_3.distcp": Sums(nbytes=5, block_nbytes=1, checksum="")}
     with pytest.raises(WrongSize, match="no bytes where 5 were written"):
-        commit_to(store).publish(*marker, sums=written, own=[], keep=set(written), began_s=time.time())
+        Commit(store, store).publish(*marker, sums=written, own=[], keep=set(written), began_s=time.time())
 
 
 class NotesBudgets(MemoryStore):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import planner as their_plans
 from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp import planner, state_dict_loader
-from shardkeep.dcp._impl import hf_quantized as quantized
+from shardkeep.dcp._impl import hf_reader as quantized
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from tests.hugging_face.samples import INDEX, memory_used, shard

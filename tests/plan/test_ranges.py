@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.format.boxes import ITEMSIZES, Box, grid, matrix_of
-from shardkeep.format.dtypes import DTYPES
-from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
+from shardkeep.format.dtypes import DTYPES, by_code
+from shardkeep.format.index import build_index, decode_index, encode_index
 from shardkeep.plan.load_plan import ReadRequests, Runs, Scatter, every_block, plan_load, plan_reads
 
 CODES = [next(row.code for row in DTYPES if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
@@ -145,29 +145,15 @@ def stored(draw):
         codes.append(codes[0])
         ends.append(len(chunks))
         alias.append(0)
-    axes = max(len(shape) for shape in shapes)
-    index = decode_index(
-        encode_index(
-            keys=[f"t{i}" for i in range(len(shapes))],
-            tensors=Tensors(
-                np.array(codes, np.uint8),
-                np.array([len(shape) for shape in shapes], np.uint8),
-                matrix_of(shapes, axes, 1),
-                np.zeros(len(shapes), np.uint8),
-                np.array(alias, np.int64),
-            ),
-            chunk_ends=np.array(ends, np.int64),
-            chunks=Chunks(
-                matrix_of([box.offsets for box, _, _ in chunks], axes, 0),
-                matrix_of([box.sizes for box, _, _ in chunks], axes, 1),
-                np.array([file for _, file, _ in chunks], np.int64),
-                np.array([start for _, _, start in chunks], np.int64),
-            ),
-            values=[],
-            tree=b"",
-        ),
+    index = build_index(
+        keys=[f"t{i}" for i in range(len(shapes))],
+        dtypes=list(map(by_code, codes)),
+        shapes=shapes,
+        chunks=[chunks[start:end] for start, end in zip([0, *ends], ends, strict=False)],
+        alias=alias,
         where="test",
     )
+    index = decode_index(encode_index(index), where="test")
     return index, shapes, alias, chunks, ends, np.array(sizes, np.int64)
 
 

@@ -50,20 +50,16 @@ LAYOUTS = ("native", "dcp", "safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertReport:
-    """What a conversion wrote; all of it was read back and compared."""
-
+class _Report:
     to: str
-    layout: str
     tensors: int
-    values: int
     bytes_written: int
     """Of the data files."""
     seconds: float
     left_out: list[str] = field(default_factory=list)
     """
-    What the new layout cannot hold. Torch's cannot hold `step` and `meta` of the commit record, nor per-rank state:
-    `PerRank of 'rng'` means that `rng` is a plain dict by rank there.
+    What the new files cannot hold. For Hugging Face files: plain values. For torch's layout: `step` and `meta` of the commit
+    record, and per-rank state: `PerRank of 'rng'` means that `rng` is a plain dict by rank there.
     """
     decrypted: bool = False
     """Whether the checkpoint is encrypted and what was written is not, because no codec that encrypts was given."""
@@ -72,6 +68,27 @@ class ConvertReport:
     def gb_per_s(self) -> float:
         """Bytes written per second; the time includes reading and comparing."""
         return self.bytes_written / max(self.seconds, 1e-9) / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertReport(_Report):
+    """What a conversion wrote; all of it was read back and compared."""
+
+    layout: str
+    values: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport(_Report):
+    """What an export wrote; all of it was read back and compared."""
+
+    format: str
+    files: list[str]
+    ties: dict[str, str] = field(default_factory=dict)
+    """Names of tensors that share the memory of another one. Hugging Face files hold only that one, from which a model
+    with tied weights sets both."""
+    infinite: list[str] = field(default_factory=list)
+    """Exported names of tensors with finite numbers that became infinite in the new dtype."""
 
 
 def convert(
@@ -189,32 +206,6 @@ def _not_in_torch_layout(source: Source) -> Iterator[str]:
             yield from per_rank(child, join(name, node.kind, part))
 
     yield from per_rank(decode_tree(source.index.tree), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportReport:
-    """What an export wrote; all of it was read back and compared."""
-
-    to: str
-    format: str
-    files: list[str]
-    tensors: int
-    bytes_written: int
-    seconds: float
-    ties: dict[str, str] = field(default_factory=dict)
-    """Names of tensors that share the memory of another one. Hugging Face files hold only that one, from which a model
-    with tied weights sets both."""
-    left_out: list[str] = field(default_factory=list)
-    """Plain values, which Hugging Face files cannot hold."""
-    infinite: list[str] = field(default_factory=list)
-    """Exported names of tensors with finite numbers that became infinite in the new dtype."""
-    decrypted: bool = False
-    """Whether the checkpoint is encrypted and what was written is not."""
-
-    @property
-    def gb_per_s(self) -> float:
-        """Bytes written per second; the time includes reading and comparing."""
-        return self.bytes_written / max(self.seconds, 1e-9) / 1e9
 
 
 def export(

@@ -27,7 +27,7 @@ from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
-from shardkeep.layouts.torch_publish import commit_to
+from shardkeep.layouts.torch_publish import Commit
 from shardkeep.options import Options
 from shardkeep.storage.base import Store
 
@@ -52,7 +52,7 @@ def write_torch_layout(
             f"{store.url}: a checkpoint is already there ({found[0]})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
-    began_s, commit = time.time(), commit_to(store)
+    began_s, commit = time.time(), Commit(store, store)
     metadata, items = _describe(source, store.url, options)
     made: list[str] = []
     try:

@@ -53,8 +53,8 @@ from shardkeep.dcp._impl.file_reader import FsspecReader as FsspecReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
 from shardkeep.dcp._impl.file_writer import FsspecWriter as FsspecWriter
 from shardkeep.dcp._impl.hf import HuggingFaceStorageWriter as HuggingFaceStorageWriter
-from shardkeep.dcp._impl.hf_quantized import QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader as HuggingFaceStorageReader
+from shardkeep.dcp._impl.hf_reader import QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader
 from shardkeep.dcp._impl.optimizer import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner as DefaultLoadPlanner
 from shardkeep.dcp._impl.planners import DefaultSavePlanner as DefaultSavePlanner

@@ -17,7 +17,7 @@ from shardkeep import errors
 from shardkeep.codecs.keys import KeySource
 from shardkeep.engine.codecs import CodecPlan, Codecs, plan_codecs
 from shardkeep.format.data_file import block_nbytes_for
-from shardkeep.format.index import Chunks
+from shardkeep.format.index import Chunks, Index, strings_of
 from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
@@ -117,15 +117,19 @@ class Coordinator:
         plan, pieces = self._plan, self._plan.pieces_by_tensor()
         step, meta = labels
         self._publishing = True
-        record = native.publish(
-            self.store,
-            save_id=self.save_id,
-            keys=plan.keys,
+        index = Index(
+            keys=strings_of(key.encode() for key in plan.keys),
             tensors=plan.tensors,
             chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-            values=self._values,
-            tree=self._tree,
+            value_keys=strings_of(key.encode() for key, _ in self._values),
+            value_data=strings_of(data for _, data in self._values),
+            make_tree=lambda: self._tree,
+        )
+        record = native.publish(
+            self.store,
+            index,
+            save_id=self.save_id,
             files=self._files,
             tensor_bytes=int(pieces.nbytes.sum()),
             world_size=self._world_size,

@@ -159,31 +159,20 @@ class Index:
         return rows
 
 
-def encode_index(
-    *,
-    keys: Sequence[str],
-    tensors: Tensors,
-    chunk_ends: npt.NDArray[Any],
-    chunks: Chunks,
-    values: Sequence[tuple[str, bytes]],
-    tree: bytes,
-) -> bytes:
-    """Write an index. `keys` and `values` must be sorted by their UTF-8 bytes, chunks by tensor."""
-    key_ends, key_bytes = pack_strings(key.encode() for key in keys)
-    value_key_ends, value_key_bytes = pack_strings(key.encode() for key, _ in values)
-    value_ends, value_bytes = pack_strings(data for _, data in values)
+def encode_index(index: Index) -> bytes:
+    """Encode an index, whose keys must be sorted by their UTF-8 bytes, and chunks by tensor."""
     return _packed(
         {
-            "keys": np.frombuffer(key_bytes, np.uint8),
-            "key_ends": key_ends,
-            **vars(tensors),
-            "chunk_ends": np.asarray(chunk_ends),
-            **vars(chunks),
-            "value_keys": np.frombuffer(value_key_bytes, np.uint8),
-            "value_key_ends": value_key_ends,
-            "values": np.frombuffer(value_bytes, np.uint8),
-            "value_ends": value_ends,
-            "tree": np.frombuffer(tree, np.uint8),
+            "keys": np.frombuffer(index.keys.data, np.uint8),
+            "key_ends": index.keys.ends,
+            **vars(index.tensors),
+            "chunk_ends": index.chunk_ends,
+            **vars(index.chunks),
+            "value_keys": np.frombuffer(index.value_keys.data, np.uint8),
+            "value_key_ends": index.value_keys.ends,
+            "values": np.frombuffer(index.value_data.data, np.uint8),
+            "value_ends": index.value_data.ends,
+            "tree": np.frombuffer(index.tree, np.uint8),
         }
     )
 
@@ -316,14 +305,8 @@ def _rows_by_key(keys: Strings) -> dict[str, int]:
 
 def strings_of(strings: Iterable[bytes]) -> Strings:
     """Make a column of strings."""
-    ends, data = pack_strings(strings)
-    return Strings(ends, memoryview(data))
-
-
-def pack_strings(strings: Iterable[bytes]) -> tuple[IntArray, bytes]:
-    """Join strings; return where each ends, and the joined bytes."""
     parts = list(strings)
-    return np.cumsum([len(part) for part in parts], dtype=np.int64), b"".join(parts)
+    return Strings(np.cumsum([len(part) for part in parts], dtype=np.int64), memoryview(b"".join(parts)))
 
 
 def _fits(index: Index) -> bool:

@@ -34,10 +34,10 @@ from shardkeep._version import __version__
 from shardkeep.codecs.base import without_keys
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import checksum_of, put_coded
-from shardkeep.format.boxes import Box, IntArray
+from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
-from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index
+from shardkeep.format.index import Index, decode_index, encode_index
 from shardkeep.format.record import (
     MAX_RECORD_NBYTES,
     RECORD_NAME,
@@ -215,14 +215,9 @@ def _most_index_nbytes(stored_nbytes: int | None) -> int:
 
 def publish(
     store: Store,
+    index: Index,
     *,
     save_id: str,
-    keys: list[str],
-    tensors: Tensors,
-    chunk_ends: IntArray,
-    chunks: Chunks,
-    values: list[tuple[str, bytes]],
-    tree: bytes,
     files: list[FileEntry],
     tensor_bytes: int,
     world_size: int,
@@ -238,11 +233,11 @@ def publish(
     `over` is the version of the record to replace; without it, there must be none. `index_chain` is the number of the
     chain that the index goes through: one with a secret, if any chain has one.
     """
-    index = encode_index(keys=keys, tensors=tensors, chunk_ends=chunk_ends, chunks=chunks, values=values, tree=tree)
-    _check_size("index", index, MAX_INDEX_NBYTES)
+    data = encode_index(index)
+    _check_size("index", data, MAX_INDEX_NBYTES)
     chain = None if index_chain is None else chains[index_chain]
     name = index_name(save_id, coded=chain is not None)
-    checksum = checksum_text(digest(index)) if chain is None else checksum_of(index, chain)
+    checksum = checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
     record = Record(
         save_id=save_id,
         step=step,
@@ -250,18 +245,23 @@ def publish(
         writer=f"shardkeep {__version__}",
         world_size=world_size,
         meta=meta,
-        totals=Totals(tensors=len(keys), chunks=len(chunks), values=len(values), tensor_bytes=tensor_bytes),
-        index=IndexEntry(name=name, nbytes=len(index), checksum=checksum),
+        totals=Totals(
+            tensors=len(index.keys),
+            chunks=len(index.chunks),
+            values=len(index.value_keys),
+            tensor_bytes=tensor_bytes,
+        ),
+        index=IndexEntry(name=name, nbytes=len(data), checksum=checksum),
         files=files,
         chains=[each.recorded for each in chains],
     )
-    _check_readable(lambda: decode_index(index, where="the index"))
+    _check_readable(lambda: decode_index(data, where="the index"))
     if chain is None:
-        store.put(name, index)
+        store.put(name, data)
     else:
-        large = len(index) > FREE_INDEX_NBYTES
-        seal = put_coded(store, name, index, chain, frame_nbytes=_SMALL_FRAME_NBYTES if large else FRAME_NBYTES)
-        _check_size("index", index, _most_index_nbytes(seal.stored_nbytes))
+        large = len(data) > FREE_INDEX_NBYTES
+        seal = put_coded(store, name, data, chain, frame_nbytes=_SMALL_FRAME_NBYTES if large else FRAME_NBYTES)
+        _check_size("index", data, _most_index_nbytes(seal.stored_nbytes))
         coded = replace(
             record.index, chain=index_chain, stored_nbytes=seal.stored_nbytes, table_checksum=seal.table_checksum
         )

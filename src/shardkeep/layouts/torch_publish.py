@@ -74,21 +74,15 @@ class _Files(base.Gets, base.Puts, base.Lists, base.Deletes, Protocol):
 def commit_at(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Commit:
     """Return the commit of a save to a path of a file system."""
     store = store_of(fs, path, durable=sync)
-    return Commit(_StreamFiles(fs, path, sync=sync), None) if store is None else commit_to(store)
-
-
-def commit_to(store: base.Store) -> Commit:
-    """Return the commit of a save to a store."""
-    return Commit(store, store)
+    return Commit(store, _StreamFiles(fs, path, sync=sync) if store is None else store)
 
 
 class Commit:
-    """The last step of a save."""
+    """The last step of a save to a store, or to a file system with streams."""
 
-    def __init__(self, files: _Files, store: base.Store | None) -> None:
-        """Commit to these files; `store` is None for a file system with streams."""
-        self._files = files
+    def __init__(self, store: base.Store | None, files: _Files) -> None:
         self._store = store
+        self._files = files
         self._path = None if store is None else base.local_path(store)
         self._shared = store is not None and self._path is None
         """Whether every rank sees the files of all ranks. Each rank may have a local directory of its own."""
