@@ -12,12 +12,14 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
 from shardkeep.engine.coordinator import Coordinator
 from shardkeep.engine.reader import Source
+from shardkeep.engine.save_session import make_manifest
 from shardkeep.engine.sources import open_native
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.data_file import HeaderEntry, build_header
@@ -27,8 +29,8 @@ from shardkeep.format.record import checked_meta, checked_step
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
-from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
-from shardkeep.state.describe import file_groups
+from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, encode, ints
+from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store
 
 
@@ -55,7 +57,7 @@ def write_native(
     with orphans.holding_claim(coordinator.save_id):
         try:
             filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
-            [orders] = coordinator.plan([encode(_draft(index, filled))])
+            [orders] = coordinator.plan([encode(_manifest(index, filled))])
             coding = FileCodecs(orders, keys)
             files = _files(index, [(row, rows[row]) for row in filled], orders)
             digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, progress)
@@ -74,37 +76,26 @@ def write_native(
     return pipeline.Written([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
 
 
-def _draft(index: Index, rows: list[int]) -> RankManifest:
+def _manifest(index: Index, rows: list[int]) -> RankManifest:
     """Describe the checkpoint as a single rank that holds all of it."""
-    tensors = index.tensors
-    shape = np.asarray(tensors.shape, np.int64)
-    keys = [raw.decode() for raw in index.keys.all()]
-    held = np.zeros(len(keys), bool)
-    held[rows] = True
-    alias = np.where(held, np.asarray(tensors.alias, np.int64), -1)
-    names = TensorNames(
-        keys=keys,
-        groups=file_groups(decode_tree(index.tree), keys),
-        dtype=np.asarray(tensors.dtype, np.uint8).tobytes(),
-        ndim=np.asarray(tensors.ndim, np.uint8).tobytes(),
-        origin=np.asarray(tensors.origin, np.uint8).tobytes(),
+    tensors, shape = index.tensors, np.asarray(index.tensors.shape, np.int64)
+    described = Description(
+        tree=decode_tree(index.tree),
+        values={},
+        leaves={},
+        keys=[raw.decode() for raw in index.keys.all()],
+        dtype=np.asarray(tensors.dtype, np.uint8),
+        ndim=np.asarray(tensors.ndim, np.uint8),
+        shape=shape,
+        origin=np.asarray(tensors.origin, np.uint8),
+        alias=np.asarray(tensors.alias, np.int64),
+        row_tensor=np.array(rows, np.int64),
+        boxes=Boxes(np.zeros_like(shape[rows]), shape[rows]),
+        pieces=[],
     )
-    values = PlainValues(
-        keys=list(index.value_rows), data=[index.value_data.raw(row) for row in index.value_rows.values()]
-    )
-    return RankManifest(
-        axes=shape.shape[1],
-        names=encode(names),
-        shape=shape.tobytes(),
-        alias=alias.tobytes(),
-        row_tensor=np.array(rows, np.int64).tobytes(),
-        row_offsets=np.zeros_like(shape[rows]).tobytes(),
-        row_sizes=shape[rows].tobytes(),
-        check_replicas=False,
-        row_digest=b"",
-        tree=index.tree,
-        values=encode(values),
-    )
+    stored = [index.value_data.raw(row) for row in index.value_rows.values()]
+    values = encode(PlainValues(keys=list(index.value_rows), data=stored))
+    return replace(make_manifest(described, allow_pickle=False, check_replicas=False), values=values)
 
 
 def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePlan) -> list[pipeline.FileParts]:
