@@ -24,7 +24,7 @@ from shardkeep.options import Options
 from shardkeep.storage.base import Store, check_below, short_read
 from shardkeep.storage.local import LocalStore, storage_errors
 from shardkeep.storage.object_client import SCHEMES
-from shardkeep.storage.resolve import open_store
+from shardkeep.storage.resolve import open_store, scheme_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -488,14 +488,12 @@ class StoreFileSystem(FileSystemBase):
 
 # -- choosing a file system --------------------------------------------------------------------------------------------
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")
-"""Also chained ones of fsspec: `simplecache::s3`."""
 _BROKEN_URL = re.compile(rf"({'|'.join(sorted(SCHEMES))}|file):/[^/]")
 
 
 def is_of_store(path: object) -> bool:
     """Return whether a path is the URL of an object store or of local files, for which we have stores."""
-    return isinstance(path, str) and _scheme(path) in {*SCHEMES, "file"}
+    return isinstance(path, str) and scheme_of(path) in {*SCHEMES, "file"}
 
 
 def is_local(fs: FileSystemBase) -> bool:
@@ -510,7 +508,7 @@ def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
         if _BROKEN_URL.match(where):
             raise CheckpointError(f"{where}: a Path cannot hold a URL", hint="pass the URL as a str")
         return FileSystem(), Path(path)
-    scheme = _scheme(where)
+    scheme = scheme_of(where)
     if scheme == "file":
         return FileSystem(), Path(open_store(where, direct=False).url)
     if scheme in SCHEMES:
@@ -544,8 +542,3 @@ def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreig
     if is_local(fs):
         return LocalStore(path, direct=Options().direct_io, durable=durable, foreign=foreign)
     return fs.store(path) if type(fs) is StoreFileSystem else None
-
-
-def _scheme(path: str) -> str | None:
-    found = _SCHEME.match(path)
-    return found[1].lower() if found else None

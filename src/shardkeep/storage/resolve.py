@@ -23,10 +23,17 @@ from shardkeep.storage.object_store import BucketStoreSpec, ObjectStore
 StoreSpec = LocalStoreSpec | BucketStoreSpec | FsspecStoreSpec
 """A store, described for another process (`base.spec_of`); its method `open` opens the store there."""
 _SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
+"""Also of chained URLs of fsspec: `simplecache::s3`."""
 _HINT = (
     "pass a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
     " shardkeep.storage.base.Store"
 )
+
+
+def scheme_of(path: str) -> str | None:
+    """Return the scheme of a URL, in lower case; None for a path of this machine."""
+    found = _SCHEME.match(path)
+    return found[1].lower() if found else None
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
@@ -102,9 +109,8 @@ def _text_of(where: object) -> str:
 
 def _by_url(url: str, options: dict[str, Any]) -> Root | None:
     """Open a URL; None for a path of this machine."""
-    found = _SCHEME.match(url)
-    scheme = found[1].lower() if found else "file"
-    if scheme == "file":
+    scheme = scheme_of(url)
+    if scheme is None or scheme == "file":
         return None
     if scheme == "memory":
         if options:
@@ -117,7 +123,7 @@ def _by_url(url: str, options: dict[str, Any]) -> Root | None:
 
 
 def _local_path(path: str) -> str:
-    if not _SCHEME.match(path):
+    if scheme_of(path) is None:
         return path
     parts = urlsplit(path)
     if parts.netloc not in {"", "localhost"}:
