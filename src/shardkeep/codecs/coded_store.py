@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -41,11 +41,9 @@ from shardkeep.format.record import Blob
 from shardkeep.storage.base import (
     BlobReader,
     BlobWriter,
-    Creates,
-    Deletes,
-    Gets,
-    Opens,
+    ReadableStore,
     SecondRead,
+    WritableStore,
     check_fits,
     check_within,
     checked_end,
@@ -71,14 +69,6 @@ _TABLES_NBYTES = 64 << 20
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
 
 
-class _Writes(Creates, Deletes, Protocol):
-    """The verbs that writing needs."""
-
-
-class _Reads(Opens, Gets, Protocol):
-    """The verbs that reading needs."""
-
-
 def checksum_of(data: bytes | bytearray, chain: CodecChain) -> str:
     """Return the checksum of plain bytes for the commit record; of secret bytes, that of their MAC, which reveals nothing."""
     code = chain.mac(bytes(data)) if chain.is_secret else None
@@ -98,7 +88,7 @@ class Seal(msgspec.Struct, frozen=True):
 class EncodingStore:
     """A store for writing. Can be used by several threads."""
 
-    def __init__(self, inner: _Writes, chains: Mapping[str, CodecChain]) -> None:
+    def __init__(self, inner: WritableStore, chains: Mapping[str, CodecChain]) -> None:
         """`chains` has the chain of each coded blob; all others are written as they are."""
         self._inner = inner
         self._chains = chains
@@ -127,7 +117,9 @@ class EncodingStore:
         self._inner.delete(name)
 
 
-def put_coded(store: _Writes, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES) -> Seal:
+def put_coded(
+    store: WritableStore, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES
+) -> Seal:
     """Write a whole blob durably through a chain, and return its seal. Smaller frames have no room for their table."""
     coded = EncodingStore(store, {name: chain})
     writer = coded.create(name, len(data))
@@ -243,16 +235,16 @@ class FrameWriter:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def collecting_damage(store: _Reads, errors: list[DamagedCheckpoint]) -> _Reads:
+def collecting_damage(store: ReadableStore, errors: list[DamagedCheckpoint]) -> ReadableStore:
     """Return the store so that damaged frames add to `errors` instead of raising; a store without codecs as it is."""
     view = getattr(store, "collecting_damage", None)
-    return store if view is None else cast("_Reads", view(errors))
+    return store if view is None else cast("ReadableStore", view(errors))
 
 
 class DecodingStore:
     """A store for reading a checkpoint. Can be used by several threads."""
 
-    def __init__(self, inner: _Reads, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
+    def __init__(self, inner: ReadableStore, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
         """`blobs` are those of the commit record, and `chains` its chains, opened."""
         self.inner = inner
         self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
@@ -312,7 +304,7 @@ class DecodingStore:
         return read_whole(self.open(name), name, name, limit)
 
 
-def read_table(reader: BlobReader, entry: Blob, store: Opens) -> FrameTable:
+def read_table(reader: BlobReader, entry: Blob, store: ReadableStore) -> FrameTable:
     """Read and verify the table of a coded blob that has the size in the commit record, a second time if it is damaged."""
     stored_nbytes = reader.nbytes
     if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
@@ -369,7 +361,7 @@ class FrameReader:
         table: FrameTable,
         chain: CodecChain,
         scratch: ScratchPool,
-        store: Opens,
+        store: ReadableStore,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
         """`errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise."""
@@ -485,7 +477,9 @@ def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
     return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
 
 
-def damaged_frames(reader: BlobReader, entry: Blob, table: FrameTable, order: IntArray, store: Opens) -> Iterator[int]:
+def damaged_frames(
+    reader: BlobReader, entry: Blob, table: FrameTable, order: IntArray, store: ReadableStore
+) -> Iterator[int]:
     """Read frames that follow each other in the file, without decoding them; yield those that are damaged in two reads."""
     magic = bytearray(len(MAGIC))
     reader.read_into(0, memoryview(magic))

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from shardkeep.engine.fill import fill
-from shardkeep.engine.reader import DigestCache, ReadableStore, Source, read_files
+from shardkeep.engine.reader import DigestCache, Source, read_files
 from shardkeep.engine.workers import divide_budget
-from shardkeep.engine.writer import FileJob, Window, WritableStore, file_entry, write_files
+from shardkeep.engine.writer import FileJob, Window, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, to_torch
@@ -29,7 +29,7 @@ from shardkeep.format.pickles import collector_paused
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import every_block
-from shardkeep.storage.base import preferred_requests
+from shardkeep.storage.base import ReadableStore, WritableStore, preferred_requests
 
 _LOOKED_AT = 1 << 18
 """Elements read again at a time, to see whether they were finite before the conversion."""

@@ -36,15 +36,14 @@ from torch import _utils as rebuilding
 from shardkeep import errors
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection
-from shardkeep.engine.reader import ReadableStore, Source
+from shardkeep.engine.reader import Source
 from shardkeep.engine.workers import FollowUpError
-from shardkeep.engine.writer import WritableStore
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, BlobWriter, Replaces, Store, create_over
+from shardkeep.storage.base import BlobReader, BlobWriter, ReadableStore, Replaces, Store, WritableStore, create_over
 from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store

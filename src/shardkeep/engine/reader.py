@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from shardkeep.layouts.native import save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows
 from shardkeep.storage import base
+from shardkeep.storage.base import ReadableStore
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
@@ -36,10 +37,6 @@ _MOST_NAMED = 4
 T = TypeVar("T")
 KeysAt = Callable[[int, int, int], str]
 """Names the tensors in a byte range (file, start, stop) of a file's data. Called only to explain damage."""
-
-
-class ReadableStore(base.Opens, base.Gets, Protocol):
-    """What reading needs of a store."""
 
 
 DigestCache = dict[FileEntry, bytes]
@@ -126,7 +123,7 @@ def list_keys(keys: Iterable[str]) -> str:
     return ", ".join(map(repr, found[:_MOST_NAMED])) + (" and others" if len(found) > _MOST_NAMED else "")
 
 
-def open_sized(store: base.Opens, name: str, nbytes: int) -> base.BlobReader:
+def open_sized(store: ReadableStore, name: str, nbytes: int) -> base.BlobReader:
     """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
     try:
         reader = store.open(name)
@@ -143,7 +140,7 @@ def open_sized(store: base.Opens, name: str, nbytes: int) -> base.BlobReader:
 
 
 def open_checked(
-    store: base.Opens, entry: FileEntry, cache: DigestCache | None = None
+    store: ReadableStore, entry: FileEntry, cache: DigestCache | None = None
 ) -> tuple[base.BlobReader, bytes]:
     """Open a data file after checking its size and header; return the reader and the digests of the file's blocks."""
     reader = open_sized(store, entry.name, entry.nbytes)
@@ -161,7 +158,7 @@ def open_checked(
     return reader, digests
 
 
-def _read_digests(store: base.Opens, entry: FileEntry, reader: base.BlobReader) -> bytes:
+def _read_digests(store: ReadableStore, entry: FileEntry, reader: base.BlobReader) -> bytes:
     """Return the digests of all blocks of a file, from its verified header or from its sidecar file."""
     blocks = data_file.count_blocks(entry.data_nbytes, entry.block_nbytes)
     sidecar = None if entry.blocks is None else read_sidecar(store, entry, blocks)
@@ -181,7 +178,7 @@ def _read_digests(store: base.Opens, entry: FileEntry, reader: base.BlobReader) 
     return _read_and_decode(store, reader, entry.name, entry.header_nbytes, decode)
 
 
-def read_sidecar(store: base.Opens, entry: FileEntry, blocks: int) -> tuple[bytes, bytes]:
+def read_sidecar(store: ReadableStore, entry: FileEntry, blocks: int) -> tuple[bytes, bytes]:
     """Read a data file's sidecar; return the digest of the data file's header, and those of all its blocks."""
     name = entry.blocks or ""
 
@@ -206,7 +203,7 @@ def _check_checksum(name: str, what: str, found: str, expected: str) -> None:
 
 
 def _read_and_decode(
-    store: base.Opens, reader: base.BlobReader, name: str, nbytes: int, decode: Callable[[bytearray], T]
+    store: ReadableStore, reader: base.BlobReader, name: str, nbytes: int, decode: Callable[[bytearray], T]
 ) -> T:
     """Read and decode the first bytes of a file; if they are damaged, read them once more."""
     data = bytearray(nbytes)
@@ -226,7 +223,7 @@ def _open_or_explain(
         raise
 
 
-def explain_missing(store: base.Gets, name: str) -> WrongSize:
+def explain_missing(store: ReadableStore, name: str) -> WrongSize:
     """Say why a file of a committed checkpoint may be gone: another save replaced it, or it was lost."""
     try:
         now = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME).save_id
@@ -317,7 +314,7 @@ def read_files(
 
 
 def _reread_blocks(
-    store: base.Opens, file: _OpenFile, bad: Sequence[int], start: int, window: memoryview
+    store: ReadableStore, file: _OpenFile, bad: Sequence[int], start: int, window: memoryview
 ) -> tuple[list[int], bool]:
     """Read damaged blocks again, into place; return those that are still damaged, and whether both reads agree."""
     entry, damaged = file.entry, []

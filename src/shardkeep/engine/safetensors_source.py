@@ -39,7 +39,7 @@ from shardkeep.layouts import safetensors as layout
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobInfo, Gets, Opens, Store, is_single_file, local_path, parent_of, with_any_names
+from shardkeep.storage.base import BlobInfo, ReadableStore, Store, is_single_file, local_path, parent_of, with_any_names
 from shardkeep.storage.local import LocalStore, PathStore
 from shardkeep.storage.resolve import open_store
 
@@ -159,7 +159,7 @@ class _SavedOffsets(msgspec.Struct):
     saved_offsets: list[int]
 
 
-def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
+def read_weight_map(path: str, gets: ReadableStore | None = None) -> dict[str, str]:
     """Return the file of each tensor, by an index file."""
     raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
     try:
@@ -169,7 +169,9 @@ def read_weight_map(path: str, gets: Gets | None = None) -> dict[str, str]:
         raise errors.MalformedFile(f"{path}: {why}", file=path) from error
 
 
-def read_headers(paths: Iterable[str], *, threads: int, opens: Opens | None = None) -> list[layout.SafetensorsFile]:
+def read_headers(
+    paths: Iterable[str], *, threads: int, opens: ReadableStore | None = None
+) -> list[layout.SafetensorsFile]:
     """Read the headers of files, several at a time; in the order of `paths`."""
     wanted = list(dict.fromkeys(paths))
     with ThreadPoolExecutor(max(1, min(threads, len(wanted))), thread_name_prefix="shardkeep-headers") as pool:

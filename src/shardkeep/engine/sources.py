@@ -12,7 +12,7 @@ import msgspec
 
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.engine.codecs import open_chains
-from shardkeep.engine.reader import FoundCheckpoint, ReadableStore, Source
+from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.engine.torch_source import find_torch
@@ -22,7 +22,7 @@ from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, is_single_file
+from shardkeep.storage.base import ReadableStore, Store, is_single_file
 
 
 def find(store: Store) -> FoundCheckpoint:

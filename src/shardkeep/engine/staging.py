@@ -28,10 +28,11 @@ from shardkeep.engine.report import SaveEvents
 from shardkeep.engine.snapshot import DeviceSnapshot
 from shardkeep.engine.step_barrier import StepBarrier
 from shardkeep.engine.workers import budget_for_store
-from shardkeep.engine.writer import FileJob, Window, WritableStore, gather, windows_in_turn, write_files
+from shardkeep.engine.writer import FileJob, Window, gather, windows_in_turn, write_files
 from shardkeep.errors import SaveCancelled
 from shardkeep.format.boxes import IntArray
 from shardkeep.options import Options, cores, local_ranks
+from shardkeep.storage.base import WritableStore
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope
 from shardkeep.storage.local import available_memory

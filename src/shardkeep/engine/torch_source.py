@@ -29,7 +29,7 @@ import numpy as np
 
 from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
-from shardkeep.engine.reader import DigestCache, FoundCheckpoint, ReadableStore, Source, list_keys, read_files
+from shardkeep.engine.reader import DigestCache, FoundCheckpoint, Source, list_keys, read_files
 from shardkeep.engine.workers import WINDOW_NBYTES, divide_budget
 from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
@@ -41,7 +41,7 @@ from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
-from shardkeep.storage.base import BlobInfo, BlobReader, preferred_requests, with_any_names
+from shardkeep.storage.base import BlobInfo, BlobReader, ReadableStore, preferred_requests, with_any_names
 from shardkeep.storage.buffers import address_of
 
 log = logging.getLogger("shardkeep")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shardkeep.engine.fill import fill, plain_target, read_whole
-from shardkeep.engine.reader import ReadableStore, Source
+from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import open_native
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Boxes
@@ -26,6 +26,7 @@ from shardkeep.layouts import native
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
 from shardkeep.state.flatten import traverse_state_dict
+from shardkeep.storage.base import ReadableStore
 from shardkeep.storage.file_systems import PathLike
 
 

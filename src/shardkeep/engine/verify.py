@@ -18,7 +18,6 @@ from shardkeep.codecs.coded_store import collecting_damage, damaged_frame, damag
 from shardkeep.engine.reader import (
     DigestCache,
     KeysAt,
-    ReadableStore,
     adjacent_blocks,
     damage_of,
     open_checked,
@@ -29,6 +28,7 @@ from shardkeep.errors import CheckpointError, DamagedCheckpoint
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.plan.load_plan import every_block
+from shardkeep.storage.base import ReadableStore
 
 _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""

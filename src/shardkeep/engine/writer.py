@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,12 @@ from shardkeep.format import data_file
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
-from shardkeep.storage.base import BlobWriter, Creates, Deletes, delete_all
+from shardkeep.storage.base import BlobWriter, Deletes, WritableStore, delete_all
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
 
 MOST_FILES = 8
 """Files written at a time: the kernel lets only one thread at a time write to a file."""
-
-
-class WritableStore(Creates, Deletes, Protocol):
-    """What writing needs of a store."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,7 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
             job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
 
 
-def _finish(store: Creates, file: _FileInProgress) -> None:
+def _finish(store: WritableStore, file: _FileInProgress) -> None:
     job = file.job
     if job.header and not job.sidecar:
         data_file.seal_header(job.header, job.digests)

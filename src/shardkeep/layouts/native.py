@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -51,7 +51,7 @@ from shardkeep.format.record import (
     versioned,
 )
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.storage.base import Gets, Lists, Opens, Store, Version, decode_or_reread, warn_reread_ok
+from shardkeep.storage.base import ReadableStore, SmallFiles, Store, Version, decode_or_reread, warn_reread_ok
 
 MAX_INDEX_NBYTES = 4 << 30
 """Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
@@ -65,10 +65,6 @@ _CODED_SUFFIX = "skframes"
 """A suffix of its own, so that no program takes the file for a safetensors file."""
 _SAVE_ID = re.compile(r"(?:-|^)([0-9a-f]{20})\.(?:safetensors|skframes|blocks|skindex|json)$")
 _FORGED_HINT = "it was changed by a writer without the key: do not trust this checkpoint"
-
-
-class _IndexStore(Gets, Opens, Protocol):
-    """What reading an index needs of a store."""
 
 
 def new_save_id() -> str:
@@ -152,14 +148,14 @@ def _checkpoint_below(place: str) -> str:
     return ""
 
 
-def _other_files(store: Lists) -> str:
+def _other_files(store: SmallFiles) -> str:
     names = [info.name for info in store.list()]
     if any(save_id_of(name) for name in names):
         return " (only files of a save that did not finish)"
     return f" ({len(names)} other files)" if names else " (the place is empty or does not exist)"
 
 
-def read_index(store: _IndexStore, record: Record, chain: CodecChain | None = None) -> Index:
+def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
     """
     Read and check the index of a record; read it again if it arrives damaged.
 
@@ -280,7 +276,7 @@ def publish(
     return record
 
 
-def _beaten(store: Gets) -> errors.CheckpointError:
+def _beaten(store: ReadableStore) -> errors.CheckpointError:
     """Explain, as far as possible, why the record in place is not the one that this save was to replace."""
     winner = ""
     try:

@@ -21,7 +21,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.layouts.native import claim_name, is_claim, read_record, save_id_of
-from shardkeep.storage.base import BlobInfo, Deletes, Gets, Puts, Store
+from shardkeep.storage.base import BlobInfo, Deletes, ReadableStore, SmallFiles, Store
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
@@ -62,13 +62,13 @@ def holding_claim(save_id: str) -> Iterator[None]:
         del running
 
 
-def make_claim(store: Puts, save_id: str) -> None:
+def make_claim(store: SmallFiles, save_id: str) -> None:
     """Write the claim of this process on a save."""
     claim = Claim(host=host_identity(), pid=os.getpid(), started=process_start(os.getpid()))
     store.put(claim_name(save_id), msgspec.json.encode(claim))
 
 
-def _read_claim(store: Gets, name: str) -> Claim | None:
+def _read_claim(store: ReadableStore, name: str) -> Claim | None:
     try:
         return msgspec.json.decode(store.get(name, limit=_MAX_CLAIM_NBYTES), type=Claim)
     except BlobNotFound:

@@ -20,7 +20,7 @@ import msgspec
 from shardkeep.errors import MalformedFile, StateError, UnsupportedVersion, WrongSize
 from shardkeep.format.data_file import MAX_HEADER_NBYTES, digest
 from shardkeep.format.dtypes import DTYPES, DType, Ints
-from shardkeep.storage.base import BlobReader, Opens
+from shardkeep.storage.base import BlobReader, ReadableStore
 from shardkeep.storage.local import PathStore
 
 ALIGNMENT = 4096
@@ -69,7 +69,7 @@ class SafetensorsFile:
 # -- reading headers ---------------------------------------------------------------------------------------------------
 
 
-def read_header(path: str, opens: Opens | None = None) -> SafetensorsFile:
+def read_header(path: str, opens: ReadableStore | None = None) -> SafetensorsFile:
     """Read and check the header of a file: by its path, or by its name in a store."""
     with closing((opens or PathStore(direct=False)).open(path)) as reader:
         raw, total = _raw_header(path, reader), reader.nbytes

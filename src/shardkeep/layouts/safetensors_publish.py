@@ -39,13 +39,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, SUFFIX, marked_name, read_header
-from shardkeep.storage.base import Gets, Opens, Store, Version, is_name, local_path
+from shardkeep.storage.base import ReadableStore, Store, Version, is_name, local_path
 from shardkeep.storage.local import PathStore, directory_lock, make_directory, storage_errors, sync_directory
 
 NOTE_NAME = "shardkeep-publish.json"
@@ -58,10 +58,6 @@ _TEMPORARY = re.compile(
     + re.escape(NOTE_NAME)
     + r")\.new-[0-9a-f-]+"
 )
-
-
-class OpensAndGets(Opens, Gets, Protocol):
-    """What reading the files needs of a store."""
 
 
 class PublishNote(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,7 +82,7 @@ class ModelDirectory:
     """For each name, what `opens` calls the file: its path, or its name in the store."""
     index: str | None
     """What `opens` calls the index file."""
-    opens: OpensAndGets
+    opens: ReadableStore
     index_version: Version | None = None
     """Of the index file, when a save to a store was prepared."""
 
@@ -125,7 +121,7 @@ def can_rename(store: Store) -> bool:
 
 def list_model(store: Store) -> ModelDirectory:
     """Find the safetensors files of a place that count; `BlobNotFound` for a local directory that does not exist."""
-    path, opens = store.url, cast("OpensAndGets", store)
+    path, opens = store.url, cast("ReadableStore", store)
     if can_rename(store):
         opens = PathStore(direct=False)
         with storage_errors("cannot list", path):
@@ -156,7 +152,7 @@ def list_model(store: Store) -> ModelDirectory:
     return ModelDirectory(path, by_name, None if index is None else called(index), opens)
 
 
-def read_note(store: Gets) -> PublishNote | None:
+def read_note(store: ReadableStore) -> PublishNote | None:
     """Read the note of a place; None if there is none."""
     try:
         raw = store.get(NOTE_NAME, limit=_MOST_SMALL_NBYTES)

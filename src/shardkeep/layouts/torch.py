@@ -32,7 +32,7 @@ from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, 
 from shardkeep.format.dtypes import DTYPES, DType, by_name
 from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, plain_names, unsealed
 from shardkeep.options import Options
-from shardkeep.storage.base import Gets
+from shardkeep.storage.base import ReadableStore
 
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -89,7 +89,7 @@ def encode_sums(nbytes: int, block_nbytes: int, digests: bytes) -> tuple[Sums, b
     return Sums(nbytes=nbytes, block_nbytes=block_nbytes, checksum=checksum_text(digest(data))), data
 
 
-def read_sums(store: Gets, name: str, sums: Sums) -> bytes | None:
+def read_sums(store: ReadableStore, name: str, sums: Sums) -> bytes | None:
     """Read the digests of a data file; None if their file is missing."""
     own = f"{name}{SUMS_SUFFIX}"
     try:

@@ -23,7 +23,7 @@ from shardkeep.format.pickles import Call, Names, New, collector_paused, plain_n
 from shardkeep.layouts import torch as torch_layout
 from shardkeep.layouts import torch_values as metadata
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo
-from shardkeep.storage.base import Gets
+from shardkeep.storage.base import ReadableStore
 
 log = logging.getLogger("shardkeep")
 
@@ -47,7 +47,7 @@ def encode_metadata(value: Metadata) -> bytes:
     return sealed(file.getvalue())
 
 
-def read_metadata(store: Gets, name: str, *, where: str) -> Metadata:
+def read_metadata(store: ReadableStore, name: str, *, where: str) -> Metadata:
     """Read `.metadata`, or the metadata of one rank."""
     return decode_metadata(store.get(name, limit=torch_layout.MAX_METADATA_NBYTES), where=where)
 

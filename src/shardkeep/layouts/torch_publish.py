@@ -13,7 +13,6 @@ import os
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, WrongSize
 from shardkeep.format.record import RECORD_NAME
@@ -66,11 +65,6 @@ class _StreamFiles(StreamStore):
             self._fs.rm_file(self._at(name))
 
 
-class _Files(base.Gets, base.Puts, base.Lists, base.Deletes, Protocol):
-    @property
-    def url(self) -> str: ...
-
-
 def commit_at(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Commit:
     """Return the commit of a save to a path of a file system."""
     store = store_of(fs, path, durable=sync)
@@ -80,7 +74,7 @@ def commit_at(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Commit:
 class Commit:
     """The last step of a save to a store, or to a file system with streams."""
 
-    def __init__(self, store: base.Store | None, files: _Files) -> None:
+    def __init__(self, store: base.Store | None, files: base.SmallFiles) -> None:
         self._store = store
         self._files = files
         self._path = None if store is None else base.local_path(store)

@@ -25,7 +25,16 @@ from shardkeep.layouts import orphans
 from shardkeep.layouts.native import record_in
 from shardkeep.layouts.torch import METADATA_NAME, is_data, is_metadata
 from shardkeep.options import Options
-from shardkeep.storage.base import REMOVING_NAME, Deletes, Gets, Lists, Puts, Root, Store, is_commit_marker, is_name
+from shardkeep.storage.base import (
+    REMOVING_NAME,
+    Deletes,
+    ReadableStore,
+    Root,
+    SmallFiles,
+    Store,
+    is_commit_marker,
+    is_name,
+)
 from shardkeep.storage.resolve import open_root
 
 METRICS = "metrics"
@@ -277,12 +286,12 @@ def template_of(name: str) -> str | None:
     return f"{before}{{step{width}}}{after}"
 
 
-def pinned(root: Lists) -> set[str]:
+def pinned(root: SmallFiles) -> set[str]:
     """Return the names of pinned checkpoints, which are kept whatever the policies say."""
     return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
 
-def is_pinned(root: Gets, name: str) -> bool:
+def is_pinned(root: ReadableStore, name: str) -> bool:
     """Return whether a checkpoint is pinned right now."""
     try:
         root.get(_PIN_PREFIX + name, limit=_MAX_PIN_NBYTES)
@@ -293,7 +302,7 @@ def is_pinned(root: Gets, name: str) -> bool:
     return True
 
 
-def pin(root: Puts, name: str) -> None:
+def pin(root: SmallFiles, name: str) -> None:
     """Pin a checkpoint, by a file of its own in the root."""
     root.put(_PIN_PREFIX + name, b"", replace=True)
 

@@ -5,7 +5,7 @@ A store holds named blobs in one place (a directory, a key prefix). Blob names a
 protocol has no directories, handles or renames, so that files and object stores can keep the same promises. A store
 reports every failure as an error of `shardkeep.errors` that carries the blob's name and the offset.
 
-Each verb is a Protocol of its own, so that a function can ask for exactly the verbs it uses.
+Functions that only read or only write ask for less than a `Store`, so that stores of other kinds fit, too.
 
 Verbs that only some stores have are optional. The functions at the end of this module call an optional verb, or return
 its default for a store without it; nothing outside `storage/` checks the class of a store.
@@ -128,31 +128,12 @@ class BlobReader(Protocol):
         """Release what the reader holds. Can be called twice."""
 
 
-class Creates(Protocol):
-    def create(self, name: str, nbytes: int) -> BlobWriter:
-        """
-        Begin a new blob of `nbytes`, or of fewer if `finish` says so.
+class ReadableStore(Protocol):
+    """What reading needs of a store."""
 
-        If the name is taken, `create` or `finish` raises a `StorageError` with errno EEXIST.
-        """
-
-
-class Opens(Protocol):
     def open(self, name: str) -> BlobReader:
         """Open a blob; raises `BlobNotFound` if it does not exist."""
 
-
-class Puts(Protocol):
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
-        """
-        Store a small blob in one atomic, durable step: readers see the old bytes or the new ones, never a part.
-
-        Without `replace`, an existing blob of that name stays, and `put` raises a `StorageError` with errno EEXIST. With
-        `over`, the blob is replaced only if it still has that version; if it has another or is gone, the same error.
-        """
-
-
-class Gets(Protocol):
     def get(self, name: str, *, limit: int) -> bytes:
         """
         Read a whole small blob; raises `BlobNotFound` if it does not exist.
@@ -161,27 +142,48 @@ class Gets(Protocol):
         """
 
 
-class Lists(Protocol):
-    def list(self) -> Iterator[BlobInfo]:
-        """List every blob, sorted by name; a place that does not exist has none."""
-
-
 class Deletes(Protocol):
     def delete(self, name: str) -> None:
         """Delete a blob; a missing blob is not an error."""
 
 
-class Store(Creates, Opens, Puts, Gets, Lists, Deletes, Protocol):
+class WritableStore(Deletes, Protocol):
+    """What writing data files needs of a store."""
+
+    def create(self, name: str, nbytes: int) -> BlobWriter:
+        """
+        Begin a new blob of `nbytes`, or of fewer if `finish` says so.
+
+        If the name is taken, `create` or `finish` raises a `StorageError` with errno EEXIST.
+        """
+
+
+class SmallFiles(ReadableStore, Deletes, Protocol):
+    """What a commit needs of a store: all but large blobs and versions."""
+
+    @property
+    def url(self) -> str:
+        """The place as the user would write it; used in messages."""
+
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+        """
+        Store a small blob in one atomic, durable step: readers see the old bytes or the new ones, never a part.
+
+        Without `replace`, an existing blob of that name stays, and `put` raises a `StorageError` with errno EEXIST. With
+        `over`, the blob is replaced only if it still has that version; if it has another or is gone, the same error.
+        """
+
+    def list(self) -> Iterator[BlobInfo]:
+        """List every blob, sorted by name; a place that does not exist has none."""
+
+
+class Store(SmallFiles, WritableStore, Protocol):
     """
     A place for blobs.
 
     Besides these verbs, a store may have optional ones, of the names that the functions under "optional verbs" below ask
     for; see there for what they mean.
     """
-
-    @property
-    def url(self) -> str:
-        """The place as the user would write it; used in messages."""
 
     def version(self, name: str) -> Version | None:
         """
@@ -275,7 +277,7 @@ def free_nbytes(store: object) -> int | None:
     return cast("int | None", _ask(store, "free_nbytes"))
 
 
-def create_upto(store: Creates, name: str, nbytes: int) -> BlobWriter:
+def create_upto(store: WritableStore, name: str, nbytes: int) -> BlobWriter:
     """Begin a blob that is likely to be much smaller than `nbytes`, without reserving the space (`create_upto`)."""
     create: Callable[[str, int], BlobWriter] = getattr(store, "create_upto", store.create)
     return create(name, nbytes)
@@ -483,7 +485,7 @@ _ON_THE_WAY = (
 class SecondRead:
     """Reads ranges of a blob a second time; opens it again when it is first needed. Must be closed."""
 
-    def __init__(self, name: str, store: Opens) -> None:
+    def __init__(self, name: str, store: ReadableStore) -> None:
         self._name = name
         self._store = store
         self._opened: BlobReader | None = None
@@ -510,7 +512,9 @@ class SecondRead:
             self._opened = None
 
 
-def reread(name: str, store: Opens, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> bool | None:
+def reread(
+    name: str, store: ReadableStore, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]
+) -> bool | None:
     """Read one range of a blob again, and warn if it is right now; see `SecondRead.repair`."""
     with closing(SecondRead(name, store)) as again:
         same = again.repair(offset, piece, fits)

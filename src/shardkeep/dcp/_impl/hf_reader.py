@@ -25,7 +25,6 @@ from torch.futures import Future
 from shardkeep.dcp._impl.file_reader import FileSystemReader, batches_for, fill_targets, target_of
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.engine.fill import ChunkRequest, fill_items
-from shardkeep.engine.reader import ReadableStore
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog, read_weight_map
 from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
@@ -37,7 +36,7 @@ from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_he
 from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, preferred_requests
+from shardkeep.storage.base import ReadableStore, Store, preferred_requests
 from shardkeep.storage.file_systems import by_store, is_local, store_of
 from shardkeep.storage.local import PathStore
 
