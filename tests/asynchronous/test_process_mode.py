@@ -19,8 +19,9 @@ from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_
 from shardkeep.engine.process.rpc import ReplyDeadline, WaitPolicy
 from shardkeep.engine.process.server import CreateFile, WriteBytes, WriteRuns
 from shardkeep.errors import WriterDied
+from shardkeep.storage.base import spec_of
 from shardkeep.storage.buffers import address_of
-from shardkeep.storage.local import LocalStoreSpec, process_start
+from shardkeep.storage.local import LocalStore, process_start
 from tests.asynchronous.scene import PATIENCE_S, full, same, saved_in, says
 from tests.asynchronous.test_snapshots import tensors_of
 from tests.engine.samples import random_tensor
@@ -299,7 +300,7 @@ def alone():
 
 
 def place_in(folder):
-    return LocalStoreSpec(os.fsencode(folder), direct=False, durable=False)
+    return spec_of(LocalStore(folder, direct=False, durable=False))
 
 
 @pytest.mark.parametrize("broken", ["send", "receive"])

@@ -22,7 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+import msgspec
 
 from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
 from shardkeep.events import log_safely
@@ -363,11 +365,22 @@ def same_place(one: Store | Root, other: Store | Root) -> bool:
     return bool(compare(b)) if compare is not None else a.url.rstrip("/") == b.url.rstrip("/")
 
 
-def spec_of(store: Store) -> Any:
-    """Return a description (`resolve.StoreSpec`) from which another process opens the store (`spec()`)."""
+class StoreSpec(msgspec.Struct, frozen=True):
+    """A store, described for another process. It may contain secrets, and must only pass through pipes."""
+
+    kind: Literal["local", "bucket", "fsspec"]
+    arguments: list[Any]
+    """Of `resolve.open_spec`."""
+
+    def __repr__(self) -> str:
+        return f"StoreSpec({self.kind!r})"  # without secrets
+
+
+def spec_of(store: Store) -> StoreSpec:
+    """Return a description from which another process opens the store (`spec()`)."""
     # Only if the very class has the verb: a subclass may behave differently, and a plain store there would not.
     if "spec" in vars(type(store)):
-        return cast("Any", store).spec()
+        return cast("StoreSpec", cast("Any", store).spec())
     raise not_sendable(store.url, type(store).__name__)
 
 

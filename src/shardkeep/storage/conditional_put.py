@@ -10,7 +10,6 @@ can overwrite a put that was already reported as successful.
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 import time
 import warnings
@@ -19,11 +18,9 @@ from typing import Any
 
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
 from shardkeep.storage.base import Version, check_name, name_taken, version_conflict
-from shardkeep.storage.retry import TRANSIENT, backoff_s
+from shardkeep.storage.retry import call_with_retries
 
-log = logging.getLogger("shardkeep")
-
-_ATTEMPTS = 4
+_RETRIES = 3
 _FIRST_DELAY_S = 0.4
 
 
@@ -63,25 +60,23 @@ class ConditionalPuts(ABC):
     def _send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
         """Put the blob, retrying; where an answer was lost, compare what is stored with what was sent."""
         unsure = False
-        until = time.monotonic() + self._retry_s
-        for failed in range(1, _ATTEMPTS + 1):
+
+        def send() -> None:
+            nonlocal unsure
             try:
-                return self.send(name, data, create=create, over=over)
+                self.send(name, data, create=create, over=over)
             except StorageError as error:
                 # Some services answer "not found" where a blob to replace is gone: the condition does not hold.
                 if error.errno == errno.EEXIST or (over is not None and isinstance(error, BlobNotFound)):
                     # A retried request may have been refused because its first attempt succeeded.
                     if (unsure or error.details.get("retried")) and self._holds(name, data):
-                        return None
+                        return
                     raise self._refused(name, over) from None
-                # What the client library already retried is not retried again.
-                exhausted = error.details.get("retried") or time.monotonic() > until
-                if error.errno not in TRANSIENT or failed == _ATTEMPTS or exhausted:
-                    raise
                 unsure = True
-                log.info("retrying to put %s/%s: %s", self.url, name, error)
-                time.sleep(backoff_s(failed, first_s=_FIRST_DELAY_S))
-        return None
+                raise
+
+        what = f"put {self.url}/{name}"
+        call_with_retries(what, send, retries=_RETRIES, within_s=self._retry_s, first_s=_FIRST_DELAY_S)
 
     def _look_and_send(self, name: str, data: Any, over: Version | None) -> None:
         if "conditions" not in self._warned:

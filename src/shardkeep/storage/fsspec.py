@@ -21,8 +21,6 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import Any
 
-import msgspec
-
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
 from shardkeep.storage import base
 from shardkeep.storage.buffers import MemoryBudget, copy, flat
@@ -208,7 +206,7 @@ class FsspecStore(ConditionalPuts):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
-    def spec(self) -> FsspecStoreSpec:
+    def spec(self) -> base.StoreSpec:
         fs = self._fs
         kind = type(fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]
@@ -222,9 +220,8 @@ class FsspecStore(ConditionalPuts):
             )
         args = base.sendable_options(self.url, {str(number): value for number, value in enumerate(fs.storage_args)})
         options = base.sendable_options(self.url, fs.storage_options)
-        return FsspecStoreSpec(
-            kind.__module__, kind.__name__, [*args.values()], options, self._path, self.url, self._settle_s
-        )
+        opened = [kind.__module__, kind.__name__, [*args.values()], options]
+        return base.StoreSpec("fsspec", [*opened, self._path, self.url, self._settle_s])
 
     def create(self, name: str, nbytes: int) -> FsspecWriter:
         path = self._at(name)
@@ -315,33 +312,20 @@ class FsspecStore(ConditionalPuts):
         return [(name, info) for name, info in named if base.is_name(name)]
 
 
-class FsspecStoreSpec(msgspec.Struct, frozen=True, tag=True):
-    """An `FsspecStore`, described for another process. It may contain passwords, and must only pass through pipes."""
-
-    module: str
-    kind: str
-    """The file system's class in that module."""
-    args: list[Any]
-    options: dict[str, Any]
-    path: str
-    url: str
-    settle_s: float
-
-    def __repr__(self) -> str:
-        return f"FsspecStoreSpec({self.url!r})"  # without passwords
-
-    def open(self) -> base.Store:
-        try:
-            kind = getattr(importlib.import_module(self.module), self.kind)
-        except (ImportError, AttributeError) as exc:
-            raise CheckpointError(
-                f'{self.url}: writer="process" cannot import {self.module}.{self.kind} in another process: {exc}',
-                hint="that process does not run your program: install the file system as a package, or pass"
-                ' writer="thread"',
-            ) from exc
-        with fs_errors("cannot open", self.url):
-            fs = kind(*self.args, **self.options)
-        return FsspecStore(fs, self.path, self.url, settle_s=self.settle_s)
+def open_again(
+    module: str, kind: str, args: list[Any], options: dict[str, Any], path: str, url: str, settle_s: float
+) -> FsspecStore:
+    """Open a store that another process had opened with a file system of this class."""
+    try:
+        found = getattr(importlib.import_module(module), kind)
+    except (ImportError, AttributeError) as exc:
+        raise CheckpointError(
+            f'{url}: writer="process" cannot import {module}.{kind} in another process: {exc}',
+            hint="that process does not run your program: install the file system as a package, or pass"
+            ' writer="thread"',
+        ) from exc
+    with fs_errors("cannot open", url):
+        return FsspecStore(found(*args, **options), path, url, settle_s=settle_s)
 
 
 def _modified_s(info: dict[str, Any]) -> float:

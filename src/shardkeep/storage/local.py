@@ -27,8 +27,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Literal
 
-import msgspec
-
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
 from shardkeep.storage import base
 from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, address_of, copy, flat
@@ -524,8 +522,8 @@ class LocalStore:
         """Return the same directory, for reading files that other programs named or linked."""
         return LocalStore(self.url, direct=self._direct, durable=self._durable, foreign=True)
 
-    def spec(self) -> LocalStoreSpec:
-        return LocalStoreSpec(os.fsencode(self._path), self._direct, self._durable)
+    def spec(self) -> base.StoreSpec:
+        return base.StoreSpec("local", [os.fsencode(self._path), self._direct, self._durable])
 
     def same_place(self, other: object) -> bool:
         """Compare directories by identity, because mounts and links may show one under two paths; else by path."""
@@ -703,18 +701,6 @@ class LocalStore:
 
     def _path_of(self, name: str) -> str:
         return os.path.join(self._path, base.check_name(name))
-
-
-class LocalStoreSpec(msgspec.Struct, frozen=True, tag=True):
-    """A `LocalStore`, described for another process of this machine."""
-
-    path: bytes
-    """Absolute."""
-    direct: bool
-    durable: bool
-
-    def open(self) -> LocalStore:
-        return LocalStore(os.fsdecode(self.path), direct=self.direct, durable=self.durable)
 
 
 class PathStore:

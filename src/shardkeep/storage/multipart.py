@@ -107,9 +107,8 @@ class ObjectWriter:
         """How long an early part that is whole waits for its turn, instead of being copied; 0 once that was in vain."""
         self._in_vain = -1
         """The missing part that an early one has waited for in vain."""
-        self._thread: threading.Thread | None = None
-        self._request: Future[None] | None = None
-        """The request that puts a blob of one part."""
+        self._sender: Future[None] | None = None
+        """The thread that uploads the parts, or puts a blob of one part."""
         self._end: int | None = None
         self._failure: StorageError | None = None
         self._failed_s = math.inf
@@ -164,8 +163,8 @@ class ObjectWriter:
         self._closed = True
         only_part = self._close(end)
         if only_part is None:
-            while self._failure is None and self._is_sending():
-                self._join(time.monotonic() + _POLL_S)
+            while self._failure is None and not self._sent():
+                pass
             with self._state:
                 self._raise_failure()
             if self._replaced is None:
@@ -187,7 +186,9 @@ class ObjectWriter:
         # A stalled upload aborts itself when it continues. But one whose last request is on its way may still appear, and
         # the caller may be about to write a blob of that name: wait for it, unless its name is not used again.
         quick = self._end is None or self._cancelled
-        self._join(self._failed_s + (_DEADLINE_S if quick else self._bucket.policy.retry_s))
+        until = self._failed_s + (_DEADLINE_S if quick else self._bucket.policy.retry_s)
+        while time.monotonic() < until and not self._sent():
+            pass
         with self._state:
             self._left = self._cancelled
         if not self._may_appear or self._replaced is not None:
@@ -249,9 +250,8 @@ class ObjectWriter:
     def _accept(self, number: int, part: memoryview) -> None:
         self._partial.pop(number, None)
         self._complete[number] = np.frombuffer(part, np.uint8)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name=f"upload {self._name}", daemon=True)
-            self._thread.start()
+        if self._sender is None:
+            self._sender = spawn_daemon(self._upload, f"upload {self._name}")
         self._state.notify_all()
 
     def _pause(self) -> None:
@@ -270,7 +270,7 @@ class ObjectWriter:
                 raise self._error(f"cannot end after {end} bytes: more than that was written")
             if there < end:
                 raise self._error(f"cannot end after {end} bytes: nothing was written at offset {there}")
-            if self._thread is None:
+            if self._sender is None:
                 return partial.memory[:end] if partial else memoryview(b"")
             if partial is not None and rest:
                 self._complete[last] = np.frombuffer(partial.memory[:rest], np.uint8)
@@ -359,11 +359,11 @@ class ObjectWriter:
         if self._scope is None:
             send()
             return
-        self._request = request = spawn_daemon(send, f"put {self._name}")
-        while self._failure is None and not request.done():
-            wait([request], _POLL_S)
-        if request.done():
-            request.result()
+        self._sender = sender = spawn_daemon(send, f"put {self._name}")
+        while self._failure is None and not self._sent():
+            pass
+        if sender.done():
+            sender.result()
         with self._state:
             self._raise_failure()
 
@@ -396,16 +396,9 @@ class ObjectWriter:
         if left:
             self._delete()
 
-    def _is_sending(self) -> bool:
-        by_thread = self._thread is not None and self._thread.is_alive()
-        return by_thread or (self._request is not None and not self._request.done())
-
-    def _join(self, until: float) -> None:
-        while self._is_sending() and time.monotonic() < until:  # in short waits, so that Ctrl-C gets through
-            if self._thread is not None:
-                self._thread.join(_POLL_S)
-            if self._request is not None:
-                wait([self._request], _POLL_S)
+    def _sent(self) -> bool:
+        """Wait a moment for what is being sent, a short one, so that Ctrl-C gets through; return whether it is all sent."""
+        return self._sender is None or not wait([self._sender], _POLL_S).not_done
 
     def _fail(self, error: StorageError) -> None:
         """Make all waiting calls raise this error, unless there was one before."""

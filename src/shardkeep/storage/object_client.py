@@ -10,11 +10,9 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
-import logging
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,9 +29,8 @@ from shardkeep.storage.object_config import (
     resolve_options,
     server_identity,
 )
-from shardkeep.storage.retry import TRANSIENT, backoff_s
+from shardkeep.storage.retry import call_with_retries
 
-log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
@@ -130,19 +127,7 @@ class Bucket:
         return self.retry(f"{verb} {url}/{name}", once)
 
     def retry(self, what: str, work: Callable[[], T], *, can: Callable[[], bool] = lambda: True) -> T:
-        """Call `work` again while it fails in passing and `can()`; what obstore has retried is not retried again."""
-        until = time.monotonic() + self.policy.retry_s
-        failed = 0
-        while True:
-            try:
-                return work()
-            except StorageError as error:
-                failed += 1
-                again = error.errno in TRANSIENT and not error.details.get("retried") and can()
-                if not again or failed > self.policy.retries or time.monotonic() > until:
-                    raise
-                log.info("retrying to %s: %s", what, error)
-                time.sleep(backoff_s(failed))
+        return call_with_retries(what, work, retries=self.policy.retries, within_s=self.policy.retry_s, can=can)
 
 
 @functools.cache

@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.options import set_for_children
 from shardkeep.storage import base
@@ -34,14 +32,13 @@ _OVER = "a put over a version is refused if the object has another"
 class ObjectReader:
     """An open object, which must not be replaced meanwhile. Its first bytes come with the opening, for headers."""
 
-    def __init__(self, bucket: Bucket, path: str, *, url: str, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str) -> None:
         """Open an object, or raise `BlobNotFound`."""
-        self._bucket, self._path, self._url, self._name = bucket, path, url, name
+        self._bucket, self._path, self._url, self._name = store.bucket, store.prefix + name, store.url, name
         self._closed = False
         self._head = b""
-        self._tag: str | None
-        with object_errors("cannot open", url, name):
-            self.nbytes, self._tag = bucket.retry(f"open {url}/{name}", self._look_up)
+        with object_errors("cannot open", self._url, name):
+            self.nbytes, self._tag = self._bucket.retry(f"open {self._url}/{name}", self._look_up)
 
     def _look_up(self) -> tuple[int, str | None]:
         try:
@@ -163,10 +160,11 @@ class ObjectStore(ConditionalPuts):
             return None
         return ObjectStore(self.bucket, self.prefix.removesuffix(f"{name}/"), above), name
 
-    def spec(self) -> BucketStoreSpec:
+    def spec(self) -> base.StoreSpec:
         bucket = self.bucket
         options = base.sendable_options(self.url, bucket.options)
-        return BucketStoreSpec(bucket.service, bucket.name, self.prefix, self.url, options, dict(bucket.environment))
+        opened = [bucket.service, bucket.name, options, dict(bucket.environment)]
+        return base.StoreSpec("bucket", [*opened, self.prefix, self.url])
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:
         where = f"{self.url}/{base.check_name(name)}"
@@ -183,7 +181,7 @@ class ObjectStore(ConditionalPuts):
         return ObjectWriter(self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes, **how)
 
     def open(self, name: str) -> ObjectReader:
-        return ObjectReader(self.bucket, self.prefix + base.check_name(name), url=self.url, name=name)
+        return ObjectReader(self, base.check_name(name))
 
     def get(self, name: str, *, limit: int) -> bytes:
         path = self.prefix + base.check_name(name)
@@ -313,24 +311,12 @@ class ObjectStore(ConditionalPuts):
         base.check_name(name)
 
 
-class BucketStoreSpec(msgspec.Struct, frozen=True, tag=True):
-    """An `ObjectStore`, described for another process. It may contain secrets, and must only pass through pipes."""
-
-    service: str
-    name: str
-    prefix: str
-    url: str
-    options: dict[str, Any]
-    environment: dict[str, str]
-    """The environment variables with which the bucket was opened."""
-
-    def __repr__(self) -> str:
-        return f"BucketStoreSpec({self.url!r})"  # without secrets
-
-    def open(self) -> base.Store:
-        """Open it in this process; the connections to one bucket are reused."""
-        now = environment_of(self.service)
-        for name in {*now, *self.environment}:
-            if now.get(name) != self.environment.get(name):  # only if necessary: obstore's threads may be reading
-                set_for_children(name, self.environment.get(name))
-        return ObjectStore(open_bucket(self.service, self.name, self.options), self.prefix, self.url)
+def open_again(
+    service: str, name: str, options: dict[str, Any], environment: dict[str, str], prefix: str, url: str
+) -> ObjectStore:
+    """Open a store that another process had opened in this environment; the connections to one bucket are reused."""
+    now = environment_of(service)
+    for variable in {*now, *environment}:
+        if now.get(variable) != environment.get(variable):  # only if necessary: obstore's threads may be reading
+            set_for_children(variable, environment.get(variable))
+    return ObjectStore(open_bucket(service, name, options), prefix, url)

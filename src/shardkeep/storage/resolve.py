@@ -13,15 +13,12 @@ from urllib.request import url2pathname
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World
 from shardkeep.errors import CheckpointError
-from shardkeep.storage.base import Root, Store
-from shardkeep.storage.fsspec import FsspecStore, FsspecStoreSpec, fs_errors, without_user
-from shardkeep.storage.local import LocalStore, LocalStoreSpec
+from shardkeep.storage import fsspec, object_store
+from shardkeep.storage.base import Root, Store, StoreSpec
+from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.object_client import SCHEMES, open_bucket
-from shardkeep.storage.object_store import BucketStoreSpec, ObjectStore
 
-StoreSpec = LocalStoreSpec | BucketStoreSpec | FsspecStoreSpec
-"""A store, described for another process (`base.spec_of`); its method `open` opens the store there."""
 _SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
 """Also of chained URLs of fsspec: `simplecache::s3`."""
 _HINT = (
@@ -98,6 +95,14 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
     return LocalStore(_local_path(path), **options)
 
 
+def open_spec(spec: StoreSpec) -> Store:
+    """Open a store that another process has described (`base.spec_of`)."""
+    if spec.kind == "local":
+        path, direct, durable = spec.arguments
+        return LocalStore(os.fsdecode(path), direct=direct, durable=durable)
+    return (fsspec if spec.kind == "fsspec" else object_store).open_again(*spec.arguments)
+
+
 def _text_of(where: object) -> str:
     path = os.fspath(where) if isinstance(where, os.PathLike) else where
     if not isinstance(path, str):
@@ -129,7 +134,7 @@ def _local_path(path: str) -> str:
     if parts.netloc not in {"", "localhost"}:
         host = parts.netloc.rpartition("@")[2]
         raise CheckpointError(
-            f"{without_user(path)}: a file:// URL of another machine ({host})", hint="write file:///path"
+            f"{fsspec.without_user(path)}: a file:// URL of another machine ({host})", hint="write file:///path"
         )
     if not parts.path:
         raise CheckpointError(f"{path!r} is not a place to keep a checkpoint")
@@ -146,7 +151,7 @@ def _segments(url: str) -> list[str]:
     return segments
 
 
-def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectStore:
+def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> object_store.ObjectStore:
     rest = url.partition("://")[2]
     name = rest.partition("/")[0]
     # A secret may contain slashes; the name of a bucket has no colon. Azure has container@account.
@@ -165,7 +170,7 @@ def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> ObjectStore:
         if suffix not in {"", "core.windows.net"}:  # one of the separate national clouds
             options = {"endpoint": f"https://{account}.blob.{suffix}", **options}
     prefix = "".join(f"{segment}/" for segment in below)
-    return ObjectStore(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
+    return object_store.ObjectStore(open_bucket(scheme, name, options), prefix, url.rstrip("/"))
 
 
 @functools.cache
@@ -174,19 +179,19 @@ def _memory(name: str) -> MemoryStore:
     return MemoryStore(f"memory://{name}")
 
 
-def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> FsspecStore:
-    shown = without_user(url).rstrip("/")
+def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> fsspec.FsspecStore:
+    shown = fsspec.without_user(url).rstrip("/")
     try:
-        fsspec = importlib.import_module("fsspec")
+        url_to_fs = importlib.import_module("fsspec").core.url_to_fs
     except ModuleNotFoundError as exc:
         raise CheckpointError(
             f"{shown}: no store for {scheme}:// URLs; fsspec, which may have one, is not installed",
             hint="pip install 'shardkeep[fsspec]', or " + _HINT,
         ) from exc
-    with fs_errors("cannot open", shown):
+    with fsspec.fs_errors("cannot open", shown):
         try:
-            fs, path = fsspec.core.url_to_fs(url, **options)
+            fs, path = url_to_fs(url, **options)
         except (ImportError, ValueError, TypeError) as exc:
-            message = without_user(f"{shown}: no store for {scheme}:// URLs: {exc}")
+            message = fsspec.without_user(f"{shown}: no store for {scheme}:// URLs: {exc}")
             raise CheckpointError(message, hint=_HINT) from None
-    return FsspecStore(fs, path, shown)
+    return fsspec.FsspecStore(fs, path, shown)

@@ -44,6 +44,30 @@ def backoff_s(failed: int, *, first_s: float = 0.2, longest_s: float = 5.0) -> f
     return float(min(longest_s, first_s * 2 ** (failed - 1) * jitter))
 
 
+def call_with_retries(
+    what: str,
+    work: Callable[[], T],
+    *,
+    retries: int,
+    within_s: float = float("inf"),
+    first_s: float = 0.2,
+    can: Callable[[], bool] = lambda: True,
+) -> T:
+    """Call `work` again while it fails in passing and `can()`; what a client library has retried is not retried again."""
+    until = time.monotonic() + within_s
+    failed = 0
+    while True:
+        try:
+            return work()
+        except StorageError as error:
+            failed += 1
+            again = error.errno in TRANSIENT and not error.details.get("retried") and can()
+            if not again or failed > retries or time.monotonic() > until:
+                raise
+            log.info("retrying to %s: %s", what, error)
+            time.sleep(backoff_s(failed, first_s=first_s))
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often, and after which delays, an operation is retried."""

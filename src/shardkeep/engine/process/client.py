@@ -41,10 +41,17 @@ from shardkeep.engine.writer import FileJob, Window
 from shardkeep.errors import CheckpointError, SaveCancelled, UnknownCodec, WriterDied, error_class
 from shardkeep.format.boxes import IntArray
 from shardkeep.options import per_process
-from shardkeep.storage.base import BlobWriter, Store, is_sequential, part_nbytes_of, preferred_requests, spec_of
+from shardkeep.storage.base import (
+    BlobWriter,
+    Store,
+    StoreSpec,
+    is_sequential,
+    part_nbytes_of,
+    preferred_requests,
+    spec_of,
+)
 from shardkeep.storage.buffers import ALIGNMENT, address_of
 from shardkeep.storage.cancel import current_scope
-from shardkeep.storage.resolve import StoreSpec
 
 log = logging.getLogger("shardkeep")
 

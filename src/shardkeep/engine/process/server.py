@@ -42,10 +42,10 @@ from shardkeep.engine.writer import hash_and_write
 from shardkeep.errors import Failure
 from shardkeep.format.record import Recorded
 from shardkeep.layouts import native
-from shardkeep.storage.base import BlobWriter
+from shardkeep.storage.base import BlobWriter, StoreSpec
 from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, copy, view_memory
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.resolve import StoreSpec
+from shardkeep.storage.resolve import open_spec
 
 _SENT_TO_ALL = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 IGNORED_SIGNALS = frozenset(getattr(signal, name) for name in _SENT_TO_ALL if hasattr(signal, name))
@@ -286,7 +286,7 @@ class _Files:
         chains = {} if request.codecs is None else {request.name: request.codecs.open()}
         scope = CancelScope(budget=MemoryBudget(request.room_nbytes) if request.room_nbytes else None)
         with self._lock:  # one at a time: opening a store may change the environment
-            store = EncodingStore(request.store.open(), chains)
+            store = EncodingStore(open_spec(request.store), chains)
             # Shared by the files of a save. A file without a save id has its own: its name may be reused.
             if (save_id := native.save_id_of(request.name)) is not None:
                 scope = self._scopes.setdefault(save_id, scope)
