@@ -151,7 +151,7 @@ def test_files_are_read_at_the_same_time() -> None:
 
 def test_many_batches_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each damaged frame is listed, in order, whichever thread found it."""
-    monkeypatch.setattr("shardkeep.engine.verify._BATCH", 2)
+    monkeypatch.setattr("shardkeep.engine.verify._STEP_NBYTES", 2 << 20)
     store = MemoryStore()
     sk.save({"w": torch.randn(9 << 18)}, store, codecs=["aes"], options=OPTIONS)
     [file] = read_record(store).files

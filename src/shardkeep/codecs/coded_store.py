@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -24,7 +23,6 @@ import numpy as np
 from shardkeep.codecs.base import FramePlace
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
-from shardkeep.format.boxes import IntArray
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import (
     FOOTER_NBYTES,
@@ -364,7 +362,11 @@ class FrameReader:
         store: ReadableStore,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
-        """`errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise."""
+        """
+        Read what `inner` holds, through `chain`; without one, it can only be checked.
+
+        `errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise.
+        """
         self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes
@@ -378,56 +380,64 @@ class FrameReader:
         view = flat(into)
         check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
         with self._scratch.lease() as scratch:
-            for run in runs_of(self._table, offset, offset + len(view)):
-                self._read_run(run, offset, view, scratch)
+            for frame, stored in self._frames(offset, offset + len(view), scratch):
+                place = frame_place(self._entry, self._table, frame)
+                low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
+                wanted = view[low - offset : high - offset]
+                # A frame that is wanted whole is decoded into place, a part of one through a buffer.
+                whole = len(wanted) == place.nbytes
+                plain = wanted if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
+                if stored is None or not self._decode(frame, stored, plain, place):
+                    plain[:] = bytes(len(plain))
+                if not whole:
+                    copy(wanted, plain[low - place.offset : high - place.offset])
 
-    def _read_run(self, run: range, offset: int, view: memoryview, scratch: memoryview) -> None:
+    def check(self, start: int, stop: int) -> None:
+        """Verify the stored form of a range, without decoding it."""
+        with self._scratch.lease() as scratch:
+            for _ in self._frames(start, stop, scratch):
+                pass
+
+    def _frames(self, start: int, stop: int, scratch: memoryview) -> Iterator[tuple[int, memoryview | None]]:
+        """Fetch and verify frames with bytes of a range, a second time if necessary; None: damaged, and collected."""
         table = self._table
-        base = int(table.stored_start[run.start])
-        nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
-        # The magic number is read and verified with the first frame.
-        lead = len(MAGIC) if base == len(MAGIC) else 0
-        most = REQUEST_NBYTES + lead
-        stored = scratch[: lead + nbytes] if lead + nbytes <= most else memoryview(bytearray(lead + nbytes))
-        self._inner.read_into(base - lead, stored)
-        if lead and stored[:lead] != MAGIC:
-            same = reread(self._entry.name, self._store, 0, stored[:lead], lambda found: found == MAGIC)
-            if same is not None:
-                self._raise_or_collect(_no_magic(self._entry, same=same))
-        stored = stored[lead:]
-        for frame in run:
-            at = int(table.stored_start[frame]) - base
-            place = frame_place(self._entry, table, frame)
-            low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
-            into = view[low - offset : high - offset]
-            # A frame that is wanted whole is decoded into place, a part of one through a buffer.
-            whole = len(into) == place.nbytes
-            plain = into if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
-            try:
-                self._decode(frame, stored[at : at + int(table.stored_nbytes[frame])], plain, place)
-            except DamagedCheckpoint as error:
-                self._raise_or_collect(error)
-                plain[:] = bytes(len(plain))
-            if not whole:
-                copy(into, plain[low - place.offset : high - place.offset])
+        for run in runs_of(table, start, stop):
+            base = int(table.stored_start[run.start])
+            nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
+            # The magic number is read and verified with the first frame.
+            lead = len(MAGIC) if base == len(MAGIC) else 0
+            fetched = scratch if nbytes <= REQUEST_NBYTES else memoryview(bytearray(lead + nbytes))
+            fetched = fetched[: lead + nbytes]
+            self._inner.read_into(base - lead, fetched)
+            if lead and fetched[:lead] != MAGIC:
+                same = reread(self._entry.name, self._store, 0, fetched[:lead], lambda found: found == MAGIC)
+                if same is not None:
+                    self._raise_or_collect(_no_magic(self._entry, same=same))
+            for frame in run:
+                at, expected = int(table.stored_start[frame]), table.digest(frame)
+                stored = fetched[lead + at - base :][: int(table.stored_nbytes[frame])]
+                same = None
+                if digest(stored) != expected:
+                    same = reread(self._entry.name, self._store, at, stored, partial(_has_digest, expected))
+                if same is not None:
+                    self._raise_or_collect(_damaged_frame(self._entry, table, frame, same=same))
+                yield frame, stored if same is None else None
+
+    def _decode(self, frame: int, stored: memoryview, into: memoryview, place: FramePlace) -> bool:
+        if self.chain is None:
+            raise StorageError(f"{self._entry.name}: its codecs are not open", name=self._entry.name)
+        try:
+            self.chain.decode(stored, into, place)
+        except DamagedCheckpoint as error:
+            error.details.update(_where(self._entry, self._table, frame))
+            self._raise_or_collect(error)
+            return False
+        return True
 
     def _raise_or_collect(self, error: DamagedCheckpoint) -> None:
         if self._errors is None:
             raise error
         self._errors.append(error)
-
-    def _decode(self, frame: int, data: memoryview, into: memoryview, place: FramePlace) -> None:
-        expected = self._table.digest(frame)
-        if digest(data) != expected:
-            at = int(self._table.stored_start[frame])
-            same = reread(self._entry.name, self._store, at, data, partial(_has_digest, expected))
-            if same is not None:
-                raise damaged_frame(self._entry, self._table, frame, same=same)
-        try:
-            self.chain.decode(data, into, place)
-        except DamagedCheckpoint as error:
-            error.details.update(_where(self._entry, self._table, frame))
-            raise
 
     def close(self) -> None:
         self._hold.close()
@@ -454,7 +464,7 @@ def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
             begin = row
 
 
-def damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool | None = None) -> ChecksumMismatch:
+def _damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool) -> ChecksumMismatch:
     """Make the error of a frame whose stored bytes were wrong in two reads; `same`: whether the reads were equal."""
     at, place = int(table.stored_start[frame]), frame_place(entry, table, frame)
     error = ChecksumMismatch(
@@ -466,7 +476,7 @@ def damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool | No
     return with_reread_result(error, same=same)
 
 
-def _no_magic(entry: Blob, *, same: bool | None) -> ChecksumMismatch:
+def _no_magic(entry: Blob, *, same: bool) -> ChecksumMismatch:
     text = f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved"
     return with_reread_result(ChecksumMismatch(text, hint=_HINT, file=entry.name, offset=0), same=same)
 
@@ -475,35 +485,6 @@ def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
     start, offset = int(table.start[frame]), int(table.stored_start[frame])
     stop = start + int(table.nbytes[frame])
     return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
-
-
-def damaged_frames(
-    reader: BlobReader, entry: Blob, table: FrameTable, order: IntArray, store: ReadableStore
-) -> Iterator[int]:
-    """Read frames that follow each other in the file, without decoding them; yield those that are damaged in two reads."""
-    magic = bytearray(len(MAGIC))
-    reader.read_into(0, memoryview(magic))
-    if (
-        magic != MAGIC
-        and (same := reread(entry.name, store, 0, memoryview(magic), lambda found: found == MAGIC)) is not None
-    ):
-        raise _no_magic(entry, same=same)
-    starts = table.stored_start[order].tolist()
-    ends = (table.stored_start + table.stored_nbytes)[order].tolist()
-    buffer = memoryview(bytearray(MAX_STORED_NBYTES))
-    first = 0
-    while first < len(starts):
-        # As many as fit: frames follow each other without gaps.
-        last = max(first + 1, bisect_right(ends, starts[first] + len(buffer)))
-        base = starts[first]
-        reader.read_into(base, buffer[: ends[last - 1] - base])
-        for row in range(first, last):
-            frame = int(order[row])
-            stored, expected = buffer[starts[row] - base : ends[row] - base], table.digest(frame)
-            fits = partial(_has_digest, expected)
-            if not fits(stored) and reread(entry.name, store, starts[row], stored, fits) is not None:
-                yield frame
-        first = last
 
 
 def _has_digest(expected: bytes, data: Any) -> bool:

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import numpy as np
-
-from shardkeep.codecs.coded_store import collecting_damage, damaged_frame, damaged_frames, read_table
+from shardkeep.codecs.coded_store import SCRATCH_NBYTES, FrameReader, collecting_damage, read_table
 from shardkeep.engine.reader import (
     DigestCache,
     KeysAt,
@@ -25,15 +23,15 @@ from shardkeep.engine.reader import (
     read_files,
 )
 from shardkeep.errors import CheckpointError, DamagedCheckpoint
-from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import Blob, FileEntry, Record
 from shardkeep.plan.load_plan import every_block
 from shardkeep.storage.base import ReadableStore
+from shardkeep.storage.buffers import ScratchPool
 
 _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""
-_BATCH = 64
-"""How many frames, of a megabyte or less, a thread verifies at a time."""
+_STEP_NBYTES = 64 << 20
+"""How much of a coded file a thread verifies at a time."""
 
 
 def damage_of_file(
@@ -66,10 +64,8 @@ def damage_of_file(
     if not coded:
         yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
         return
-    # Windows may share a frame, whose damage is reported once.
-    by_offset = {int(error.details.get("offset", 0)): error for error in coded}
     errors: list[CheckpointError] = []
-    for _, error in sorted(by_offset.items()):
+    for error in _by_offset(coded):
         start, stop = (error.details.get(name, 0) - file.header_nbytes for name in ("plain_start", "plain_stop"))
         keys = keys_at(number, start, stop) if stop > 0 else "the header"
         errors.append(DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details))
@@ -126,27 +122,29 @@ def stored_damage(
             pool.shutdown(cancel_futures=True)
 
 
-def _coded_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[CheckpointError]:
+def _coded_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[DamagedCheckpoint]:
     """Verify a coded file: all of its frames, or with 0 threads only its table."""
-    with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as reader:
-        table = read_table(reader, blob, store)
+    errors: list[DamagedCheckpoint] = []
+    with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as stored:
+        table = read_table(stored, blob, store)
+        reader = FrameReader(stored, blob, table, None, ScratchPool(SCRATCH_NBYTES), store, errors)
 
-        def look(frames: IntArray) -> list[int]:
-            if over.is_set():
-                return []
-            try:
-                return list(damaged_frames(reader, blob, table, frames, store))
-            except DamagedCheckpoint:
-                raise
-            except BaseException:  # the store failed, so the rest need not be read
-                over.set()
-                raise
+        def look(start: int) -> None:
+            if not over.is_set():
+                try:
+                    reader.check(start, min(start + _STEP_NBYTES, blob.nbytes))
+                except BaseException as error:
+                    if not isinstance(error, DamagedCheckpoint):  # the store failed, so the rest need not be read
+                        over.set()
+                    raise
 
-        if not threads:
-            return []
-        # In file order; a file without frames is one empty batch.
-        order = np.argsort(table.stored_start, kind="stable")
-        batches = [order[at : at + _BATCH] for at in range(0, max(1, len(order)), _BATCH)]
-        with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-frames") as pool:
-            damaged = [frame for found in pool.map(look, batches) for frame in found]
-    return [damaged_frame(blob, table, frame) for frame in damaged]
+        if threads:
+            with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-frames") as pool:
+                list(pool.map(look, range(0, blob.nbytes, _STEP_NBYTES)))
+    return _by_offset(errors)
+
+
+def _by_offset(errors: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
+    """Sort errors, and drop copies: two reads may share a frame."""
+    found = {int(error.details.get("offset", 0)): error for error in errors}
+    return [error for _, error in sorted(found.items())]
