@@ -118,7 +118,7 @@ def test_fresh_keys():
     assert len(KeyRing.from_text(f"{new_key()}\n{new_key()}\n").ids) == 2
     unwrapped = set()
     for _ in range(3):
-        remembered = CachedKeys(KEYS)
+        remembered = CachedKeys(lambda: KEYS)
         CodecChain.begin(["aes"], keys=remembered)
         unwrapped |= set(remembered.known.values())
     assert len(unwrapped) == 3
@@ -147,11 +147,11 @@ def test_a_service_is_asked_as_little_as_can_be():
     chain = CodecChain.begin(["float", "aes"], keys=service)
     assert service.asked == ["wrap"]
     stored = coded(chain, b"abc" * 100)
-    remembered = CachedKeys(service)
+    remembered = CachedKeys(lambda: service)
     for _ in range(3):
         assert decoded(CodecChain.opened(chain.recorded, keys=remembered), stored, 300) == b"abc" * 100
     assert service.asked == ["wrap", "unwrap"]
-    handed = CachedKeys(None, remembered.known)
+    handed = CachedKeys(known=remembered.known)
     assert decoded(CodecChain.opened(chain.recorded, keys=handed), stored, 300) == b"abc" * 100
     assert service.asked == ["wrap", "unwrap"]
     assert not any(secret in repr(handed) for secret in remembered.known.values())

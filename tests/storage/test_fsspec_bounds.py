@@ -88,7 +88,7 @@ def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
 ) -> None:
     """If the gap is not filled, the error says where it is and how many bytes may wait; nothing is left behind."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(store, "_budget", MemoryBudget(2 * PIECE))
+    monkeypatch.setattr(store, "budget", MemoryBudget(2 * PIECE))
     writer = store.create("a", COUNT * PIECE)
     for at in (3 * PIECE, 2 * PIECE):
         writer.write_at(at, memoryview(bytes(PIECE)))

@@ -49,7 +49,8 @@ class CodecChain:
         """Begin a new checkpoint: choose its parameters, and data keys that `keys` wraps."""
         if isinstance(codecs, (str, base.CodecConfig)):
             codecs = [codecs]
-        keys = None if keys is None else CachedKeys(keys)  # a data key that was just wrapped is not unwrapped again
+        source = keys
+        keys = source and CachedKeys(lambda: source)  # a data key that was just wrapped is not unwrapped again
         return cls.opened([codec_config(each).begin(keys) for each in codecs], keys=keys)
 
     @classmethod

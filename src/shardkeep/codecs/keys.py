@@ -133,16 +133,10 @@ class KeyRing:
 class CachedKeys:
     """A key source that asks once per data key. Its cache is secret: it may go through pipes, never to files."""
 
-    def __init__(
-        self,
-        source: KeySource | None = None,
-        known: Mapping[str, str] | None = None,
-        *,
-        find: Callable[[], KeySource | None] | None = None,
-    ) -> None:
+    def __init__(self, find: Callable[[], KeySource | None] = lambda: None, known: Mapping[str, str] = {}) -> None:
         """`find` returns the source when a key is first needed: not for a checkpoint that is not encrypted."""
-        self._find = find or (lambda: source)
-        self.known = dict(known or {})
+        self._find = find
+        self.known = dict(known)
         """Data keys by their wrapped form, both in hex."""
 
     @functools.cached_property

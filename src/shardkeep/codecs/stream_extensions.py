@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _COPY_NBYTES = 1 << 20
 _WRITE_NBYTES = 4 << 20
-_READ_NBYTES = 128 << 10
 
 
 class Extension(ABC):
@@ -310,43 +309,22 @@ class _ZstdWriter(io.RawIOBase):
 
 class _ZstdReader(io.RawIOBase):
     def __init__(self, module: Any, source: IO[bytes]) -> None:
-        self._module = module
-        self._source = source
-        self._frame: Any = None
-        self._pending = b""
+        self._error = module.ZstdError
+        self._file = module.ZstdFile(source)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, b: Buffer, /) -> int:
-        view = memoryview(b).cast("B")
-        data = self._next(len(view)) if len(view) else b""
-        view[: len(data)] = data
-        return len(data)
-
-    def _next(self, most: int) -> bytes:
-        """Return some bytes, or none at the end of the stream."""
-        while True:
-            if not self._pending and (self._frame is None or self._frame.needs_input):
-                self._pending = self._source.read(_READ_NBYTES)
-                if not self._pending:
-                    if self._frame is None:
-                        return b""
-                    raise MalformedFile(
-                        "a zstd stream ends inside a frame",
-                        hint="the file was cut short: use another checkpoint, or another copy of this one",
-                    )
-            if self._frame is None:
-                self._frame = self._module.ZstdDecompressor()
-            try:
-                data: bytes = self._frame.decompress(self._pending, most)
-            except self._module.ZstdError as exc:
-                raise MalformedFile(f"a zstd stream is damaged, or is not zstd: {exc}") from exc
-            self._pending = b""
-            if self._frame.eof:
-                self._pending, self._frame = self._frame.unused_data, None
-            if data:
-                return data
+        try:
+            return int(self._file.readinto(b))
+        except EOFError as exc:
+            raise MalformedFile(
+                "a zstd stream ends inside a frame",
+                hint="the file was cut short: use another checkpoint, or another copy of this one",
+            ) from exc
+        except self._error as exc:
+            raise MalformedFile(f"a zstd stream is damaged, or is not zstd: {exc}") from exc
 
 
 # -- for storage writers and readers -----------------------------------------------------------------------------------

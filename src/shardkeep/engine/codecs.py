@@ -34,10 +34,10 @@ def keys_for(options: Options) -> CachedKeys | None:
     """Return the source of keys that the options or the environment name, or None. Keys are loaded when first needed."""
     file, text, given = setting("SHARDKEEP_KEY_FILE"), setting("SHARDKEEP_KEY"), options.keys
     if given is not None:
-        return CachedKeys(find=lambda: key_source(given))
+        return CachedKeys(lambda: key_source(given))
     if file:
-        return CachedKeys(find=lambda: KeyRing.from_file(file))
-    return CachedKeys(find=lambda: KeyRing.from_text(text, named="SHARDKEEP_KEY")) if text else None
+        return CachedKeys(lambda: KeyRing.from_file(file))
+    return CachedKeys(lambda: KeyRing.from_text(text, named="SHARDKEEP_KEY")) if text else None
 
 
 def open_chains(record: Record, options: Options, *, where: str) -> list[CodecChain]:

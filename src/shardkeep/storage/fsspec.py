@@ -82,21 +82,26 @@ class FsspecWriter:
     may be waiting for them.
     """
 
-    def __init__(self, fs: Any, path: str, url: str, name: str, nbytes: int, *, budget: MemoryBudget) -> None:
-        """Begin a file; `budget` is for early bytes, unless the `CancelScope` has one."""
-        self._fs, self._path, self._name, self._nbytes = fs, path, name, nbytes
-        self._url = url
-        self._where = f"{url}/{name}"
+    def __init__(self, store: FsspecStore, name: str, nbytes: int) -> None:
+        """Begin a file; the store's budget is for early bytes, unless the `CancelScope` has one."""
+        self._fs, self._path, self._url, self._name, self._nbytes = (
+            store.fs,
+            store.path_of(name),
+            store.url,
+            name,
+            nbytes,
+        )
+        self._where = f"{store.url}/{name}"
         self._scope = scope = current_scope()
-        self._budget = budget if scope is None or scope.budget is None else scope.budget
+        self._budget = store.budget if scope is None or scope.budget is None else scope.budget
         self._state = threading.Condition()
         self._at = 0
         self._early: dict[int, Any] = {}
         self._open = True
-        with fs_errors("cannot create", url, name):
+        with fs_errors("cannot create", store.url, name):
             with suppress(Exception):  # object stores have no directories, and some raise
-                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._file = fs.open(path, "wb")
+                self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+            self._file = self._fs.open(self._path, "wb")
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
@@ -168,10 +173,10 @@ class FsspecWriter:
 class FsspecReader:
     """A file that is read by ranges."""
 
-    def __init__(self, fs: Any, path: str, url: str, name: str) -> None:
-        self._fs, self._path, self._url, self._name = fs, path, url, name
-        with fs_errors("cannot open", url, name, looks=True):
-            self.nbytes = int(fs.info(path)["size"])
+    def __init__(self, store: FsspecStore, name: str) -> None:
+        self._fs, self._path, self._url, self._name = store.fs, store.path_of(name), store.url, name
+        with fs_errors("cannot open", store.url, name, looks=True):
+            self.nbytes = int(self._fs.info(self._path)["size"])
 
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - fsspec does not say
         return False
@@ -198,16 +203,16 @@ class FsspecStore(ConditionalPuts):
     def __init__(self, fs: Any, path: str, url: str, *, settle_s: float = _SETTLE_S) -> None:
         """Point to a place; `url` is what the user wrote, `settle_s` the wait after a put before it is read back."""
         self.url = url
-        self._fs = fs
+        self.fs = fs
         self._path = path.rstrip("/")
         self._settle_s = settle_s
-        self._lock, self._warned, self._budget = _shared(type(fs).__name__)
+        self._lock, self._warned, self.budget = _shared(type(fs).__name__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
     def spec(self) -> base.StoreSpec:
-        fs = self._fs
+        fs = self.fs
         kind = type(fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]
         if "memory" in (*names, fs.storage_options.get("target_protocol")):
@@ -224,26 +229,26 @@ class FsspecStore(ConditionalPuts):
         return base.StoreSpec("fsspec", [*opened, self._path, self.url, self._settle_s])
 
     def create(self, name: str, nbytes: int) -> FsspecWriter:
-        path = self._at(name)
+        path = self.path_of(name)
         with self._lock:
             with fs_errors("cannot create", self.url, name):
-                if self._fs.exists(path):
+                if self.fs.exists(path):
                     raise base.name_taken(f"{self.url}/{name}", name)
-            return FsspecWriter(self._fs, path, self.url, name, nbytes, budget=self._budget)
+            return FsspecWriter(self, name, nbytes)
 
     def open(self, name: str) -> FsspecReader:
-        return FsspecReader(self._fs, self._at(name), self.url, name)
+        return FsspecReader(self, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        path = self._at(name)
+        path = self.path_of(name)
         with fs_errors("cannot get", self.url, name, looks=True):
-            base.check_limit(f"{self.url}/{name}", name, int(self._fs.info(path)["size"]), limit)
-            return bytes(self._fs.cat_file(path))
+            base.check_limit(f"{self.url}/{name}", name, int(self.fs.info(path)["size"]), limit)
+            return bytes(self.fs.cat_file(path))
 
     def version(self, name: str) -> base.Version | None:
         try:
             with fs_errors("cannot look up", self.url, name, looks=True):
-                return base.Version(blake2b(self._fs.cat_file(self._at(name)), digest_size=16).hexdigest())
+                return base.Version(blake2b(self.fs.cat_file(self.path_of(name)), digest_size=16).hexdigest())
         except BlobNotFound:
             return None
 
@@ -254,19 +259,19 @@ class FsspecStore(ConditionalPuts):
 
     def delete(self, name: str) -> None:
         with suppress(BlobNotFound), fs_errors("cannot delete", self.url, name):
-            self._fs.rm_file(self._at(name))
+            self.fs.rm_file(self.path_of(name))
 
     def send(self, name: str, data: Any, *, create: bool = False, over: base.Version | None = None) -> None:  # noqa: ARG002
         with fs_errors("cannot put", self.url, name):
             with suppress(Exception):
-                self._fs.makedirs(self._path, exist_ok=True)
-            self._fs.pipe_file(self._at(name), bytes(data), **({"mode": "create"} if create else {}))
+                self.fs.makedirs(self._path, exist_ok=True)
+            self.fs.pipe_file(self.path_of(name), bytes(data), **({"mode": "create"} if create else {}))
 
     def checks_conditions(self, over: base.Version | None) -> bool:
         """Return whether the file system has puts that only create; none can replace only a certain version."""
         if over is not None:
             return False
-        kind = type(self._fs)
+        kind = type(self.fs)
         verb = getattr(kind, "_pipe_file", None) or kind.pipe_file
         # fsspec's own default looks first and then puts, as `ConditionalPuts` does.
         return (
@@ -280,34 +285,34 @@ class FsspecStore(ConditionalPuts):
         return iter([name for name, info in self._level() if info.get("type") == "directory"])
 
     def place(self, name: str) -> FsspecStore:
-        return FsspecStore(self._fs, self._at(name), f"{self.url}/{name}", settle_s=self._settle_s)
+        return FsspecStore(self.fs, self.path_of(name), f"{self.url}/{name}", settle_s=self._settle_s)
 
     def remove(self, name: str) -> None:
         base.delete_contents(self.place(name))
         with suppress(BlobNotFound), fs_errors("cannot remove", self.url, name):
-            if self._fs.exists(self._at(name)):
-                self._fs.rm(self._at(name), recursive=True)
+            if self.fs.exists(self.path_of(name)):
+                self.fs.rm(self.path_of(name), recursive=True)
 
     def drop_empty(self, name: str) -> None:
-        path = self._at(name)
+        path = self.path_of(name)
         with suppress(BlobNotFound), fs_errors("cannot remove", self.url, name):
-            if self._fs.isdir(path) and not self._fs.ls(path):
-                self._fs.rmdir(path)
+            if self.fs.isdir(path) and not self.fs.ls(path):
+                self.fs.rmdir(path)
 
-    def _at(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         return f"{self._path}/{base.check_name(name)}"
 
     def _level(self) -> Sequence[tuple[str, dict[str, Any]]]:
         """Return what is here under a blob's name."""
         with fs_errors("cannot list", self.url):
-            self._fs.invalidate_cache(self._path)
+            self.fs.invalidate_cache(self._path)
             try:
-                level = self._fs.ls(self._path, detail=True)
+                level = self.fs.ls(self._path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
         # `ls` of a file lists the file itself.
-        itself = self._fs._strip_protocol(self._path)
-        level = [info for info in level if self._fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
+        itself = self.fs._strip_protocol(self._path)
+        level = [info for info in level if self.fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
         named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level]
         return [(name, info) for name, info in named if base.is_name(name)]
 

@@ -12,13 +12,13 @@ import errno
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from shardkeep.errors import BlobNotFound, MalformedFile, SaveCancelled, StorageError
-from shardkeep.storage.base import BlobInfo, BlobReader, BlobWriter, Root, Store, Version, spec_of
+from shardkeep.storage.base import BlobReader, BlobWriter, Root, Store, Version, create_upto, spec_of
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper, WriterWrapper
 
 log = logging.getLogger("shardkeep")
@@ -119,11 +119,15 @@ class RetryingStore(StoreWrapper):
     def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:
         return _RetryingWriter(writer, self, name)
 
+    def call(self, verb: str, name: str, work: Callable[[], T]) -> T:
+        verb = "look up" if verb == "version" else verb
+        return self._policy.attempt(f"{verb} {self.url}/{name}", lambda _: work())
+
     def create(self, name: str, nbytes: int) -> BlobWriter:
-        return self._create(name, lambda: super(RetryingStore, self).create(name, nbytes))
+        return self._create(name, partial(self.inner.create, name, nbytes))
 
     def create_upto(self, name: str, nbytes: int) -> BlobWriter:
-        return self._create(name, lambda: super(RetryingStore, self).create_upto(name, nbytes))
+        return self._create(name, partial(create_upto, self.inner, name, nbytes))
 
     def _create(self, name: str, create: Callable[[], BlobWriter]) -> BlobWriter:
         def work(failed: int) -> BlobWriter:
@@ -136,17 +140,14 @@ class RetryingStore(StoreWrapper):
             self.inner.delete(name)
             return create()
 
-        return self._policy.attempt(f"create {self.url}/{name}", work)
-
-    def open(self, name: str) -> BlobReader:
-        return self.retry("open", name, lambda: super(RetryingStore, self).open(name))
+        return self.wrap_writer(self._policy.attempt(f"create {self.url}/{name}", work), name)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         def work(failed: int) -> None:
             if self._before_put is not None:
                 self._before_put()
             try:
-                super(RetryingStore, self).put(name, data, replace=replace, over=over)
+                self.inner_put(name, data, replace=replace, over=over)
             except StorageError as error:
                 mine = self._version_of(name, data) if failed and error.errno == errno.EEXIST else None
                 if mine is None:
@@ -166,27 +167,9 @@ class RetryingStore(StoreWrapper):
         except (BlobNotFound, MalformedFile):
             return None
 
-    def get(self, name: str, *, limit: int) -> bytes:
-        return self.retry("get", name, lambda: self.inner.get(name, limit=limit))
-
-    def version(self, name: str) -> Version | None:
-        return self.retry("look up", name, lambda: self.inner.version(name))
-
-    def list(self) -> Iterator[BlobInfo]:
-        return iter(self.retry("list", "", lambda: list(self.inner.list())))
-
-    def delete(self, name: str) -> None:
-        self.retry("delete", name, lambda: self.inner.delete(name))
-
-    def delete_all(self, names: Sequence[str]) -> None:
-        self.retry("delete blobs of", "", lambda: super(RetryingStore, self).delete_all(names))
-
     def spec(self) -> Any:
         """Describe the inner store: the writer process writes data files, and this process retries and commits."""
         return spec_of(self.inner)
-
-    def retry(self, verb: str, name: str, work: Callable[[], T]) -> T:
-        return self._policy.attempt(f"{verb} {self.url}/{name}", lambda _: work())
 
 
 class RetryingRoot(RetryingStore):
@@ -199,24 +182,24 @@ class RetryingRoot(RetryingStore):
     spec = RetryingStore.spec
 
     def places(self) -> Iterator[str]:
-        return iter(self.retry("list the places of", "", lambda: list(self._root.places())))
+        return iter(self.call("list the places of", "", lambda: list(self._root.places())))
 
     def place(self, name: str) -> RetryingStore:
         return RetryingStore(self._root.place(name), self._policy)
 
     def remove(self, name: str) -> None:
-        self.retry("remove", name, lambda: self._root.remove(name))
+        self.call("remove", name, lambda: self._root.remove(name))
 
     def drop_empty(self, name: str) -> None:
-        self.retry("remove", name, lambda: self._root.drop_empty(name))
+        self.call("remove", name, lambda: self._root.drop_empty(name))
 
 
 class _RetryingWriter(WriterWrapper):
     def write_at(self, offset: int, data: memoryview) -> None:
-        self.store.retry("write", f"{self.name} at {offset}", lambda: self.inner.write_at(offset, data))
+        self.store.call("write", f"{self.name} at {offset}", lambda: self.inner.write_at(offset, data))
 
 
 class _RetryingReader(ReaderWrapper):
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        work = partial(self.inner.read_into, offset, into, cached=cached)
-        self.store.retry("read", f"{self.name} at {offset}", work)
+        where = f"{self.name} at {offset}"
+        self.store.call("read", where, lambda: self.inner.read_into(offset, into, cached=cached))

@@ -1,17 +1,19 @@
 """
 The base of stores that wrap another store: retrying, watching, injecting faults.
 
-A wrapper passes every verb on. A subclass overrides the verbs it changes, and `wrap_reader` and `wrap_writer` for the
-readers and writers that it returns. Three optional verbs are not passed on, because calls through them would bypass the
+A wrapper passes every verb on. A subclass overrides `call`, or the verbs it changes, and `wrap_reader` and `wrap_writer`
+for the readers and writers that it returns. Three optional verbs are not passed on, because calls through them would bypass the
 wrapper: `local_path`, `any_names` and `spec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from shardkeep.storage import base
+
+T = TypeVar("T")
 
 
 class StoreWrapper:
@@ -30,34 +32,42 @@ class StoreWrapper:
     def wrap_writer(self, writer: base.BlobWriter, name: str) -> base.BlobWriter:  # noqa: ARG002 - for subclasses
         return writer
 
+    def call(self, verb: str, name: str, work: Callable[[], T]) -> T:  # noqa: ARG002 - for subclasses
+        """Make a call of a verb of the inner store. Every verb goes through here; `name` is empty for a listing."""
+        return work()
+
     def create(self, name: str, nbytes: int) -> base.BlobWriter:
-        return self.wrap_writer(self.inner.create(name, nbytes), name)
+        return self.wrap_writer(self.call("create", name, lambda: self.inner.create(name, nbytes)), name)
 
     def create_upto(self, name: str, nbytes: int) -> base.BlobWriter:
-        return self.wrap_writer(base.create_upto(self.inner, name, nbytes), name)
+        writer = self.call("create", name, lambda: base.create_upto(self.inner, name, nbytes))
+        return self.wrap_writer(writer, name)
 
     def open(self, name: str) -> base.BlobReader:
-        return self.wrap_reader(self.inner.open(name), name)
+        return self.wrap_reader(self.call("open", name, lambda: self.inner.open(name)), name)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: base.Version | None = None) -> None:
+        self.call("put", name, lambda: self.inner_put(name, data, replace=replace, over=over))
+
+    def inner_put(self, name: str, data: bytes, *, replace: bool, over: base.Version | None) -> None:
         # A user's store may not support versions: it is not asked for one unless it is needed.
         how: dict[str, Any] = {"replace": replace} if over is None else {"replace": replace, "over": over}
         self.inner.put(name, data, **how)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return self.inner.get(name, limit=limit)
+        return self.call("get", name, lambda: self.inner.get(name, limit=limit))
 
     def version(self, name: str) -> base.Version | None:
-        return self.inner.version(name)
+        return self.call("version", name, lambda: self.inner.version(name))
 
     def list(self) -> Iterator[base.BlobInfo]:
-        return self.inner.list()
+        return iter(self.call("list", "", lambda: [*self.inner.list()]))
 
     def delete(self, name: str) -> None:
-        self.inner.delete(name)
+        self.call("delete", name, lambda: self.inner.delete(name))
 
     def delete_all(self, names: Sequence[str]) -> None:
-        base.delete_all(self.inner, names)
+        self.call("delete blobs of", "", lambda: base.delete_all(self.inner, names))
 
     def free_nbytes(self) -> int | None:
         return base.free_nbytes(self.inner)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, TypeVar
 
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.storage.base import BlobInfo, BlobReader, BlobWriter, Store, Version
+from shardkeep.storage.base import BlobReader, BlobWriter, Store, Version
 from shardkeep.storage.buffers import flat
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper, WriterWrapper
 
+T = TypeVar("T")
 Fault = Literal["error", "full", "short", "slow", "crash", "truncate", "flip"]
 """
 error: fails with EIO. full: fails with ENOSPC. short: moves half of the data, then fails with EIO.
@@ -96,36 +97,18 @@ class FaultyStore(StoreWrapper):
     def wrap_writer(self, writer: BlobWriter, name: str) -> BlobWriter:
         return _FaultyWriter(writer, self, name)
 
-    def create(self, name: str, nbytes: int) -> BlobWriter:
-        self.begin("create", name)
-        return super().create(name, nbytes)
-
-    create_upto = create
-
-    def open(self, name: str) -> BlobReader:
-        self.begin("open", name)
-        return super().open(name)
+    def call(self, verb: str, name: str, work: Callable[[], T]) -> T:
+        self.begin(verb, name)
+        return work()
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
         fault = self.begin("put", name)
-        super().put(name, bytes(_damaged(memoryview(data), fault)), replace=replace, over=over)
+        self.inner_put(name, bytes(_damaged(memoryview(data), fault)), replace=replace, over=over)
 
     def get(self, name: str, *, limit: int) -> bytes:
         fault = self.begin("get", name)
         data = self.inner.get(name, limit=limit)
         return bytes(_damaged(memoryview(data), "flip")) if fault == "flip" else data
-
-    def version(self, name: str) -> Version | None:
-        self.begin("version", name)
-        return self.inner.version(name)
-
-    def list(self) -> Iterator[BlobInfo]:
-        self.begin("list", "")
-        return self.inner.list()
-
-    def delete(self, name: str) -> None:
-        self.begin("delete", name)
-        self.inner.delete(name)
 
     def delete_all(self, names: Sequence[str]) -> None:
         for name in names:
