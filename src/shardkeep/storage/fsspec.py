@@ -26,20 +26,13 @@ from shardkeep.storage import base
 from shardkeep.storage.buffers import MemoryBudget, copy, flat
 from shardkeep.storage.cancel import CANCELLED, current_scope
 from shardkeep.storage.conditional_put import ConditionalPuts
-from shardkeep.storage.local import storage_errors
+from shardkeep.storage.local import errno_of, storage_errors
 
 _SETTLE_S = 1.0
 _EARLY_NBYTES = 128 << 20
 """Budget for early bytes, unless the `CancelScope` has one."""
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 """The names that file systems give to the time of the last change."""
-_NUMBERS = {
-    FileNotFoundError: errno.ENOENT,
-    FileExistsError: errno.EEXIST,
-    PermissionError: errno.EACCES,
-    TimeoutError: errno.ETIMEDOUT,
-}
-"""Many file systems raise these without an errno."""
 _PATIENCE_S = 30.0
 """How long an early write waits for the next bytes when the budget is used up."""
 _POLL_S = 0.1
@@ -66,7 +59,7 @@ def fs_errors(
             where = f"{url}/{name}" if name else url
             message = without_user(f"{where}: {action}: {type(exc).__name__}: {exc}")
             raise StorageError(message, name=name, offset=offset, errno=errno.EIO) from cause
-        number = exc.errno or _NUMBERS.get(type(exc), errno.EIO)
+        number = errno_of(exc)
         if looks and isinstance(exc, NotADirectoryError):
             number = errno.ENOENT
         with storage_errors(action, url, name, offset):

@@ -57,8 +57,19 @@ _LOCK_POLL_S = 0.002
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK})
 _MEMORY_ALIGNMENT = 64
 """How torch aligns tensors. NVMe accepts such memory; other disks refuse it, and are then given whole pages."""
+_NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+    TimeoutError: errno.ETIMEDOUT,
+}
 _seek_lock = threading.Lock()
 _process_lock = threading.Lock()
+
+
+def errno_of(exc: OSError) -> int:
+    """Return the number of an error, or that of its class: many file systems of fsspec, and of users, give none."""
+    return exc.errno or next((number for kind, number in _NUMBERS.items() if isinstance(exc, kind)), errno.EIO)
 
 
 @contextmanager
@@ -69,14 +80,15 @@ def storage_errors(action: str, url: str, name: str = "", offset: int | None = N
     except StorageError:
         raise
     except OSError as exc:
+        number = errno_of(exc)
         where = os.path.join(url, name) if name else url
         at = "" if offset is None else f" at offset {offset}"
-        code = errno.errorcode.get(exc.errno or 0, str(exc.errno))
-        message = f"{where}: {action}{at}: {exc.strerror or exc} (errno {code})"
-        details: dict[str, Any] = {"name": name, "offset": offset, "errno": exc.errno}
-        if exc.errno in {errno.ENOSPC, errno.EDQUOT}:
+        code = errno.errorcode.get(number, number)
+        message = f"{where}: {action}{at}: {exc.strerror or exc or os.strerror(number)} (errno {code})"
+        details: dict[str, Any] = {"name": name, "offset": offset, "errno": number}
+        if number in {errno.ENOSPC, errno.EDQUOT}:
             raise StorageFull(message, hint="free some space there, or choose another place", **details) from exc
-        kind = BlobNotFound if exc.errno == errno.ENOENT else StorageError
+        kind = BlobNotFound if number == errno.ENOENT else StorageError
         raise kind(message, **details) from exc
 
 
