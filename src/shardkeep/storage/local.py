@@ -379,7 +379,7 @@ def clear_temporaries(path: str) -> None:
 class _LocalWriter:
     def __init__(self, url: str, name: str, path: str, nbytes: int, files: Descriptors, *, durable: bool) -> None:
         self._url, self._name, self._path, self._nbytes = url, name, path, nbytes
-        self._files = files
+        self.files = files
         self._durable = durable
         self._finished = False
 
@@ -387,7 +387,7 @@ class _LocalWriter:
         view = flat(data)
         base.check_fits(self._path, self._name, offset, len(view), self._nbytes)
         done = 0
-        with storage_errors("cannot write", self._url, self._name, offset), self._files:
+        with storage_errors("cannot write", self._url, self._name, offset), self.files:
             while done < len(view):
                 done += self._write_some(offset + done, view[done:])
 
@@ -395,34 +395,34 @@ class _LocalWriter:
         # Direct and buffered writes must never share a page, so a partial page is buffered, whichever thread writes it.
         head = -offset % ALIGNMENT
         body = (len(view) - head) // ALIGNMENT * ALIGNMENT
-        direct, alignment = self._files.direct, self._files.memory_alignment
+        direct, alignment = self.files.direct, self.files.memory_alignment
         if direct is None or body <= 0 or (address_of(view) + head) % alignment:
-            return write_at(self._files.buffered, view, offset)
+            return write_at(self.files.buffered, view, offset)
         if head:
-            return write_at(self._files.buffered, view[:head], offset)
+            return write_at(self.files.buffered, view[:head], offset)
         try:
             return write_at(direct, view[:body], offset)
         except OSError as exc:
-            self._files.direct_failed(exc, alignment)
+            self.files.direct_failed(exc, alignment)
             return self._write_some(offset, view)
 
     def finish(self, nbytes: int | None = None) -> None:
         end = base.checked_end(self._path, self._name, nbytes, self._nbytes)
         with storage_errors("cannot make durable", self._url, self._name):
-            with self._files:
+            with self.files:
                 # Even if the size is right, the reservation may reach beyond it: truncating frees that space.
-                if os.fstat(self._files.buffered).st_size != end or end < self._nbytes:
-                    os.ftruncate(self._files.buffered, end)
+                if os.fstat(self.files.buffered).st_size != end or end < self._nbytes:
+                    os.ftruncate(self.files.buffered, end)
                 if self._durable:
-                    sync(self._files.buffered)
-            self._files.close()
+                    sync(self.files.buffered)
+            self.files.close()
             if self._durable:
                 sync_directory(os.path.dirname(self._path))
         self._finished = True
 
     def abandon(self) -> None:
         with suppress(OSError):
-            self._files.close()
+            self.files.close()
         if not self._finished:
             with suppress(OSError):
                 os.unlink(self._path)
@@ -547,22 +547,20 @@ class LocalStore:
             return os.path.realpath(self.url) == os.path.realpath(other.url)
 
     def create(self, name: str, nbytes: int) -> _LocalWriter:
-        return self._create(name, nbytes, reserved=nbytes)
+        writer = self.create_upto(name, nbytes)
+        try:
+            with storage_errors("cannot create", self.url, name):
+                reserve(writer.files.buffered, nbytes)
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer
 
     def create_upto(self, name: str, nbytes: int) -> _LocalWriter:
-        return self._create(name, nbytes, reserved=0)
-
-    def _create(self, name: str, nbytes: int, *, reserved: int) -> _LocalWriter:
         path = self._path_of(name)
         with storage_errors("cannot create", self.url, name):
             files = self._new_file(path, direct=self._direct)
-            writer = _LocalWriter(self.url, name, path, nbytes, files, durable=self._durable)
-            try:
-                reserve(files.buffered, reserved)
-            except BaseException:
-                writer.abandon()
-                raise
-        return writer
+        return _LocalWriter(self.url, name, path, nbytes, files, durable=self._durable)
 
     def _new_file(self, path: str, *, direct: bool) -> Descriptors:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL

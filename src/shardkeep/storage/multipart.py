@@ -311,24 +311,22 @@ class ObjectWriter:
 
     def __next__(self) -> Any:
         """Give obstore the next part, and keep no reference to it."""
-        slots = self._bucket.slots
-        while True:
-            with self._state:
-                while self._next not in self._complete:
-                    self._check_aborted()
-                    # While full parts are being sent the upload can still be aborted; a short last one waits for the end.
-                    if self._end is not None and all(number >= self._end // self._size for number in self._sending):
-                        raise StopIteration
-                    self._state.wait(_POLL_S)
-            # Only with a part at hand: otherwise uploads whose parts wait for another upload could hold all slots.
-            while not slots.acquire(timeout=_POLL_S):
+        with self._state:
+            while self._next not in self._complete:
                 self._check_aborted()
-            with self._state:
-                number, self._next = self._next, self._next + 1
-                part = self._complete.pop(number)
-                self._sending.add(number)
-                weakref.finalize(part, self._released, number).atexit = False
-                return part
+                # While full parts are being sent the upload can still be aborted; a short last one waits for the end.
+                if self._end is not None and all(number >= self._end // self._size for number in self._sending):
+                    raise StopIteration
+                self._state.wait(_POLL_S)
+        # Only with a part at hand: otherwise uploads whose parts wait for another upload could hold all slots.
+        while not self._bucket.slots.acquire(timeout=_POLL_S):
+            self._check_aborted()
+        with self._state:
+            number, self._next = self._next, self._next + 1
+            part = self._complete.pop(number)
+            self._sending.add(number)
+            weakref.finalize(part, self._released, number).atexit = False
+            return part
 
     def _check_aborted(self) -> None:
         if self._failure is not None:

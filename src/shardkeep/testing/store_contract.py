@@ -17,9 +17,9 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,16 @@ def read_blob(store: Store, name: str) -> bytes:
         return bytes(data)
 
 
-def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
-    """Run all attempts at once, and return those that succeed. The others must fail with EEXIST."""
+@contextmanager
+def failing(code: int, kind: type[StorageError] = StorageError, match: str = "") -> Iterator[None]:
+    """Fail the test unless an error with this errno is raised."""
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    same(code, caught.value.errno)
+
+
+def winner(attempt: Callable[[int], object], attempts: int = 8) -> int:
+    """Run all attempts at once, and return the one that succeeds. The others must fail with EEXIST."""
     start = threading.Barrier(attempts)
 
     def one(i: int) -> bool:
@@ -76,7 +84,9 @@ def winners(attempt: Callable[[int], object], attempts: int) -> list[int]:
         return True
 
     with ThreadPoolExecutor(attempts) as pool:
-        return [i for i, won in enumerate(pool.map(one, range(attempts))) if won]
+        won = list(pool.map(one, range(attempts)))
+    same(1, sum(won))
+    return won.index(True)
 
 
 class PutContract:
@@ -100,9 +110,8 @@ class PutContract:
     def test_put_replaces_only_on_request(self, store: Store) -> None:
         """An existing blob is an error and is not changed, unless `replace` is given."""
         store.put("a", b"old, and longer", replace=True)
-        with pytest.raises(StorageError) as caught:
+        with failing(errno.EEXIST):
             store.put("a", b"new")
-        same(errno.EEXIST, caught.value.errno)
         same(b"old, and longer", store.get("a", limit=99))
         same(["a"], [blob.name for blob in store.list()])
         store.put("a", b"new", replace=True)
@@ -110,9 +119,8 @@ class PutContract:
 
     def test_one_of_many_puts_wins(self, store: Store) -> None:
         """Of puts racing for one name, exactly one succeeds, and its bytes are complete."""
-        won = winners(lambda i: store.put("a", bytes([i]) * 10_000), 8)
-        same(1, len(won))
-        same(bytes([won[0]]) * 10_000, store.get("a", limit=10_000))
+        won = winner(lambda i: store.put("a", bytes([i]) * 10_000))
+        same(bytes([won]) * 10_000, store.get("a", limit=10_000))
 
     def test_put_over_a_version(self, store: Store) -> None:
         """With `over`, a blob is replaced only if it still has that version; a deleted one is not created again."""
@@ -124,14 +132,12 @@ class PutContract:
         second = store.version("a")
         same(False, first == second)
         same(2, len({first, second}))
-        with pytest.raises(StorageError, match="replaced or deleted by another writer") as caught:
+        with failing(errno.EEXIST, match="replaced or deleted by another writer"):
             store.put("a", b"new", over=first)
-        same(errno.EEXIST, caught.value.errno)
         same(b"two", store.get("a", limit=3))
         store.delete("a")
-        with pytest.raises(StorageError) as caught:
+        with failing(errno.EEXIST):
             store.put("a", b"new", over=second)
-        same(errno.EEXIST, caught.value.errno)
         same([], list(store.list()))
 
     def test_one_of_many_swaps_wins(self, store: Store) -> None:
@@ -139,9 +145,8 @@ class PutContract:
         store.put("a", b"begin")
         for turn in range(2):
             seen, said = store.version("a"), sample(1000, seed=turn)
-            won = winners(lambda i: store.put("a", bytes([i]) + said, over=seen), 8)  # noqa: B023 - used at once
-            same(1, len(won))
-            same(bytes([won[0]]) + said, store.get("a", limit=1001))
+            won = winner(lambda i: store.put("a", bytes([i]) + said, over=seen))  # noqa: B023 - used at once
+            same(bytes([won]) + said, store.get("a", limit=1001))
 
     def test_put_is_atomic(self, store: Store) -> None:
         """A reader during a replacement sees the old bytes or the new ones, never a mix."""
@@ -194,30 +199,14 @@ class StoreContract(PutContract):
         """A blob of several upload parts is written in shuffled pieces and read in ranges across the parts."""
         data = sample(LARGE_NBYTES)
         _write_shuffled(store, data, {8 << 20, 16 << 20}, 9)
-        step = 3_000_001
-
-        def matches(start: int) -> bool:
-            into = bytearray(min(step, len(data) - start))
-            reader.read_into(start, memoryview(into))
-            return into == data[start : start + step]
-
-        with closing(store.open("a")) as reader, ThreadPoolExecutor(4) as pool:
-            same(LARGE_NBYTES, reader.nbytes)
-            same(True, all(pool.map(matches, range(0, len(data), step))))
+        _check_ranges(store, data, [(start, 3_000_001) for start in range(0, len(data), 3_000_001)])
         same([("a", LARGE_NBYTES)], [(blob.name, blob.nbytes) for blob in store.list()])
 
     def test_reads_from_threads(self, store: Store) -> None:
         """One reader serves several threads at once, at any offset."""
         data = sample(2_500_003)
         write_blob(store, "a", data)
-
-        def matches(i: int) -> bool:
-            start, into = i * 9973, bytearray(100_000 + i * 997)
-            reader.read_into(start, memoryview(into))
-            return into == data[start : start + len(into)]
-
-        with closing(store.open("a")) as reader, ThreadPoolExecutor(4) as pool:
-            same(True, all(pool.map(matches, range(100))))
+        _check_ranges(store, data, [(i * 9973, 100_000 + i * 997) for i in range(100)])
 
     @pytest.mark.parametrize("offset", [0, 1, 4095, 4096, 12345])
     @pytest.mark.parametrize("shift", [0, 1, 64])
@@ -247,12 +236,10 @@ class StoreContract(PutContract):
 
     def test_one_of_many_creates_wins(self, store: Store) -> None:
         """Of creates racing for one name, one succeeds, and the others and later ones fail with EEXIST."""
-        same(1, len(winners(lambda i: write_blob(store, "a", bytes([i])), 8)))
-        first = read_blob(store, "a")
-        with pytest.raises(StorageError) as caught:
+        won = winner(lambda i: write_blob(store, "a", bytes([i])))
+        with failing(errno.EEXIST):
             store.create("a", 3)
-        same(errno.EEXIST, caught.value.errno)
-        same(first, read_blob(store, "a"))
+        same(bytes([won]), read_blob(store, "a"))
 
     @pytest.mark.parametrize("end", [0, 1, 4097, 2_000_001, 3_000_000])
     def test_a_blob_may_end_early(self, store: Store, end: int) -> None:
@@ -267,9 +254,8 @@ class StoreContract(PutContract):
         """An end outside the declared size is refused, and the blob can be abandoned."""
         writer = store.create("a", 10)
         writer.write_at(0, memoryview(bytes(10)))
-        with pytest.raises(StorageError, match="cannot end") as caught:
+        with failing(errno.EINVAL, match="cannot end"):
             writer.finish(end)
-        same(errno.EINVAL, caught.value.errno)
         writer.abandon()
         same([], list(store.list()))
 
@@ -338,10 +324,9 @@ class StoreContract(PutContract):
     @pytest.mark.parametrize("verb", ["open", "get"])
     def test_missing(self, store: Store, verb: str) -> None:
         """A missing blob raises `BlobNotFound`, which is a FileNotFoundError."""
-        with pytest.raises(BlobNotFound, match="nothing-here") as caught:
+        same(True, issubclass(BlobNotFound, FileNotFoundError))
+        with failing(errno.ENOENT, BlobNotFound, "nothing-here"):
             _call(store, verb, "nothing-here")
-        same(True, isinstance(caught.value, FileNotFoundError))
-        same(errno.ENOENT, caught.value.errno)
 
     # -- names
 
@@ -416,6 +401,20 @@ def _write_shuffled(store: Store, data: bytes, cuts: set[int], more: int) -> Non
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda part: writer.write_at(part[0], memory[part[0] : part[1]]), parts))
     writer.finish()
+
+
+def _check_ranges(store: Store, data: bytes, ranges: list[tuple[int, int]]) -> None:
+    """Read parts of the blob "a" in several threads at once."""
+
+    def matches(part: tuple[int, int]) -> bool:
+        wanted = data[part[0] : sum(part)]
+        into = bytearray(len(wanted))
+        reader.read_into(part[0], memoryview(into))
+        return into == wanted
+
+    with closing(store.open("a")) as reader, ThreadPoolExecutor(4) as pool:
+        same(len(data), reader.nbytes)
+        same(True, all(pool.map(matches, ranges)))
 
 
 def _call(store: Store, verb: str, name: str) -> None:
