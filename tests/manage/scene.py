@@ -77,6 +77,25 @@ class Overriding:
         return self._verbs[verb] if verb in self._verbs else getattr(self._inner, verb)
 
 
+class Hooked:
+    """Calls a function before each operation on a store or root, with where, the verb and what it was given."""
+
+    def __init__(self, inner: Any, before: Callable[..., object]) -> None:
+        self._inner, self._before, self.url = inner, before, inner.url
+
+    def __getattr__(self, verb: str) -> Any:
+        work = getattr(self._inner, verb)
+        if not callable(work):
+            return work
+
+        def call(*args: Any, **more: Any) -> Any:
+            self._before(self.url.rsplit("/", 1)[-1], verb, *args)
+            done = work(*args, **more)
+            return Hooked(done, self._before) if verb == "place" else done
+
+        return call
+
+
 class FarRoot:
     """A root, in memory by default, whose places call a function before each operation, with the verb and the name."""
 

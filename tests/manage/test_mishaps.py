@@ -7,7 +7,6 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,28 +29,9 @@ from shardkeep.manage.retention import KeepLast
 from shardkeep.manage.saves import Saves, find_timeline
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
-from tests.manage.scene import checkpointer, empty_state, state_at, train
+from tests.manage.scene import Hooked, checkpointer, empty_state, state_at, train
 from tests.support.rank_pool import RankPool
 from tests.warm.python import warm_python
-
-
-class Hooked:
-    """Calls a function before each operation on a store or root, with where, the verb and what it was given."""
-
-    def __init__(self, inner: Any, before: Callable[..., object]) -> None:
-        self._inner, self._before, self.url = inner, before, inner.url
-
-    def __getattr__(self, verb: str) -> Any:
-        work = getattr(self._inner, verb)
-        if not callable(work):
-            return work
-
-        def call(*args: Any, **more: Any) -> Any:
-            self._before(self.url.rsplit("/", 1)[-1], verb, *args)
-            done = work(*args, **more)
-            return Hooked(done, self._before) if verb == "place" else done
-
-        return call
 
 
 class Fault:

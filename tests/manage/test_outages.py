@@ -19,7 +19,7 @@ from shardkeep.manage.lease import LEASE_NAME, Holder, Lease, running_holder
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
-from tests.manage.scene import QUICK, Broken, Overriding, checkpointer, empty_state, far_root, state_at, until
+from tests.manage.scene import QUICK, Broken, Hooked, Overriding, checkpointer, empty_state, far_root, state_at, until
 
 
 def holder_of(root: Any) -> Holder:
@@ -136,24 +136,16 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
 # -- stores that fail for a while
 
 
-class Away:
+class Away(Hooked):
     """A root that fails to give the record of one checkpoint while `away` is set."""
 
     def __init__(self, inner: Any, name: str) -> None:
-        self.url, self.away, self._inner, self._name = inner.url, True, inner, name
+        super().__init__(inner, self._look)
+        self.away, self._name = True, name
 
-    def __getattr__(self, verb: str) -> Any:
-        return getattr(self._inner, verb)
-
-    def place(self, name: str) -> Any:
-        place = self._inner.place(name)
-
-        def get(blob: str, *, limit: int) -> bytes:
-            if self.away and name == self._name and blob == "shardkeep.json":
-                raise StorageError("503 slow down", errno=5)
-            return bytes(place.get(blob, limit=limit))
-
-        return Overriding(place, get=get)
+    def _look(self, where: str, verb: str, *args: Any) -> None:
+        if self.away and (where, verb, *args) == (self._name, "get", "shardkeep.json"):
+            raise StorageError("503 slow down", errno=5)
 
 
 def gone_back() -> Away:

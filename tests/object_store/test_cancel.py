@@ -55,6 +55,20 @@ class FailsThen(FaultyStore):
         return super().begin(verb, name)
 
 
+def save_and_stop(way: str, state: dict[str, Any], place: ObjectStore, due: Callable[[], bool]) -> None:
+    """Begin a save, and stop it, by Ctrl-C or by cancelling it, once something is so."""
+    if way == "ctrl_c":
+        with interrupted_when(due), pytest.raises(KeyboardInterrupt):
+            sk.save(state, place)
+        return
+    handle = sk.async_save(state, place)
+    while not due():
+        time.sleep(0.01)
+    assert handle.cancel()
+    with pytest.raises(sk.SaveCancelled):
+        handle.result()
+
+
 # Python reports an interrupt inside a finalizer as a warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", STALLS)
@@ -73,16 +87,8 @@ def test_no_request_of_a_save_is_waited_for_in_vain(s3_server: S3Server, s3_plac
         if way == "refused":
             with pytest.raises(StorageError, match=r"m0-.* no more, on purpose"):
                 sk.save(state, FailsThen(place, stalls))
-        elif way == "ctrl_c":
-            with interrupted_when(stalls), pytest.raises(KeyboardInterrupt):
-                sk.save(state, place)
         else:
-            handle = sk.async_save(state, place)
-            while not stalls():
-                time.sleep(0.01)
-            assert handle.cancel()
-            with pytest.raises(sk.SaveCancelled):
-                handle.result()
+            save_and_stop(way, state, place, stalls)
         assert stalls(), "or nothing was there to wait for"
         assert [blob.name for blob in place.list()] == []
 
@@ -105,16 +111,7 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
             proxy.rules = [Rule("stall")]
             return True
 
-        if way == "ctrl_c":
-            with interrupted_when(goes), pytest.raises(KeyboardInterrupt):
-                sk.save(state, place)
-        else:
-            handle = sk.async_save(state, place)
-            while not goes():
-                time.sleep(0.01)
-            assert handle.cancel()
-            with pytest.raises(sk.SaveCancelled):
-                handle.result()
+        save_and_stop(way, state, place, goes)
         assert left() == ["claim", "m0", "m0", "m1", "m1"]
         sk.save(state, beyond)
         assert left() == ["index", *("m0", "m0", "m1", "m1", "m2", "m2"), "shardkeep.json"]

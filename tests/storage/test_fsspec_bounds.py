@@ -100,7 +100,7 @@ def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
     assert "in order" in str(found.value.hint)
     writer.abandon()
     assert list(store.list()) == []
-    assert store._budget.take(2 * PIECE) is not None
+    assert store.budget.take(2 * PIECE) is not None
 
 
 def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:

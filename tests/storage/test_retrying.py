@@ -14,7 +14,7 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.faulty_store import FaultyStore
-from shardkeep.testing.store_contract import StoreContract
+from shardkeep.testing.store_contract import StoreContract, raises_errno
 
 
 class TestContract(StoreContract):
@@ -81,9 +81,8 @@ def test_what_stays_is_not(code: int) -> None:
 def test_tries_are_bounded() -> None:
     """One more failure than there are retries is raised, with its errno."""
     store, waits = patient(_Refusing(errno.EIO, 4))
-    with pytest.raises(StorageError) as caught:
+    with raises_errno(errno.EIO):
         store.put("a", b"x")
-    assert caught.value.errno == errno.EIO
     assert len(waits) == 3
     none, waits = patient(_Refusing(errno.EIO, 1), retries=0)
     with pytest.raises(StorageError):
@@ -119,9 +118,8 @@ def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
     store, _ = patient(inner)
     seen = store.version("a")
     inner.times = 1
-    with pytest.raises(StorageError) as caught:
+    with raises_errno(errno.EEXIST):
         store.put("a", b"mine", over=seen)
-    assert caught.value.errno == errno.EEXIST
     assert inner.get("a", limit=9) == b"theirs"
 
 
@@ -131,9 +129,8 @@ def test_a_blob_of_another_writer_is_never_replaced() -> None:
     inner.put("a", b"theirs")
     inner.times = 1
     store, _ = patient(inner)
-    with pytest.raises(StorageError) as caught:
+    with raises_errno(errno.EEXIST):
         store.put("a", b"mine!!")
-    assert caught.value.errno == errno.EEXIST
     assert inner.get("a", limit=9) == b"theirs"
 
 
@@ -145,9 +142,8 @@ def test_a_create_that_failed_half_way_begins_anew() -> None:
     writer.write_at(0, memoryview(b"x"))
     writer.finish()
     assert store.get("a", limit=9) == b"x"
-    with pytest.raises(StorageError) as caught:
+    with raises_errno(errno.EEXIST):
         store.create("a", 1)
-    assert caught.value.errno == errno.EEXIST
 
 
 def test_to_make_durable_is_tried_once() -> None:

@@ -245,10 +245,8 @@ def split(words: Words, begin: int, into: Words, scratch: Bytes, *, rotate: bool
         _cast(words, 8 * (width - nbytes), signs)
         np.bitwise_and(signs, sign, out=signs)
         np.bitwise_or(into, signs, out=into)
-    elif nbytes == 1:
+    else:  # the top byte, which is a part of its own
         _cast(words, 8 * begin - 1, into)
-    else:
-        raise ValueError("the top byte of rotated words is a part of its own")
 
 
 def _cast(words: Words, shift: int, into: Words) -> None:

@@ -16,6 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from shardkeep.codecs.compression import MODULES, zstd_module
@@ -310,7 +311,14 @@ class _ZstdWriter(io.RawIOBase):
 class _ZstdReader(io.RawIOBase):
     def __init__(self, module: Any, source: IO[bytes]) -> None:
         self._error = module.ZstdError
-        self._file = module.ZstdFile(source)
+        self._is_empty = True
+
+        def read(size: int) -> bytes:
+            piece = source.read(size)
+            self._is_empty = self._is_empty and not piece
+            return piece
+
+        self._file = module.ZstdFile(SimpleNamespace(read=read))
 
     def readable(self) -> bool:
         return True
@@ -319,6 +327,8 @@ class _ZstdReader(io.RawIOBase):
         try:
             return int(self._file.readinto(b))
         except EOFError as exc:
+            if self._is_empty:
+                return 0
             raise MalformedFile(
                 "a zstd stream ends inside a frame",
                 hint="the file was cut short: use another checkpoint, or another copy of this one",

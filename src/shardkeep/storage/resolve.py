@@ -6,7 +6,8 @@ import functools
 import importlib
 import os
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -35,9 +36,7 @@ def scheme_of(path: str) -> str | None:
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """Return the store for a place, without I/O; a store as it is. `direct`: local files may bypass the cache."""
-    if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("get", "list", "url")):
-        return where
-    return _open(where, direct=direct)
+    return cast("Store", _open(where, ("get", "list", "url"), direct=direct))
 
 
 def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, *, direct: bool, doing: str) -> Store:
@@ -51,12 +50,12 @@ def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, *, di
 
 def open_root(where: str | os.PathLike[str] | Root, *, direct: bool) -> Root:
     """Return the root for a place that has places below it; see `open_store`."""
-    if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in ("places", "place", "url")):
+    return cast("Root", _open(where, ("places", "place", "url"), direct=direct))
+
+
+def _open(where: object, verbs: Sequence[str], *, direct: bool) -> object:
+    if not isinstance(where, (str, os.PathLike)) and all(hasattr(where, verb) for verb in verbs):
         return where
-    return _open(where, direct=direct)
-
-
-def _open(where: object, *, direct: bool) -> Root:
     path = _text_of(where)
     return _by_url(path, {}) or LocalStore(_local_path(path), direct=direct)
 

@@ -81,27 +81,24 @@ class RetryPolicy:
 
     def attempt(self, what: str, work: Callable[[int], T]) -> T:
         """Call `work` with the number of attempts that failed before, until it succeeds or the retries are used up."""
-        for failed in range(self.retries):
-            self._check_wanted(what)
+        failed = 0
+        while True:
+            if self.wanted is not None and not self.wanted():
+                raise SaveCancelled(f"did not {what}: the save was cancelled")
             try:
                 return work(failed)
             except StorageError as error:
-                if error.errno not in TRANSIENT:
+                if error.errno not in TRANSIENT or failed == self.retries:
                     raise
-                delay_s = backoff_s(failed + 1, first_s=0.5, longest_s=15.0)
-                log.warning("could not %s (attempt %d), retrying in %.1f s: %s", what, failed + 1, delay_s, error)
+                failed += 1
+                delay_s = backoff_s(failed, first_s=0.5, longest_s=15.0)
+                log.warning("could not %s (attempt %d), retrying in %.1f s: %s", what, failed, delay_s, error)
                 if self.on_retry is not None:
-                    self.on_retry(failed + 1, error, delay_s)
+                    self.on_retry(failed, error, delay_s)
                 while delay_s > 0 and (self.wanted is None or self.wanted()):
                     step_s = delay_s if self.wanted is None else min(_LONGEST_SLEEP_S, delay_s)
                     self.sleep(step_s)
                     delay_s -= step_s
-        self._check_wanted(what)
-        return work(self.retries)
-
-    def _check_wanted(self, what: str) -> None:
-        if self.wanted is not None and not self.wanted():
-            raise SaveCancelled(f"did not {what}: the save was cancelled")
 
 
 class RetryingStore(StoreWrapper):

@@ -63,7 +63,7 @@ def read_blob(store: Store, name: str) -> bytes:
 
 
 @contextmanager
-def failing(code: int, kind: type[StorageError] = StorageError, match: str = "") -> Iterator[None]:
+def raises_errno(code: int, kind: type[StorageError] = StorageError, match: str | None = None) -> Iterator[None]:
     """Fail the test unless an error with this errno is raised."""
     with pytest.raises(kind, match=match) as caught:
         yield
@@ -110,7 +110,7 @@ class PutContract:
     def test_put_replaces_only_on_request(self, store: Store) -> None:
         """An existing blob is an error and is not changed, unless `replace` is given."""
         store.put("a", b"old, and longer", replace=True)
-        with failing(errno.EEXIST):
+        with raises_errno(errno.EEXIST):
             store.put("a", b"new")
         same(b"old, and longer", store.get("a", limit=99))
         same(["a"], [blob.name for blob in store.list()])
@@ -132,11 +132,11 @@ class PutContract:
         second = store.version("a")
         same(False, first == second)
         same(2, len({first, second}))
-        with failing(errno.EEXIST, match="replaced or deleted by another writer"):
+        with raises_errno(errno.EEXIST, match="replaced or deleted by another writer"):
             store.put("a", b"new", over=first)
         same(b"two", store.get("a", limit=3))
         store.delete("a")
-        with failing(errno.EEXIST):
+        with raises_errno(errno.EEXIST):
             store.put("a", b"new", over=second)
         same([], list(store.list()))
 
@@ -237,7 +237,7 @@ class StoreContract(PutContract):
     def test_one_of_many_creates_wins(self, store: Store) -> None:
         """Of creates racing for one name, one succeeds, and the others and later ones fail with EEXIST."""
         won = winner(lambda i: write_blob(store, "a", bytes([i])))
-        with failing(errno.EEXIST):
+        with raises_errno(errno.EEXIST):
             store.create("a", 3)
         same(bytes([won]), read_blob(store, "a"))
 
@@ -254,7 +254,7 @@ class StoreContract(PutContract):
         """An end outside the declared size is refused, and the blob can be abandoned."""
         writer = store.create("a", 10)
         writer.write_at(0, memoryview(bytes(10)))
-        with failing(errno.EINVAL, match="cannot end"):
+        with raises_errno(errno.EINVAL, match="cannot end"):
             writer.finish(end)
         writer.abandon()
         same([], list(store.list()))
@@ -325,7 +325,7 @@ class StoreContract(PutContract):
     def test_missing(self, store: Store, verb: str) -> None:
         """A missing blob raises `BlobNotFound`, which is a FileNotFoundError."""
         same(True, issubclass(BlobNotFound, FileNotFoundError))
-        with failing(errno.ENOENT, BlobNotFound, "nothing-here"):
+        with raises_errno(errno.ENOENT, BlobNotFound, "nothing-here"):
             _call(store, verb, "nothing-here")
 
     # -- names
