@@ -357,7 +357,7 @@ class FrameReader:
         inner: BlobReader,
         entry: Blob,
         table: FrameTable,
-        chain: CodecChain,
+        chain: CodecChain | None,
         scratch: ScratchPool,
         store: ReadableStore,
         errors: list[DamagedCheckpoint] | None,

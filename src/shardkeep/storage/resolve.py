@@ -99,7 +99,9 @@ def open_spec(spec: StoreSpec) -> Store:
     if spec.kind == "local":
         path, direct, durable = spec.arguments
         return LocalStore(os.fsdecode(path), direct=direct, durable=durable)
-    return (fsspec if spec.kind == "fsspec" else object_store).open_again(*spec.arguments)
+    if spec.kind == "fsspec":
+        return fsspec.open_again(*spec.arguments)
+    return object_store.open_again(*spec.arguments)
 
 
 def _text_of(where: object) -> str:
