@@ -291,44 +291,29 @@ def into_strange_memory(writes: Any, reads: Any, folder: str) -> Any:
 def conjugates_and_negatives(writes: Any, reads: Any, folder: str) -> Any:
     line = torch.complex(numbered(6), numbered(6) + 10)
     state = {"conj": line.conj(), "neg": line.conj().imag, "real": line.real, "rows": line.reshape(2, 3).conj().t()}
-    into = {key: torch.zeros(each.shape, dtype=each.dtype) for key, each in state.items()}
-    return round_trip(writes, reads, folder, state, into)
-
-
-@plain_script
-def into_conjugates(writes: Any, reads: Any, folder: str) -> Any:
-    line = torch.complex(numbered(6), numbered(6) + 10)
     under = torch.zeros(6, dtype=torch.complex64)
-    into = {"line": under.conj()}
-    found = round_trip(writes, reads, folder, {"line": line}, into)
-    return found, seen(under)
+    into = {key: torch.zeros(each.shape, dtype=each.dtype) for key, each in state.items()} | {"into": under.conj()}
+    return round_trip(writes, reads, folder, state | {"into": line}, into), seen(under)
 
 
 @plain_script
-def parameters(writes: Any, reads: Any, folder: str) -> Any:
+def classes_of_tensors(writes: Any, reads: Any, folder: str) -> Any:
     state = {
         "p": nn.Parameter(numbered(3, 2)),
         "frozen": nn.Parameter(numbered(2), requires_grad=False),
         "buffer": nn.Buffer(numbered(2)),
+        "from marked": numbered(3).as_subclass(Marked),
+        "into marked": numbered(3),
     }
     into = {
         "p": nn.Parameter(torch.zeros(3, 2)),
         "frozen": nn.Parameter(torch.zeros(2)),
         "buffer": nn.Buffer(torch.zeros(2)),
+        "from marked": torch.zeros(3),
+        "into marked": torch.zeros(3).as_subclass(Marked),
     }
     found = round_trip(writes, reads, folder, state, into)
     return found, [(type(each).__name__, each.requires_grad, each._version > 0) for each in into.values()]
-
-
-@plain_script
-def subclasses(writes: Any, reads: Any, folder: str) -> Any:
-    state = {"marked": numbered(3).as_subclass(Marked)}
-    return round_trip(writes, reads, folder, state, {"marked": torch.zeros(3)})
-
-
-@plain_script
-def into_subclasses(writes: Any, reads: Any, folder: str) -> Any:
-    return round_trip(writes, reads, folder, {"w": numbered(3)}, {"w": torch.zeros(3).as_subclass(Marked)})
 
 
 @plain_script

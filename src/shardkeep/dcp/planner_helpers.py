@@ -1,6 +1,5 @@
 """The names of `torch.distributed.checkpoint.planner_helpers`."""
 
-from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_chunks
 from shardkeep.dcp._impl.planners import _compare_save_plans, _contains_usable_plan, _merge_delta_local_plans
 from shardkeep.dcp._impl.plans import (
     _chunk_for_shard,
@@ -16,6 +15,7 @@ from shardkeep.dcp._impl.plans import (
     _create_write_item_for_tensor,
     _create_write_items,
     _create_write_items_for_dtensor,
+    _get_checkpointable_tensor_chunks,
     _get_checkpointable_tensor_write_items,
     _init_state_dict,
     _iterate_state_dict,

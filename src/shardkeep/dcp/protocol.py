@@ -1,6 +1,6 @@
 """The names of `torch.distributed.checkpoint.protocol`, which torch has since 2.14."""
 
-from shardkeep.dcp._impl.checkpointable import (
+from shardkeep.dcp._impl.plans import (
     _get_checkpointable_tensor_chunks,
     _get_checkpointable_tensor_shard,
     _validate_checkpointable_tensor_metadata,

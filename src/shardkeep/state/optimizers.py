@@ -151,11 +151,7 @@ def set_hyper_parameters(groups: Sequence[dict[str, Any]], values: Iterable[Mapp
 
 
 class StoredGroups:
-    """
-    The parameter groups of one optimizer in a checkpoint, also in a list, as in a state dict by names.
-
-    The members of each group are read from the index at once, under the names that the load's `rename` gives them.
-    """
+    """The parameter groups of an optimizer in a checkpoint, by the names that the load's `rename` gives them."""
 
     def __init__(self, name: str, stored: StoredState, selected: Selected) -> None:
         self._name = name

@@ -576,11 +576,9 @@ def _local_trees(
     info: modules.StateDictInfo,
 ) -> dict[int, Any]:
     """
-    Return state trees with each full tensor cut to this rank's part.
+    Return state trees, by number, with each full tensor cut to this rank's part.
 
-    State of the parameter's own shape is laid out like the parameter; other state as the optimizer does it. `trees` are
-    by number of the parameter, with tensors that only rank 0 has on meta. `full` is the state, by name, that this rank has
-    of any parameters; other ranks may need it.
+    Tensors that only rank 0 has are on meta; `full` is the state that this rank has, by name, which others may need.
     """
 
     def place(parameter: torch.Tensor, path: TreePath, leaf: Any) -> Any:

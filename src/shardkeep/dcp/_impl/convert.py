@@ -66,11 +66,7 @@ _MOST_ELEMENTS = 1 << 58
 
 
 class CheckpointTensors:
-    """
-    The tensors of a checkpoint, read in parts through any storage reader.
-
-    Failures are raised as from a load, as `CheckpointException`.
-    """
+    """The tensors of a checkpoint, read in parts through any storage reader; errors are those of a load."""
 
     def __init__(self, reader: protocol.StorageReader) -> None:
         self._reader = reader
@@ -494,11 +490,7 @@ def _spec(key: str, described: list[Any]) -> TensorSpec:
 def _destinations(
     held: dict[str, Any], items: list[protocol.ReadItem], planner: protocol.LoadPlanner
 ) -> dict[str, Destination]:
-    """
-    Compare what this rank wants with what the file holds, and ask the planner for the memory.
-
-    A destination's result lists what to commit afterwards.
-    """
+    """Return where each tensor of the plan goes; results list what to commit. Raises where the file does not fit."""
     by_key: dict[str, list[protocol.ReadItem]] = defaultdict(list)
     for item in items:
         if item.type == protocol.LoadItemType.BYTE_IO:

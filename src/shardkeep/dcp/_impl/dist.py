@@ -186,12 +186,7 @@ class _DistWrapper:
 
 
 def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
-    """
-    Do what comes before a step, and return what gives its result in the step.
-
-    Where it fails and there are other ranks, the failure is raised in the step, so that they learn of it there and do
-    not wait for this rank. A process alone raises it at once.
-    """
+    """Do what comes before a step; where that fails and there are other ranks, the failure is raised in the step."""
     try:
         prepared = prepare()
     except Exception as error:

@@ -54,7 +54,7 @@ from shardkeep.engine.shared_reads import (
 from shardkeep.engine.stagers import StateSnapshot, writing
 from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.options import Options
+from shardkeep.options import Options, per_process
 from shardkeep.plan.sharing import plan_sharing
 
 if TYPE_CHECKING:
@@ -215,11 +215,7 @@ def takes(function: Callable[..., Any], *names: str) -> bool:
 
 
 def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> S:
-    """
-    Return the storage to use, reset to the checkpoint if an id was given.
-
-    Without a storage, the id decides: local files and object stores first, then whatever fsspec opens.
-    """
+    """Return the storage, reset to the checkpoint; without one, local files and stores first, then fsspec."""
     if storage is not None:
         if checkpoint_id is not None:
             storage.reset(checkpoint_id)  # type: ignore[attr-defined]  # every storage has it
@@ -284,7 +280,7 @@ class Reservation:
         self.thread = thread or (lambda: here)
         # Kept alive until released, so that no other object gets their ids.
         self._objects = {id(each): each for each in objects if each is not None}
-        self._changed, self._reserved = _reservations_of(os.getpid())
+        self._changed, self._reserved = _reservations()
         with self._changed:
             for each in self._objects:
                 self._reserved.setdefault(each, []).append(self)
@@ -321,11 +317,11 @@ class Reservation:
         self._objects = {}
 
 
-@functools.cache  # saves outlive their calls; a forked process has none of its parent's saves
-def _reservations_of(process_id: int) -> tuple[threading.Condition, dict[int, list[Reservation]]]:
-    """Return the reservations of each object, by its id, in the order of the calls."""
-    del process_id
-    return threading.Condition(), {}
+def _no_reservations() -> tuple[threading.Condition, dict[int, list[Reservation]]]:
+    return threading.Condition(), {}  # of each object, by its id, in the order of the calls
+
+
+_reservations = per_process(_no_reservations)  # saves outlive their calls
 
 
 def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer: object) -> str:
@@ -638,11 +634,7 @@ def _load_state_dict_from_keys(
     storage_reader: protocol.StorageReader | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """
-    Return the contents of a checkpoint, whole and on the CPU: all of it, or the given keys.
-
-    A key is a flat name or the first parts of one: "model" stands for "model.weight" and "model.bias".
-    """
+    """Return a checkpoint, whole and on the CPU; "model" stands for "model.weight" and "model.bias"."""
     no_dist = without_ranks(no_dist=False, verb="loads")
     reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
     state: dict[str, Any] = {}

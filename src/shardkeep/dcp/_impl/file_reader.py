@@ -74,11 +74,7 @@ class _WrongTarget(StateMismatch, AssertionError):
 
 
 def batches_for(planner: protocol.LoadPlanner, items: Sequence[T], nbytes: Callable[[T], int]) -> Iterable[Sequence[T]]:
-    """
-    Divide items into batches of a bounded number of bytes if the planner allocates tensors in `resolve_tensor`.
-
-    The default planner has its tensors in place and is asked for all of them at once.
-    """
+    """Divide items into batches of bounded size, if the planner may allocate tensors in `resolve_tensor`."""
     own = getattr(type(planner), "resolve_tensor", None)
     if own is DefaultLoadPlanner.resolve_tensor and "resolve_tensor" not in vars(planner):
         return [items]
@@ -200,7 +196,28 @@ def _read_native(
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-class FileSystemReader(protocol.StorageReader):
+class CheckpointPlace:
+    """The directory or store of a reader or a writer."""
+
+    fs: file_systems.FileSystemBase
+    path: file_systems.PathLike
+    _file_system: type[Any] = file_systems.FileSystem
+
+    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
+        return self.fs.concat_path(self.path, metadata_name(rank))
+
+    @property
+    def checkpoint_id(self) -> file_systems.PathLike:
+        """Where the checkpoint is."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
+        """Return whether this class can open the place."""
+        return file_systems.is_of_store(checkpoint_id) or cls._file_system.validate_checkpoint_id(checkpoint_id)
+
+
+class FileSystemReader(CheckpointPlace, protocol.StorageReader):
     """Reads a checkpoint from a directory or a store."""
 
     def __init__(self, path: file_systems.PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
@@ -213,7 +230,6 @@ class FileSystemReader(protocol.StorageReader):
 
         """
         super().__init__()
-        self.fs: file_systems.FileSystemBase
         self.fs, self.path = file_systems.file_system_for(path)
         self.storage_data: dict[Any, Any] = {}
         self.load_id = str(uuid.uuid4())
@@ -282,42 +298,22 @@ class FileSystemReader(protocol.StorageReader):
         done.set_result(None)
         return done
 
-    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
-        return self.fs.concat_path(self.path, metadata_name(rank))
-
-    @property
-    def checkpoint_id(self) -> file_systems.PathLike:
-        """Where the checkpoint is."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
-        return file_systems.is_of_store(checkpoint_id) or file_systems.FileSystem.validate_checkpoint_id(checkpoint_id)
-
 
 class FsspecReader(FileSystemReader):
     """Reads a checkpoint from any URL that fsspec opens."""
+
+    _file_system = file_systems.FsspecFileSystem
 
     def __init__(self, path: file_systems.PathLike, **kwargs: Any) -> None:
         """Set where the checkpoint is; `kwargs` are for the file system: credentials, endpoints."""
         super().__init__(path)
         self.fs, self.path = open_with_fsspec(path, kwargs)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
-        return file_systems.FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or file_systems.is_of_store(
-            checkpoint_id
-        )
-
 
 def open_with_fsspec(
     path: file_systems.PathLike, kwargs: dict[str, Any]
 ) -> tuple[file_systems.FileSystemBase, file_systems.PathLike]:
-    """
-    Open a URL with fsspec, or with one of our stores if fsspec has no implementation for it.
-
-    With `kwargs`, only fsspec will do: they are meant for it.
-    """
+    """Open a URL with fsspec, or, without `kwargs`, with one of our stores if fsspec has none for it."""
     fs = file_systems.FsspecFileSystem()
     try:
         return fs, fs.init_path(path, **kwargs)

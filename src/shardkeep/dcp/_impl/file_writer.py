@@ -28,7 +28,7 @@ import torch
 from torch.futures import Future
 
 from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
-from shardkeep.dcp._impl.file_reader import open_with_fsspec
+from shardkeep.dcp._impl.file_reader import CheckpointPlace, open_with_fsspec
 from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.dcp._impl.shared_items import keeps
@@ -355,7 +355,7 @@ def _generate_uuid() -> str:
     return str(uuid.uuid4())
 
 
-class _FileSystemWriter(protocol.StorageWriter):
+class _FileSystemWriter(CheckpointPlace, protocol.StorageWriter):
     """Writes items into a few files per rank. See `FileSystemWriter` for the arguments."""
 
     def __init__(
@@ -372,7 +372,6 @@ class _FileSystemWriter(protocol.StorageWriter):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.fs: file_systems.FileSystemBase
         self.fs, self.path = file_systems.file_system_for(path)
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
@@ -508,18 +507,6 @@ class _FileSystemWriter(protocol.StorageWriter):
     def storage_meta(self) -> protocol.StorageMeta | None:
         return protocol.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
-    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
-        return self.fs.concat_path(self.path, metadata_name(rank))
-
-    @property
-    def checkpoint_id(self) -> file_systems.PathLike:
-        """Where the checkpoint goes."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
-        return file_systems.is_of_store(checkpoint_id) or file_systems.FileSystem.validate_checkpoint_id(checkpoint_id)
-
 
 class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
     """
@@ -559,13 +546,11 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         _FileSystemWriter.__init__(self, path, *files, _extensions, serialization_format)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
 
-    def stage(self, state_dict: protocol.STATE_DICT_TYPE) -> protocol.STATE_DICT_TYPE:
-        """Return a copy of the state in host memory."""
-        return super().stage(state_dict)
-
 
 class FsspecWriter(FileSystemWriter):
     """Writes a checkpoint in torch's layout to any URL that fsspec opens."""
+
+    _file_system = file_systems.FsspecFileSystem
 
     def __init__(
         self,
@@ -583,9 +568,3 @@ class FsspecWriter(FileSystemWriter):
         files = (single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead)
         super().__init__(path, *files, False, overwrite, _extensions, serialization_format)
         self.fs, self.path = open_with_fsspec(path, kwargs)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
-        return file_systems.FsspecFileSystem.validate_checkpoint_id(checkpoint_id) or file_systems.is_of_store(
-            checkpoint_id
-        )

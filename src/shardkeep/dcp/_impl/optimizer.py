@@ -120,11 +120,7 @@ def _cut_by_rows(
 
 
 def _get_state_dict_2d_layout(state_dict: protocol.STATE_DICT_TYPE) -> tuple[STATE_DICT_2D_LAYOUT, ProcessGroup | None]:
-    """
-    Return this rank's tensor parallel part of each parameter, and the data parallel group that shares it.
-
-    The state must be a model's, sharded by FSDP; the group is None where no value is sharded in two ways.
-    """
+    """Return this rank's tensor parallel part of each parameter, and the group that shares it, or None."""
     layout: STATE_DICT_2D_LAYOUT = {}
     group: ProcessGroup | None = None
     for key, value in state_dict.items():
@@ -166,11 +162,7 @@ def _gen_rank_device(global_rank: int, device_type: str = "cuda") -> str:
 
 
 def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
-    """
-    Return how a tensor is cut along its first axis over the ranks of a group.
-
-    Ranks are those of the default group, as ShardedTensors have them in any group.
-    """
+    """Return how a tensor is cut by rows over a group; ranks are those of the default group."""
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
     from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec  # noqa: PLC0415
 

@@ -46,11 +46,7 @@ def load_object(stream: IO[bytes], *, key: str) -> Any:
 
 
 def load_safely(opened: Callable[[], Any], name: str, about: dict[str, str], *, archive: bool, **how: Any) -> Any:
-    """
-    Return what `torch.save` wrote; `opened` returns the file, `about` is for errors, and `how` for `torch.load`.
-
-    A class that is not known to be safe is a `PickleRefused`, anything that `torch.save` does not write a `MalformedFile`.
-    """
+    """Return what `torch.save` wrote; `PickleRefused` for other classes, `MalformedFile` for anything else."""
     try:
         if Options().allow_pickle:
             return torch.load(opened(), weights_only=False, **how)
@@ -544,11 +540,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
 
 def _as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:
-    """
-    Return a path with the keys that the dicts on its way really have.
-
-    Flat names know keys as strings only: an object under the integer 0 must not come back under "0", next to it.
-    """
+    """Return a path with the keys that the dicts on its way have: a number, where a flat name only knows its text."""
     found: list[Any] = []
     here: Any = root
     for part in path:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardkeep.dcp._impl.checkpointable import _get_checkpointable_tensor_chunks, _get_checkpointable_tensor_shard
-from shardkeep.errors import BadState, BrokenProtocol, MalformedFile, NoSuchValue, NotSavable, StateMismatch
+from shardkeep.errors import (
+    BadState,
+    BrokenProtocol,
+    InvalidShards,
+    MalformedFile,
+    NoSuchValue,
+    NotSavable,
+    StateMismatch,
+)
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
@@ -34,9 +41,7 @@ _MOST_GAPS = 1 << 20
 
 
 def saved_path(metadata: protocol.Metadata, key: str) -> tuple[str | int, ...]:
-    """
-    Return the keys and positions that led to a value in the state that was saved, as the default planners store them.
-    """
+    """Return the keys and positions of a value in the state that was saved, as default planners store them."""
     paths = metadata.planner_data
     path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
     most = len(metadata.state_dict_metadata) + _MOST_GAPS
@@ -93,6 +98,54 @@ def _not_sharded(index: protocol.MetadataIndex, what: str) -> NoSuchValue:
     )
 
 
+# -- the shards that a `CheckpointableTensor` holds, checked whenever they are asked for --------------------------------
+
+
+def _get_checkpointable_tensor_chunks(tensor: protocol.CheckpointableTensor) -> list[protocol.ChunkStorageMetadata]:
+    _validate_checkpointable_tensor_metadata(tensor)
+    boxes = zip(tensor.global_offsets, tensor.local_sizes, strict=True)
+    return [protocol.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+
+
+def _get_checkpointable_tensor_shard(
+    tensor: protocol.CheckpointableTensor, index: protocol.MetadataIndex
+) -> torch.Tensor:
+    _validate_checkpointable_tensor_metadata(tensor)
+    offsets = [torch.Size(each) for each in tensor.global_offsets]
+    if index.offset is None:
+        if len(offsets) != 1:
+            raise NoSuchValue(
+                f"{index.fqn!r} holds {len(offsets)} shards, and there is no offset in the index", key=index.fqn
+            )
+        at = 0
+    elif index.index is not None and 0 <= index.index < len(offsets) and offsets[index.index] == index.offset:
+        at = index.index
+    elif index.offset in offsets:
+        at = offsets.index(index.offset)
+    else:
+        raise NoSuchValue(f"{index.fqn!r} has no shard at {tuple(index.offset)} on this rank", key=index.fqn)
+    box = zip(tensor.local_offsets[at], tensor.local_sizes[at], strict=True)
+    shard: torch.Tensor = tensor[tuple(slice(start, start + size) for start, size in box)]  # type: ignore[index]
+    return shard
+
+
+def _validate_checkpointable_tensor_metadata(tensor: protocol.CheckpointableTensor) -> None:
+    shape: Sequence[int] = tensor.shape  # type: ignore[attr-defined]  # it is a tensor, as the caller has checked
+    names = ("global_offsets", "local_offsets", "local_sizes")
+    counts = {name: len(getattr(tensor, name)) for name in names}
+    if len(set(counts.values())) > 1:
+        raise InvalidShards(f"a tensor of {tuple(shape)} must describe each of its shards three times, not {counts}")
+    for n, (offsets, starts, sizes) in enumerate(
+        zip(tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True)
+    ):
+        for name, begin, whole in (("global_offsets", offsets, tensor.global_shape), ("local_offsets", starts, shape)):
+            if not within(whole, protocol.ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes))):
+                raise InvalidShards(
+                    f"shard {n} of a tensor, at {tuple(begin)} of {name} with local_sizes {tuple(sizes)}, is not inside"
+                    f" {tuple(whole)}"
+                )
+
+
 # -- tensors on the meta device ----------------------------------------------------------------------------------------
 
 Change = Callable[[Any], Any]
@@ -106,12 +159,7 @@ def _init_state_dict(state_dict: dict[str, Any]) -> Any:
 def _iterate_state_dict(
     iter_object: Any, dtensor_func: Change, sharded_tensor_func: Change, tensor_func: Change
 ) -> Any:
-    """
-    Put what the functions return in the place of each tensor, in nested dicts, lists and tuples.
-
-    Dicts and lists are changed in place, and tuples replaced only if something in them was. Anything else stays the
-    object it is, whatever its type.
-    """
+    """Replace each tensor, in place where the container can be changed; all else stays the same object."""
     if is_dtensor(iter_object):
         return dtensor_func(iter_object)
     if is_sharded_tensor(iter_object):

@@ -186,11 +186,7 @@ class _SaveServer:
 
 
 def _set_up_ranks(world: RankInWorld) -> None:
-    """
-    Initialize `torch.distributed` with this rank, because planners, writers and sharded tensors ask for it.
-
-    The group has no backend, so a collective raises an error instead of waiting for ranks that are not there.
-    """
+    """Give this process its rank, which planners and sharded tensors ask for; a collective is an error."""
     import torch.distributed as dist  # noqa: PLC0415 - only where there are ranks
     from torch._C._distributed_c10d import HashStore  # noqa: PLC0415
 
@@ -256,11 +252,7 @@ class SaverProcess(rpc.ChildProcess):
             self._ready = True
 
     def ask(self, step: str, *given: Any, memory: int | None = None, more_s: float = 0.0) -> Any:
-        """
-        Run a step in the process, and return its result, or raise what it raised there, or SaverDied.
-
-        It may take `more_s` longer than `Options.timeout_s`. `memory` is the descriptor of a memory file for it.
-        """
+        """Run a step in the process, with `more_s` more seconds; return its result, or raise its error or SaverDied."""
         message = pickle.dumps((step, given))
 
         def send_request(pipe: socket.socket, ready: rpc.Ready) -> None:
