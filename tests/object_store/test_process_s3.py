@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from shardkeep.dcp._impl.async_ import group_saves_of
 from shardkeep.dcp.state_dict_saver import AsyncCheckpointerType
 from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_manager
 from shardkeep.engine.process.rpc import WaitPolicy
-from shardkeep.engine.process.server import CancelSave, CreateFile, FinishFile, WriteBytes
+from shardkeep.engine.process.server import CreateFile, FinishFile, WriteBytes
 from shardkeep.errors import WriterDied
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.base import spec_of
@@ -205,7 +204,7 @@ def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Ope
                     with pytest.raises(sk.StorageError, match=r"breaks-.*500"):
                         write_all(process, breaks, data)
                 else:
-                    process.notify(msgspec.msgpack.encode(CancelSave(f"another-{save_id}.safetensors")))
+                    process.notify(f"another-{save_id}.safetensors".encode())
                 with pytest.raises(sk.StorageError, match="was cancelled because another part of the save failed"):
                     waits.result(PATIENCE_S)
         write_all(process, whole, data)

@@ -29,7 +29,7 @@ from shardkeep.format.record import checked_meta, checked_step
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
-from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, encode, ints
+from shardkeep.plan.save_plan import RankManifest, RankWritePlan, encode, ints
 from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store
 
@@ -94,7 +94,7 @@ def _manifest(index: Index, rows: list[int]) -> RankManifest:
         pieces=[],
     )
     stored = [index.value_data.raw(row) for row in index.value_rows.values()]
-    values = encode(PlainValues(keys=list(index.value_rows), data=stored))
+    values = encode((list(index.value_rows), stored))
     return replace(make_manifest(described, allow_pickle=False, check_replicas=False), values=values)
 
 

@@ -114,10 +114,6 @@ class LoadFilter:
         """Return the test for names to load."""
         return selector(self.include, self.exclude)
 
-    def casts(self) -> Callable[[str], bool]:
-        """Return the test for names whose dtype may change."""
-        return (lambda _: bool(self.cast)) if isinstance(self.cast, bool) else matcher(self.cast)
-
 
 def match_state(index: Index, description: Description, wishes: LoadFilter) -> Match:
     """Compare what was selected of one rank's state with the checkpoint."""
@@ -140,7 +136,8 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
                 mismatched.append(f"{key}: {what} checkpoint")
             else:
                 missing.append(key)
-    cast = _compare_tensors(index, description, tensors, wishes.casts(), mismatched)
+    may_cast = (lambda _: bool(wishes.cast)) if isinstance(wishes.cast, bool) else matcher(wishes.cast)
+    cast = _compare_tensors(index, description, tensors, may_cast, mismatched)
     consumed[list(tensors.values())] = True
     consumed[[len(index.keys) + row for row in values.values()]] = True
     findings = RankFindings(

@@ -346,26 +346,12 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
             f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors"
         )
     kept = layout.decode_header_state(said[0][1], where=said[0][0].path) if said else None
-    record = _record(folder, headers, catalog, kept)
-    return FoundCheckpoint(record, lambda _: _open(folder, record, headers, catalog, kept))
+    return _checkpoint(folder, headers, catalog, kept)
 
 
-def open_shards(folder: ModelDirectory, headers: list[layout.SafetensorsFile]) -> SafetensorsSource:
+def open_shards(folder: ModelDirectory, headers: list[layout.SafetensorsFile]) -> Source:
     """Open files whose headers were read as one checkpoint: a flat dict of tensors."""
-    catalog = catalog_of(headers)
-    return _open(folder, _record(folder, headers, catalog, None), headers, catalog, None)
-
-
-def _open(
-    folder: ModelDirectory,
-    record: Record,
-    headers: list[layout.SafetensorsFile],
-    catalog: Catalog,
-    kept: layout.HeaderState | None,
-) -> SafetensorsSource:
-    index = _index(catalog, kept, [entry.name for entry in record.files])
-    seen = {file.path: file for file in headers}
-    return SafetensorsSource(store=folder.opens, record=record, index=index, seen=seen)
+    return _checkpoint(folder, headers, catalog_of(headers), None).open(Options())
 
 
 def _folder(store: Store) -> ModelDirectory | None:
@@ -410,9 +396,9 @@ def _found(folder: ModelDirectory) -> ModelDirectory | None:
     return replace(folder, files=files)
 
 
-def _record(
+def _checkpoint(
     folder: ModelDirectory, headers: list[layout.SafetensorsFile], catalog: Catalog, kept: layout.HeaderState | None
-) -> Record:
+) -> FoundCheckpoint:
     together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
     ids = {file.metadata.get(layout.SAVE_ID_KEY) for file in headers}
     save_id = ids.pop() if len(ids) == 1 else None
@@ -427,7 +413,7 @@ def _record(
     else:
         infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()
         times = [info.modified_s for info in infos if info.name in names]
-    return Record(
+    record = Record(
         format=FORMAT,
         save_id=save_id or checksum_text(together)[-20:],
         step=kept.step if kept else None,
@@ -447,6 +433,12 @@ def _record(
             for file in headers
         ],
     )
+
+    def open_files(_: Options) -> Source:
+        index = _index(catalog, kept, [entry.name for entry in record.files])
+        return SafetensorsSource(store=folder.opens, record=record, index=index, seen={f.path: f for f in headers})
+
+    return FoundCheckpoint(record, open_files)
 
 
 def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) -> Index:

@@ -41,7 +41,7 @@ from shardkeep.format.record import FileEntry, checked_meta, checked_step
 from shardkeep.format.values import encode_tree, encode_value
 from shardkeep.layouts import native, orphans
 from shardkeep.options import Options
-from shardkeep.plan.save_plan import PlainValues, RankManifest, RankWritePlan, TensorNames, encode, ints
+from shardkeep.plan.save_plan import RankManifest, RankWritePlan, TensorNames, encode, ints
 from shardkeep.state.describe import Description, describe, file_groups
 from shardkeep.state.objects import Objects, check_same_objects
 from shardkeep.storage.base import Store
@@ -259,10 +259,7 @@ def make_manifest(description: Description, *, allow_pickle: bool, check_replica
         ndim=d.ndim.tobytes(),
         origin=d.origin.tobytes(),
     )
-    values = PlainValues(
-        keys=list(d.values),
-        data=[encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()],
-    )
+    values = [encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()]
     return RankManifest(
         axes=d.boxes.axes,
         names=encode(names),
@@ -274,7 +271,7 @@ def make_manifest(description: Description, *, allow_pickle: bool, check_replica
         check_replicas=check_replicas,
         row_digest=_digests(description) if check_replicas else b"",
         tree=encode_tree(d.tree),
-        values=encode(values),
+        values=encode((list(d.values), values)),
     )
 
 

@@ -29,8 +29,6 @@ _ALIGNMENT = 64
 _LARGE_NBYTES = 1 << 20
 _LARGE_ALIGNMENT = 4096
 """Large tensors are read and written with direct I/O, in whole pages."""
-_STREAM_BLOCK_NBYTES = 256 << 10
-"""For files whose size is not known when their first block is hashed."""
 
 Data = torch.Tensor | memoryview
 Wrap = Callable[[IO[bytes]], tuple[IO[bytes], list[str]]]
@@ -105,13 +103,13 @@ def _frame(tensor: torch.Tensor, at: int) -> ArchiveFrame:
 class HashingStream:
     """A file that is written from beginning to end and hashed at the same time."""
 
-    block_nbytes = _STREAM_BLOCK_NBYTES
-    """Bytes of the file per digest."""
+    block_nbytes = 256 << 10
+    """Bytes of the file per digest: its size is not known when its first block is hashed."""
 
     def __init__(self, raw: IO[bytes], at: int = 0) -> None:
         self._raw = raw
         self._hash = xxhash.xxh3_128()
-        self._room = _STREAM_BLOCK_NBYTES
+        self._room = self.block_nbytes
         self._digests: list[bytes] = []
         self.nbytes = at
 
@@ -137,7 +135,7 @@ class HashingStream:
     def _end_block(self) -> None:
         self._digests.append(self._hash.digest())
         self._hash.reset()
-        self._room = _STREAM_BLOCK_NBYTES
+        self._room = self.block_nbytes
 
     def flush(self) -> None:
         """Flush the stream below."""
@@ -149,7 +147,7 @@ class HashingStream:
 
     def digests(self) -> bytes:
         """Finish the last block; return the digests of all blocks."""
-        if self._room < _STREAM_BLOCK_NBYTES:
+        if self._room < self.block_nbytes:
             self._end_block()
         return b"".join(self._digests)
 

@@ -146,7 +146,25 @@ def write_files(
     with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
         scope, begun = CancelScope(), list[str]()
         undo.callback(_remove_begun, store, begun)
-        tasks = _tasks(create, windows_in_turn(jobs, window_nbytes, threads), window_nbytes, undo, begun, scope)
+
+        def tasks() -> Iterator[tuple[_FileInProgress, Window]]:
+            """Begin each file with the first of its windows, and note the names of all files that may exist then."""
+            opened: dict[str, _FileInProgress] = {}
+            for window in windows_in_turn(jobs, window_nbytes, threads):
+                job = window.job
+                if job.name not in opened:
+                    # Only if no other file ever has this name: a cancelled upload may still appear, and is deleted then.
+                    with scope.active() if native.save_id_of(job.name) else contextlib.nullcontext():
+                        writer = create(job)
+                    undo.callback(writer.abandon)
+                    begun.append(job.name)
+                    if job.sidecar:
+                        begun.append(native.blocks_name(job.name))
+                        writer.write_at(0, memoryview(job.header))
+                    blocks = data_file.count_blocks(job.data_nbytes, job.block_nbytes)
+                    job.digests[:] = bytes(blocks * data_file.DIGEST_NBYTES)
+                    opened[job.name] = _FileInProgress(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
+                yield opened[job.name], window
 
         def work(task: tuple[_FileInProgress, Window], buffer: memoryview) -> bool:
             file, window = task
@@ -162,7 +180,7 @@ def write_files(
                 _finish(store, file)
             return True
 
-        run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=scope.cancel)
+        run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=scope.cancel)
         undo.pop_all()
     return [bytes(job.digests) for job in jobs]
 
@@ -188,32 +206,6 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
     while start < job.data_nbytes:
         yield Window(job, start, min(stop, job.data_nbytes))
         start, stop = stop, stop + window_nbytes
-
-
-def _tasks(
-    create: Callable[[FileJob], BlobWriter],
-    windows: Iterator[Window],
-    window_nbytes: int,
-    undo: ExitStack,
-    begun: list[str],
-    scope: CancelScope,
-) -> Iterator[tuple[_FileInProgress, Window]]:
-    """Begin each file with the first of its windows, and note the names of all files that may exist then."""
-    opened: dict[str, _FileInProgress] = {}
-    for window in windows:
-        job = window.job
-        if job.name not in opened:
-            # Only if no other file ever has this name: a cancelled upload may still appear, and is deleted then.
-            with scope.active() if native.save_id_of(job.name) else contextlib.nullcontext():
-                writer = create(job)
-            undo.callback(writer.abandon)
-            begun.append(job.name)
-            if job.sidecar:
-                begun.append(native.blocks_name(job.name))
-                writer.write_at(0, memoryview(job.header))
-            job.digests[:] = bytes(data_file.count_blocks(job.data_nbytes, job.block_nbytes) * data_file.DIGEST_NBYTES)
-            opened[job.name] = _FileInProgress(job, writer, sum(1 for _ in _windows(job, window_nbytes)))
-        yield opened[job.name], window
 
 
 def _remove_begun(store: Deletes, names: Sequence[str]) -> None:

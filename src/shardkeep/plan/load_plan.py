@@ -124,13 +124,35 @@ def plan_load(index: Index, requests: ReadRequests, data_nbytes: IntArray, *, al
         requests.address[exact],
     )
     loose: list[tuple[int, int, int, int]] = []
-    plan = ByteRanges(whole_chunks, [], [])
+    scatters: list[Scatter] = []
+    opaque: list[Overlap] = []
     for want in np.setdiff1d(np.arange(len(requests)), exact).tolist():
-        rows = slice(int(first[want]), int(first[want] + count[want]))
-        _intersect_chunks(index, requests, want, rows, int(itemsize[want]), loose, plan)
+        size, address = int(itemsize[want]), int(requests.address[want])
+        ndim = int(index.tensors.ndim[int(requests.tensor[want])])
+        box = requests.boxes.box(want, ndim)
+        some: Chunks = index.chunks.take(slice(int(first[want]), int(first[want] + count[want])))
+        offsets, sizes = np.asarray(some.offsets, np.int64), np.asarray(some.sizes, np.int64)
+        low = np.maximum(offsets, requests.offsets[want])
+        high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
+        for row in np.flatnonzero(np.all(high > low, axis=1)).tolist():
+            stored = some.boxes.box(row, ndim)
+            common = intersect(stored, box)
+            if common is None:
+                continue
+            source, target = relative(common, stored), relative(common, box)
+            file, start = int(some.file[row]), int(some.start[row])
+            if start < 0:
+                opaque.append(Overlap(want, int(first[want]) + row, source, target))
+                continue
+            from_run = contiguous_run(stored.sizes, source) if address else None
+            to_run = contiguous_run(box.sizes, target) if from_run else None
+            if from_run and to_run:
+                loose.append((file, start + from_run[0] * size, common.volume * size, address + to_run[0] * size))
+            else:
+                scatters.append(Scatter(file, start, stored.sizes, size, source, want, target))
     parts = Runs(*np.array(loose, np.int64).reshape(-1, 4).T)
     joined = zip(whole_chunks.columns(), parts.columns(), strict=True)
-    return plan._replace(runs=Runs(*(np.concatenate(column) for column in joined)))
+    return ByteRanges(Runs(*(np.concatenate(column) for column in joined)), scatters, opaque)
 
 
 def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True) -> None:
@@ -167,42 +189,6 @@ def chunk_rows(index: Index, tensors: IntArray) -> tuple[IntArray, IntArray]:
     """Return the row of each tensor's first chunk, and how many chunks it has."""
     first = np.asarray(index.chunk_ends[np.maximum(tensors - 1, 0)], np.int64) * (tensors > 0)
     return first, np.asarray(index.chunk_ends[tensors], np.int64) - first
-
-
-def _intersect_chunks(
-    index: Index,
-    requests: ReadRequests,
-    want: int,
-    rows: slice,
-    itemsize: int,
-    runs: list[tuple[int, int, int, int]],
-    plan: ByteRanges,
-) -> None:
-    ndim = int(index.tensors.ndim[int(requests.tensor[want])])
-    box = requests.boxes.box(want, ndim)
-    chunks: Chunks = index.chunks.take(rows)
-    address = int(requests.address[want])
-    offsets, sizes = np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64)
-    low = np.maximum(offsets, requests.offsets[want])
-    high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
-    for row in np.flatnonzero(np.all(high > low, axis=1)).tolist():
-        stored = chunks.boxes.box(row, ndim)
-        common = intersect(stored, box)
-        if common is None:
-            continue
-        source, target = relative(common, stored), relative(common, box)
-        file, start = int(chunks.file[row]), int(chunks.start[row])
-        if start < 0:
-            plan.opaque.append(Overlap(want, rows.start + row, source, target))
-            continue
-        from_run = contiguous_run(stored.sizes, source) if address else None
-        to_run = contiguous_run(box.sizes, target) if from_run else None
-        if from_run and to_run:
-            runs.append(
-                (file, start + from_run[0] * itemsize, common.volume * itemsize, address + to_run[0] * itemsize)
-            )
-        else:
-            plan.scatters.append(Scatter(file, start, stored.sizes, itemsize, source, want, target))
 
 
 class Read(NamedTuple):

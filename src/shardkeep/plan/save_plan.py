@@ -75,13 +75,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     origin: bytes
 
 
-class PlainValues(msgspec.Struct, frozen=True, kw_only=True):
-    """The plain values of a rank's state."""
-
-    keys: list[str]
-    data: list[bytes]
-
-
+PlainValues = tuple[list[str], list[bytes]]
+"""Keys and encoded values of a rank's state."""
 encode = msgspec.msgpack.encode
 
 
@@ -593,7 +588,7 @@ def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str])
             continue
         seen.add(manifest.values)
         values = msgspec.msgpack.decode(manifest.values, type=PlainValues)
-        for key, data in zip(values.keys, values.data, strict=True):
+        for key, data in zip(*values, strict=True):
             known, first_rank = merged.setdefault(key, (data, rank))
             if known != data:
                 raise ReplicasDiffer(

@@ -233,7 +233,7 @@ class _ProcessFile:
     def give_up(self) -> None:
         """Let threads that wait for a reply about this file have it soon, because the save has failed."""
         if not self._over:
-            self._session.process.notify(msgspec.msgpack.encode(server.CancelSave(self._name)))
+            self._session.process.notify(self._name.encode())
 
     def write_at(self, offset: int, data: memoryview) -> None:
         self._session.ask(server.WriteBytes(self.number, offset, bytes(data)))

@@ -123,12 +123,6 @@ class AbandonFile(msgspec.Struct, frozen=True, tag=True):
 WriterRequest = CreateFile | WriteRuns | WriteBytes | FinishFile | AbandonFile
 
 
-class CancelSave(msgspec.Struct, frozen=True):
-    """Stop waiting for the store in all files of the save that this file belongs to: the save has failed. No reply."""
-
-    name: str
-
-
 class WriterReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a request."""
 
@@ -216,10 +210,10 @@ def _serve(pipe: socket.socket, files: _Files) -> None:
 
 
 def _serve_notices(notices: socket.socket, files: _Files) -> None:
-    decoder = msgspec.msgpack.Decoder(CancelSave)
+    """Each notice is the name of a file whose save has failed: nothing waits for the store in that save any more."""
     with notices, contextlib.suppress(OSError):  # the training process closes it before the pipes
         while message := notices.recv(MESSAGE_NBYTES):
-            files.cancel_save_of(decoder.decode(message).name)
+            files.cancel_save_of(message.decode())
 
 
 @contextlib.contextmanager
