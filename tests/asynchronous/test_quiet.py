@@ -1,4 +1,4 @@
-"""What an asynchronous save does not do: talk over the training's groups, start processes, listen."""
+"""What saves and loads do not do: talk over the training's groups, make groups, start processes, listen."""
 
 import os
 from unittest import mock
@@ -61,7 +61,8 @@ def save_quietly(folder):
     patched = {name: counting(getattr(dist, name)) for name in (*COLLECTIVES, "new_group")}
     in_flight = set()
     dist.barrier()
-    sequence = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+    c10d = dist.distributed_c10d
+    sequence, groups = c10d._get_default_group()._get_sequence_number_for_group(), len(c10d._world.pg_map)
     with mock.patch.multiple(dist, **patched):
         for n in range(3):
             where = HeldStore(sk.LocalStore(f"{folder}/{n}"))
@@ -71,10 +72,12 @@ def save_quietly(folder):
             in_flight.add((listening() <= before[0], children() <= before[1]))  # what was there may end
             where.release.set()
             handle.result(PATIENCE_S)
-    after = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
-    return calls, after - sequence, in_flight
+        sk.save({"part": part_of(3)}, f"{folder}/3")
+        sk.load({"part": part_of(0)}, f"{folder}/3")
+    after = c10d._get_default_group()._get_sequence_number_for_group()
+    return calls, after - sequence, len(c10d._world.pg_map) - groups, in_flight
 
 
 def test_no_collective_no_process_no_port(rank_pool, tmp_path):
-    """In the call and after it, no collective and no group is made, nothing listens and no process is started."""
-    assert rank_pool.run(2, save_quietly, str(tmp_path)) == [([], 0, {(True, True)})] * 2
+    """In calls and after them, no collective and no group is made, nothing listens and no process is started."""
+    assert rank_pool.run(2, save_quietly, str(tmp_path)) == [([], 0, 0, {(True, True)})] * 2

@@ -158,24 +158,6 @@ def test_every_rank_that_has_not_asked_is_told(rank_pool, tmp_path, then, asking
         assert ("RemoteTraceback: on rank 1:" in text) == (rank == 0)
 
 
-def cancelled_by_rank_0(folder):
-    """Cancel on rank 0 alone; return whether the next saves of all ranks are made."""
-    state = {"w": torch.ones(4)}
-    sk.async_save(state, f"{folder}/0").result(PATIENCE_S)
-    handle = sk.async_save(state, f"{folder}/1")
-    if dist.get_rank() == 0:
-        handle.cancel()
-    handle.outcome()
-    sk.async_save(state, f"{folder}/2").result(PATIENCE_S)
-    sk.finish_saves()
-    return True
-
-
-def test_what_one_rank_cancels_is_no_failure_on_another(rank_pool, tmp_path):
-    """The next save of a rank whose save another rank cancelled is made, and raises nothing."""
-    assert rank_pool.run(2, cancelled_by_rank_0, str(tmp_path)) == [True, True]
-
-
 def a_loop_that_goes_on(folder):
     """Save again and again, log what goes wrong, and ask for nothing; rank 1's first state is bad."""
     ended = []

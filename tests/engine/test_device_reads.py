@@ -151,22 +151,16 @@ def test_windows_for_accelerators_are_parts_of_the_ring(ring):
     assert [buffer is None for buffer in taken] == [False, False, True]
 
 
-def test_a_ring_in_use_is_not_waited_for(ring):
-    """While others have all of the ring, ordinary memory does; theirs is not touched."""
-    theirs = ring.take()
-    theirs.view[:4] = b"mine"
-    with windows.windows_for([Far(2000)], 64 * KIB, 1) as lend:
+@pytest.mark.parametrize("nbytes", [2000, 500])
+def test_a_ring_in_use_is_not_waited_for_and_little_is_not_worth_pinning(ring, nbytes):
+    """While others have all of the ring, and for a small copy, ordinary memory does, on the right device all the same."""
+    theirs = ring.take() if nbytes == 2000 else None
+    before = theirs and bytes(theirs.view)
+    with windows.windows_for([Far(nbytes)], 64 * KIB, 1) as lend:
         window = lend()
-        window[:] = bytes(len(window))
-    assert bytes(theirs.view[:4]) == b"mine"
-    assert ring.nbytes == 64 * KIB
-
-
-def test_little_is_not_worth_pinning(ring):
-    """A small copy leaves the ring alone, but its thread works on the right device all the same."""
-    with windows.windows_for([Far(500)], 64 * KIB, 1) as lend:
-        assert len(lend()) == 64 * KIB
-    assert ring.nbytes == 0
+        window[:] = b"m" * 64 * KIB
+    assert theirs is None or bytes(theirs.view) == before
+    assert ring.nbytes == (64 * KIB if theirs else 0)
     assert ring.chosen == [1]
 
 

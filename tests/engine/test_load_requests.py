@@ -10,6 +10,7 @@ import torch
 import shardkeep as sk
 from shardkeep.state import leaves as devices
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
+from tests.engine.samples import bits
 
 
 @pytest.fixture
@@ -95,33 +96,29 @@ def test_views_that_overlap_themselves_are_refused(tmp_path, view):
         sk.load({"x": view()}, tmp_path / "ck")
 
 
-def test_a_state_of_views_of_one_memory_loads_what_it_saved(tmp_path):
-    """A buffer, its rows and its transpose are saved each by itself, and agree when they are filled again."""
+def overlapping():
     buffer = torch.arange(16.0).reshape(4, 4)
-    state = {"buffer": buffer, "rows": buffer[1:3], "turned": buffer.t()}
-    sk.save(state, tmp_path / "ck")
-    expected = buffer.clone()
-    buffer.zero_()
-
-    sk.load(state, tmp_path / "ck")
-
-    assert torch.equal(buffer, expected)
+    return [buffer], {"buffer": buffer, "rows": buffer[1:3], "turned": buffer.t()}
 
 
-def test_views_that_only_interleave_are_filled(tmp_path):
-    """Columns of one matrix, and every other element of one vector, do not share an element."""
+def interleaved():
     columns, vector = torch.arange(12.0).reshape(3, 4), torch.arange(10.0)
     state = {f"c{i}": column for i, column in enumerate(columns.unbind(1))}
-    state |= {"even": vector[::2], "odd": vector[1::2], "tied": vector[::2]}
+    return [columns, vector], state | {"even": vector[::2], "odd": vector[1::2], "tied": vector[::2]}
+
+
+@pytest.mark.parametrize("views", [overlapping, interleaved])
+def test_a_state_of_views_of_one_memory_loads_what_it_saved(tmp_path, views):
+    """A buffer, its rows and its transpose, and views that only interleave, are saved each by itself, and filled again."""
+    memory, state = views()
     sk.save(state, tmp_path / "ck")
-    expected = columns.clone(), vector.clone()
-    columns.zero_()
-    vector.zero_()
+    expected = bits(memory)
+    for each in memory:
+        each.zero_()
 
     sk.load(state, tmp_path / "ck")
 
-    assert torch.equal(columns, expected[0])
-    assert torch.equal(vector, expected[1])
+    assert bits(memory) == expected
 
 
 @pytest.mark.parametrize(

@@ -204,22 +204,6 @@ def test_subgroups_save_beside_each_other(rank_pool, tmp_path):
     assert sk.open(tmp_path / "0").to_dict()["rank"] == {0: 0, 1: 1}
 
 
-def count_groups(where):
-    """Process groups before and after ten saves and loads."""
-    from torch.distributed import distributed_c10d as c10d
-
-    before = len(c10d._world.pg_map)
-    for i in range(10):
-        sk.save({"w": torch.ones(3)}, f"{where}/{i}")
-        sk.load({"w": torch.zeros(3)}, f"{where}/{i}")
-    return len(c10d._world.pg_map) - before
-
-
-def test_no_process_group_is_built(rank_pool, tmp_path):
-    """Saving and loading build no gloo group and use none."""
-    assert rank_pool.run(2, count_groups, tmp_path) == [0, 0]
-
-
 def meta_model(where):
     """A DTensor template without memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -143,51 +143,32 @@ def full():
     return torch.arange(32.0).reshape(SHAPE)
 
 
-def test_a_rank_without_pieces_has_no_say_in_ties(tmp_path):
-    """Rank 1 holds nothing of two tensors that are one memory on rank 0: they are written once, and tied."""
+def half(rank):
+    return full()[4 * rank : 4 * rank + 4], (4 * rank, 0)
 
-    def make(rank):
-        if rank:
-            return {"a": box(), "b": box()}
-        whole = box((full(), (0, 0)))
-        return {"a": whole, "b": whole}
 
-    [(report, state), _] = save_and_load(2, make, tmp_path)
+TIED = {
+    "a rank without pieces": lambda rank: dict.fromkeys("ab", box() if rank else box((full(), (0, 0)))),
+    "keys in another order": lambda rank: dict.fromkeys("abc" if rank else "cba", box(half(rank))),
+    # As a last pipeline stage with the tied head.
+    "a rank with one of the names": lambda rank: dict.fromkeys("a" if rank else "ab", full()),
+    "a rank with the other": lambda rank: dict.fromkeys("b" if rank else "ab", full()),
+}
 
-    assert report.bytes_total == 32 * 4
-    assert torch.equal(state["b"].pieces[0][0], full())
+
+@pytest.mark.parametrize("case", TIED)
+def test_names_that_are_one_memory_wherever_they_are_held_are_written_once(tmp_path, case):
+    """Ranks that hold nothing of a name, or have another order, do not undo a tie."""
+    ended = save_and_load(2, TIED[case], tmp_path)
+
+    assert ended[0][0].bytes_total == 32 * 4
+    for _, state in ended:
+        for leaf in state.values():
+            pieces = leaf.pieces if isinstance(leaf, sk.ShardedBox) else [(leaf, (0, 0))]
+            assert all(torch.equal(piece, full()[at : at + len(piece)]) for piece, (at, _) in pieces)
     tree = sk.open(tmp_path).to_dict()
     assert tree["a"] is tree["b"]
     assert torch.equal(tree["a"], full())
-
-
-def test_ties_do_not_depend_on_the_order_of_keys(tmp_path):
-    """Ranks whose dicts are in different orders see the same ties."""
-
-    def make(rank):
-        half = box((full()[4 * rank : 4 * rank + 4].clone(), (4 * rank, 0)))
-        return dict.fromkeys("abc" if rank else "cba", half)
-
-    reports = save_and_load(2, make, tmp_path)
-
-    assert reports[0][0].bytes_total == 32 * 4
-    assert all(torch.equal(s["b"].pieces[0][0], full()[4 * r : 4 * r + 4]) for r, (_, s) in enumerate(reports))
-
-
-@pytest.mark.parametrize("lone", ["a", "b"])
-def test_a_rank_that_has_only_one_of_two_names_agrees(tmp_path, lone):
-    """A replica under one of the names alone (a last pipeline stage with the tied head) does not undo the tie."""
-
-    def make(rank):
-        weight = full()
-        return {lone: weight} if rank else {"a": weight, "b": weight}
-
-    reports = save_and_load(2, make, tmp_path)
-
-    assert reports[0][0].bytes_total == 32 * 4
-    assert all(torch.equal(leaf, full()) for _, state in reports for leaf in state.values())
-    tree = sk.open(tmp_path).to_dict()
-    assert tree["a"] is tree["b"]
 
 
 def test_names_that_are_tied_on_one_rank_only_are_stored_apart(tmp_path):
@@ -234,10 +215,6 @@ def test_ranks_that_see_other_file_systems_cannot_commit():
     assert [type(error) for error in errors] == [StorageError] * 2
     assert all(word in str(errors[0]) for word in ("rank 1 wrote state-00001-of-00002", "one file system"))
     assert [list(store.list()) for store in stores] == [[], []]
-
-
-def half(rank):
-    return full()[4 * rank : 4 * rank + 4], (4 * rank, 0)
 
 
 def under(key):

@@ -227,7 +227,9 @@ def merge_findings(
         named = _rows(index, *wishes.names(index))
         left = {name: row for name, row in named.items() if not consumed[row] and selected(name)}
         # Per-rank state of ranks that no longer exist is not unexpected.
-        shared = _names_over_ranks(index) if left else {}
+        rows = _rows(index, index.tensor_rows, index.value_rows) if left else {}
+        per_rank = _per_rank_leaves(decode_tree(index.tree), None, None) if any("@" in name for name in rows) else ()
+        shared = {rows[name]: over_ranks for name, over_ranks in per_rank if name in rows}
         known = {name for row, name in shared.items() if consumed[row]}
         unexpected = sorted(name for name, row in left.items() if shared.get(row) not in known)
     missing = list(dict.fromkeys(key for found in findings for key in found.missing))
@@ -240,16 +242,8 @@ def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int])
     return tensor_rows | {name: len(index.keys) + row for name, row in value_rows.items()}
 
 
-def _names_over_ranks(index: Index) -> dict[int, str]:
-    """Return, for each row below a `PerRank`, the name that the same leaf has on all ranks."""
-    rows = _rows(index, index.tensor_rows, index.value_rows)
-    if not any("@" in name for name in rows):
-        return {}
-    per_rank = _per_rank_leaves(decode_tree(index.tree), None, None)
-    return {rows[name]: shared for name, shared in per_rank if name in rows}
-
-
 def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterator[tuple[str, str]]:
+    """Yield each leaf below a `PerRank`, and the name that it has on all ranks."""
     if node is None:
         if name is not None and shared is not None:
             yield name, shared

@@ -136,10 +136,12 @@ def write_files(
     (`create`). `on_written` is called with the size of each window that is written.
     """
     gathered = () if take or put else [each for job in jobs for each in job.scattered.values()]
-    take, create = take or _gathered, create or (lambda job: store.create(job.name, job.nbytes))
+    create = create or (lambda job: store.create(job.name, job.nbytes))
 
     def hash_and_put(window: Window, file: BlobWriter, own: memoryview) -> bytes:
-        with take(window, own) as data:
+        if take is None:
+            gather(window, own[: window.nbytes])
+        with take(window, own) if take else contextlib.nullcontext(own[: window.nbytes]) as data:
             return hash_and_write(file, window.offset, data, window.job.block_nbytes)
 
     put = put or hash_and_put
@@ -227,13 +229,6 @@ def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
         removed()
     elif names:
         waits = run_with_deadline(removed, f"remove {len(names)} files")
-
-
-@contextlib.contextmanager
-def _gathered(window: Window, buffer: memoryview) -> Iterator[memoryview]:
-    data = buffer[: window.nbytes]
-    gather(window, data)
-    yield data
 
 
 def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:

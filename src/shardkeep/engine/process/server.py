@@ -66,10 +66,6 @@ class FileCodecSpec(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return f"FileCodecSpec({[each.get('name') for each in self.recorded]})"  # no keys in a log
 
-    def open(self) -> CodecChain:
-        """Open them in this process."""
-        return CodecChain.opened(self.recorded, keys=CachedKeys(known=self.data_keys))
-
 
 class CreateFile(msgspec.Struct, frozen=True, tag=True):
     """Begin a file; the reply has its number."""
@@ -277,7 +273,9 @@ class _Files:
             return WriterReply(seal=next(iter(file.seals.values()), None))
 
     def _create(self, request: CreateFile) -> WriterReply:
-        chains = {} if request.codecs is None else {request.name: request.codecs.open()}
+        chains, codecs = {}, request.codecs
+        if codecs is not None:
+            chains[request.name] = CodecChain.opened(codecs.recorded, keys=CachedKeys(known=codecs.data_keys))
         scope = CancelScope(budget=MemoryBudget(request.room_nbytes) if request.room_nbytes else None)
         with self._lock:  # one at a time: opening a store may change the environment
             store = EncodingStore(open_spec(request.store), chains)
