@@ -111,6 +111,8 @@ class CodecPlan:
         """
         if self.by_leaf is None:
             return [0 if self.chains else None] * len(keys)
+        if unknown := [key for key in keys if key not in self.by_leaf]:  # converted from a damaged index
+            raise StateError(f"the codecs of {unknown[0]!r} are unknown: it is in no part of the state", key=unknown[0])
         found = [self.by_leaf[key] for key in keys]
         for row in np.flatnonzero(alias != np.arange(len(keys))).tolist():
             owner = int(alias[row])
