@@ -79,7 +79,7 @@ def test_1_torch_reports_a_failed_writer_thread_as_success(tmp_path: Any) -> Non
     finally:
         threading.excepthook = hook
     assert len(metadata.state_dict_metadata) == 5
-    assert len(metadata.storage_data) < 5
+    assert len(side("torch").FileSystemReader(folder).read_metadata().storage_data) < 5
     assert isinstance(causes_of(failure_of(level_at, side("torch"), folder))[0], KeyError)
 
 

@@ -303,7 +303,7 @@ def test_22_no_sync_of_the_whole_host(tmp_path: Any) -> None:
         into = {"w": torch.zeros(4)}
         quietly(dcp.load, into, checkpoint_id=str(tmp_path / name), no_dist=True)
         assert into["w"].tolist() == [0, 1, 2, 3]
-    assert synced["torch"] > 0
+    assert (synced["torch"] > 0) == (torch.__version__ < (2, 14)), "later versions do not"
     assert synced["ours"] == 0
 
 

@@ -106,6 +106,8 @@ ACCEPTED = {
     ("utils", "ENABLE_PROFILE"): "set in `shardkeep.dcp._impl.driver`: a copy here would do nothing when it is set",
 }
 """What differs, by module and name, and why."""
+if torch.__version__ < (2, 13):
+    ACCEPTED["_consolidate_hf_safetensors", "_read_tensor_data_mmap"] = OWN_STEP
 if not hasattr(torch.distributed.checkpoint.metadata.TensorProperties, "strides"):
     ACCEPTED["metadata", "TensorProperties: fields"] = "ours has the field of torch 2.15 on every version"
 else:

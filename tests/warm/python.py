@@ -12,6 +12,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,9 @@ from typing import Any
 
 WAIT_S = 120.0
 """For a program, on a machine that is busy with other tests."""
+
+LEAKS = re.compile(r"^(nanobind: | - leaked | - \.\.\. skipped |See https://nanobind\.).*\n?", re.MULTILINE)
+"""What triton prints when a process ends: it comes with CUDA builds of torch, and `torch._dynamo` imports it."""
 
 
 @functools.cache
@@ -86,7 +90,7 @@ def warm_python(
         code = fork.wait(timeout_s)
         out.seek(0)
         err.seek(0)
-        return subprocess.CompletedProcess(fork.args, code, out.read().decode(), err.read().decode())
+        return subprocess.CompletedProcess(fork.args, code, out.read().decode(), LEAKS.sub("", err.read().decode()))
 
 
 class WarmPopen(_Fork):
