@@ -270,7 +270,8 @@ class _Stream(io.RawIOBase):
         return int(self._raw.tell())
 
     def flush(self) -> None:
-        self._raw.flush()
+        if not self._raw.closed:  # as it is when this is deleted, of which Python 3.13 and later report errors
+            self._raw.flush()
 
     def fileno(self) -> int:
         return int(self._raw.fileno())

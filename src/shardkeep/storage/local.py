@@ -72,20 +72,27 @@ def errno_of(exc: OSError) -> int:
     return exc.errno or next((number for kind, number in _NUMBERS.items() if isinstance(exc, kind)), errno.EIO)
 
 
-@contextmanager
-def storage_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
-    """Turn an OSError raised inside into one of our errors, with the place, the name, the offset and the errno."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as exc:
+class storage_errors:  # noqa: N801 - used as a function, like contextlib.suppress
+    """
+    Turns an OSError raised inside into one of our errors, with the place, the name, the offset and the errno.
+
+    Not a generator: in Python 3.13 an error that ends one is in a cycle with its frame, and keeps what all callers hold.
+    """
+
+    def __init__(self, action: str, url: str, name: str = "", offset: int | None = None) -> None:
+        self._action, self._url, self._name, self._offset = action, url, name, offset
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, exc: BaseException | None, _traceback: object) -> None:
+        if not isinstance(exc, OSError) or isinstance(exc, StorageError):
+            return
         number = errno_of(exc)
-        where = os.path.join(url, name) if name else url
-        at = "" if offset is None else f" at offset {offset}"
+        where = os.path.join(self._url, self._name) if self._name else self._url
+        at = "" if self._offset is None else f" at offset {self._offset}"
         code = errno.errorcode.get(number, number)
-        message = f"{where}: {action}{at}: {exc.strerror or exc or os.strerror(number)} (errno {code})"
-        details: dict[str, Any] = {"name": name, "offset": offset, "errno": number}
+        message = f"{where}: {self._action}{at}: {exc.strerror or exc or os.strerror(number)} (errno {code})"
+        details: dict[str, Any] = {"name": self._name, "offset": self._offset, "errno": number}
         if number in {errno.ENOSPC, errno.EDQUOT}:
             raise StorageFull(message, hint="free some space there, or choose another place", **details) from exc
         kind = BlobNotFound if number == errno.ENOENT else StorageError
