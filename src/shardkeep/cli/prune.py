@@ -121,6 +121,9 @@ def prune(args: argparse.Namespace) -> int:
 
 def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
     """Return the policies that the arguments choose, by the words that the user chose them with."""
+    for option, number in (("last", args.keep_last), ("every", args.keep_every), ("hours", args.keep_hours)):
+        if number is not None and not number > 0:
+            raise out.UsageError(f"--keep-{option} {number}", hint="give more than 0; the newest is always kept")
     rules: dict[str, Policy] = {f"best {words}": _parse_best(words) for words in args.keep_best}
     if args.keep_last is not None:
         rules[f"last {args.keep_last}"] = KeepLast(args.keep_last)
@@ -136,7 +139,7 @@ def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
 
 
 def _parse_best(words: str) -> KeepBest:
-    found = re.fullmatch(r"([^:]+)(?::(\d+))?(?::(min|max))?", words)
+    found = re.fullmatch(r"([^:]+)(?::([1-9]\d*))?(?::(min|max))?", words)
     if found is None:
         raise out.UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
     return KeepBest(found[1], int(found[2] or 1), "max" if found[3] == "max" else "min")
@@ -165,8 +168,9 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool = False) -> Pru
     committed = [entry for entry in entries if entry.committed]
     wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
     planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [])
+    deleted = {entry.name for entry in planned.deleted}
     for entry in entries:
-        if entry in planned.deleted:
+        if entry.name in deleted:
             continue
         by = [words for words, names in wanted.items() if entry.name in names]
         by += [*(["pinned"] if entry.pinned else []), *filter(None, [spared.get(entry.name)])]
