@@ -101,10 +101,6 @@ class UnknownName(StateError, AttributeError):
     """A name does not exist in the module."""
 
 
-class BadOptions(StateError, ValueError):
-    """Options exclude each other, or do not apply to what they are used on."""
-
-
 class BadState(StateError, RuntimeError):
     """A state dict or a checkpoint is empty, incomplete, or does not belong to the model or optimizer."""
 
@@ -121,8 +117,8 @@ class CompanionMismatch(StateError, ValueError):
     """A companion tree does not match the state dict; names the path where they differ."""
 
 
-class UnexpectedValue(StateError, ValueError):
-    """A value is neither a tensor nor of a plain type, in a state dict that may hold only those."""
+class BadValue(StateError, ValueError):
+    """A value of the state, or an option, is missing, or not one that can be used here."""
 
 
 class PinningRefused(StateError, RuntimeError):
@@ -300,10 +296,6 @@ class BrokenProtocol(StateError, AssertionError, RuntimeError):
 
 class NoMetadata(CheckpointError, AssertionError):
     """Neither the checkpoint's metadata nor that of this rank could be read."""
-
-
-class NoSuchValue(StateError, ValueError):
-    """The state lacks a value, or a shard of one, that the plan needs."""
 
 
 class NotSavable(UnsupportedLeaf, RuntimeError):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, UnexpectedValue
+from shardkeep.errors import BadValue, CheckpointError, InvalidShards, RanksDisagree
 from shardkeep.state.collectives import all_gather_sharded_tensor, gather_state_dict
 from tests.engine.samples import all_dtypes, bits, random_tensor
 from tests.toolkit.samples import CPU, in_chunks, mesh_of, numbered, seen, sharded_tensor, sharded_tree, spread_out
@@ -228,7 +228,7 @@ def test_trees_that_differ_are_an_error_on_all_ranks(rank_pool, case, kind, name
 def test_an_object_is_refused_by_path_or_copied():
     """Without other ranks: a ValueError that names the path, or a deep copy if types are not checked."""
     tree = {"a": [1, {"b": Opaque()}]}
-    with pytest.raises(UnexpectedValue, match=r"'a\.1\.b' is a Opaque") as caught:
+    with pytest.raises(BadValue, match=r"'a\.1\.b' is a Opaque") as caught:
         gather_state_dict(tree)
     assert isinstance(caught.value, ValueError)
     made = gather_state_dict(tree, type_check=False)

@@ -11,7 +11,7 @@ from torch.distributed import _state_dict_utils as theirs
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from shardkeep.errors import CompanionMismatch, UnexpectedValue
+from shardkeep.errors import BadValue, CompanionMismatch
 from shardkeep.state.collectives import distribute_state_dict
 from shardkeep.state.offload import _identity_func, iterate_state_dict
 from tests.toolkit.samples import CPU, in_chunks, mesh_of, numbered, seen, sharded_tensor, sharded_tree, spread_out
@@ -71,7 +71,7 @@ def test_containers_come_out_new_and_alike():
 @pytest.mark.parametrize("value", [object(), {1, 2}, 1j, [object()]])
 def test_other_values_are_refused_or_copied(value):
     """A ValueError names the path; without the type check the value is copied deeply."""
-    with pytest.raises(UnexpectedValue, match=r"'a\.b"):
+    with pytest.raises(BadValue, match=r"'a\.b"):
         same({"a": {"b": value}})
     with pytest.raises(ValueError, match="type_check=False"):
         same({"a": {"b": value}})

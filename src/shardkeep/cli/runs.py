@@ -107,7 +107,7 @@ def reject_checkpoint(where: str) -> None:
             store.open(name).close()
         except BlobNotFound:
             continue
-        parent, _ = _split(where)
+        parent, _ = split_path(where)
         hint = f"give the directory that contains it: {parent}" if parent else ""
         raise UsageError(f"{where} is a checkpoint, not a run", hint=hint)
 
@@ -127,19 +127,14 @@ def suggest_path(where: str) -> str:
         path = _local_path(where)
         if path is not None and os.path.isdir(path):
             return ""
-        parent, name = _split(where)
+        parent, name = split_path(where)
         beside = open_root(parent, direct=False).places() if path is None else os.listdir(parent)
         return did_you_mean(name, beside) if parent else ""
     except (CheckpointError, OSError):
         return ""
 
 
-def base_name(where: str) -> str:
-    """Return the last part of a path or URL."""
-    return _split(where)[1]
-
-
-def _split(where: str) -> tuple[str, str]:
+def split_path(where: str) -> tuple[str, str]:
     """Return parent and name of a path or URL; a bucket has no parent."""
     if "://" not in where:
         return os.path.split(os.path.abspath(where))

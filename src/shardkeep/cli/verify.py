@@ -17,7 +17,7 @@ import numpy as np
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import base_name, is_empty_directory, open_existing_run
+from shardkeep.cli.runs import is_empty_directory, open_existing_run, split_path
 from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
@@ -173,7 +173,7 @@ def verify(args: argparse.Namespace) -> int:
             document = {"path": path, "status": "unfinished", "reason": unfinished}
             text = f"{out.styled('skip', 'yellow')}  {out.printable(path)}  unfinished: {out.printable(unfinished)}"
         else:
-            with out.ReadProgress(base_name(path), nbytes) as progress:
+            with out.ReadProgress(split_path(path)[1], nbytes) as progress:
                 result = check_checkpoint(path, deep=args.deep, on_read=progress.add)
             document, text = _result_json(path, result, deep=args.deep), _result_text(path, result, deep=args.deep)
         documents.append(document)

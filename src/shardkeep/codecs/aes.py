@@ -110,7 +110,9 @@ class _AesCodec:
         try:
             work.update_into(data[_NONCE_NBYTES : data.nbytes - _TAG_NBYTES], into)
             work.finalize()
-        except require_module("cryptography.exceptions", extra="crypto", wanted_by="the codec 'aes'").InvalidTag as exc:
+        except require_module(
+            "cryptography.exceptions", package="shardkeep[crypto]", wanted_by="the codec 'aes'"
+        ).InvalidTag as exc:
             message = f"encrypted {place.named} failed authentication: it is not what was written there"
             raise NotAuthentic(message, hint=_HINT, file=place.file, offset=place.offset) from exc
         return nbytes
@@ -127,7 +129,9 @@ class _AesCodec:
 
 
 def _ciphers() -> Any:
-    return require_module("cryptography.hazmat.primitives.ciphers", extra="crypto", wanted_by="the codec 'aes'")
+    return require_module(
+        "cryptography.hazmat.primitives.ciphers", package="shardkeep[crypto]", wanted_by="the codec 'aes'"
+    )
 
 
 def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:

@@ -12,8 +12,8 @@ To write a codec, subclass `CodecConfig` and register it (`shardkeep.codecs.chai
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -171,12 +171,10 @@ def without_keys(recorded: list[CodecRecord]) -> list[CodecRecord]:
     return [{key: value for key, value in each.items() if key != WRAPPED} for each in recorded]
 
 
-@cache
-def require_module(module: str, *, extra: str, wanted_by: str) -> Any:
+def require_module(module: str, *, package: str, wanted_by: str) -> Any:
     """Import a module of an optional package, or raise `PackageMissing` with a hint what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
-        raise PackageMissing(
-            f"{wanted_by} needs a package that is not installed: {exc}", hint=f"pip install 'shardkeep[{extra}]'"
-        ) from exc
+        hint = f"pip install {shlex.quote(package)}"
+        raise PackageMissing(f"{wanted_by} needs the package {package}: {exc}", hint=hint, package=package) from exc

@@ -145,7 +145,7 @@ class Lz4(CodecConfig, frozen=True):
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
         cls.from_recorded(recorded)
-        block = require_module("lz4.block", extra="lz4", wanted_by="the codec 'lz4'")
+        block = require_module("lz4.block", package="shardkeep[lz4]", wanted_by="the codec 'lz4'")
         return _OrRaw(
             lambda: partial(block.compress, store_size=False),
             lambda coded, most_nbytes: block.decompress(coded, uncompressed_size=most_nbytes),

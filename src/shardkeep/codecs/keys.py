@@ -216,4 +216,4 @@ def _may_be_key(path: str) -> bool:
 
 
 def _keywrap() -> Any:
-    return require_module("cryptography.hazmat.primitives.keywrap", extra="crypto", wanted_by="encryption")
+    return require_module("cryptography.hazmat.primitives.keywrap", package="shardkeep[crypto]", wanted_by="encryption")

@@ -344,7 +344,7 @@ class Checkpointer:
                 self._saves.begin(step)
                 if self._ranks.world.rank == 0:
                     log.info("saving step %d to %s: %s", step, self._root.url, why)
-                saved = self._saves.save(step, state, metrics=metrics, meta=meta, overwrite=overwrite)
+                saved = self._saves.save(step, state, metrics, meta, overwrite=overwrite)
                 if wait:
                     self._saves.wait_for(saved)
         except (RootInUse, LeaseLost, EarlierSaveFailed):

@@ -484,9 +484,11 @@ class Replicator:
     def _is_wanted(self) -> bool:
         return self._running_round >= self._cancelled_before
 
-    def _check_wanted(self) -> None:
+    def _check_wanted(self) -> bytes:
+        """Raise if this round was cancelled; return what a rank contributes to the choice, which is nothing."""
         if not self._is_wanted():
             raise errors.SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
+        return b""
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
@@ -527,11 +529,6 @@ class Replicator:
         """Copy one checkpoint, together with all ranks; return False if there is none to copy."""
         phases, order, chosen_s = Phases(), None, 0.0
         over: Version | None = None
-
-        def work() -> bytes:
-            self._check_wanted()
-            return b""
-
         with ExitStack() as held:
 
             def choose(payloads: list[bytes]) -> list[bytes]:
@@ -541,7 +538,7 @@ class Replicator:
 
             try:
                 with rendezvous(world, f"promotion {title} to {self._urls[FAR]}") as meeting:
-                    answer = meeting.agree("choose", work, choose)
+                    answer = meeting.agree("choose", self._check_wanted, choose)
                     if not answer:
                         return False
                     chosen_s = phases.mark_meeting()

@@ -33,6 +33,9 @@ from shardkeep.storage.retry import RetryingStore, RetryPolicy
 Saved = SaveHandle[SaveReport] | SaveReport
 """The handle of an asynchronous save, or the report of a finished one."""
 
+Labels = Mapping[str, Any] | None
+"""What is stored in the commit record beside the state."""
+
 PINNED = "pinned"
 """In the details of a `CheckpointExists` that refuses to overwrite a pinned checkpoint."""
 
@@ -256,20 +259,12 @@ class Saves:
         if self.replicator is not None:
             self.replicator.begin(session.decode())
 
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        *,
-        metrics: Mapping[str, Any] | None,
-        meta: Mapping[str, Any] | None,
-        overwrite: bool,
-    ) -> Saved:
+    def save(self, step: int, state: Mapping[str, Any], metrics: Labels, meta: Labels, *, overwrite: bool) -> Saved:
         """Save, or begin to, after `begin`."""
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
-        labels: Mapping[str, Any] | None = None
+        labels: Labels = None
         refusal: CheckpointError | None = None
         try:
             labels = catalog.build_meta(meta, metrics, timeline.number, timeline.began_after)

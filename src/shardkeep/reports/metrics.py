@@ -1,12 +1,10 @@
-"""The numbers of saves and loads that sinks report, under one set of names, and helpers that all sinks share."""
+"""The numbers of saves and loads that sinks report, under one set of names; and whose they are."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardkeep.dist.world import current_world
-from shardkeep.errors import PackageMissing
 from shardkeep.events import Event, LoadFailed, LoadFinished, SaveCommitted, SaveFailed
 
 
@@ -18,16 +16,6 @@ def is_rank_zero() -> bool:
 def from_rank_zero(event: Event) -> bool:
     """Return whether an event comes from rank 0 of its call, and this is rank 0 of the job."""
     return event.rank == 0 and is_rank_zero()
-
-
-def import_optional(module: str, *, package: str, wanted_by: str) -> Any:
-    """Import a module of a package that shardkeep does not depend on; raise `PackageMissing` if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as exc:
-        raise PackageMissing(
-            f"{wanted_by} needs the package {package}: {exc}", hint=f"pip install {package}", package=package
-        ) from exc
 
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shardkeep.codecs.base import require_module
 from shardkeep.events import Event
-from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, import_optional, metrics_of
+from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, metrics_of
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
@@ -35,7 +36,7 @@ class OpenTelemetry:
             PackageMissing: opentelemetry-api is not installed.
 
         """
-        metrics = import_optional(
+        metrics = require_module(
             "opentelemetry.metrics", package="opentelemetry-api", wanted_by="the OpenTelemetry report"
         )
         meter = metrics.get_meter("shardkeep") if meter is None else meter

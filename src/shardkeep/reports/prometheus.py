@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shardkeep.codecs.base import require_module
 from shardkeep.events import Event, SaveCommitted
-from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, import_optional, metrics_of
+from shardkeep.reports.metrics import BUCKETS_S, METRICS, failed_call, metrics_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -39,7 +40,7 @@ class Prometheus:
             ValueError: the registry already has them.
 
         """
-        client = import_optional("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
+        client = require_module("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
         to = {"registry": client.REGISTRY if registry is None else registry}
         self._record: dict[str, Callable[[float], None]] = {}
         for each in METRICS:

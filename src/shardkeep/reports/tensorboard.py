@@ -10,8 +10,9 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from shardkeep.codecs.base import require_module
 from shardkeep.events import Event
-from shardkeep.reports.metrics import failed_call, from_rank_zero, import_optional, metrics_of
+from shardkeep.reports.metrics import failed_call, from_rank_zero, metrics_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +36,7 @@ class TensorBoard:
             PackageMissing: tensorboard is not installed.
 
         """
-        self._module = import_optional(
+        self._module = require_module(
             "torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report"
         )
         self._folder = os.fspath(to) if isinstance(to, (str, os.PathLike)) else None

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
-from shardkeep.errors import BadOptions, BadState, KeyCollision
+from shardkeep.errors import BadState, BadValue, KeyCollision
 from shardkeep.options import Options
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict, gather_state_dict
 from shardkeep.state.leaves import is_dtensor
@@ -127,7 +127,7 @@ def checked_options(
     if optim_only and not optims:
         raise BadState("only optimizer state was requested, but no optimizer was passed")
     if options.broadcast_from_rank0 and not options.full_state_dict:
-        raise BadOptions(
+        raise BadValue(
             "broadcast_from_rank0 sends full tensors, and full_state_dict is False",
             hint="pass StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
         )
@@ -338,7 +338,7 @@ def single_device(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
     devices = {value.device: key for key, value in tensors.items()}
     if len(devices) > 1:
         found = ", ".join(f"{key!r} on {device}" for device, key in devices.items())
-        raise BadOptions(
+        raise BadValue(
             f"Multiple devices found in the model: {found}",
             hint="full state can be set to a model on one device only; load its parts one by one, or sharded state",
         )

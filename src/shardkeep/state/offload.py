@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardkeep.errors import CompanionMismatch, PinningRefused, UnexpectedValue
+from shardkeep.errors import BadValue, CompanionMismatch, PinningRefused
 from shardkeep.state.flatten import get_element, items_of, leaves_of, map_leaves
 from shardkeep.state.leaves import (
     TreePath,
@@ -62,7 +62,7 @@ def iterate_state_dict(
     `cpu_offload`, moved to the CPU. With `non_blocking`, copies into companions are only queued on the accelerator's
     current stream. Only `ranks_only` (of `pg`; empty for all ranks) get the result; the others also call the functions,
     and get an empty dict (None if the root is no dict). With `type_check`, values other than tensors, int, float, str,
-    bytes, BytesIO and None are an `UnexpectedValue`, else they are copied deeply.
+    bytes, BytesIO and None are an `BadValue`, else they are copied deeply.
     """
     if companion_obj is not None:
         _check_companion(iter_object, companion_obj, (), leaves=False)
@@ -102,10 +102,10 @@ def _opens(value: Any) -> bool:
 
 
 def check_plain_types(tree: Any, path: TreePath = ()) -> None:
-    """Raise `UnexpectedValue`, naming the path, for a value that is neither a tensor nor of a plain type."""
+    """Raise `BadValue`, naming the path, for a value that is neither a tensor nor of a plain type."""
     for at, value in leaves_of(tree, _opens, path):
         if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
-            raise UnexpectedValue(
+            raise BadValue(
                 f"{path_name(at)!r} is a {_name(value)}, expected a tensor, int, float, str, bytes or None",
                 hint="remove it from the state dict, or pass type_check=False to copy it",
                 key=path_name(at),

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from shardkeep.errors import BadOptions, BadState, MissingKey, UnsupportedValue
+from shardkeep.errors import BadState, BadValue, MissingKey, UnsupportedValue
 from shardkeep.format.pickles import collector_paused
 from shardkeep.state import modules
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
@@ -394,7 +394,7 @@ def load_optimizers(
         known = saved = _read(state_dict, info)
     empty = sum(not group[modules.PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
     if empty and empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
-        raise BadOptions(
+        raise BadValue(
             f"the optimizers have {empty} param groups without parameters, the state dict {len(known.empty_groups)}: they "
             f"cannot be matched",
             hint="leave such groups out",

@@ -28,7 +28,7 @@ from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog, read_weight_map
 from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
-from shardkeep.errors import BrokenProtocol, MalformedFile, NoSuchValue, UnsupportedLeaf
+from shardkeep.errors import BadValue, BrokenProtocol, MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box, intersect, parse_index, relative, slices, whole
 from shardkeep.format.dtypes import DType, Ints, to_torch
 from shardkeep.layouts import torch_values as protocol
@@ -150,7 +150,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         return protocol.to_classes_of_caller(metadata)
 
     def stored_chunk(self, index: protocol.MetadataIndex) -> tuple[DType, CatalogChunk]:
-        """Return the chunk that an index names, and its dtype; `NoSuchValue` if it does not exist."""
+        """Return the chunk that an index names, and its dtype; `BadValue` if it does not exist."""
         at: Ints = tuple(index.offset or ())
         chunk = self._chunks.at(index.fqn, at)
         info = self.storage_data.get(index)
@@ -158,12 +158,12 @@ class HuggingFaceStorageReader(FileSystemReader):
             return chunk
         # The metadata were read by another reader, or changed: look into the file.
         if info is None:
-            raise NoSuchValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
+            raise BadValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
         if info.relative_path not in self._headers:
             self._headers[info.relative_path] = read_header(info.relative_path, self._opens())
         header = self._headers[info.relative_path]
         if index.fqn not in header.tensors:
-            raise NoSuchValue(f"{info.relative_path} has no tensor {index.fqn!r}", key=index.fqn)
+            raise BadValue(f"{info.relative_path} has no tensor {index.fqn!r}", key=index.fqn)
         part = header.tensors[index.fqn]
         return part.dtype, CatalogChunk(header.path, part.start, Box(at, part.shape))
 

@@ -15,10 +15,10 @@ import torch
 
 from shardkeep.errors import (
     BadState,
+    BadValue,
     BrokenProtocol,
     InvalidShards,
     MalformedFile,
-    NoSuchValue,
     NotSavable,
     StateMismatch,
 )
@@ -55,7 +55,7 @@ def saved_path(metadata: protocol.Metadata, key: str) -> tuple[str | int, ...]:
 def find_state_dict_object(state_dict: protocol.STATE_DICT_TYPE, index: protocol.MetadataIndex) -> Any:
     """Return what an index names in a flat state dict: the local memory of a tensor's shard, or an object."""
     if index.fqn not in state_dict:
-        raise NoSuchValue(f"Could not find FQN: '{index.fqn}' in the state", key=index.fqn)
+        raise BadValue(f"Could not find FQN: '{index.fqn}' in the state", key=index.fqn)
     value = state_dict[index.fqn]
     if isinstance(value, torch.Tensor):
         return find_tensor_shard(value, index)
@@ -80,7 +80,7 @@ def find_tensor_shard(tensor: torch.Tensor, index: protocol.MetadataIndex) -> to
 
 def _find_shard(tensor: ShardedTensor, index: protocol.MetadataIndex) -> Shard:
     if index.offset is None:
-        raise NoSuchValue(
+        raise BadValue(
             f"{index.fqn!r} is a ShardedTensor, and no offset was provided to find one of its shards", key=index.fqn
         )
     shards = tensor.local_shards()
@@ -88,14 +88,12 @@ def _find_shard(tensor: ShardedTensor, index: protocol.MetadataIndex) -> Shard:
     for shard in (*hinted, *shards):
         if torch.Size(shard.metadata.shard_offsets) == index.offset:
             return shard
-    raise NoSuchValue(f"Could not find shard at {index.offset} of the ShardedTensor {index.fqn!r}", key=index.fqn)
+    raise BadValue(f"Could not find shard at {index.offset} of the ShardedTensor {index.fqn!r}", key=index.fqn)
 
 
-def _not_sharded(index: protocol.MetadataIndex, what: str) -> NoSuchValue:
+def _not_sharded(index: protocol.MetadataIndex, what: str) -> BadValue:
     offset = tuple(index.offset or ())
-    return NoSuchValue(
-        f"FQN: {index.fqn!r} is a {what}, not a ShardedTensor: it has no shard at {offset}", key=index.fqn
-    )
+    return BadValue(f"FQN: {index.fqn!r} is a {what}, not a ShardedTensor: it has no shard at {offset}", key=index.fqn)
 
 
 # -- the shards that a `CheckpointableTensor` holds, checked whenever they are asked for --------------------------------
@@ -114,7 +112,7 @@ def _get_checkpointable_tensor_shard(
     offsets = [torch.Size(each) for each in tensor.global_offsets]
     if index.offset is None:
         if len(offsets) != 1:
-            raise NoSuchValue(
+            raise BadValue(
                 f"{index.fqn!r} holds {len(offsets)} shards, and there is no offset in the index", key=index.fqn
             )
         at = 0
@@ -123,7 +121,7 @@ def _get_checkpointable_tensor_shard(
     elif index.offset in offsets:
         at = offsets.index(index.offset)
     else:
-        raise NoSuchValue(f"{index.fqn!r} has no shard at {tuple(index.offset)} on this rank", key=index.fqn)
+        raise BadValue(f"{index.fqn!r} has no shard at {tuple(index.offset)} on this rank", key=index.fqn)
     box = zip(tensor.local_offsets[at], tensor.local_sizes[at], strict=True)
     shard: torch.Tensor = tensor[tuple(slice(start, start + size) for start, size in box)]  # type: ignore[index]
     return shard
