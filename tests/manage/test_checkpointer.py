@@ -80,15 +80,6 @@ def test_by_the_clock(tmp_path: Path) -> None:
     assert saved == [5, 10, 15, 20]
 
 
-def test_when_a_file_asks_for_it(tmp_path: Path) -> None:
-    """The file is deleted, and one save is made."""
-    with checkpointer(tmp_path, request_file="please") as ckpt:
-        assert train(ckpt, range(1, 3)) == []
-        (tmp_path / "please").touch()
-        assert train(ckpt, range(3, 6)) == [3]
-        assert not (tmp_path / "please").exists()
-
-
 def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be deleted causes one save, not one per step."""
     root = LocalStore(tmp_path)
@@ -109,13 +100,17 @@ def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path: Path, monk
         assert train(ckpt, range(5, 7)) == [5]
 
 
-def test_when_a_call_asks_for_it(tmp_path: Path) -> None:
-    """From any thread; it is refused where ranks exchange no requests."""
-    with checkpointer(tmp_path) as ckpt:
+def test_when_a_file_or_a_call_asks_for_it(tmp_path: Path) -> None:
+    """One save is made, and the file deleted; a call may come from any thread, but not where ranks exchange no requests."""
+    with checkpointer(tmp_path, request_file="please") as ckpt:
+        assert train(ckpt, range(1, 3)) == []
+        (tmp_path / "please").touch()
+        assert train(ckpt, range(3, 6)) == [3]
+        assert not (tmp_path / "please").exists()
         thread = threading.Thread(target=ckpt.request_save)
         thread.start()
         thread.join()
-        assert train(ckpt, range(1, 4)) == [1]
+        assert train(ckpt, range(6, 9)) == [6]
     with checkpointer(tmp_path, request_file=None) as ckpt, pytest.raises(sk.StateError, match="exchange requests"):
         ckpt.request_save()
 
@@ -406,28 +401,20 @@ def test_a_failure_is_raised(tmp_path: Path, asynchronous: bool) -> None:
     assert ckpt.all_steps() == [4]
 
 
-def test_a_failure_is_raised_by_the_next_step_due_or_not(tmp_path: Path) -> None:
-    """Even if no save is due."""
+def test_a_failure_is_raised_by_whatever_comes_next(tmp_path: Path) -> None:
+    """Once: by a step, due or not, by wait and by close."""
     ckpt = checkpointer(_broken(tmp_path))
     ckpt.save(1, state_at(1)).exception()  # type: ignore[union-attr]
     with pytest.raises(sk.EarlierSaveFailed):
         ckpt.step(2, state_at(2))
     ckpt.step(3, state_at(3))
-    ckpt.close()
-
-
-def test_a_failure_is_raised_by_close_and_by_wait(tmp_path: Path) -> None:
-    """Once."""
-    ckpt = checkpointer(_broken(tmp_path))
-    ckpt.save(1, state_at(1))
-    with pytest.raises(sk.EarlierSaveFailed):
-        ckpt.wait()
-    ckpt.save(2, state_at(2))
-    with pytest.raises(sk.EarlierSaveFailed):
-        ckpt.close()
+    for step, call in ((4, ckpt.wait), (5, ckpt.close)):
+        ckpt.save(step, state_at(step))
+        with pytest.raises(sk.EarlierSaveFailed):
+            call()
     ckpt.close()
     with pytest.raises(sk.StateError, match="closed"):
-        ckpt.step(3, state_at(3))
+        ckpt.step(6, state_at(6))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -144,26 +144,30 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
         clock.lease(root, lasts_s=100.0).acquire()
 
 
-def test_a_lease_that_ends_while_it_is_watched_is_free() -> None:
-    """The other job has ended well."""
-    root = MemoryStore()
-    root.put(LEASE_NAME, of_elsewhere())
-    clock = SleepClock(lambda now: root.delete(LEASE_NAME))
-    lease = clock.lease(root)
-    lease.acquire()
-    assert clock.now < 10
-    lease.release()
+RELEASED = json.dumps({**json.loads(of_elsewhere()), "contested": True, "released": True}).encode()
 
 
-def test_takeover_does_not_wait() -> None:
-    """It was asked for."""
+@pytest.mark.parametrize(
+    ("meanwhile", "takeover", "stays"),
+    [
+        (lambda root: root.delete(LEASE_NAME), False, False),
+        (lambda root: root.put(LEASE_NAME, RELEASED, replace=True), False, True),
+        (lambda root: None, True, True),
+    ],
+    ids=["ended", "released", "takeover"],
+)
+def test_a_lease_that_ends_while_it_is_watched_is_free(
+    meanwhile: Callable[[Store], object], takeover: bool, stays: bool
+) -> None:
+    """The other job has ended well, or is not waited for; one that may come back finds a released lease at the end."""
     root = MemoryStore()
-    root.put(LEASE_NAME, of_elsewhere())
-    clock = SleepClock()
-    lease = clock.lease(root, takeover=True)
+    root.put(LEASE_NAME, of_elsewhere())  # as an earlier release wrote it
+    clock = SleepClock(lambda now: meanwhile(root))
+    lease = clock.lease(root, takeover=takeover)
     lease.acquire()
-    assert clock.now == 0
+    assert clock.now == 0 if takeover else clock.now < 10
     lease.release()
+    assert [json.loads(root.get(info.name, limit=999))["released"] for info in root.list()] == [True] * stays
 
 
 def test_it_is_renewed_while_it_is_held() -> None:

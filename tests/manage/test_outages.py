@@ -1,7 +1,6 @@
 """What a job that was away, or a store that fails for a while, must not do to the checkpoints of others."""
 
 import errno
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -114,23 +113,6 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
     with pytest.raises(sk.LeaseLost, match="came and went"):
         lease.check()
     lease.release()
-
-
-def test_a_lease_that_is_released_while_it_is_watched_is_free() -> None:
-    """The holder on another machine has ended; a lease file of an earlier release is understood."""
-    root, now = MemoryStore(), [0.0]
-    old = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": 3}
-    root.put(LEASE_NAME, json.dumps(old).encode())
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        root.put(LEASE_NAME, json.dumps({**old, "contested": True, "released": True}).encode(), replace=True)
-
-    lease = Lease(root, Clock(monotonic=lambda: now[0], sleep=sleep))
-    lease.acquire()
-    assert now[0] < 10
-    lease.release()
-    assert holder_of(root).released
 
 
 # -- stores that fail for a while
