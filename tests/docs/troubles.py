@@ -19,9 +19,9 @@ from torch import nn
 
 import shardkeep as sk
 from shardkeep import errors
+from shardkeep.codecs.base import require_module
 from shardkeep.dist.world import World
 from shardkeep.engine.process.client import writer_manager
-from shardkeep.reports.metrics import import_optional
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.asynchronous.test_process_mode import stop, until_asked
@@ -255,7 +255,7 @@ def not_promoted() -> None:
 
 
 def package_missing() -> None:
-    import_optional("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
+    require_module("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
 
 
 def _found() -> Iterator[tuple[str, Callable[[], object]]]:
