@@ -15,7 +15,7 @@ import torch
 import shardkeep as sk
 from shardkeep.errors import CheckpointNotFound, NotPromoted, StorageError
 from shardkeep.events import Event, PromotionBegan, PromotionFinished, StepSkipped
-from shardkeep.format.record import IndexEntry, Record, Totals
+from shardkeep.format.record import Blob, Record, Totals
 from shardkeep.manage.catalog import Entry
 from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
@@ -45,7 +45,7 @@ def entry(step: int, save_id: str = "a", *, timeline: int = 0, pinned: bool = Fa
         writer="",
         world_size=1,
         totals=Totals(tensors=0, chunks=0, values=0, tensor_bytes=0),
-        index=IndexEntry(name="i", nbytes=0, checksum=""),
+        index=Blob(name="i", nbytes=0, checksum=""),
         files=[],
     )
     kept: dict[str, Any] = {"status": "committed", "record": record, "timeline": timeline, "pinned": pinned, **more}

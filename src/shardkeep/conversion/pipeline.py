@@ -221,7 +221,19 @@ def write_filled(
     @contextmanager
     def take(window: Window, own: memoryview) -> Iterator[memoryview]:
         data = own[: window.nbytes]
-        _gather(by_name[window.job.name], window, data, fill)
+        wanted: list[Wanted] = []
+        late: list[Wanted] = []
+        for row in window.rows:
+            begin, part = int(window.job.start[row]), by_name[window.job.name].parts[row]
+            low, high = max(begin, window.start), min(begin + part.nbytes, window.stop)
+            into = data[low - window.start : high - window.start]
+            if isinstance(part, memoryview):
+                into[:] = part[low - begin : high - begin]
+            else:
+                (late if isinstance(part, LatePart) else wanted).append(Wanted(part, low - begin, high - begin, into))
+        fill(wanted)
+        for each in late:
+            each.into[:] = each.part.make()[each.start : each.stop]
         yield data
 
     def report(nbytes: int) -> None:
@@ -233,23 +245,6 @@ def write_filled(
 
     jobs = [file.job for file in files]
     return write_files(store, jobs, threads=threads, window_nbytes=window_nbytes, take=take, on_written=report)
-
-
-def _gather(file: FileParts, window: Window, data: memoryview, fill: Fill) -> None:
-    wanted: list[Wanted] = []
-    late: list[Wanted] = []
-    for row in window.rows:
-        begin = int(window.job.start[row])
-        part = file.parts[row]
-        low, high = max(begin, window.start), min(begin + part.nbytes, window.stop)
-        into = data[low - window.start : high - window.start]
-        if isinstance(part, memoryview):
-            into[:] = part[low - begin : high - begin]
-        else:
-            (late if isinstance(part, LatePart) else wanted).append(Wanted(part, low - begin, high - begin, into))
-    fill(wanted)
-    for each in late:
-        each.into[:] = each.part.make()[each.start : each.stop]
 
 
 def write_parts(

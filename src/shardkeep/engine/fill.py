@@ -28,7 +28,7 @@ from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
 from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole, widen
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
-from shardkeep.format.record import IndexEntry, Record, Totals, data_sizes
+from shardkeep.format.record import Blob, Record, Totals, data_sizes
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Overlap, ReadRequests, Scatter, plan_files, plan_load
@@ -275,7 +275,7 @@ def _source_of_items(
             writer="",
             world_size=1,
             totals=Totals(tensors=0, chunks=0, values=0, tensor_bytes=0),
-            index=IndexEntry(name="", nbytes=0, checksum=""),
+            index=Blob(name="", nbytes=0, checksum=""),
             files=files.entries,
         ),
         index=build_index(

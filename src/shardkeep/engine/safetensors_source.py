@@ -32,7 +32,7 @@ from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled,
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
 from shardkeep.format.index import Index, build_index, strings_of
-from shardkeep.format.record import RECORD_NAME, FileEntry, IndexEntry, Record, Totals
+from shardkeep.format.record import RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.format.values import Container, encode_tree
 from shardkeep.layouts import native
 from shardkeep.layouts import safetensors as layout
@@ -427,7 +427,7 @@ def _checkpoint(
             values=len(kept.values) if kept else 0,
             tensor_bytes=sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in catalog.values()),
         ),
-        index=IndexEntry(name=name, nbytes=nbytes, checksum=checksum_text(together)),
+        index=Blob(name=name, nbytes=nbytes, checksum=checksum_text(together)),
         files=[
             FileEntry(name=file.path, nbytes=file.nbytes, header_nbytes=0, block_nbytes=0, checksum="")
             for file in headers

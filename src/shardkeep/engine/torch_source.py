@@ -35,7 +35,7 @@ from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
 from shardkeep.format.pickles import unsealed
-from shardkeep.format.record import FileEntry, IndexEntry, Record, Totals, data_sizes
+from shardkeep.format.record import Blob, FileEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
 from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
@@ -306,7 +306,7 @@ def find_torch(store: ReadableStore) -> FoundCheckpoint:
             values=len(metadata.objects),
             tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
         ),
-        index=IndexEntry(name=layout.METADATA_NAME, nbytes=len(data), checksum=checksum),
+        index=Blob(name=layout.METADATA_NAME, nbytes=len(data), checksum=checksum),
         files=[],
     )
     return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,23 +161,18 @@ class Index:
 
 def encode_index(index: Index) -> bytes:
     """Encode an index, whose keys must be sorted by their UTF-8 bytes, and chunks by tensor."""
-    return _packed(
-        {
-            "keys": np.frombuffer(index.keys.data, np.uint8),
-            "key_ends": index.keys.ends,
-            **vars(index.tensors),
-            "chunk_ends": index.chunk_ends,
-            **vars(index.chunks),
-            "value_keys": np.frombuffer(index.value_keys.data, np.uint8),
-            "value_key_ends": index.value_keys.ends,
-            "values": np.frombuffer(index.value_data.data, np.uint8),
-            "value_ends": index.value_data.ends,
-            "tree": np.frombuffer(index.tree, np.uint8),
-        }
-    )
-
-
-def _packed(sections: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    sections = {
+        "keys": np.frombuffer(index.keys.data, np.uint8),
+        "key_ends": index.keys.ends,
+        **vars(index.tensors),
+        "chunk_ends": index.chunk_ends,
+        **vars(index.chunks),
+        "value_keys": np.frombuffer(index.value_keys.data, np.uint8),
+        "value_key_ends": index.value_keys.ends,
+        "values": np.frombuffer(index.value_data.data, np.uint8),
+        "value_ends": index.value_data.ends,
+        "tree": np.frombuffer(index.tree, np.uint8),
+    }
     table: _Table = []
     body = bytearray()
     for name, column in sections.items():

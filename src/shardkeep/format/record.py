@@ -100,10 +100,6 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
         return [*super().at_rest, (self.blocks, data_file.sidecar_nbytes(blocks))]
 
 
-class IndexEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
-    """The index file. Its checksum covers the whole file."""
-
-
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """How much is in the checkpoint."""
 
@@ -125,7 +121,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     meta: dict[str, Any] = {}
     totals: Totals
-    index: IndexEntry
+    index: Blob
+    """The index file; its checksum covers all of it."""
     files: list[FileEntry]
     chains: list[Recorded] = []
     """The codec chains of the files."""

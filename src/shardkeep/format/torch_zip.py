@@ -85,11 +85,6 @@ def _padding(nbytes: int, alignment: int) -> bytes:
     return struct.pack("<2s1H", b"FB", nbytes - 4) + b"Z" * (nbytes - 4) if nbytes else b""
 
 
-@lru_cache(maxsize=4096)
-def _before_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    return _before_storages(_pickled(dtype, shape))
-
-
 def _before_storages(pickled: bytes) -> tuple[bytes, bytes]:
     """Return the entries before the storages, and their directory entries."""
     entries, directory = bytearray(), b""
@@ -118,15 +113,16 @@ def _ends(storages: int, start: int, nbytes: int) -> bytes:
     )
 
 
-def _pickled(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle that rebuilds a row-major tensor, as torch writes it."""
+@lru_cache(maxsize=4096)
+def _before_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the entries before a row-major tensor, with the pickle that torch writes for it, and their directory entries."""
     elements = math.prod(shape)
     storage, rebuild, last = _STORAGE_OF.get(dtype.name), b"_rebuild_tensor_v2", b""
     if storage is None:
         rebuild, last = b"_rebuild_tensor_v3", b"ctorch\n" + dtype.name.encode() + b"\n"
     kind = f"ctorch\n{storage}\n" if storage else "ctorch.storage\nUntypedStorage\n"
     strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
-    return (
+    return _before_storages(
         b"\x80\x02ctorch._utils\n" + rebuild + b"\n((X\x07\0\0\0storage" + kind.encode()
         + b"X\x01\0\0\x000X\x03\0\0\0cpu" + _int(elements if storage else elements * dtype.itemsize) + b"tQK\0"
         + _tuple(shape) + _tuple(strides) + b"\x89ccollections\nOrderedDict\n)R" + last + b"tR."

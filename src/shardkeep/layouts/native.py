@@ -41,8 +41,8 @@ from shardkeep.format.index import Index, decode_index, encode_index
 from shardkeep.format.record import (
     MAX_RECORD_NBYTES,
     RECORD_NAME,
+    Blob,
     FileEntry,
-    IndexEntry,
     Record,
     Totals,
     authenticated_bytes,
@@ -247,7 +247,7 @@ def publish(
             values=len(index.value_keys),
             tensor_bytes=tensor_bytes,
         ),
-        index=IndexEntry(name=name, nbytes=len(data), checksum=checksum),
+        index=Blob(name=name, nbytes=len(data), checksum=checksum),
         files=files,
         chains=[each.recorded for each in chains],
     )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,8 +26,14 @@ from shardkeep.storage.local import PathStore
 ALIGNMENT = 4096
 """Data begins at a multiple of this in files written here: on a page, for direct I/O."""
 _FIRST_NBYTES = 64 << 10
-_LARGEST = (1 << 63) - 1
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _BY_SAFETENSORS = {row.safetensors: row for row in DTYPES if row.safetensors is not None}
+
+
+class _HeaderEntry(msgspec.Struct):
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +129,14 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _part(path: str, key: str, entry: Any, data_start: int) -> HeaderTensor:
     where = f"{path}: tensor {key!r}"
     details = {"file": path, "key": key}
-    if not isinstance(entry, dict):
-        raise MalformedFile(f"{where} is described by {type(entry).__name__}, not by an object", **details)
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
-    if not _numbers(shape) or not _numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedFile(f"{where} has shape {shape!r} and data_offsets {offsets!r}", **details)
-    dtype = _BY_SAFETENSORS.get(str(entry.get("dtype")))
+    try:
+        said = msgspec.convert(entry, _HeaderEntry)
+    except msgspec.ValidationError as exc:
+        raise MalformedFile(f"{where} is not described as in safetensors files: {exc}", **details) from exc
+    shape, (begin, end), dtype = said.shape, said.data_offsets, _BY_SAFETENSORS.get(said.dtype)
     if dtype is None:
         raise MalformedFile(
-            f"{where} is of dtype {entry.get('dtype')!r}, which torch has no type for",
+            f"{where} is of dtype {said.dtype!r}, which torch has no type for",
             hint="is the file newer than this shardkeep?",
             **details,
         )
@@ -140,18 +144,13 @@ def _part(path: str, key: str, entry: Any, data_start: int) -> HeaderTensor:
         if not shape or shape[-1] % dtype.packed:
             raise MalformedFile(f"{where} of {dtype.safetensors} has shape {shape}: not in whole bytes", **details)
         shape = [*shape[:-1], shape[-1] // dtype.packed]
-    part = HeaderTensor(dtype, tuple(shape), data_start + offsets[0])
-    if part.nbytes != offsets[1] - offsets[0]:
+    part = HeaderTensor(dtype, tuple(shape), data_start + begin)
+    if part.nbytes != end - begin:
         raise MalformedFile(
-            f"{where}: shape {shape} of {dtype.name} takes {part.nbytes} bytes, "
-            f"and data_offsets {offsets} are {offsets[1] - offsets[0]}",
+            f"{where}: shape {shape} of {dtype.name} takes {part.nbytes} bytes, and data_offsets {begin} to {end} do not",
             **details,
         )
     return part
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
 
 
 def _check_whole(path: str, parts: Mapping[str, HeaderTensor], data_start: int, total: int) -> None:
