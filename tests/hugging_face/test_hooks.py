@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 from safetensors.torch import save_file
 
@@ -148,25 +149,29 @@ class Kept(theirs.DefaultSavePlanner):
     """Torch's planner; its kept plans are the class's, by its name."""
 
 
-def save_with_torchs_kept_plans(folder, distributed):
+def save_again_and_again(folder, kind, distributed):
     for kept in [each for name, each in vars(theirs.SavePlanner).items() if name.startswith("_cached")]:
         kept.clear()
-    planner = Kept(enable_plan_caching=True)
+    planner = kind(enable_plan_caching=True)
     found = []
-    for turn in range(3):
-        state = {"w": numbered(4, 3) + turn, "x": numbered(7) + turn}
+    for turn in range(4):
+        state = {"w": numbered(4, 3) + turn, "x": numbered(7) + turn, "y": numbered(9) + turn}
         place = os.path.join(folder, str(turn % 2))
         writer = hf_storage.HuggingFaceStorageWriter(place, save_distributed=distributed)
         quietly(state_dict_saver.save, state, storage_writer=writer, planner=planner)
         into = {key: torch.zeros_like(value) for key, value in state.items()}
         found.append(same(load("ours", into, place), state))
+        dist.barrier()
     return found
 
 
-@pytest.mark.parametrize(("ranks", "distributed"), [(1, False), (2, True)])
-def test_plans_that_torchs_planner_kept(rank_pool, tmp_path, ranks, distributed):
-    """The files of a save are those that were decided on for it, also where torch's planner gives a plan it kept."""
-    assert rank_pool.run(ranks, save_with_torchs_kept_plans, str(tmp_path), distributed) == [[[]] * 3] * ranks
+@pytest.mark.parametrize(
+    ("ranks", "kind", "distributed"),
+    [(1, Kept, False), (2, Kept, True), *((n, dcp.DefaultSavePlanner, way) for n in (1, 2) for way in (False, True))],
+)
+def test_plans_that_are_used_again(rank_pool, tmp_path, ranks, kind, distributed):
+    """Where ranks only say that their plans have not changed, to our planner or torch's, each save is the new one."""
+    assert rank_pool.run(ranks, save_again_and_again, str(tmp_path), kind, distributed) == [[[]] * 4] * ranks
 
 
 def test_what_is_loaded_is_known_to_autograd(tmp_path):

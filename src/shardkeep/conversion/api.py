@@ -369,11 +369,7 @@ def check_different_place(origin: Store, target: Store) -> None:
 
 @contextmanager
 def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> Iterator[None]:
-    """
-    Remove checkpoints of other layouts from a place after the block has written a new one there.
-
-    If the block fails, they stay, and directories that were made for the new one are removed.
-    """
+    """Remove checkpoints of other layouts once the block has written a new one; if it fails, all is as it was."""
     to = store.url
     old = _other_layout_files(store, layout)
     if old and not overwrite:

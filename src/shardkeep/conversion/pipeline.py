@@ -116,11 +116,7 @@ def file_parts(
     block_nbytes: int | None = None,
     sidecar: bool = False,
 ) -> FileParts:
-    """
-    Lay parts end to end in a file. Each stored part must begin at a multiple of its elements' size.
-
-    `header`, `block_nbytes` and `sidecar` are for native data files, as in `FileJob`; other files hold no digests.
-    """
+    """Lay parts end to end, each at a multiple of its elements' size; the rest is for native files, as in `FileJob`."""
     filled = [part for part in parts if part.nbytes]
     ends = np.cumsum([part.nbytes for part in filled], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -210,11 +206,7 @@ def write_filled(
     window_nbytes: int,
     progress: Progress | None = None,
 ) -> list[bytes]:
-    """
-    Write files whose parts `fill` provides, durable on return; if anything fails, all of them are removed.
-
-    Returns the digests of each file's blocks.
-    """
+    """Write files of parts that `fill` provides, all durable or none there; return the digests of each one's blocks."""
     by_name = {file.job.name: file for file in files}
     total, done, lock = sum(file.job.data_nbytes for file in files), 0, threading.Lock()
 
@@ -250,11 +242,7 @@ def write_filled(
 def write_parts(
     store: WritableStore, files: Sequence[FileParts], source: Source, options: Options, progress: Progress | None = None
 ) -> tuple[list[bytes], set[int]]:
-    """
-    Write files of parts of a checkpoint, durable on return; if anything fails, all of them are removed.
-
-    Returns the digests of each file's blocks, and rows of tensors with finite numbers that became infinite.
-    """
+    """Write files of parts of a checkpoint, as `write_filled` does; also return the rows of `PartReader.infinite`."""
     threads, window = limits(options, store, source.store)
     reader = PartReader(source, budget_nbytes=2 * window)
     digests = write_filled(store, files, reader.fill, threads=threads, window_nbytes=window, progress=progress)
@@ -269,11 +257,7 @@ def verify_written(
     *,
     entries: Sequence[FileEntry] | None = None,
 ) -> None:
-    """
-    Read files back, every byte; `ChecksumMismatch` if they are not what was meant to be written.
-
-    `entries` are what the commit record will say of the files, where that differs from `file_entry`.
-    """
+    """Read every byte of files back, which the record will describe by `entries`; `ChecksumMismatch` for wrong ones."""
     threads, window = limits(options, store)
     known: DigestCache = {}
     entries = [file_entry(file.job) for file in files] if entries is None else entries

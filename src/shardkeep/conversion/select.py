@@ -153,11 +153,7 @@ def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int
 
 
 def drop_leaves(source: Source, drop: Patterns) -> Source:
-    """
-    Return a checkpoint without the leaves of these names: a smaller index over the same files.
-
-    `StateError` if a pattern matches no name, or only some items of a list would be dropped.
-    """
+    """Return a checkpoint without the leaves of these names: a smaller index over the same files."""
     if drop is None:
         return source
     tree = decode_tree(source.index.tree)

@@ -116,12 +116,7 @@ def write_archive(
     progress: pipeline.Progress | None = None,
     windows: tuple[int, int] | None = None,
 ) -> int:
-    """
-    Write an archive to `path`, as `destination` returns it, and return its size.
-
-    `windows` are how many threads to use, and how large a window of each is. A `StorageError` has errno EEXIST if something
-    is there that may not be replaced, and EFBIG if the archive is too large to replace it in one step.
-    """
+    """Write an archive to a `destination`, and return its size; EEXIST or EFBIG if it cannot replace what is there."""
     options = options or Options()
     layout = ArchiveLayout(pickled.data, [storage.nbytes for storage in pickled.storages])
     sums = _Checksums(layout, pickled.storages)
@@ -342,11 +337,7 @@ def open_blob(url: str) -> BlobReader:
 
 
 def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> str:
-    """
-    Return where the file goes: its path, with links resolved, or its URL.
-
-    `make_directory`: the directory may be missing, and is made when the file is written. `torch.save` makes none.
-    """
+    """Return where a file goes, links resolved; unless `make_directory`, its directory must be there, as for torch.save."""
     if isinstance(path, str) and is_blob_url(path):
         return path
     where = os.path.realpath(file_path(path))

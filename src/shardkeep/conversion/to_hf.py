@@ -50,12 +50,7 @@ def write_model(
     progress: pipeline.Progress | None,
     replaces_others: bool = False,
 ) -> pipeline.Written:
-    """
-    Make these tensors the model of a place, in files of at most `max_shard_bytes` unless a tensor is larger.
-
-    `metadata` goes into the header of the first file, and all files of the place `config` except weights are copied.
-    With `replaces_others` the caller removes checkpoints of other layouts.
-    """
+    """Make tensors the model of a place; `metadata` goes into the first file, and files beside `config` are copied."""
     if is_single_file(store):
         raise CheckpointExists(f"{store.url} is a file", hint="give a directory")
     others = set() if replaces_others else {RECORD_NAME, METADATA_NAME}.intersection(names_in(store))
@@ -174,11 +169,7 @@ def write_model_files(
     options: Options,
     progress: pipeline.Progress | None = None,
 ) -> set[int]:
-    """
-    Write files under the names they have before they are published, and read them back.
-
-    Returns the rows of tensors with finite numbers that became infinite.
-    """
+    """Write files under their names before they are published, and read them back; return the rows that became infinite."""
     written = [replace(file, job=replace(file.job, name=names.written(file.job.name))) for file in files]
     digests, infinite = pipeline.write_parts(store, written, source, options, progress)
     pipeline.verify_written(store, written, digests, options)

@@ -70,11 +70,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def flat_range_to_boxes(shape: Ints, start: int, stop: int) -> Iterator[Box]:
-    """
-    Cut elements `start..stop` of a row-major tensor into boxes, in order, each contiguous in that order.
-
-    There are at most `2 * ndim - 1` of them: a ragged head, whole rows and a ragged tail for each axis.
-    """
+    """Cut elements `start..stop` of a row-major tensor into at most `2 * ndim - 1` contiguous boxes, in order."""
     if start >= stop:
         return
     if not shape:
@@ -124,11 +120,7 @@ class Stripes(NamedTuple):
 
 
 def stripes(sizes: Ints, one: Ints, other: Ints) -> Stripes | None:
-    """
-    Describe a box of these sizes as stripes of two memories, which hold its elements at these strides.
-
-    Returns None if that takes more than two axes, after axes that are contiguous in both memories were joined.
-    """
+    """Describe a box as stripes of two memories with these strides; None if that takes more than two axes."""
     axes: list[tuple[int, int, int]] = []  # from the innermost: size and strides
     for n, a, b in zip(reversed(sizes), reversed(one), reversed(other), strict=True):
         if n == 1:
@@ -209,11 +201,7 @@ def boxes_overlap(shard1: BoxLike, shard2: BoxLike) -> bool:
 
 
 def overlap_region(saved_shard: BoxLike, current_shard: BoxLike) -> list[tuple[int, int, int, int]]:
-    """
-    Return the common part of two boxes that overlap.
-
-    For each axis: its number, where the part begins in the saved box and in the current one, and its length.
-    """
+    """Return for each axis its number, where the common part begins in the saved and in the current box, and its length."""
     axes = zip(saved_shard.offsets, saved_shard.sizes, current_shard.offsets, current_shard.sizes, strict=True)
     region = []
     for axis, (saved, saved_size, current, current_size) in enumerate(axes):
@@ -224,11 +212,7 @@ def overlap_region(saved_shard: BoxLike, current_shard: BoxLike) -> list[tuple[i
 
 
 def overlaps(wanted: Sequence[BoxLike], stored: Sequence[BoxLike]) -> list[tuple[int, int]]:
-    """
-    Return the pairs (of `wanted`, of `stored`) that overlap, in order.
-
-    The stored boxes are sorted along the axis that divides them most, so that each wanted box is compared with few.
-    """
+    """Return the pairs (of `wanted`, of `stored`) that overlap, in order, by a search along the axis that divides most."""
     if not wanted or not stored:
         return []
     axes = range(len(wanted[0].offsets))
@@ -247,12 +231,7 @@ def overlaps(wanted: Sequence[BoxLike], stored: Sequence[BoxLike]) -> list[tuple
 
 
 def clashes(boxes: Sequence[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
-    """
-    Return pairs of boxes that overlap; empty if and only if no two boxes overlap.
-
-    Boxes are divided along each axis wherever no box crosses the cut, so that the boxes of a grid are soon alone. Only
-    boxes that cannot be divided are compared in pairs.
-    """
+    """Return pairs of boxes that overlap; they are divided wherever no box crosses a cut, and only the rest is compared."""
     found: list[tuple[BoxLike, BoxLike]] = []
     pending = [[box for box in boxes if all(box.sizes)]]
     while pending:
@@ -403,11 +382,7 @@ _MOST_EXPLAINED = 4096
 
 
 def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bool_]:
-    """
-    Return for each tensor whether its boxes tile it.
-
-    `tensor` gives each box's tensor and is sorted; boxes lie inside their tensors and are not empty.
-    """
+    """Return for each tensor whether its boxes, inside it and not empty, tile it; `tensor`, of each box, is sorted."""
     rng = default_rng()
     sums = np.ones(len(boxes), np.uint64)
     expected = np.ones(len(shapes), np.uint64)

@@ -210,11 +210,7 @@ def _archive_in(data: bytes, where: str) -> _Archive:
 
 
 def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
-    """
-    Find the tensor in an archive of `nbytes`; raise `MalformedFile` if it is no archive of `torch.save`.
-
-    Returns None for what is not a dense tensor in the byte order of this machine: only torch can read that.
-    """
+    """Find the tensor in an archive; None for what only torch can read: not dense, or in another byte order."""
     archive = _Archive(get, nbytes, where)
     described, order = archive.described(), archive.find("byteorder")
     little = order is None or get(order.start, order.nbytes) == b"little"
@@ -385,11 +381,7 @@ class ArchiveLayout:
         """Size of the whole archive."""
 
     def before(self, number: int, crcs: Sequence[int]) -> bytes:
-        """
-        Return what stands between storage `number` and the one before it; past the last one, what ends the archive.
-
-        `crcs` are the CRC-32 of at least the storages before that number.
-        """
+        """Return what stands before storage `number`, or ends the archive, given the CRC-32 of all storages before it."""
         parts = [self._entries] if number == 0 else [_descriptor(self.sizes[number - 1], crcs[number - 1])]
         if number < len(self.sizes):
             parts.append(_header(number, self.sizes[number], self._headers[number]))

@@ -81,11 +81,7 @@ class _NotHereError(Exception):
 
 
 def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
-    """
-    Encode one plain value; `decode_value` gives it back with the same type and bits.
-
-    Raises `UnsupportedLeaf` for what has no safe stored form without `allow_pickle`, contains itself or is nested too deep.
-    """
+    """Encode one plain value; `UnsupportedLeaf` if it has no safe form, contains itself or is nested too deep."""
     call = _Call(key, allow_pickle)
     try:
         return _pack(value, call, 0)
@@ -94,12 +90,7 @@ def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
 
 
 def decode_value(data: bytes, *, key: str, allow_pickle: bool = False, like: Any = None) -> Any:
-    """
-    Decode what `encode_value` wrote.
-
-    `like` is the present value: its class decodes an enum member whose class sits in no module. Raises `MalformedFile` for
-    bytes that break the rules, and `PickleRefused` for pickles unless they are allowed.
-    """
+    """Decode what `encode_value` wrote; the class of `like` finds an enum member whose class sits in no module."""
     try:
         return _decode(data) if data[0] in _SCALAR_BYTES else _unpack(data, _Call(key, allow_pickle, like), 0)
     except CheckpointError:
@@ -724,12 +715,7 @@ def _build(columns: Any) -> Node:
 
 
 def merge_trees(nodes: Sequence[Node]) -> Node:
-    """
-    Merge the skeletons of all ranks: the children of the first rank in its order, then those that only others have.
-
-    Raises `InvalidShards` where ranks disagree about a container or the type of a key, `KeyCollision` where paths of
-    different ranks have the same flat name.
-    """
+    """Merge the skeletons of all ranks, in the order of the first; `InvalidShards` or `KeyCollision` where they disagree."""
     different = list(dict.fromkeys(nodes))
     if len(different) < 2:
         return different[0] if different else Container("dict", ())

@@ -34,22 +34,12 @@ from shardkeep._version import __version__
 from shardkeep.codecs.base import without_keys
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import checksum_of, put_coded
+from shardkeep.format import record as record_format
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Index, decode_index, encode_index
-from shardkeep.format.record import (
-    MAX_RECORD_NBYTES,
-    RECORD_NAME,
-    Blob,
-    FileEntry,
-    Record,
-    Totals,
-    authenticated_bytes,
-    decode_record,
-    encode_record,
-    versioned,
-)
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.storage.base import ReadableStore, SmallFiles, Store, Version, decode_or_reread, warn_reread_ok
 
@@ -131,7 +121,9 @@ def record_in(store: Store) -> Record:
     def read() -> bytes:
         return store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
 
-    return decode_or_reread(read(), lambda data: decode_record(data, where), read, name=where, same=_perhaps_same)
+    return decode_or_reread(
+        read(), lambda data: record_format.decode_record(data, where), read, name=where, same=_perhaps_same
+    )
 
 
 def _perhaps_same(first: bytes | bytearray, second: bytes | bytearray) -> bool | None:
@@ -156,11 +148,7 @@ def _other_files(store: SmallFiles) -> str:
 
 
 def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
-    """
-    Read and check the index of a record; read it again if it arrives damaged.
-
-    `chain` is the codec chain that it went through, if any; `store` is then a store that decodes.
-    """
+    """Read and check an index, twice if it arrives damaged; with a `chain`, `store` is one that decodes."""
     entry = record.index
     if entry.chain is not None and chain is None:
         raise errors.CheckpointError(
@@ -262,10 +250,10 @@ def publish(
             record.index, chain=index_chain, stored_nbytes=seal.stored_nbytes, table_checksum=seal.table_checksum
         )
         record = replace(record, index=coded)
-    record = signed(versioned(record), chain)
-    encoded = encode_record(record)
+    record = signed(record_format.versioned(record), chain)
+    encoded = record_format.encode_record(record)
     _check_size("commit record", encoded, MAX_RECORD_NBYTES)
-    _check_readable(lambda: decode_record(encoded, "the commit record"))
+    _check_readable(lambda: record_format.decode_record(encoded, "the commit record"))
     try:
         # The record must be written last, because a reader that sees it trusts every file it names.
         store.put(RECORD_NAME, encoded, over=over)
@@ -280,7 +268,7 @@ def _beaten(store: ReadableStore) -> errors.CheckpointError:
     """Explain, as far as possible, why the record in place is not the one that this save was to replace."""
     winner = ""
     try:
-        record = decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
+        record = record_format.decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
         step = "" if record.step is None else f"step {record.step}, "
         winner = f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
     except errors.BlobNotFound:
@@ -341,5 +329,5 @@ def check_signature(record: Record, chains: Sequence[CodecChain]) -> None:
 
 
 def _mac(record: Record, chain: CodecChain) -> str | None:
-    code = chain.mac(authenticated_bytes(record, [without_keys(each) for each in record.chains]))
+    code = chain.mac(record_format.authenticated_bytes(record, [without_keys(each) for each in record.chains]))
     return None if code is None else f"hmac_sha256:{code.hex()}"

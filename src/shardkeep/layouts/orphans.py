@@ -136,11 +136,7 @@ def survey(store: Store, gone: Collection[str] = ()) -> Survey:
 
 
 def deletable(store: Store, found: Survey) -> list[str]:
-    """
-    Return the orphans of a survey: files of saves that are over and that belong to no checkpoint.
-
-    Raises `DamagedCheckpoint` or `UnsupportedVersion` for a commit record that may be repaired: nothing must be deleted.
-    """
+    """Return the orphans of a survey; raises for a commit record that may be repaired: then nothing must be deleted."""
     if not found.dead and not found.ended:
         return []
     try:

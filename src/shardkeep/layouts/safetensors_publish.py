@@ -181,11 +181,7 @@ def made_by_writer(folder: ModelDirectory, name: str) -> bool:
 
 
 def prepare_directory(store: Store) -> ModelDirectory:
-    """
-    Make a place ready for a save: finish what was interrupted, and remove what never will be published.
-
-    Raises `CheckpointExists` if another save to the same store began or was published at the same time.
-    """
+    """Finish what was interrupted in a place, and remove what will never be published; raises as `begin_save` does."""
     if not can_rename(store):
         return _prepare_store(store)
     path = store.url
@@ -199,11 +195,7 @@ def prepare_directory(store: Store) -> ModelDirectory:
 
 
 def begin_save(store: Store, save_id: str, folder: ModelDirectory) -> SaveNames:
-    """
-    Begin to write files beside what `prepare_directory` found: until `publish_model`, only that counts.
-
-    Raises `CheckpointExists` if another save to the same store has begun since.
-    """
+    """Begin to write beside what was found, which alone counts for now; `CheckpointExists` if another save has begun."""
     if can_rename(store):
         return SaveNames(save_id, renames=True)
     _pin(store, save_id, folder)

@@ -139,11 +139,7 @@ HOMES: dict[str, tuple[str, ...]] = {
 
 
 def unpickle_metadata(data: bytes, names: Names, *, where: str) -> Any:
-    """
-    Load the pickle in `.metadata`, verified by its seal if it has one.
-
-    Only `names`, plain values and what the user declared safe may occur in it, unless the user allows pickles.
-    """
+    """Load a sealed `.metadata` of `names`, plain values and safe globals; of anything if the user allows pickles."""
     raw = unsealed(data, where)
     if Options().allow_pickle:
         trusted = {

@@ -65,11 +65,7 @@ def set_sums(metadata: Metadata, sums: Mapping[str, torch_layout.Sums]) -> None:
 
 
 def decode_metadata(data: bytes, *, where: str) -> Metadata:
-    """
-    Read metadata that we or torch wrote.
-
-    Raises `DamagedCheckpoint`, or `PickleRefused` for a class that is neither torch's for this purpose nor a safe global.
-    """
+    """Read metadata that we or torch wrote; `PickleRefused` if they name a class that does not belong there."""
     found = torch_layout.unpickle_metadata(data, _known(), where=where)
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise MalformedFile(f"{where}: no metadata of a checkpoint, but a {type(found).__name__}", file=where)

@@ -118,11 +118,7 @@ class Commit:
             self.remove(self._abandoned(name, keep, began_s))
 
     def _check_written(self, sums: Mapping[str, Sums], own: Collection[str]) -> None:
-        """
-        Check the sizes of all data files: another save into the same place may have removed or replaced one.
-
-        The files of other ranks may be in local directories of other machines, where this rank cannot see them.
-        """
+        """Check the sizes of all data files that this rank can see: another save here may have removed or replaced one."""
         if self._store is None:
             return
         sizes: dict[str, int] = {}

@@ -591,11 +591,7 @@ def to_ours(value: Any) -> Any:
 
 
 def protocol_classes_of(party: object) -> Classes:
-    """
-    Return the classes that a planner or a storage expects: torch's if it derives from torch's, else ours.
-
-    A `StorageMeta` stands for the storage that returned it.
-    """
+    """Return the classes that a planner, a storage or its `StorageMeta` expects: torch's if it derives from torch's."""
     for kind in type(party).__mro__:
         if kind.__name__ in _PARTIES and kind.__module__.startswith("torch.distributed.checkpoint."):
             return _torchs_classes()

@@ -300,11 +300,7 @@ def files_of(items: Sequence[protocol.WriteItem], numbers: Numbers, by: Split) -
 
 
 def number_whole(plans: Sequence[protocol.SavePlan], mapping: Mapping[str, int] | None, by: Split) -> list[Numbers]:
-    """
-    Number the files of a save of whole tensors, of which mostly rank 0 has all.
-
-    Where several ranks have tensors for one file, each writes a file of its own.
-    """
+    """Number the files of a save of whole tensors: where several ranks have some for one file, each writes its own."""
     for plan in plans:
         for item in plan.items:
             data = item.tensor_data
@@ -337,11 +333,7 @@ _OURS = "shardkeep"
 
 
 class HuggingFaceStorageWriter(FileSystemWriter):
-    """
-    Writes tensors as a Hugging Face model.
-
-    Such a model holds only tensors; other objects are refused.
-    """
+    """Writes tensors as a Hugging Face model; other objects are refused."""
 
     def __init__(
         self,

@@ -176,12 +176,7 @@ def write_hf_files(
     threads: int,
     window_nbytes: int,
 ) -> dict[int, int]:
-    """
-    Write the items of each file, under the names that `names` gives them; return the bytes of each item, by identity.
-
-    `resolve` returns the tensor of an item. `file_count` is how many files all ranks together write in this save; None
-    if that is not known.
-    """
+    """Write the items of each file; return the bytes of each item, by identity. `file_count` is of all ranks' files."""
     metadata = {safetensors.SAVE_ID_KEY: names.save_id}
     if file_count is not None:
         metadata[safetensors.FILE_COUNT_KEY] = str(file_count)

@@ -314,11 +314,7 @@ class _Chunks:
 
 
 class _OnAccess(MutableMapping[Any, Any]):
-    """
-    A mapping whose values are made on access, and whose keys are listed only when all of them are needed.
-
-    It may be changed, like the dicts in torch's metadata: then all values are made.
-    """
+    """A mapping whose values are made on access, and its keys when all are needed; once it is changed, all are made."""
 
     def __init__(
         self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], catalog: Mapping[str, CatalogEntry]
