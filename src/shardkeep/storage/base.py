@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
-from shardkeep.errors import CheckpointError, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
+from shardkeep.errors import BlobNotFound, CheckpointError, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
 from shardkeep.events import log_safely
 from shardkeep.format.record import RECORD_NAME
 
@@ -410,15 +410,18 @@ def check_fits(where: str, name: str, offset: int, nbytes: int, room: int, *, is
         raise StorageError(message, name=name, offset=offset, errno=errno.EINVAL)
 
 
-def name_taken(where: str, name: str) -> StorageError:
-    """Make the error of a blob that already exists."""
-    return StorageError(f"{where}: cannot create: File exists (errno EEXIST)", name=name, errno=errno.EEXIST)
+def conflict(where: str, name: str, over: Version | None = None) -> StorageError:
+    """Make the error of a blob that already exists, or that no longer has the version which a `put` is `over`."""
+    what = "cannot create: File exists" if over is None else "cannot put: it was replaced or deleted by another writer"
+    return StorageError(f"{where}: {what} (errno EEXIST)", name=name, errno=errno.EEXIST)
 
 
-def version_conflict(where: str, name: str) -> StorageError:
-    """Make the error of a `put` over a version that is no longer current."""
-    message = f"{where}: cannot put: it was replaced or deleted by another writer (errno EEXIST)"
-    return StorageError(message, name=name, errno=errno.EEXIST)
+def holds(get: Callable[..., bytes], name: str, data: Any) -> bool:
+    """Return whether a blob exists and holds exactly these bytes."""
+    try:
+        return get(name, limit=len(data)) == bytes(data)
+    except (BlobNotFound, MalformedFile):
+        return False
 
 
 def check_limit(where: str, name: str, nbytes: int, limit: int) -> None:

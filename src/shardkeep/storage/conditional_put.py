@@ -16,8 +16,8 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
-from shardkeep.errors import BlobNotFound, MalformedFile, StorageError
-from shardkeep.storage.base import Version, check_name, name_taken, version_conflict
+from shardkeep.errors import BlobNotFound, StorageError
+from shardkeep.storage.base import Version, check_name, conflict, holds
 from shardkeep.storage.retry import call_with_retries
 
 _RETRIES = 3
@@ -69,9 +69,9 @@ class ConditionalPuts(ABC):
                 # Some services answer "not found" where a blob to replace is gone: the condition does not hold.
                 if error.errno == errno.EEXIST or (over is not None and isinstance(error, BlobNotFound)):
                     # A retried request may have been refused because its first attempt succeeded.
-                    if (unsure or error.details.get("retried")) and self._holds(name, data):
+                    if (unsure or error.details.get("retried")) and holds(self.get, name, data):
                         return
-                    raise self._refused(name, over) from None
+                    raise conflict(f"{self.url}/{name}", name, over) from None
                 unsure = True
                 raise
 
@@ -88,18 +88,8 @@ class ConditionalPuts(ABC):
             )
         with self._lock:
             if self.version(name) != over:
-                raise self._refused(name, over)
+                raise conflict(f"{self.url}/{name}", name, over)
             self._send(name, data)
         time.sleep(self._settle_s)
-        if not self._holds(name, data):
-            raise self._refused(name, over)
-
-    def _holds(self, name: str, data: Any) -> bool:
-        try:
-            return self.get(name, limit=len(data)) == bytes(data)
-        except (BlobNotFound, MalformedFile):
-            return False
-
-    def _refused(self, name: str, over: Version | None) -> StorageError:
-        where = f"{self.url}/{name}"
-        return name_taken(where, name) if over is None else version_conflict(where, name)
+        if not holds(self.get, name, data):
+            raise conflict(f"{self.url}/{name}", name, over)

@@ -226,7 +226,7 @@ class FsspecStore(ConditionalPuts):
         with self._lock:
             with fs_errors("cannot create", self.url, name):
                 if self.fs.exists(path):
-                    raise base.name_taken(f"{self.url}/{name}", name)
+                    raise base.conflict(f"{self.url}/{name}", name)
             return FsspecWriter(self, name, nbytes)
 
     def open(self, name: str) -> FsspecReader:

@@ -608,7 +608,7 @@ class LocalStore:
                 if replace or over is not None:
                     with directory_lock(self._path):
                         if over is not None and self.version(name) != over:
-                            raise base.version_conflict(os.path.join(self.url, name), name)
+                            raise base.conflict(os.path.join(self.url, name), name, over)
                         os.replace(temporary, path)
                 else:
                     try:

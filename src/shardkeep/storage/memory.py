@@ -75,10 +75,8 @@ class MemoryStore:
     def _add(self, blob: _MemoryBlob, name: str, *, replace: bool = False, over: base.Version | None = None) -> None:
         with self._lock:
             there = self._blobs.get(name)
-            if over is not None and (there is None or there.version != over):
-                raise base.version_conflict(f"{self.url}/{name}", name)
-            if there is not None and over is None and not replace:
-                raise base.name_taken(f"{self.url}/{name}", name)
+            if (over is not None or not replace) and over != (there and there.version):
+                raise base.conflict(f"{self.url}/{name}", name, over)
             self._blobs[name] = blob
 
     def create(self, name: str, nbytes: int) -> _MemoryBlob:

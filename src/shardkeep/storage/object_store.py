@@ -169,7 +169,7 @@ class ObjectStore(ConditionalPuts):
     def create(self, name: str, nbytes: int) -> ObjectWriter:
         where = f"{self.url}/{base.check_name(name)}"
         if run_cancellable(lambda: self.version(name), where, current_scope()) is not None:
-            raise base.name_taken(where, name)
+            raise base.conflict(where, name)
         return self._writer(name, nbytes, put=lambda data: self.put(name, data))
 
     def create_over(self, name: str, nbytes: int) -> ObjectWriter:

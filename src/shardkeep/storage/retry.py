@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from shardkeep.errors import BlobNotFound, MalformedFile, SaveCancelled, StorageError
-from shardkeep.storage.base import BlobReader, BlobWriter, Root, Store, Version, create_upto, spec_of
+from shardkeep.errors import SaveCancelled, StorageError
+from shardkeep.storage.base import BlobReader, BlobWriter, Root, Store, Version, create_upto, holds, spec_of
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper, WriterWrapper
 
 log = logging.getLogger("shardkeep")
@@ -146,23 +146,13 @@ class RetryingStore(StoreWrapper):
             try:
                 self.inner_put(name, data, replace=replace, over=over)
             except StorageError as error:
-                mine = self._version_of(name, data) if failed and error.errno == errno.EEXIST else None
-                if mine is None:
+                mine = self.inner.version(name) if failed and error.errno == errno.EEXIST else None
+                if mine is None or not holds(self.inner.get, name, data):
                     raise
-            else:
-                return
-            # The failed attempt put it there, perhaps before it was durable.
-            self.inner.put(name, data, over=mine)
+                # The failed attempt put it there, perhaps before it was durable.
+                self.inner.put(name, data, over=mine)
 
         self._policy.attempt(f"put {self.url}/{name}", work)
-
-    def _version_of(self, name: str, data: bytes) -> Version | None:
-        """Return the version of a blob that holds exactly `data`; None if it holds something else or is gone."""
-        version = self.inner.version(name)
-        try:
-            return version if self.inner.get(name, limit=len(data)) == data else None
-        except (BlobNotFound, MalformedFile):
-            return None
 
     def spec(self) -> Any:
         """Describe the inner store: the writer process writes data files, and this process retries and commits."""
