@@ -9,6 +9,7 @@ import shardkeep as sk
 from shardkeep.codecs.base import CodecConfig
 from shardkeep.codecs.keys import KeyRing
 from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.wrapper import WriterWrapper
 
 KEYS = KeyRing([bytes(range(32))])
 OTHER_KEYS = KeyRing([bytes(range(1, 33))])
@@ -30,9 +31,10 @@ class InOrderStore(MemoryStore):
         return _InOrderWriter(super().create(name, nbytes), name, self._slack, self.writes)
 
 
-class _InOrderWriter:
+class _InOrderWriter(WriterWrapper):
     def __init__(self, inner, name, slack, writes):
-        self._inner, self._name, self._slack, self._writes = inner, name, slack, writes
+        super().__init__(inner)
+        self._name, self._slack, self._writes = name, slack, writes
         self._lock = threading.Lock()
         self._early = {}
         self._end = 0
@@ -44,14 +46,11 @@ class _InOrderWriter:
             self._early[offset] = offset + data.nbytes
             while self._end in self._early:
                 self._end = self._early.pop(self._end)
-        self._inner.write_at(offset, data)
+        super().write_at(offset, data)
 
     def finish(self, nbytes=None):
         assert not self._early, f"{self._name} has holes"
-        self._inner.finish(nbytes)
-
-    def abandon(self):
-        self._inner.abandon()
+        super().finish(nbytes)
 
 
 class Counting(CodecConfig, frozen=True):

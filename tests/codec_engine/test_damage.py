@@ -3,9 +3,9 @@
 import random
 import tracemalloc
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 import shardkeep as sk
 from shardkeep.cli.main import main
@@ -15,10 +15,10 @@ from shardkeep.codecs.keys import KeyRing
 from shardkeep.errors import KeyMissing, NotAuthentic, WrongKey
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FOOTER_NBYTES, FrameTable, decode_table, encode_table, table_nbytes
-from shardkeep.format.record import RECORD_NAME, FileEntry, decode_record, encode_record
+from shardkeep.format.record import RECORD_NAME, decode_record, encode_record
 from shardkeep.opening import verify_stored
 from tests.codec_engine.scene import KEYS, MIB, OPTIONS, OTHER_KEYS, InOrderStore, blobs_of
-from tests.engine.samples import bits
+from tests.engine.samples import bits, blank_like
 
 CHAINS = {"zstd": ["zstd"], "float": ["float"], "lz4": ["lz4"], "aes": ["aes"], "all": ["float", "zstd", "aes"]}
 CHAINS["beside"] = None
@@ -40,16 +40,20 @@ def changed(store, name, data):
     store.put(name, bytes(data), replace=True)
 
 
+def flip(store, name, *offsets):
+    """Change one bit at each offset."""
+    bad = bytearray(store.get(name, limit=8 * MIB))
+    for at in offsets:
+        bad[at] ^= 1
+    changed(store, name, bad)
+
+
 def data_files(store):
     return [file for file in decode_record(store.get(RECORD_NAME, limit=MIB), "").files if file.stored_nbytes != 0]
 
 
 def load(store, options=OPTIONS):
-    state = {
-        "model": {"w": torch.zeros(600, 1000), "b": torch.zeros(9)},
-        "optim": {"m": torch.zeros(50, 50)},
-        "lr": 0.0,
-    }
+    state = blank_like(sample_state())
     sk.load(state, store, options=options)
     return state
 
@@ -110,11 +114,7 @@ def test_every_damaged_frame_is_listed_with_what_it_holds():
     """`verify` goes through all of a file; without a key it reports the same, except for the names."""
     store = saved(["aes"])
     [file] = [file for file in data_files(store) if file.name.startswith("model")]
-    bad = bytearray(store.get(file.name, limit=8 * MIB))
-    for at in (MIB // 2, 2 * MIB):
-        bad[at] ^= 1
-    changed(store, file.name, bad)
-
+    flip(store, file.name, MIB // 2, 2 * MIB)
     with pytest.raises(sk.DamagedCheckpoint) as raised:
         sk.open(store, options=OPTIONS).verify()
     assert len(raised.value.details["problems"]) == 2
@@ -157,7 +157,7 @@ def swap_frames(store, file, *, reseal_record):
     data[-tail:] = forged
     changed(store, file.name, data)
     if reseal_record:
-        entry = msgspec.structs.replace(file, table_checksum=checksum_text(digest(forged)))
+        entry = replace(file, table_checksum=checksum_text(digest(forged)))
         resealed(store, lambda record: with_file(record, file.name, entry))
 
 
@@ -165,7 +165,7 @@ COLUMNS = ("start", "nbytes", "stored_start", "stored_nbytes", "number")
 
 
 def with_file(record, name, entry):
-    return msgspec.structs.replace(record, files=[entry if file.name == name else file for file in record.files])
+    return replace(record, files=[entry if file.name == name else file for file in record.files])
 
 
 def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
@@ -193,7 +193,7 @@ def test_swapped_files_are_found(monkeypatch):
     changed(store, mine.name, other.get(its.name, limit=MIB))
     with pytest.raises(sk.DamagedCheckpoint, match=mine.name):
         load(store)
-    entry = msgspec.structs.replace(its, name=mine.name)
+    entry = replace(its, name=mine.name)
     resealed(store, lambda record: with_file(record, mine.name, entry))
     with pytest.raises(NotAuthentic, match=RECORD_NAME):
         load(store)
@@ -203,18 +203,14 @@ def test_swapped_files_are_found(monkeypatch):
 
 
 FORGERIES = {
-    "step": lambda record: msgspec.structs.replace(record, step=99),
-    "meta": lambda record: msgspec.structs.replace(record, meta={"a": 2}),
-    "files in another order": lambda record: msgspec.structs.replace(record, files=record.files[::-1]),
-    "a file less": lambda record: msgspec.structs.replace(record, files=record.files[:1]),
-    "no signature": lambda record: msgspec.structs.replace(record, mac=None),
-    "another salt": lambda record: msgspec.structs.replace(
-        record, chains=[[{**each, "salt": "00" * 32} for each in record.chains[0]]]
-    ),
-    "an index in the clear": lambda record: msgspec.structs.replace(
-        record,
-        mac=None,
-        index=msgspec.structs.replace(record.index, chain=None, stored_nbytes=None, table_checksum=None),
+    "step": lambda record: replace(record, step=99),
+    "meta": lambda record: replace(record, meta={"a": 2}),
+    "files in another order": lambda record: replace(record, files=record.files[::-1]),
+    "a file less": lambda record: replace(record, files=record.files[:1]),
+    "no signature": lambda record: replace(record, mac=None),
+    "another salt": lambda record: replace(record, chains=[[{**each, "salt": "00" * 32} for each in record.chains[0]]]),
+    "an index in the clear": lambda record: replace(
+        record, mac=None, index=replace(record.index, chain=None, stored_nbytes=None, table_checksum=None)
     ),
 }
 
@@ -233,9 +229,7 @@ def test_keys_are_rotated_in_the_record_alone():
     store = saved(["aes"])
     before = blobs_of(store)
     both = KeyRing([bytes(range(1, 33)), bytes(range(32))])
-    resealed(
-        store, lambda record: msgspec.structs.replace(record, chains=[rewrapped(each, both) for each in record.chains])
-    )
+    resealed(store, lambda record: replace(record, chains=[rewrapped(each, both) for each in record.chains]))
 
     assert {name for name, data in blobs_of(store).items() if data != before[name]} == {RECORD_NAME}
     assert bits(load(store, sk.Options(keys=OTHER_KEYS))) == bits(sample_state())
@@ -256,19 +250,15 @@ MALFORMED = {
 def test_records_no_writer_makes_are_refused(members):
     """Before any file is touched."""
     store = saved(["zstd"])
-    resealed(store, lambda record: with_file(record, record.files[0].name, _replaced(record.files[0], members)))
+    resealed(store, lambda record: with_file(record, record.files[0].name, replace(record.files[0], **members)))
     with pytest.raises(sk.MalformedFile, match="no writer"):
         load(store)
-
-
-def _replaced(entry: FileEntry, members):
-    return msgspec.structs.replace(entry, **members)
 
 
 def test_a_record_of_codecs_in_the_first_version_is_refused():
     """An old reader would ignore unknown fields, so none may be written."""
     store = saved(["zstd"])
-    resealed(store, lambda record: msgspec.structs.replace(record, version=1))
+    resealed(store, lambda record: replace(record, version=1))
     with pytest.raises(sk.MalformedFile):
         load(store)
 
@@ -299,8 +289,8 @@ def test_a_small_file_that_claims_a_large_index_is_not_believed():
     zeros, name = bytes(65 * MIB), "index-bomb.skframes"
     seal = put_coded(store, name, zeros, CodecChain.opened(record.chains[0]))
     sizes = {"nbytes": len(zeros), "stored_nbytes": seal.stored_nbytes, "table_checksum": seal.table_checksum}
-    bomb = msgspec.structs.replace(record.index, name=name, checksum=checksum_text(digest(zeros)), **sizes)
-    changed(store, RECORD_NAME, encode_record(msgspec.structs.replace(record, index=bomb)))
+    bomb = replace(record.index, name=name, checksum=checksum_text(digest(zeros)), **sizes)
+    changed(store, RECORD_NAME, encode_record(replace(record, index=bomb)))
     tracemalloc.start()
     try:
         with pytest.raises(sk.MalformedFile, match=r"an index of 68,157,440 bytes; at most 67,108,864"):
@@ -314,9 +304,9 @@ def test_chains_that_no_file_went_through():
     """A few are not opened, so they may need what is not here; more than a writer makes are refused."""
     store = saved(["zstd"])
     unknown = [[{"name": "of-another", "version": 1}]]
-    resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains + unknown))
+    resealed(store, lambda record: replace(record, chains=record.chains + unknown))
     assert bits(load(store)) == bits(sample_state())
-    resealed(store, lambda record: msgspec.structs.replace(record, chains=record.chains * 129))
+    resealed(store, lambda record: replace(record, chains=record.chains * 129))
     with pytest.raises(sk.MalformedFile, match="codecs in a way no writer does"):
         load(store)
 
@@ -326,9 +316,7 @@ def test_damage_is_placed_whatever_the_file_is_called():
     store = InOrderStore()
     sk.save({"bytes": {"w": torch.ones(9)}}, store)
     [name] = [file.blocks for file in data_files(store) if file.blocks]
-    data = bytearray(store.get(name, limit=MIB))
-    data[3] ^= 1
-    changed(store, name, data)
+    flip(store, name, 3)
     with pytest.raises(sk.DamagedCheckpoint, match=", from byte 0 on"):
         sk.open(store).verify()
 
@@ -349,9 +337,7 @@ def test_the_command_line_verifies_with_a_key_and_without(tmp_path, monkeypatch,
     code, said = verify("--deep")
     assert (code, "no key" in said) == (0, False)
     [name] = [file.name for file in data_files(sk.LocalStore(where)) if file.name.startswith("model")]
-    bad = bytearray((tmp_path / "ck" / name).read_bytes())
-    bad[5000] ^= 1
-    (tmp_path / "ck" / name).write_bytes(bad)
+    flip(sk.LocalStore(where), name, 5000)
     assert verify("--deep")[0] == 1
     monkeypatch.delenv("SHARDKEEP_KEY")
     code, said = verify("--deep")

@@ -66,20 +66,15 @@ def test_a_codec_of_the_program_is_unknown_to_the_process_that_writes(tmp_path):
 
 def test_codecs_by_top_level_key():
     """What is named goes through its chain; the rest stays plain safetensors; equal chains are one."""
-    store, state = sk.MemoryStore(), sample_state()
-    codecs = {"model": ["zstd"], "lone": [Zstd()], "optim": ["lz4"]}
-    sk.save(state | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)}, store, codecs=codecs)
+    store, state = sk.MemoryStore(), sample_state() | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)}
+    sk.save(state, store, codecs={"model": ["zstd"], "lone": [Zstd()], "optim": ["lz4"]})
 
     record = sk.open(store).record
     chains = {file.name.rpartition("-00000-of")[0]: file.chain for file in record.files}
     assert chains == {"model": 0, "optim": 1, "other": None, "state-c0": None, "state-c1": 0}
     assert [[each["name"] for each in chain] for chain in record.chains] == [["zstd"], ["lz4"]]
-    assert {name.rpartition(".")[2] for name, chain in ((f.name, f.chain) for f in record.files) if chain is None} == {
-        "safetensors"
-    }
-    assert bits(
-        {key: loaded(store, state | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)})[key] for key in state}
-    ) == bits(state)
+    assert all(file.name.endswith(".safetensors") for file in record.files if file.chain is None)
+    assert bits(loaded(store, state)) == bits(state)
 
 
 def test_codecs_of_single_tensors():
@@ -183,12 +178,8 @@ def test_a_large_index_is_never_as_little_as_an_enemys():
 def test_one_encrypted_part_makes_the_index_secret():
     """With a mapping, too, names of tensors are encrypted once anything is."""
     store = sk.MemoryStore()
-    sk.save(
-        {"a": {"plain": torch.ones(3)}, "b": {"x": torch.ones(4)}},
-        store,
-        codecs={"a": ["zstd"], "b": ["aes"]},
-        options=OPTIONS,
-    )
+    state = {"a": {"plain": torch.ones(3)}, "b": {"x": torch.ones(4)}}
+    sk.save(state, store, codecs={"a": ["zstd"], "b": ["aes"]}, options=OPTIONS)
     record = sk.open(store, options=OPTIONS).record
     assert (record.index.chain, record.mac is not None) == (1, True)
     with pytest.raises(KeyMissing):
@@ -268,10 +259,8 @@ def test_a_service_is_asked_once_for_a_save(tmp_path):
 
     sk.save(sample_state(), tmp_path / "ck", codecs=["aes"], options=sk.Options(keys=Service()))
     assert Service.asked == 1
-    handle = sk.async_save(
-        sample_state(), tmp_path / "two", codecs=["aes"], options=sk.Options(keys=Service()), writer="process"
-    )
-    handle.result(60)
+    options = sk.Options(keys=Service())
+    sk.async_save(sample_state(), tmp_path / "two", codecs=["aes"], options=options, writer="process").result(60)
     sk.finish_saves()
     assert Service.asked == 2
 
@@ -281,9 +270,7 @@ def test_a_failure_at_any_point_leaves_nothing_and_the_old_checkpoint():
     state, at = {"model": {"w": torch.randn(9)}, "optim": {"m": torch.ones(3)}}, 0
     while True:
         inner = sk.MemoryStore()
-        sk.save(
-            {"model": {"w": torch.zeros(9)}, "optim": {"m": torch.zeros(3)}}, inner, codecs=["aes"], options=OPTIONS
-        )
+        sk.save(blank_like(state), inner, codecs=["aes"], options=OPTIONS)
         before = blobs_of(inner)
         store = FaultyStore(inner, "full", at=at, verbs=("create", "write_at", "finish", "put"))
         try:

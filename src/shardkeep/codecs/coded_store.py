@@ -357,16 +357,12 @@ class FrameReader:
         inner: BlobReader,
         entry: Blob,
         table: FrameTable,
-        chain: CodecChain | None,
+        chain: CodecChain,
         scratch: ScratchPool,
         store: ReadableStore,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
-        """
-        Read what `inner` holds, through `chain`; without one, it can only be checked.
-
-        `errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise.
-        """
+        """`errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise."""
         self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes
@@ -380,14 +376,21 @@ class FrameReader:
         view = flat(into)
         check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
         with self._scratch.lease() as scratch:
-            for frame, stored in self._frames(offset, offset + len(view), scratch):
-                place = frame_place(self._entry, self._table, frame)
+            for place, where, stored in self._frames(offset, offset + len(view), scratch):
                 low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
                 wanted = view[low - offset : high - offset]
                 # A frame that is wanted whole is decoded into place, a part of one through a buffer.
                 whole = len(wanted) == place.nbytes
                 plain = wanted if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
-                if stored is None or not self._decode(frame, stored, plain, place):
+                damaged = stored is None
+                if stored is not None:
+                    try:
+                        self.chain.decode(stored, plain, place)
+                    except DamagedCheckpoint as error:
+                        damaged = True
+                        error.details.update(where)
+                        self._raise_or_collect(error)
+                if damaged:
                     plain[:] = bytes(len(plain))
                 if not whole:
                     copy(wanted, plain[low - place.offset : high - place.offset])
@@ -398,9 +401,15 @@ class FrameReader:
             for _ in self._frames(start, stop, scratch):
                 pass
 
-    def _frames(self, start: int, stop: int, scratch: memoryview) -> Iterator[tuple[int, memoryview | None]]:
-        """Fetch and verify frames with bytes of a range, a second time if necessary; None: damaged, and collected."""
-        table = self._table
+    def _frames(
+        self, start: int, stop: int, scratch: memoryview
+    ) -> Iterator[tuple[FramePlace, dict[str, Any], memoryview | None]]:
+        """
+        Fetch and verify the frames with bytes of a range, a second time if necessary.
+
+        Yields the place of each, the details of its errors, and its stored bytes; None: they are damaged, and collected.
+        """
+        table, name = self._table, self._entry.name
         for run in runs_of(table, start, stop):
             base = int(table.stored_start[run.start])
             nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
@@ -409,30 +418,26 @@ class FrameReader:
             fetched = scratch if nbytes <= REQUEST_NBYTES else memoryview(bytearray(lead + nbytes))
             fetched = fetched[: lead + nbytes]
             self._inner.read_into(base - lead, fetched)
-            if lead and fetched[:lead] != MAGIC:
-                same = reread(self._entry.name, self._store, 0, fetched[:lead], lambda found: found == MAGIC)
-                if same is not None:
-                    self._raise_or_collect(_no_magic(self._entry, same=same))
+            if lead:
+                self._verify(fetched[:lead], lambda found: found == MAGIC, "", {"file": name, "offset": 0})
             for frame in run:
-                at, expected = int(table.stored_start[frame]), table.digest(frame)
+                at = int(table.stored_start[frame])
+                place = FramePlace(name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
+                begin, end = place.offset, place.offset + place.nbytes
+                where = {"file": name, "offset": at, "plain_start": begin, "plain_stop": end}
                 stored = fetched[lead + at - base :][: int(table.stored_nbytes[frame])]
-                same = None
-                if digest(stored) != expected:
-                    same = reread(self._entry.name, self._store, at, stored, partial(_has_digest, expected))
-                if same is not None:
-                    self._raise_or_collect(_damaged_frame(self._entry, table, frame, same=same))
-                yield frame, stored if same is None else None
+                form = f"; they are the coded form of bytes {begin} to {end}"
+                is_right = self._verify(stored, partial(_has_digest, table.digest(frame)), form, where)
+                yield place, where, stored if is_right else None
 
-    def _decode(self, frame: int, stored: memoryview, into: memoryview, place: FramePlace) -> bool:
-        if self.chain is None:
-            raise StorageError(f"{self._entry.name}: its codecs are not open", name=self._entry.name)
-        try:
-            self.chain.decode(stored, into, place)
-        except DamagedCheckpoint as error:
-            error.details.update(_where(self._entry, self._table, frame))
-            self._raise_or_collect(error)
-            return False
-        return True
+    def _verify(self, stored: memoryview, fits: Callable[[Any], bool], form: str, where: dict[str, Any]) -> bool:
+        """Return whether bytes are right, perhaps when read again; else raise or collect an error."""
+        name, at = self._entry.name, where["offset"]
+        same = None if fits(stored) else reread(name, self._store, at, stored, fits)
+        if same is not None:
+            text = f"{name}: bytes {at} to {at + len(stored)} are not what was saved{form}"
+            self._raise_or_collect(with_reread_result(ChecksumMismatch(text, hint=_HINT, **where), same=same))
+        return same is None
 
     def _raise_or_collect(self, error: DamagedCheckpoint) -> None:
         if self._errors is None:
@@ -442,10 +447,6 @@ class FrameReader:
     def close(self) -> None:
         self._hold.close()
         self._inner.close()
-
-
-def frame_place(entry: Blob, table: FrameTable, frame: int) -> FramePlace:
-    return FramePlace(entry.name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
 
 
 def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
@@ -462,29 +463,6 @@ def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
         if not joins:
             yield range(first + begin, first + row)
             begin = row
-
-
-def _damaged_frame(entry: Blob, table: FrameTable, frame: int, *, same: bool) -> ChecksumMismatch:
-    """Make the error of a frame whose stored bytes were wrong in two reads; `same`: whether the reads were equal."""
-    at, place = int(table.stored_start[frame]), frame_place(entry, table, frame)
-    error = ChecksumMismatch(
-        f"{entry.name}: bytes {at} to {at + int(table.stored_nbytes[frame])} are not what was saved; they are the coded"
-        f" form of bytes {place.offset} to {place.offset + place.nbytes}",
-        hint=_HINT,
-        **_where(entry, table, frame),
-    )
-    return with_reread_result(error, same=same)
-
-
-def _no_magic(entry: Blob, *, same: bool) -> ChecksumMismatch:
-    text = f"{entry.name}: bytes 0 to {len(MAGIC)} are not what was saved"
-    return with_reread_result(ChecksumMismatch(text, hint=_HINT, file=entry.name, offset=0), same=same)
-
-
-def _where(entry: Blob, table: FrameTable, frame: int) -> dict[str, Any]:
-    start, offset = int(table.start[frame]), int(table.stored_start[frame])
-    stop = start + int(table.nbytes[frame])
-    return {"file": entry.name, "offset": offset, "plain_start": start, "plain_stop": stop}
 
 
 def _has_digest(expected: bytes, data: Any) -> bool:

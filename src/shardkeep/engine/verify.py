@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import SCRATCH_NBYTES, FrameReader, collecting_damage, read_table
 from shardkeep.engine.reader import (
     DigestCache,
@@ -127,7 +128,7 @@ def _coded_damage(store: ReadableStore, blob: Blob, threads: int, over: threadin
     errors: list[DamagedCheckpoint] = []
     with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as stored:
         table = read_table(stored, blob, store)
-        reader = FrameReader(stored, blob, table, None, ScratchPool(SCRATCH_NBYTES), store, errors)
+        reader = FrameReader(stored, blob, table, CodecChain([], []), ScratchPool(SCRATCH_NBYTES), store, errors)
 
         def look(start: int) -> None:
             if not over.is_set():
