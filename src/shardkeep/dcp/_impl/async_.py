@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from shardkeep.dcp._impl import driver
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, resolves_in_place
-from shardkeep.dcp._impl.process import RankInWorld, RemoteSave, SaverDied, SaverProcess, StagedSave
+from shardkeep.dcp._impl.process import RankAndSize, RemoteSave, SaverDied, SaverProcess, StagedSave
 from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.queue import SaveHandle, SaveQueue
 from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions, StateSnapshot
@@ -261,7 +261,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
         if not driver.is_alone(no_dist):
             import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
 
-            world = RankInWorld(dist.get_rank(), dist.get_world_size())
+            world = dist.get_rank(), dist.get_world_size()
         with contextlib.suppress(SaverDied):  # raised again by the save
             _start_saver(lane, world)
         return functools.partial(_save_remotely, lane, world)
@@ -269,7 +269,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
 
 def _save_remotely(
     lane: GroupSaves,
-    world: RankInWorld | None,
+    world: RankAndSize | None,
     ranks: _DistWrapper,
     box: list[Staged],
     checkpoint_id: str | os.PathLike[str] | None,
@@ -295,7 +295,7 @@ def _save_remotely(
         remote.forget()
 
 
-def _start_saver(lane: GroupSaves, world: RankInWorld | None) -> SaverProcess:
+def _start_saver(lane: GroupSaves, world: RankAndSize | None) -> SaverProcess:
     """
     Return the lane's process, a new one if it has none, or a dead one.
 

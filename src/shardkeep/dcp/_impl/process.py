@@ -108,12 +108,8 @@ def pickle_with_tensors(box: list[Any]) -> tuple[bytes, int, int]:
 # -- in the process that saves -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankInWorld:
-    """The rank and world size that planners and writers see."""
-
-    rank: int
-    size: int
+RankAndSize = tuple[int, int]
+"""The rank and world size that planners and writers see."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class _StepResult:
     trace: str = ""
 
 
-def serve(pipe: socket.socket, world: RankInWorld | None) -> None:
+def serve(pipe: socket.socket, world: RankAndSize | None) -> None:
     """Run the steps that are requested through the socket, until it is closed."""
     # Ctrl-C reaches all processes of a terminal; the training process decides what happens to a save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -185,7 +181,7 @@ class _SaveServer:
         self._save = _Save(request, lambda: request.state, writer, request.planner, request.use_collectives)
 
 
-def _set_up_ranks(world: RankInWorld) -> None:
+def _set_up_ranks(world: RankAndSize) -> None:
     """Give this process its rank, which planners and sharded tensors ask for; a collective is an error."""
     import torch.distributed as dist  # noqa: PLC0415 - only where there are ranks
     from torch._C._distributed_c10d import HashStore  # noqa: PLC0415
@@ -201,7 +197,7 @@ def _set_up_ranks(world: RankInWorld) -> None:
         return RanksOnly(rank, size)  # type: ignore[call-arg]  # the stub has only the other overload
 
     dist.Backend.register_backend("shardkeep_ranks_only", make, devices=["cpu", "cuda"])
-    dist.init_process_group("shardkeep_ranks_only", store=HashStore(), rank=world.rank, world_size=world.size)
+    dist.init_process_group("shardkeep_ranks_only", store=HashStore(), rank=world[0], world_size=world[1])
 
 
 # -- in the training process -------------------------------------------------------------------------------------------
@@ -228,7 +224,7 @@ _KIND: Final = rpc.ChildKind(
 class SaverProcess(rpc.ChildProcess):
     """The process that saves. It is started on any thread, then used by one thread at a time."""
 
-    def __init__(self, world: RankInWorld | None) -> None:
+    def __init__(self, world: RankAndSize | None) -> None:
         """Start the process with its rank, None where there are no other ranks; raises SaverDied if that fails."""
         self.world = world
         self._ready = False
