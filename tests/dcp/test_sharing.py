@@ -110,42 +110,27 @@ def test_a_process_group_and_another_coordinator(rank_pool: Any, tmp_path: Any) 
     assert sum(rank_pool.run(4, load_in_part, str(tmp_path))) == 2 * 3000 * 7 * 4
 
 
-def load_transformed(folder: str) -> int:
+def load_all_of(folder: str, layout: str) -> int:
     dcp = side("ours")
-    reader = dcp.FileSystemReader(folder, _extension_registry=get_test_extension_registry())
+    reader = dcp.HuggingFaceStorageReader(folder)
+    if layout == "extension":
+        reader = dcp.FileSystemReader(folder, _extension_registry=get_test_extension_registry())
     into = {"w": torch.zeros(3000, 7), "b": torch.zeros(5)}
     with sharing() as received:
         quietly(dcp.load, into, storage_reader=reader)
-    assert torch.equal(into["w"], numbered(3000, 7))
-    assert torch.equal(into["b"], numbered(5))
+    assert seen(into) == seen({"w": numbered(3000, 7), "b": numbered(5)})
     return sum(received)
 
 
-def test_what_was_written_through_an_extension(rank_pool: Any, tmp_path: Any) -> None:
-    """Items that must be read whole are cut and shared like others."""
+@pytest.mark.parametrize("layout", ["extension", "hugging face"])
+def test_other_files(rank_pool: Any, tmp_path: Any, layout: str) -> None:
+    """Items that an extension wrote, which must be read whole, and weights of a model are cut and shared like others."""
     dcp = side("ours")
-    writer = dcp.FileSystemWriter(str(tmp_path), _extensions=[Rot13Example()])
-    quietly(dcp.save, {"w": numbered(3000, 7), "b": numbered(5)}, storage_writer=writer, no_dist=True)
-    assert sum(rank_pool.run(2, load_transformed, str(tmp_path))) == (3000 * 7 + 5) * 4
-
-
-def load_model_files(folder: str) -> int:
-    dcp = side("ours")
-    into = {"w": torch.zeros(3000, 7), "b": torch.zeros(5)}
-    with sharing() as received:
-        quietly(dcp.load, into, storage_reader=dcp.HuggingFaceStorageReader(folder))
-    assert torch.equal(into["w"], numbered(3000, 7))
-    assert torch.equal(into["b"], numbered(5))
-    return sum(received)
-
-
-def test_models_of_hugging_face(rank_pool: Any, tmp_path: Any) -> None:
-    """Weights that all replicas begin with are read once too."""
-    dcp = side("ours")
-    state = {"w": numbered(3000, 7), "b": numbered(5)}
     writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path), fqn_to_index_mapping={"w": 1, "b": 1})
-    quietly(dcp.save, state, storage_writer=writer, no_dist=True)
-    assert sum(rank_pool.run(2, load_model_files, str(tmp_path))) == (3000 * 7 + 5) * 4
+    if layout == "extension":
+        writer = dcp.FileSystemWriter(str(tmp_path), _extensions=[Rot13Example()])
+    quietly(dcp.save, {"w": numbered(3000, 7), "b": numbered(5)}, storage_writer=writer, no_dist=True)
+    assert sum(rank_pool.run(2, load_all_of, str(tmp_path), layout)) == (3000 * 7 + 5) * 4
 
 
 def load_unlike(folder: str) -> Any:
