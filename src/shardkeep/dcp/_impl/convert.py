@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import math
 import os
+import pickle
 import threading
 import zlib
 from collections import defaultdict
@@ -47,7 +47,7 @@ from shardkeep.dist.world import current_world
 from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES
-from shardkeep.format.dtypes import by_name, of_torch, to_torch
+from shardkeep.format.dtypes import of_torch, to_torch
 from shardkeep.format.torch_zip import ArchiveEntry, stored_parts
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
@@ -376,7 +376,7 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
         destinations: dict[str, Destination] = {}
 
         def describe() -> bytes:
-            return json.dumps(self._held(planner, sources)).encode() if self.is_coordinator else b""
+            return pickle.dumps(self._held(planner, sources)) if self.is_coordinator else b""
 
         def one_description(said: list[bytes]) -> list[bytes]:
             if not any(said):
@@ -385,15 +385,15 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
 
         def prepare() -> bytes:
             destinations.update(_destinations(held, plan.items, planner))
-            return json.dumps(list(destinations)).encode()
+            return pickle.dumps(list(destinations))
 
         def all_wanted(said: list[bytes]) -> list[bytes]:
-            wanted = {key for each in said for key in json.loads(each)}
-            return [json.dumps([key for key in held if key in wanted]).encode()] * len(said)
+            wanted = {key for each in said for key in pickle.loads(each)}
+            return [pickle.dumps([key for key in held if key in wanted])] * len(said)
 
         with rendezvous(world, "load a file of torch.save") as meeting:
-            held = json.loads(meeting.agree("describe", describe, one_description))
-            specs = [_spec(key, held[key]) for key in json.loads(meeting.agree("prepare", prepare, all_wanted))]
+            held = pickle.loads(meeting.agree("describe", describe, one_description))
+            specs = [held[key] for key in pickle.loads(meeting.agree("prepare", prepare, all_wanted))]
         with torch.no_grad():
             broadcast_batches(
                 specs,
@@ -444,7 +444,7 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
                 continue
             try:
                 sources[key] = plain_source(key, value)
-                held[key] = [list(value.shape), of_torch(value.dtype).name]
+                held[key] = TensorSpec(key, tuple(value.shape), value.dtype)
             except errors.UnsupportedLeaf as error:
                 held[key] = error.message
         return held
@@ -483,10 +483,6 @@ def _only_tensors(key: str, loader: object) -> errors.BrokenProtocol:
     )
 
 
-def _spec(key: str, described: list[Any]) -> TensorSpec:
-    return TensorSpec(key, tuple(described[0]), to_torch(by_name(described[1])))
-
-
 def _destinations(
     held: dict[str, Any], items: list[protocol.ReadItem], planner: protocol.LoadPlanner
 ) -> dict[str, Destination]:
@@ -507,7 +503,7 @@ def _destinations(
     for key, asked in by_key.items():
         if isinstance(held[key], str):
             raise errors.StateMismatch(held[key], hint="take the key out of the state", key=key)
-        spec, size = _spec(key, held[key]), getattr(entries.get(key), "size", None)
+        spec, size = held[key], getattr(entries.get(key), "size", None)
         if size is not None and tuple(size) != spec.shape:
             raise errors.StateMismatch(
                 f"Size mismatch between saved {list(spec.shape)} and current {list(size)} for {key!r}",
