@@ -76,58 +76,39 @@ def run(
     return Run(error, found, wanted, pool, ring, staging)
 
 
+SCENES = {"seed": st.integers(0, 99), "windows": st.integers(1, 5), "queued": st.booleans()}
+MORE = {
+    "threads": st.integers(1, 4),
+    "blocks": st.integers(1, 5),
+    "pinned": st.integers(1, 3),
+    "all_ahead": st.booleans(),
+}
+FAULTS = {"read_fails": st.integers(0, 30), "write_fails": st.integers(0, 30), "cancelled_at": st.integers(0, 60)}
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    files=files,
-    seed=st.integers(0, 99),
-    threads=st.integers(1, 4),
-    blocks=st.integers(1, 5),
-    windows=st.integers(1, 5),
-    pinned=st.integers(1, 3),
-    queued=st.booleans(),
-    all_ahead=st.booleans(),
-)
-def test_what_is_staged_is_what_was_there(files, seed, threads, blocks, windows, pinned, queued, all_ahead):
+@given(files, st.fixed_dictionaries(SCENES | MORE))
+def test_what_is_staged_is_what_was_there(files, scene):
     """Whatever lies where, with however little room, files hold the rows; buffers come back, and no source is kept."""
-    ran = run(
-        files, seed=seed, threads=threads, blocks=blocks, windows=windows, pinned=pinned, queued=queued,
-        all_ahead=all_ahead,
-    )  # fmt: skip
+    ran = run(files, **scene)
     assert ran.error is None
     assert ran.found == ran.wanted
     assert (ran.pool.out, ran.ring.out) == (0, 0)
-    assert ran.pool.most_out <= windows
-    assert ran.ring.most_out <= (pinned if queued else 0)
+    assert ran.pool.most_out <= scene["windows"]
+    assert ran.ring.most_out <= (scene["pinned"] if scene["queued"] else 0)
     assert ran.staging.copied.result(0) is None
     assert set(ran.staging.queued.result(0)) <= {"elsewhere"}
     assert not any(job.scattered for window in ran.staging._queue for job in [window.job])
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    files=files,
-    seed=st.integers(0, 99),
-    windows=st.integers(1, 3),
-    queued=st.booleans(),
-    read_fails=st.integers(0, 30),
-    write_fails=st.integers(0, 30),
-    cancelled_at=st.integers(0, 60),
-    fault=st.sampled_from(["read", "write", "cancel", "all"]),
-)
-def test_a_failure_ends_it(files, seed, windows, queued, read_fails, write_fails, cancelled_at, fault):
+@given(files, st.fixed_dictionaries(SCENES), st.fixed_dictionaries({}, optional=FAULTS))
+def test_a_failure_ends_it(files, scene, faults):
     """
     A device that fails, a disk that does, a save that is cancelled, at any moment: it ends, all are told, every buffer comes
     back, and no file is left; or it came too late, and the files are whole.
     """
-    ran = run(
-        files,
-        seed=seed,
-        windows=windows,
-        queued=queued,
-        read_fails=read_fails if fault in ("read", "all") else NEVER,
-        write_fails=write_fails if fault in ("write", "all") else None,
-        cancelled_at=cancelled_at if fault in ("cancel", "all") else NEVER,
-    )
+    ran = run(files, **scene, **faults)
     assert ran.found == ({} if ran.error else ran.wanted)
     assert (ran.error is None) or str(ran.error)
     assert (ran.pool.out, ran.ring.out) == (0, 0)  # else the next save would wait for ever
