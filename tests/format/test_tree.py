@@ -96,7 +96,7 @@ def test_flat_names_are_parts_joined_by_dots():
 
 
 def test_unflatten_builds_the_real_containers():
-    """The nested state has the kinds, order and keys of the skeleton; ranks become a dict."""
+    """The nested state has the kinds, order and keys of the skeleton; ranks become a dict; a leaf or list is no state."""
     state = unflatten(STATE, str.upper)
 
     assert state == {
@@ -112,10 +112,6 @@ def test_unflatten_builds_the_real_containers():
     assert type(state["model"]) is collections.OrderedDict
     assert type(state["optim"]) is dict
     assert list(state) == [part for part, _ in STATE.children]
-
-
-def test_unflatten_needs_a_mapping_at_the_root():
-    """A leaf or a list is no state."""
     for node in (None, box("list", None)):
         with pytest.raises(MalformedFile, match="root"):
             unflatten(node, str)

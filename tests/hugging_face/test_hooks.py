@@ -37,6 +37,9 @@ def renaming(base):
 
         def _process_read_request(self, f, req, planner):
             stored = renamed(req.storage_index, "model.", "hf.")
+            found = f.get_slice(stored.fqn)
+            assert found.get_shape() == list(f.get_tensor(stored.fqn).shape)
+            assert torch.equal(found[1:], f.get_tensor(stored.fqn)[1:])
             super()._process_read_request(f, dataclasses.replace(req, storage_index=stored), planner)
 
     return Renaming
@@ -44,7 +47,10 @@ def renaming(base):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_reader_that_renames_keys(tmp_path, side):
-    """Metadata with other keys than the files', and requests that are turned back, are read as by torch's reader."""
+    """
+    Metadata with other keys than the files', and requests that are turned back, are read as by torch's reader; open files
+    have the methods of the safetensors library's.
+    """
     save_file({"hf.w": numbered(4, 3), "hf.v": numbered(2)}, tmp_path / "model.safetensors")
     into = {"model.w": torch.zeros(4, 3), "model.v": torch.zeros(2)}
     quietly(LOADERS[side], into, storage_reader=renaming(READERS[side])(str(tmp_path)), no_dist=True)

@@ -278,26 +278,6 @@ def test_files_of_a_hub_cache_are_links(tmp_path):
     assert seen(load("ours", {"w": torch.zeros(5)}, tmp_path / "snapshot", no_dist=True)["w"]) == seen(numbered(5))
 
 
-class Doubling(hf_storage.HuggingFaceStorageReader):
-    """A user's reader, written for torch's."""
-
-    def _process_read_request(self, f, req, planner):
-        slices = tuple(slice(o, o + n) for o, n in zip(req.storage_offsets, req.lengths, strict=True))
-        found = f.get_slice(req.storage_index.fqn)
-        assert found.get_shape() == list(f.get_tensor(req.storage_index.fqn).shape)
-        target = planner.resolve_tensor(req).detach()
-        target.copy_(found[slices] * 2)
-        planner.commit_tensor(req, target)
-
-
-def test_a_reader_that_handles_requests_itself(tmp_path):
-    """A subclass that overrides `_process_read_request` gets a file with the methods of the safetensors library's."""
-    save("ours", {"w": numbered(4, 3), "x": numbered(2)}, tmp_path, no_dist=True, fqn_to_index_mapping={"w": 1, "x": 2})
-    into = {"w": torch.zeros(4, 3), "x": torch.zeros(2)}
-    quietly(state_dict_loader.load, into, storage_reader=Doubling(str(tmp_path), thread_count=2), no_dist=True)
-    assert same(into, {"w": numbered(4, 3) * 2, "x": numbered(2) * 2}) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as stored", "converted"])
 def test_elements_cut_by_windows_are_loaded(tmp_path, monkeypatch, dtype):
     """
