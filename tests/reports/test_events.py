@@ -52,18 +52,10 @@ def test_events_of_a_save_and_a_load(rank_pool, tmp_path, ranks, background):
         assert all(0 < getattr(committed, f"{name}_s") <= committed.seconds for name in PHASES)
 
 
-def all_figures(where, background):
-    save = sk.async_save if background else sk.save
-    report = save(scene.state(), where)
-    return report.result() if background else report, sk.load(scene.state(), where)
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_rank_0_knows_the_phases_of_all(rank_pool, tmp_path, background):
-    """
-    Each rank has its own phases, within the call; rank 0 has those of all, up to the last byte, and what was moved.
-    """
-    outcomes = rank_pool.run(2, all_figures, str(tmp_path / "ck"), background)
+    """Each rank has its own phases, within the call; rank 0 has those of all, up to the last byte, and what was moved."""
+    outcomes = [both for _, _, *both in rank_pool.run(2, save_and_load, str(tmp_path / "ck"), background)]
     own = ["describe", "plan", "write"]
     expected = sorted([*own, "queue", "stage"] if background else own)
     for rank, (saved, loaded) in enumerate(outcomes):
@@ -99,9 +91,7 @@ def save_through(where, broken):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_failures_are_reported_on_every_rank(rank_pool, tmp_path, ranks):
-    """
-    A disk that is full on one rank is a SaveFailed on all, a missing checkpoint a LoadFailed, with what went wrong.
-    """
+    """A disk that is full on one rank is a SaveFailed on all, a missing checkpoint a LoadFailed, with what went wrong."""
     for events in rank_pool.run(ranks, save_through, str(tmp_path / "ck"), ranks - 1):
         ends = [event for event in events if isinstance(event, (SaveCommitted, SaveFailed, LoadFinished, LoadFailed))]
         assert scene.names(ends) == ["SaveFailed", "SaveFailed", "LoadFailed"]

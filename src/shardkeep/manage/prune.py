@@ -113,7 +113,17 @@ class Pruner:
 
     def after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
         """Prune in the background once a save has ended; `succeeded` waits for its end."""
-        self._after_saves.append(self._thread.submit(self._after_save, name, succeeded))
+
+        def work() -> None:
+            try:
+                done = succeeded()
+            finally:
+                self.locks.release(name)
+            if done:
+                self.distrusted.discard(name)  # it was overwritten
+                self.prune(name, latest=name)
+
+        self._after_saves.append(self._thread.submit(work))
 
     def after_replication(self, name: str) -> None:
         """Delete, in the background, what had to stay until a checkpoint was copied; does nothing after `close`."""
@@ -142,15 +152,6 @@ class Pruner:
         with self._lock:
             self._closed = True
         self._thread.shutdown()
-
-    def _after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
-        try:
-            done = succeeded()
-        finally:
-            self.locks.release(name)
-        if done:
-            self.distrusted.discard(name)  # it was overwritten
-            self.prune(name, latest=name)
 
     # -- what no policy wants ------------------------------------------------------------------------------------
 
