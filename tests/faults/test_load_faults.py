@@ -35,6 +35,21 @@ def assert_loaded(outcomes, states, k):
         assert facts(state) == facts(state_of(k, World(rank, size, object())))
 
 
+def strikes(ranks, place, make, *, rank=None, least=None):
+    """Load by a store that goes wrong at the n-th operation, for every n, on all ranks or on one; yield what came of it."""
+    for n in itertools.count():
+        store, began = make(LocalStore(place), n), time.monotonic()
+        wheres = store if rank is None else [store if each == rank else LocalStore(place) for each in range(ranks)]
+        with no_leaks():
+            outcomes, states = load_all(ranks, wheres, timeout_s=DEADLINE_S)
+        assert time.monotonic() - began < DEADLINE_S
+        if len(store.operations) <= n:
+            assert_loaded(outcomes, states, 1)
+            break
+        yield store.operations[n], outcomes, states
+    assert n >= (least or (10 if ranks == 1 else 20))
+
+
 def assert_healed(caplog, name):
     """One warning, of that file."""
     [said] = [record.getMessage() for record in caplog.records if "were damaged when first read" in record.getMessage()]
@@ -49,24 +64,17 @@ def test_a_failed_operation_reaches_every_rank(place, ranks, faults):
     """
     save_all(ranks, place, 1)
     before = names_in(place)
-    for n in itertools.count():
-        fault = faults[n % len(faults)]
-        store = FaultyStore(LocalStore(place), fault, at=n)
-        began = time.monotonic()
-        with no_leaks():
-            outcomes, states = load_all(ranks, store, timeout_s=DEADLINE_S)
-        assert time.monotonic() - began < DEADLINE_S
-        if len(store.operations) <= n:
-            assert_loaded(outcomes, states, 1)
-            break
-        name = store.operations[n].partition(" ")[2]
+    turns = itertools.cycle(faults)
+    for operation, outcomes, _ in strikes(
+        ranks, place, lambda inner, n: FaultyStore(inner, faults[n % len(faults)], at=n)
+    ):
+        fault, name = next(turns), operation.partition(" ")[2]
         for outcome in outcomes:
-            assert type(outcome) is (sk.StorageFull if fault == "full" else sk.StorageError), store.operations[n]
+            assert type(outcome) is (sk.StorageFull if fault == "full" else sk.StorageError), operation
             assert outcome.errno == (errno.ENOSPC if fault == "full" else errno.EIO)
             assert outcome.details["name"] == name
             assert name in str(outcome)
             assert ranks == 1 or list(outcome.by_rank) == list(outcomes[0].by_rank)
-    assert n >= (10 if ranks == 1 else 20)
     assert names_in(place) == before
 
 
@@ -78,15 +86,13 @@ def test_one_flipped_bit_is_never_loaded(place, caplog, ranks, lasting):
     that flips each time is an error on every rank that names it, in tensor data ChecksumMismatch.
     """
     save_all(ranks, place, 1)
-    for n in itertools.count():
-        store = FaultyStore(LocalStore(place), "flip", at=n, lasting=lasting)
+
+    def flipping(inner, n):
         caplog.clear()
-        with no_leaks():
-            outcomes, states = load_all(ranks, store, timeout_s=DEADLINE_S)
-        if len(store.operations) <= n:
-            assert_loaded(outcomes, states, 1)
-            break
-        verb, _, name = store.operations[n].partition(" ")
+        return FaultyStore(inner, "flip", at=n, lasting=lasting)
+
+    for operation, outcomes, states in strikes(ranks, place, flipping):
+        verb, _, name = operation.partition(" ")
         if verb == "open":  # no data moves
             assert_loaded(outcomes, states, 1)
         elif not lasting:
@@ -95,9 +101,8 @@ def test_one_flipped_bit_is_never_loaded(place, caplog, ranks, lasting):
         else:
             for outcome in outcomes:
                 kind = sk.ChecksumMismatch if verb == "read_into" else sk.DamagedCheckpoint
-                assert isinstance(outcome, kind), store.operations[n]
+                assert isinstance(outcome, kind), operation
                 assert name in str(outcome)
-    assert n >= (10 if ranks == 1 else 20)
     assert checkpoint_at(place) == 1
 
 
@@ -158,20 +163,16 @@ def test_open_and_verify_end_cleanly(place, fault, kind):
 def test_one_rank_falls_out_of_a_load(place, fault):
     """A rank that dies or is interrupted at any of its operations is named by the others; nothing stays open."""
     save_all(3, place, 1)
-    for n in itertools.count():
-        inner = LocalStore(place)
-        bad = FaultyStore(inner, "crash", at=n) if fault == "crash" else InterruptedStore(inner, when=n)
-        with no_leaks():
-            outcomes, states = load_all(3, [inner, bad, inner], timeout_s=DEADLINE_S)
-        if len(bad.operations) <= n:
-            assert_loaded(outcomes, states, 1)
-            break
-        kind = InjectedCrash if fault == "crash" else KeyboardInterrupt
-        assert isinstance(outcomes[1], kind), bad.operations[n]
+
+    def breaking(inner, n):
+        return FaultyStore(inner, "crash", at=n) if fault == "crash" else InterruptedStore(inner, when=n)
+
+    kind = InjectedCrash if fault == "crash" else KeyboardInterrupt
+    for operation, outcomes, _ in strikes(3, place, breaking, rank=1, least=5):
+        assert isinstance(outcomes[1], kind), operation
         for other in (outcomes[0], outcomes[2]):
-            assert isinstance(other, sk.CheckpointError), bad.operations[n]
+            assert isinstance(other, sk.CheckpointError), operation
             assert f"rank 1: {kind.__name__}" in str(other)
-    assert n >= 5
 
 
 def test_slow_reads_are_waited_for_and_late_ones_named(place):

@@ -12,6 +12,7 @@ from shardkeep.storage import local as files
 from shardkeep.storage.base import Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import StoreContract
 
@@ -23,10 +24,17 @@ class InDirectory(StoreContract):
     def _place(self, tmp_path: Path) -> None:
         self.path = tmp_path / "made" / "when-needed"
 
-
-class TestLocalDirect(InDirectory):
     def make_store(self) -> Store:
         return LocalStore(self.path)
+
+
+class TestLocalDirect(InDirectory):
+    """As it is by default."""
+
+
+class TestRetrying(InDirectory):
+    def make_store(self) -> Store:
+        return RetryingStore(LocalStore(self.path), RetryPolicy(3, sleep=lambda _: None))
 
 
 class TestLocalBuffered(InDirectory):
@@ -46,9 +54,6 @@ class TestLocalOnABareSystem(InDirectory):
         monkeypatch.setattr(files, "_O_DIRECT", 0)
         monkeypatch.setattr(sys, "platform", "win32")
 
-    def make_store(self) -> Store:
-        return LocalStore(self.path)
-
 
 class TestMemory(StoreContract):
     def make_store(self) -> Store:
@@ -61,10 +66,8 @@ class TestFaultyWithoutFault(StoreContract):
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
-class TestOnTmpfs(StoreContract):
+class TestOnTmpfs(InDirectory):
     """Shared memory is a place like any other."""
-
-    MANY = 20
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> Iterator[None]:
@@ -74,6 +77,3 @@ class TestOnTmpfs(StoreContract):
             file.unlink()
         if self.path.exists():
             self.path.rmdir()
-
-    def make_store(self) -> Store:
-        return LocalStore(self.path)

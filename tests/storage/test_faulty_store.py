@@ -11,7 +11,7 @@ from shardkeep.errors import BlobNotFound, StorageError, StorageFull
 from shardkeep.storage.base import Store
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import VERBS, FaultyStore, InjectedCrash
-from shardkeep.testing.store_contract import read_blob, write_blob
+from shardkeep.testing.store_contract import raises_errno, read_blob, write_blob
 
 DATA = bytes(range(100))
 
@@ -47,10 +47,8 @@ def test_errors_strike_once_at_their_turn(fault: Any, error: type[StorageError],
     """The n-th operation fails with that errno; those before and after work."""
     store = FaultyStore(MemoryStore(), fault, at=at)
 
-    with pytest.raises(error) as caught:
+    with raises_errno(number, error):
         work(store)
-
-    assert number == caught.value.errno
     assert VERBS[at] == store.operations[-1].split()[0]
     store.put("later", b"1")
 

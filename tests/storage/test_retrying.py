@@ -14,18 +14,7 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.faulty_store import FaultyStore
-from shardkeep.testing.store_contract import StoreContract, raises_errno
-
-
-class TestContract(StoreContract):
-    MANY = 20  # a disk lists without pages
-
-    @pytest.fixture(autouse=True)
-    def _place(self, tmp_path: Path) -> None:
-        self.path = tmp_path / "made" / "when-needed"
-
-    def make_store(self) -> Store:
-        return RetryingStore(LocalStore(self.path), RetryPolicy(3, sleep=lambda _: None))
+from shardkeep.testing.store_contract import raises_errno
 
 
 def patient(inner: Store, retries: int = 3) -> tuple[RetryingStore, list[float]]:
