@@ -126,7 +126,7 @@ class CountingStore(StoreWrapper):
 
     def __init__(self, inner: Store, on_read: OnRead) -> None:
         super().__init__(inner)
-        self._on_read = on_read
+        self.on_read = on_read
 
     @property
     def local_path(self) -> str | None:
@@ -135,20 +135,16 @@ class CountingStore(StoreWrapper):
 
     def any_names(self) -> CountingStore:
         """Return the inner store's view, with its reads counted."""
-        return CountingStore(with_any_names(self.inner), self._on_read)
+        return CountingStore(with_any_names(self.inner), self.on_read)
 
-    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:  # noqa: ARG002 - all reads count
-        return _CountingReader(reader, self._on_read)
+    def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:
+        return _CountingReader(reader, self, name)
 
 
 class _CountingReader(ReaderWrapper):
-    def __init__(self, inner: BlobReader, on_read: OnRead) -> None:
-        super().__init__(inner)
-        self._on_read = on_read
-
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         super().read_into(offset, into, cached=cached)
-        self._on_read(into.nbytes)
+        self.store.on_read(into.nbytes)
 
 
 # -- the command
