@@ -522,14 +522,13 @@ def a_file_for_each_item(writes: Any, reads: Any, folder: str) -> Any:
 
 
 @script
-def three_threads(writes: Any, reads: Any, folder: str) -> Any:
-    state = _some()
-    return round_trip(writes, reads, folder, state, zeroed(state), writer={"thread_count": 3, "sync_files": False})
-
-
-@script
-def more_threads_than_items(writes: Any, reads: Any, folder: str) -> Any:
-    return round_trip(writes, reads, folder, {"w": numbered(3)}, {"w": torch.zeros(3)}, writer={"thread_count": 9})
+def several_threads(writes: Any, reads: Any, folder: str) -> Any:
+    """Fewer than items, and more."""
+    state, few = _some(), {"w": numbered(3)}
+    return (
+        round_trip(writes, reads, folder, state, zeroed(state), writer={"thread_count": 3, "sync_files": False}),
+        round_trip(writes, reads, f"{folder}-2", few, zeroed(few), writer={"thread_count": 9}),
+    )
 
 
 @script

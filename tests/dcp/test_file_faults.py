@@ -361,15 +361,10 @@ def test_the_disk_of_one_rank_is_full(rank_pool: Any, place: str, victim: int) -
 # Metadata of each rank
 
 
-def rank_writer(where: str, rank: int) -> Any:
-    writer = dcp.FileSystemWriter(where)
-    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
-    return writer
-
-
 def begin_alone(where: str, rank: int, k: int) -> Any:
     """Do what a rank does that saves for itself, up to its data; return what ends it."""
-    writer, planner = rank_writer(where, rank), dcp.DefaultSavePlanner()
+    writer, planner = dcp.FileSystemWriter(where), dcp.DefaultSavePlanner()
+    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
     planner.set_up_planner({"w": numbered(9) + k}, writer.storage_meta(), True)
     plan = quietly(writer.prepare_local_plan, planner.create_local_plan())
     [plan], metadata = planner.create_global_plan([plan])
