@@ -23,7 +23,7 @@ import msgspec
 from shardkeep.conversion import pipeline
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import find_safetensors, read_weight_map
-from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError, UnsupportedLeaf
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError
 from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import decode_tree, leaf_keys
@@ -233,16 +233,7 @@ def _tensors(source: Source) -> dict[str, pipeline.TensorPart]:
         row = index.tensor_rows.get(key)
         if row is None or int(index.tensors.alias[row]) != row:
             continue
-        dtype, shape = index.dtype(row), index.shape(row)
-        if dtype.safetensors is None or (dtype.packed > 1 and not shape):
-            raise UnsupportedLeaf(
-                f"{key!r} is of dtype {dtype.name}, which safetensors files cannot hold",
-                hint=f"leave it out: drop={key!r} (--drop)",
-                key=key,
-            )
-        if key == "__metadata__":
-            raise UnsupportedLeaf("safetensors files cannot hold a tensor called '__metadata__'", key=key)
-        parts[key] = pipeline.TensorPart(key, row, whole(shape), dtype)
+        parts[key] = pipeline.TensorPart(key, row, whole(index.shape(row)), index.dtype(row))
     return parts
 
 

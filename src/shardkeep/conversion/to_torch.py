@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,10 +36,8 @@ _ALIGNMENT = 4096
 """A tensor's bytes begin at a multiple of this, a page, for direct I/O."""
 
 
-class _Item(NamedTuple):
-    name: protocol.MetadataIndex
-    data: memoryview | pipeline.TensorPart
-    """An object as `torch.save` writes it, or a tensor."""
+_Item = tuple[protocol.MetadataIndex, memoryview | pipeline.TensorPart]
+"""An object as `torch.save` writes it, or a tensor, and what it is called."""
 
 
 def write_torch_layout(
@@ -90,14 +88,14 @@ def _describe(source: Source, to: str, options: Options) -> tuple[protocol.Metad
     for index, place in seen.storage_data.items():
         if isinstance(place, StoredObject):
             entries[index.fqn] = protocol.BytesStorageMetadata()
-            items.append(_Item(protocol.MetadataIndex(index.fqn), view.saved_object(place, options).getbuffer()))
+            items.append((protocol.MetadataIndex(index.fqn), view.saved_object(place, options).getbuffer()))
     for key, entry in seen.state_dict_metadata.items():
         if isinstance(entry, protocol.TensorStorageMetadata):
             row, box = view.rows[key], whole(tuple(entry.size))
             chunk = protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             entries[key] = protocol.TensorStorageMetadata(entry.properties, entry.size, [chunk])
             part = pipeline.TensorPart(key, row, box, source.index.dtype(row))
-            items.append(_Item(protocol.MetadataIndex(key, chunk.offsets, 0), part))
+            items.append((protocol.MetadataIndex(key, chunk.offsets, 0), part))
     described = {key: entries[key] for key in seen.state_dict_metadata}  # in the order of the state
     meta = protocol.StorageMeta(checkpoint_id=to, save_id=str(uuid.uuid4()))
     metadata = protocol.Metadata(
@@ -114,12 +112,12 @@ def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
     """Divide items into files of about `_FILE_NBYTES`, objects first."""
     groups: list[list[_Item]] = []
     held = 0
-    for item in sorted(items, key=lambda item: isinstance(item.data, pipeline.TensorPart)):
-        if not groups or held + item.data.nbytes > _FILE_NBYTES:
+    for name, data in sorted(items, key=lambda item: isinstance(item[1], pipeline.TensorPart)):
+        if not groups or held + data.nbytes > _FILE_NBYTES:
             groups.append([])
             held = 0
-        groups[-1].append(item)
-        held += item.data.nbytes
+        groups[-1].append((name, data))
+        held += data.nbytes
     return groups
 
 
@@ -129,17 +127,16 @@ def _lay_out(
     """Lay items end to end in a file, each tensor framed as an archive of torch's, and note where each one lies."""
     parts: list[pipeline.Part] = []
     at = 0
-    for item in items:
-        own: list[pipeline.Part] = [item.data]
-        head_nbytes = 0
-        if isinstance(item.data, pipeline.TensorPart):
-            frame = frame_tensor(item.data.dtype, item.data.box.sizes, at=at, alignment=_ALIGNMENT)
-            own = [memoryview(frame.head), item.data, memoryview(frame.tail)]
-            head_nbytes = len(frame.head)
+    for index, data in items:
+        own: list[pipeline.Part] = [data]
+        start = None
+        if isinstance(data, pipeline.TensorPart):
+            frame = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=_ALIGNMENT)
+            own = [memoryview(frame.head), data, memoryview(frame.tail)]
+            start = at + len(frame.head)
         nbytes = sum(part.nbytes for part in own)
-        places[item.name] = protocol._StorageInfo(name, at, nbytes)
-        if head_nbytes:
-            places[item.name].shardkeep_data_start = at + head_nbytes
+        places[index] = protocol._StorageInfo(name, at, nbytes)
+        places[index].shardkeep_data_start = start
         parts += own
         at += nbytes
     return pipeline.file_parts(name, parts)

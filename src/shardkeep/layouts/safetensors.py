@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shardkeep.errors import MalformedFile, StateError, UnsupportedVersion, WrongSize
+from shardkeep.errors import MalformedFile, StateError, UnsupportedLeaf, UnsupportedVersion, WrongSize
 from shardkeep.format.data_file import MAX_HEADER_NBYTES, digest
 from shardkeep.format.dtypes import DTYPES, DType, Ints
 from shardkeep.storage.base import BlobReader, ReadableStore
@@ -192,9 +192,13 @@ def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str,
     at = 0
     for key, (dtype, shape) in parts.items():
         if dtype.safetensors is None or (dtype.packed > 1 and not shape):
-            raise StateError(f"{where}: {key!r} is of dtype {dtype.name}, which safetensors files cannot hold", key=key)
+            raise UnsupportedLeaf(
+                f"{where}: {key!r} is of dtype {dtype.name}, which safetensors files cannot hold",
+                hint=f"leave it out: drop={key!r} of a conversion (--drop), exclude={key!r} of an export",
+                key=key,
+            )
         if key == "__metadata__":
-            raise StateError(f"{where}: a safetensors file cannot hold a tensor called '__metadata__'", key=key)
+            raise UnsupportedLeaf(f"{where}: a safetensors file cannot hold a tensor called '__metadata__'", key=key)
         stop = at + math.prod(shape) * dtype.itemsize
         name, spelled = dtype.in_safetensors(shape)
         header[key] = {"dtype": name, "shape": list(spelled), "data_offsets": [at, stop]}

@@ -241,12 +241,6 @@ class _Fields:
         return isinstance(other, _Fields) and self._index() == other._index()
 
 
-class _DTypeName(NamedTuple):
-    """Stands for a dtype. A pickle does not get the rows of our own table, because it could change them."""
-
-    name: str
-
-
 @cache
 def _stand_ins() -> Names:
     unchanged = Call(lambda value: value)
@@ -255,7 +249,8 @@ def _stand_ins() -> Names:
     )
     names["torch", "Size"] = Call(tuple)
     names["torch.serialization", "_get_layout"] = unchanged
-    names.update({("torch", dtype.name): _DTypeName(dtype.name) for dtype in DTYPES})
+    # Not the rows of our own table, because a pickle could change them.
+    names.update({("torch", dtype.name): dtype.name for dtype in DTYPES})
     return names
 
 
@@ -283,11 +278,11 @@ def _metadata_of(found: Any) -> TorchMetadata:
             objects[name] = locate(name, None)
             continue
         dtype = entry.properties.dtype
-        if type(dtype) is not _DTypeName:
+        if type(dtype) is not str:
             raise MalformedFile(f"{dtype!r} is not a dtype")
         boxes = [Box(_ints(chunk.offsets), _ints(chunk.sizes)) for chunk in entry.chunks]
         chunks = [(box, locate(name, box.offsets)) for box in boxes if box.volume]
-        tensors[name] = TensorEntry(by_name(dtype.name), _ints(entry.size), chunks)
+        tensors[name] = TensorEntry(by_name(dtype), _ints(entry.size), chunks)
     said = getattr(found, "planner_data", None)
     paths: dict[str, tuple[str | int, ...]] = {}
     for name in (*tensors, *objects):

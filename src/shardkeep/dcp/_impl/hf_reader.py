@@ -143,8 +143,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         self._catalog = catalog = read_catalog(list_model(place), threads=self._threads())
         self._chunks = chunks = _Chunks(catalog)
         metadata = protocol.Metadata(
-            cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog), catalog)),
-            storage_data=_OnAccess(chunks.location, chunks.indices, catalog),
+            cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog))),
+            storage_data=_OnAccess(chunks.location, chunks.indices),
             storage_meta=protocol.StorageMeta(load_id=self.load_id),
         )
         return protocol.to_classes_of_caller(metadata)
@@ -316,10 +316,8 @@ class _Chunks:
 class _OnAccess(MutableMapping[Any, Any]):
     """A mapping whose values are made on access, and its keys when all are needed; once it is changed, all are made."""
 
-    def __init__(
-        self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]], catalog: Mapping[str, CatalogEntry]
-    ) -> None:
-        self._make, self._keys, self._catalog = make, keys, catalog
+    def __init__(self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]]) -> None:
+        self._make, self._keys = make, keys
         self._made: dict[Any, Any] | None = None
 
     def _all(self) -> dict[Any, Any]:
@@ -343,7 +341,7 @@ class _OnAccess(MutableMapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return bool(self._catalog if self._made is None else self._made)
+        return any(True for _ in self)
 
 
 def storage_place(storage: Any) -> Store:
