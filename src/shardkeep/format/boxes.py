@@ -139,12 +139,7 @@ def stripes(sizes: Ints, one: Ints, other: Ints) -> Stripes | None:
 
 
 def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-    """
-    Return which stripes, and which elements of each, lie in a range of the first memory, counted from the first stripe.
-
-    Yields `(first stripe, last, first element, last)` in order, each last one excluded: at most one stripe whose beginning
-    is outside, all whole ones, and one whose end is outside.
-    """
+    """Yield `(first stripe, last, first element, last)`, lasts excluded, of what lies in a range of the first memory."""
     number, width, (step, _) = all_of
     low, high = max(low, 0), min(high, (number - 1) * step + width)
     if low >= high:

@@ -161,11 +161,7 @@ def sweep(store: Store, found: Survey) -> None:
 
 
 def discard(store: Store, names: Iterable[str]) -> None:
-    """
-    Delete files. Never raises.
-
-    Claims are deleted last, and only if everything else is gone: without its claim, a file is not known to be of a dead save.
-    """
+    """Delete files, a claim last and only if all else is gone: without it, files are not known to be dead. Never raises."""
     failed = False
     for name in claims_last(names):
         if failed and is_claim(name):

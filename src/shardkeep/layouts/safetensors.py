@@ -177,12 +177,7 @@ def _check_whole(path: str, parts: Mapping[str, HeaderTensor], data_start: int, 
 
 
 def alignment_of(nbytes: int) -> int:
-    """
-    Return the largest power of two, up to a page, that divides a size.
-
-    Tensors in falling order of it are each aligned to their own, and so to their elements, without gaps: safetensors
-    allows none, and readers refuse elements that are not aligned.
-    """
+    """Return the largest power of two, up to a page, that divides a size: in falling order, all are aligned without gaps."""
     return min(nbytes & -nbytes, ALIGNMENT) if nbytes else ALIGNMENT
 
 

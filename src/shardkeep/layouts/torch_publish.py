@@ -82,12 +82,7 @@ class Commit:
         """Whether every rank sees the files of all ranks. Each rank may have a local directory of its own."""
 
     def first_number(self) -> int:
-        """
-        Return the number of the first data file of a save.
-
-        In a store it is random: an upload replaces a blob of the same name, so two jobs that save to one place at the
-        same time must not choose the same names.
-        """
+        """Return the number of the first data file: random in a store, where two jobs must not choose the same names."""
         return secrets.randbelow(10**9) * 1000 if self._shared else 0
 
     def publish(

@@ -632,12 +632,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
 
 def expand_groups(blocks: torch.Tensor, scales: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-    """
-    Return the numbers of groups of 4-bit values, two to a byte, the low half first.
-
-    `blocks` are bytes of shape [..., groups, bytes], `scales` exponents with a bias of 127 of shape [..., groups], and
-    the result has the shape [..., groups * bytes * 2].
-    """
+    """Return the numbers of groups of 4-bit values, two to a byte, low half first; scales are exponents with a bias of 127."""
     table = torch.tensor(FP4_VALUES, dtype=to, device=blocks.device)
     found = torch.empty(*blocks.shape, 2, dtype=to, device=blocks.device)
     found[..., 0] = table[(blocks & 0x0F).to(torch.int64)]
