@@ -317,7 +317,7 @@ def _compare(found: TensorChange, a: torch.Tensor, b: torch.Tensor, tolerance: T
     bits = None
     if a.dtype == b.dtype:
         one, other = _raw(a), _raw(b)
-        same = torch.equal(one, other)  # much faster, and most are
+        same = torch.equal(one, other)  # faster, and most are
         bits = torch.zeros(len(a), dtype=torch.bool) if same else (one != other).any(dim=1)
     try:
         x, y = as_numbers(a), as_numbers(b)
