@@ -11,7 +11,7 @@ The first run uses torch's distributed checkpoint, the second shardkeep's, witho
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from tiny_job import SAVED, STEPS, arguments, batch_of, fingerprint, loss_of, say, tiny_model
+from tiny_job import SAVED, STEPS, Timed, arguments, batch_of, fingerprint, loss_of, say, tiny_model
 
 
 def main() -> None:
@@ -23,9 +23,10 @@ def main() -> None:
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     accelerator = Accelerator(fsdp_plugin=plugin)
 
-    model = tiny_model(resumed=args.resume)
+    model = tiny_model(args)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
+    save = Timed(accelerator.save_state)
     done, losses, at_save = 0, {}, ""
     if args.resume:
         accelerator.load_state(args.folder)
@@ -37,10 +38,13 @@ def main() -> None:
         optimizer.zero_grad()
         losses[step] = loss.item()
         if step == SAVED:
-            accelerator.save_state(args.folder)
+            save(args.folder)
             at_save = fingerprint(model, optimizer.optimizer)
 
-    say("accelerate", args.folder, losses, at_save, fingerprint(model, optimizer.optimizer))
+    final = fingerprint(model, optimizer.optimizer)
+    for number in range(args.saves):
+        save(f"{args.folder}-{number}")
+    say("accelerate", args.folder, losses, at_save, final, save)
     accelerator.end_training()
 
 

@@ -9,13 +9,14 @@ The first run uses torch's distributed checkpoint, the second shardkeep's, witho
 # ruff: noqa: INP001 - a script to read and run
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 
 import lightning as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tiny_job import SAVED, STEPS, arguments, batch_of, fingerprint, loss_of, say, tiny_model
+from tiny_job import SAVED, STEPS, Timed, arguments, batch_of, fingerprint, loss_of, say, tiny_model
 from torch.distributed.fsdp import fully_shard
 
 
@@ -41,21 +42,21 @@ class Batches:
 
 
 class Job(pl.LightningModule):
-    def __init__(self, *, resumed: bool) -> None:
+    def __init__(self, args: Namespace) -> None:
         super().__init__()
-        self.resumed = resumed
+        self.args = args
         self.losses: dict[int, float] = {}
         self.at_save = ""
 
     def configure_model(self) -> None:
-        self.net = tiny_model(resumed=self.resumed)
+        self.net = tiny_model(self.args)
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        if self.resumed and not self.losses:
+        if self.args.resume and not self.losses:
             self.at_save = self.fingerprint()
         loss = loss_of(self.net, batch)
         self.losses[self.global_step + 1] = loss.item()
@@ -66,32 +67,35 @@ class Job(pl.LightningModule):
 
 
 class Save(pl.Callback):
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+        self.save = Timed(trainer.save_checkpoint)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Job, *_: object) -> None:
-        if trainer.global_step == SAVED and not module.resumed:
-            trainer.save_checkpoint(self.folder)
+        if trainer.global_step == SAVED and not module.args.resume:
+            self.save(module.args.folder)
             module.at_save = module.fingerprint()
 
 
 def main() -> None:
     args = arguments(__doc__)
-    job = Job(resumed=args.resume)
+    job = Job(args)
+    callback = Save()
     ranks = int(os.environ["WORLD_SIZE"])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
         max_steps=STEPS,
-        callbacks=[Save(args.folder)],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(job, Batches(), ckpt_path=args.folder if args.resume else None)
-    say("lightning", args.folder, job.losses, job.at_save, job.fingerprint())
+    for number in range(args.saves):
+        callback.save(f"{args.folder}-{number}")
+    say("lightning", args.folder, job.losses, job.at_save, job.fingerprint(), callback.save)
     dist.destroy_process_group()
 
 

@@ -9,12 +9,13 @@ in the background. The last step is exported as Hugging Face safetensors, in two
 """
 # ruff: noqa: INP001 - a script to read and run
 
+from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_job import SAVED, STEPS, arguments, batch_of, fingerprint, loss_of, say, tiny_model
+from tiny_job import SAVED, STEPS, Timed, arguments, batch_of, fingerprint, loss_of, say, tiny_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpointer import CheckpointManager
@@ -38,9 +39,9 @@ class TrainState:
 class Names(StateDictAdapter):
     """Other names on the hub, and two files there."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model_config=None, hf_assets_path=None)
-        self.fqn_to_index_mapping = {"hub.0.weight": 1, "hub.0.bias": 1, "hub.2.weight": 2, "hub.2.bias": 2}
+        self.fqn_to_index_mapping = {f"hub.{name}": 1 if name < "1" else 2 for name, _ in model.named_parameters()}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {f"hub.{name}": value for name, value in state_dict.items()}
@@ -52,8 +53,8 @@ class Names(StateDictAdapter):
 class Job:
     """A trainer with torchtitan's parts."""
 
-    def __init__(self, *, resumed: bool, **checkpoint: Any) -> None:
-        self.model: nn.Module = fully_shard(tiny_model(resumed=resumed))
+    def __init__(self, args: Namespace, **checkpoint: Any) -> None:
+        self.model: nn.Module = fully_shard(tiny_model(args))
         # Not fused: that rounds by where a shard ends, and gives other bits on other numbers of ranks.
         self.optimizers: OptimizersContainer = replace(default_adamw(lr=1e-2), implementation="for-loop").build(
             model_parts=[self.model]
@@ -70,7 +71,7 @@ class Job:
             optimizers=self.optimizers,
             lr_schedulers=self.schedule,
             states={"train_state": self.state},
-            sd_adapter=Names(),
+            sd_adapter=Names(self.model),
         )
 
     def train_step(self) -> float:
@@ -93,7 +94,8 @@ class Job:
 def main() -> None:
     args = arguments(__doc__, mode=["disabled", "async", "async_with_pinned_mem"])
     dist.init_process_group("gloo")
-    job = Job(resumed=args.resume, folder=args.folder, async_mode=args.mode, initial_load_model_only=False)
+    job = Job(args, folder=args.folder, async_mode=args.mode, initial_load_model_only=False)
+    save = Timed(job.checkpoints.save, finish=job.checkpoints.maybe_wait_for_saving)
     at_save = ""
     if args.resume:
         job.checkpoints.load(step=SAVED)
@@ -102,17 +104,22 @@ def main() -> None:
     while job.state.step < STEPS:
         loss = job.train_step()
         losses[job.state.step] = loss
-        job.checkpoints.save(job.state.step, last_step=job.state.step == STEPS)
         if job.state.step == SAVED:
+            save(job.state.step)
             at_save = job.fingerprint()
+    final = job.fingerprint()
+    for number in range(args.saves):
+        save(STEPS + (number + 1) * SAVED)
+    job.checkpoints.save(STEPS, last_step=True)
     job.checkpoints.maybe_wait_for_saving()
     job.checkpoints.close()
 
     exported = f"{args.folder}/step-{STEPS}"
-    other = Job(resumed=True, folder=f"{args.folder}/empty", initial_load_path=exported, initial_load_in_hf=True)
+    args.resume = True
+    other = Job(args, folder=f"{args.folder}/empty", initial_load_path=exported, initial_load_in_hf=True)
     other.checkpoints.load()
     same = all(torch.equal(one, two) for one, two in zip(job.weights(), other.weights(), strict=True))
-    say("torchtitan", f"{args.folder}/step-{SAVED}", losses, at_save, job.fingerprint(), exported=same)
+    say("torchtitan", f"{args.folder}/step-{SAVED}", losses, at_save, final, save, exported=same)
     dist.destroy_process_group()
 
 

@@ -97,7 +97,8 @@ def test_framework_runs_on_ours_and_trains_the_same(trained):
     assert 0 < torchs["data files"] == ours["data files"]
     assert list(ours["losses"]) == ["1", "2", "3", "4"]
     differing = {key for key in torchs if torchs[key] != ours[key]}
-    assert {"dcp", "writer", "checksum files"} == differing
+    assert {"dcp", "writer", "checksum files"} == differing - {"seconds blocked by each save"}
+    assert [len(each["seconds blocked by each save"]) for each in (torchs, ours)] == [1, 1]
     assert ours.get("exported", True), "what torchtitan exported as safetensors is not what it had"
 
 
@@ -145,6 +146,27 @@ def test_torchtitan_saves_in_the_background(mode, tmp_path):
     assert (saw["data files"], saw["checksum files"]) == (2, 2)
     assert (saw[AT_SAVE], saw[AT_END]) == (seen[AT_SAVE], seen[AT_END])
     assert after(2, saw["losses"]) == seen["losses"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gain_is_printed(framework, tmp_path):
+    """The comparison runs both sides, and prints what the first save took on each and what those after it took."""
+    needed(framework)
+    done = python(PROGRAMS / "gain.py", framework, "--megabytes", 20, "--saves", 2, "--rounds", 1, "--folder", tmp_path)
+    rows = {row[0]: row[1:] for row in map(str.split, done.stdout.splitlines()) if row}
+    assert {framework, "torch", "shardkeep"} <= rows.keys()
+    for side in ("torch", "shardkeep"):
+        assert [0 < float(rows[side][column]) < 60 for column in (0, 2)] == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gain_needs_a_framework():
+    """Without any of them it says what to install."""
+    if any(map(find_spec, FRAMEWORKS)):
+        pytest.skip("there is one")
+    done = python(PROGRAMS / "gain.py", check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "pip install" in done.stderr
 
 
 MERGES = {
