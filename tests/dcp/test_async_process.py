@@ -30,7 +30,7 @@ from shardkeep.dcp.state_dict_loader import load
 from shardkeep.engine.process.client import writer_manager
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
-from tests.warm.python import warm_python
+from tests.warm.python import needs_late_threads, warm_python
 
 PROCESS = AsyncCheckpointerType.PROCESS
 
@@ -294,6 +294,7 @@ if __name__ == "__main__":
 """
 
 
+@needs_late_threads
 def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
     """The process knows the script's classes, though the script has ended when it takes the state."""
     script = tmp_path / "script.py"

@@ -28,7 +28,7 @@ from shardkeep.engine.process.client import writer_manager
 from shardkeep.errors import EarlierSaveFailed
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
-from tests.warm.python import warm_python
+from tests.warm.python import needs_late_threads, warm_python
 
 
 def writer_to(folder, kind=FileSystemWriter, **options):
@@ -430,6 +430,7 @@ async_save({"w": torch.arange(1000.0)}, storage_writer=FileSystemWriter(sys.argv
 """
 
 
+@needs_late_threads
 def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
     """The interpreter waits for what is under way, which can still start the threads it needs."""
     done = warm_python("-c", LEAVES_EARLY, tmp_path / "a")

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from tests.warm.python import warm_python
+from tests.warm.python import needs_late_threads, warm_python
 
 OPTIONS = {"PYTHONPATH": None, "SHARDKEEP_DCP_INSTALL": None}
 
@@ -380,6 +380,7 @@ ENDS_EARLY = """
 """
 
 
+@needs_late_threads
 @pytest.mark.parametrize(("how", "kind"), [("script", "thread"), ("module", "process"), ("folder", "thread")])
 def test_saves_that_outlive_a_script_run_by_us(script, tmp_path, how, kind):
     """The script's classes are there until its last save has ended, for that save and for processes it has started."""

@@ -225,7 +225,7 @@ def compared(name, theirs, own):
     if isinstance(theirs, (str, int, float, dict)):
         differs = {key: own.get(key) for key in theirs} != theirs if isinstance(theirs, dict) else own != theirs
         return {name: f"is {own!r}, not {theirs!r}"} if differs else {}
-    if not inspect.isclass(theirs) or not isinstance(theirs, type):
+    if not inspect.isclass(theirs) or typing.get_origin(theirs):  # to Python 3.10 an alias is a class
         return {}
     found = dict(members_differ(name, theirs, own))
     for method, value in vars(theirs).items():

@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 WAIT_S = 120.0
 """For a program, on a machine that is busy with other tests."""
 
@@ -91,6 +93,18 @@ def warm_python(
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(fork.args, code, out.read().decode(), LEAKS.sub("", err.read().decode()))
+
+
+def _refuses_late_threads() -> bool:
+    code = "import threading; threading._register_atexit(lambda: threading.Thread(target=int).start())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return b"RuntimeError" in done.stderr
+
+
+needs_late_threads = pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12) and _refuses_late_threads(),
+    reason="the first versions of Python 3.12 start no thread once the main script has ended: CPython's gh-113964",
+)
 
 
 class WarmPopen(_Fork):
