@@ -106,7 +106,7 @@ def test_saves_without_a_stager(tmp_path, monkeypatch, kind, room):
     state = fresh_state()
     uploads = []
     for step in range(5):
-        delay()
+        delay(random)
         fill(state, step)
         place = tmp_path / str(step)
         uploads.append(quietly(async_save, state, checkpoint_id=place, async_checkpointer_type=kind, no_dist=True))
