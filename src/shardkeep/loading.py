@@ -87,27 +87,27 @@ def load(
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
         session = LoadSession(state, store, load_filter, world, ranks, phases, options, group, allow_pickle, strict)
         with phases.phase("open"):
-            session.open()
-        session.match()
+            opened = session.open()
+        matched = session.match(opened)
         phases.mark_meeting()
-        exchanges, has_objects = session.share(), bool(session.objects)
+        shared = session.share(matched)
+        exchanges, has_objects = bool(shared and shared.plan), bool(opened.objects)
         # New leaves are placed in the last of these steps. Objects are placed in a step of their own.
-        session.read(place=not exchanges and not has_objects)
-        if exchanges:
-            session.exchange(place=not has_objects)
+        read = session.read(matched, shared, place=not exchanges and not has_objects)
+        received = session.exchange(matched, read, place=not has_objects) if exchanges else 0
         if has_objects:
-            session.place()
-    ranks_phases, record = phases.all_ranks(), session.source.record
+            session.place(matched, read)
+    ranks_phases, record = phases.all_ranks(), matched.source.record
     report = LoadReport(
         where=store.url,
         save_id=record.save_id,
         step=record.step,
         meta=record.meta,
-        missing=session.missing,
-        unexpected=session.unexpected,
-        cast=session.matched.cast,
-        bytes_read=session.bytes_read,
-        bytes_received=session.bytes_received,
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        cast=matched.match.cast,
+        bytes_read=read.nbytes,
+        bytes_received=received,
         seconds=phases.now(),
         phases=phases.spans,
         ranks=ranks_phases,

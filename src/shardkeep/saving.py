@@ -118,9 +118,9 @@ def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
             described.append(describe())
             return described[0].manifest
 
-        plan = session.plan(ranks, manifest)
-        session.write(ranks, lambda: _write(session, plan, described[0].description, events))
-        committed = session.commit(ranks, described[0].labels)
+        plan, on_rank_0 = session.plan(ranks, manifest)
+        files = session.write(ranks, on_rank_0, lambda: _write(session, plan, described[0].description, events))
+        committed = session.commit(ranks, on_rank_0, files, described[0].labels)
         seconds = phases.now()
     report = session.report(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
@@ -273,16 +273,16 @@ def start_save(
 
     def finish() -> SaveReport:
         with running:
-            plan = session.plan(ranks, lambda: described[0].manifest)
+            plan, on_rank_0 = session.plan(ranks, lambda: described[0].manifest)
             labels, tensors = described[0].labels, background.snapshot.tensors
             # From here on only the file jobs hold the tensors, and drop each when it is copied.
             jobs = make_file_jobs(replace(described.pop().description, pieces=tensors), plan)
             tensors.clear()
             try:
-                session.write(ranks, lambda: write(jobs, FileCodecs(plan, session.keys)))
+                files = session.write(ranks, on_rank_0, lambda: write(jobs, FileCodecs(plan, session.keys)))
             finally:
                 jobs.clear()  # frames of an error that is kept hold the list, and must not hold the tensors with it
-            committed = session.commit(ranks, labels)
+            committed = session.commit(ranks, on_rank_0, files, labels)
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
         waited_s = staged_s if must_wait else blocked_s

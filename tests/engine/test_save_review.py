@@ -13,6 +13,7 @@ from shardkeep.engine import workers
 from shardkeep.engine.coordinator import Coordinator
 from shardkeep.engine.writer import write_files
 from shardkeep.errors import CheckpointError, StateError, StorageError
+from shardkeep.format import record as record_format
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import native
 from shardkeep.storage.memory import MemoryStore
@@ -100,20 +101,20 @@ def test_a_shape_no_reader_takes_is_refused(tmp_path):
     assert sk.open(tmp_path / "b")["x"].shape == (0, 1 << 57)
 
 
-@pytest.mark.parametrize("part", ["decode_index", "decode_record"])
-def test_what_cannot_be_read_is_never_committed(tmp_path, monkeypatch, part):
+@pytest.mark.parametrize(("module", "part"), [(native, "decode_index"), (record_format, "decode_record")])
+def test_what_cannot_be_read_is_never_committed(tmp_path, monkeypatch, module, part):
     """Index and record are read back before either is put; if that fails, the old checkpoint stays."""
     sk.save({"x": torch.ones(3)}, tmp_path, step=1)
     before = names(tmp_path)
 
-    decode = getattr(native, part)
+    decode = getattr(module, part)
 
     def refuse(data, where):
         if where.startswith("the "):
             raise sk.MalformedFile("no reader takes this")
         return decode(data, where=where)
 
-    monkeypatch.setattr(native, part, refuse)
+    monkeypatch.setattr(module, part, refuse)
     with pytest.raises(StateError, match="no reader takes this"):
         sk.save({"x": torch.zeros(3)}, tmp_path, step=2, overwrite=True)
 

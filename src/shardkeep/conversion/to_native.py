@@ -57,15 +57,15 @@ def write_native(
     with orphans.holding_claim(coordinator.save_id):
         try:
             filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
-            [orders] = coordinator.plan([encode(_manifest(index, filled))])
+            planned = coordinator.plan([encode(_manifest(index, filled))])
+            [orders] = planned.by_rank
             coding = FileCodecs(orders, keys)
             files = _files(index, [(row, rows[row]) for row in filled], orders)
             digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
             pipeline.verify_written(coded, files, digests, options, entries=entries)
-            coordinator.collect([entries])
-            coordinator.commit(labels)
+            coordinator.commit(planned, coordinator.collect(planned, [entries]), labels)
         except BaseException:
             coordinator.withdraw()
             raise

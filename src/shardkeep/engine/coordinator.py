@@ -8,6 +8,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -44,17 +45,21 @@ Labels = tuple[int | None, dict[str, Any]]
 """The step and the user's own values, as they go into the commit record."""
 
 
+@dataclass(frozen=True)
+class PlannedSave:
+    """What rank 0 has planned."""
+
+    plan: save_plan.CheckpointPlan
+    by_rank: list[save_plan.RankWritePlan]
+    values: list[tuple[str, bytes]]
+    tree: bytes
+    codecs: CodecPlan
+    replaces: Version | None
+    """The version of the commit record that this save replaces."""
+
+
 class Coordinator:
     """Plans, checks, commits and cleans up one save: `plan`, `collect`, `commit`, `tidy`, in this order; or `withdraw`."""
-
-    _plan: save_plan.CheckpointPlan
-    _values: list[tuple[str, bytes]]
-    _tree: bytes
-    _chains: CodecPlan
-    _replaces: Version | None
-    """The version of the commit record that this save replaces."""
-    _world_size: int
-    _files: list[FileEntry]
 
     def __init__(self, store: Store, *, overwrite: bool, codecs: Codecs = None, keys: KeySource | None = None) -> None:
         self.store = store
@@ -66,15 +71,14 @@ class Coordinator:
         self._committed = False
         self._interrupt: KeyboardInterrupt | None = None
 
-    def plan(self, payloads: list[bytes]) -> list[save_plan.RankWritePlan]:
+    def plan(self, payloads: list[bytes]) -> PlannedSave:
         """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
-        self._replaces = self._check_place()
+        replaces = self._check_place()
         manifests = [msgspec.msgpack.decode(payload, type=save_plan.RankManifest) for payload in payloads]
-        self._world_size = len(manifests)
-        self._tree = tree = save_plan.merge_rank_trees(manifests)
-        self._chains = codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
-        self._plan = plan = save_plan.plan_save(manifests, codecs.chain_of)
-        self._values = values = save_plan.merge_rank_values(manifests, plan.keys)
+        tree = save_plan.merge_rank_trees(manifests)
+        codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
+        plan = save_plan.plan_save(manifests, codecs.chain_of)
+        values = save_plan.merge_rank_values(manifests, plan.keys)
         wanted, free = sum(file.data_nbytes for file in plan.files), free_nbytes(self.store)
         wanted += sum(len(data) for _, data in values)
         # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
@@ -88,14 +92,16 @@ class Coordinator:
             )
         orphans.make_claim(self.store, self.save_id)
         recorded = [chain.recorded for chain in codecs.chains]
-        return split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=is_sequential(self.store))
+        sidecar = is_sequential(self.store)
+        by_rank = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sidecar)
+        return PlannedSave(plan, by_rank, values, tree, codecs, replaces)
 
-    def collect(self, by_rank: list[list[FileEntry]]) -> None:
-        """Take the files that all ranks wrote, and check that they are in the store."""
+    def collect(self, planned: PlannedSave, by_rank: list[list[FileEntry]]) -> list[FileEntry]:
+        """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
         written = {entry.name: entry for entries in by_rank for entry in entries}
-        self._files = [written[name] for name in data_file_names(self._plan, self.save_id, len(by_rank))]
+        files = [written[name] for name in data_file_names(planned.plan, self.save_id, len(by_rank))]
         listed = {info.name: info.nbytes for info in self.store.list()}
-        for entry, file in zip(self._files, self._plan.files, strict=True):
+        for entry, file in zip(files, planned.plan.files, strict=True):
             for name, nbytes in entry.at_rest:
                 # A network file system may list an old state; a request for one name is answered anew.
                 if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
@@ -104,6 +110,7 @@ class Coordinator:
                         hint="all ranks must see one file system",
                         name=name,
                     )
+        return files
 
     def _nbytes(self, name: str) -> int | None:
         try:
@@ -112,9 +119,9 @@ class Coordinator:
         except errors.BlobNotFound:
             return None
 
-    def commit(self, labels: Labels) -> CommittedSave:
+    def commit(self, planned: PlannedSave, files: list[FileEntry], labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
-        plan, pieces = self._plan, self._plan.pieces_by_tensor()
+        plan, pieces = planned.plan, planned.plan.pieces_by_tensor()
         step, meta = labels
         self._publishing = True
         index = Index(
@@ -122,22 +129,22 @@ class Coordinator:
             tensors=plan.tensors,
             chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
             chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-            value_keys=strings_of(key.encode() for key, _ in self._values),
-            value_data=strings_of(data for _, data in self._values),
-            make_tree=lambda: self._tree,
+            value_keys=strings_of(key.encode() for key, _ in planned.values),
+            value_data=strings_of(data for _, data in planned.values),
+            make_tree=lambda: planned.tree,
         )
         record = native.publish(
             self.store,
             index,
             save_id=self.save_id,
-            files=self._files,
+            files=files,
             tensor_bytes=int(pieces.nbytes.sum()),
-            world_size=self._world_size,
+            world_size=len(planned.by_rank),
             step=step,
             meta=meta,
-            over=self._replaces,
-            chains=self._chains.chains,
-            index_chain=self._chains.of_index,
+            over=planned.replaces,
+            chains=planned.codecs.chains,
+            index_chain=planned.codecs.of_index,
         )
         self._check_all_present(record)
         self._committed = True

@@ -28,7 +28,7 @@ import xxhash
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.codecs import Codecs, keys_for
-from shardkeep.engine.coordinator import CommittedSave, Coordinator, Labels
+from shardkeep.engine.coordinator import CommittedSave, Coordinator, Labels, PlannedSave
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest
 from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES
@@ -163,9 +163,9 @@ class SaveSession:
             ranks.agree("prepare", prepare_first, lambda done: done)
         return describe_now
 
-    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> RankWritePlan:
-        """Send what this rank holds, and return what it has to write."""
-        began_s = 0.0
+    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> tuple[RankWritePlan, list[PlannedSave]]:
+        """Send what this rank holds; return what it has to write, and on rank 0 the plan for all ranks."""
+        began_s, on_rank_0 = 0.0, list[PlannedSave]()
 
         def describing() -> bytes:
             nonlocal began_s
@@ -173,13 +173,20 @@ class SaveSession:
             began_s = self.phases.now()
             return made
 
-        answer = ranks.agree("plan", describing, lambda sent: list(map(encode, self._coordinator.plan(sent))))
-        self.phases.add("plan", began_s, self.phases.mark_meeting())
-        return msgspec.msgpack.decode(answer, type=RankWritePlan)
+        def decide(sent: list[bytes]) -> list[bytes]:
+            on_rank_0.append(self._coordinator.plan(sent))
+            return [encode(each) for each in on_rank_0[0].by_rank]
 
-    def write(self, ranks: Rendezvous, work: Callable[[], list[FileEntry]]) -> None:
-        """Write this rank's files, and wait until the other ranks have written theirs."""
-        began_s = ended_s = self.phases.now()
+        answer = ranks.agree("plan", describing, decide)
+        self.phases.add("plan", began_s, self.phases.mark_meeting())
+        return msgspec.msgpack.decode(answer, type=RankWritePlan), on_rank_0
+
+    def write(
+        self, ranks: Rendezvous, on_rank_0: list[PlannedSave], work: Callable[[], list[FileEntry]]
+    ) -> list[FileEntry]:
+        """Write this rank's files, and wait for the other ranks; return, on rank 0, the files of all of them."""
+        began_s, files = self.phases.now(), list[FileEntry]()
+        ended_s = began_s
 
         def writing() -> bytes:
             nonlocal ended_s
@@ -193,18 +200,21 @@ class SaveSession:
         def collect(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=tuple[list[FileEntry], SentPhases]) for payload in payloads]
             self.phases.collect([spans for _, spans in said])
-            self._coordinator.collect([files for files, _ in said])
+            files.extend(self._coordinator.collect(on_rank_0[0], [written for written, _ in said]))
             return [b""] * len(payloads)
 
         ranks.agree("write", writing, collect)
         self._written_s = self.phases.now()
         self.phases.add("wait", ended_s, self._written_s)
+        return files
 
-    def commit(self, ranks: Rendezvous, labels: Labels) -> CommittedSave:
+    def commit(
+        self, ranks: Rendezvous, on_rank_0: list[PlannedSave], files: list[FileEntry], labels: Labels
+    ) -> CommittedSave:
         """Publish the checkpoint."""
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            return [encode(self._coordinator.commit(labels))] * len(payloads)
+            return [encode(self._coordinator.commit(on_rank_0[0], files, labels))] * len(payloads)
 
         # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
         self._handed_over = True
