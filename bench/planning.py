@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.engine.coordinator import split_by_rank
+from shardkeep.engine.coordinator import index_of, split_by_rank
 from shardkeep.engine.save_session import make_manifest
 from shardkeep.format.boxes import Boxes
-from shardkeep.format.index import Chunks, Tensors, decode_index, encode_index
+from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index, strings_of
 from shardkeep.plan.save_plan import RankManifest, encode, merge_rank_trees, merge_rank_values, plan_save
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
@@ -57,15 +57,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     values, tree = merge_rank_values(drafts, plan.keys), merge_rank_trees(drafts)
     replies = [encode(orders) for orders in split_by_rank(plan, "0" * 20, ranks)]
     planned = time.perf_counter()
-    pieces = plan.pieces_by_tensor()
-    index = encode_index(
-        keys=plan.keys,
-        tensors=plan.tensors,
-        chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
-        chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-        values=values,
-        tree=tree,
-    )
+    index = encode_index(index_of(plan, values, tree))
     done = time.perf_counter()
     return {
         "ranks": ranks,
@@ -88,14 +80,17 @@ def measure_index(shards: int = 1_000_000, tensors: int = 1_000) -> dict[str, fl
     offsets = np.stack([np.tile(rows, tensors), np.zeros(shards, np.int64)], axis=1)
     sizes = np.tile(np.array([[4, 8]]), (shards, 1))
     count = np.zeros(tensors, np.uint8)
-    columns = {
-        "keys": sorted(f"model.layers.{i}.weight" for i in range(tensors)),
-        "tensors": Tensors(count + 9, count + 2, np.tile([[4 * each, 8]], (tensors, 1)), count, np.arange(tensors)),
-        "chunk_ends": np.arange(1, tensors + 1) * each,
-        "chunks": Chunks(offsets, sizes, np.tile(np.arange(each), tensors), np.repeat(np.arange(tensors) * 128, each)),
-    }
+    made = Index(
+        keys=strings_of(sorted(f"model.layers.{i}.weight".encode() for i in range(tensors))),
+        tensors=Tensors(count + 9, count + 2, np.tile([[4 * each, 8]], (tensors, 1)), count, np.arange(tensors)),
+        chunk_ends=np.arange(1, tensors + 1) * each,
+        chunks=Chunks(offsets, sizes, np.tile(np.arange(each), tensors), np.repeat(np.arange(tensors) * 128, each)),
+        value_keys=strings_of([]),
+        value_data=strings_of([]),
+        make_tree=bytes,
+    )
     began = time.perf_counter()
-    data = encode_index(**columns, values=[], tree=b"")
+    data = encode_index(made)
     encoded = time.perf_counter()
     index = decode_index(data, where="index")
     opened = time.perf_counter()

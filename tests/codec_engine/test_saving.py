@@ -163,7 +163,7 @@ def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
     """A key whose codecs cannot be determined is an error; it is not written uncoded."""
     begun = plan_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
     assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
-    with pytest.raises(KeyError, match=r"'a\.w'"):
+    with pytest.raises(sk.StateError, match=r"'a\.w'"):
         begun.chain_of(["a", "a.w"], np.arange(2))
 
 

@@ -58,6 +58,20 @@ class PlannedSave:
     """The version of the commit record that this save replaces."""
 
 
+def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
+    """Return the index of a planned checkpoint."""
+    pieces = plan.pieces_by_tensor()
+    return Index(
+        keys=strings_of(key.encode() for key in plan.keys),
+        tensors=plan.tensors,
+        chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
+        chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
+        value_keys=strings_of(key.encode() for key, _ in values),
+        value_data=strings_of(data for _, data in values),
+        make_tree=lambda: tree,
+    )
+
+
 class Coordinator:
     """Plans, checks, commits and cleans up one save: `plan`, `collect`, `commit`, `tidy`, in this order; or `withdraw`."""
 
@@ -121,24 +135,14 @@ class Coordinator:
 
     def commit(self, planned: PlannedSave, files: list[FileEntry], labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
-        plan, pieces = planned.plan, planned.plan.pieces_by_tensor()
         step, meta = labels
         self._publishing = True
-        index = Index(
-            keys=strings_of(key.encode() for key in plan.keys),
-            tensors=plan.tensors,
-            chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
-            chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-            value_keys=strings_of(key.encode() for key, _ in planned.values),
-            value_data=strings_of(data for _, data in planned.values),
-            make_tree=lambda: planned.tree,
-        )
         record = native.publish(
             self.store,
-            index,
+            index_of(planned.plan, planned.values, planned.tree),
             save_id=self.save_id,
             files=files,
-            tensor_bytes=int(pieces.nbytes.sum()),
+            tensor_bytes=int(planned.plan.pieces.nbytes.sum()),
             world_size=len(planned.by_rank),
             step=step,
             meta=meta,
