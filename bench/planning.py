@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.engine.coordinator import index_of, split_by_rank
-from shardkeep.engine.save_session import make_manifest
+from shardkeep.engine.native_save import index_of, make_manifest, split_by_rank
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index, strings_of
 from shardkeep.plan.save_plan import RankManifest, encode, merge_rank_trees, merge_rank_values, plan_save

@@ -10,30 +10,36 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.codecs import Codecs, FileCodecs
+from shardkeep.engine.codecs import Codecs
+from shardkeep.engine.native_save import NativeSave
 from shardkeep.engine.pools import staging_memory
 from shardkeep.engine.process.client import writer_manager
 from shardkeep.engine.queue import SaveHandle, pending_saves
 from shardkeep.engine.report import Phases, SaveEvents, SaveReport
-from shardkeep.engine.save_session import DescribedState, SaveArguments, SaveSession, make_file_jobs
+from shardkeep.engine.save_session import (
+    CommittedSave,
+    DescribedState,
+    RankFiles,
+    SaveArguments,
+    SaveSession,
+    WrittenFiles,
+)
 from shardkeep.engine.snapshot import take_snapshot
 from shardkeep.engine.staging import BackgroundWrite
 from shardkeep.engine.step_barrier import step_barriers
 from shardkeep.engine.workers import budget_for_store
-from shardkeep.engine.writer import FileJob, write_files
+from shardkeep.engine.writer import write_files
 from shardkeep.errors import StateError
 from shardkeep.format.pickles import collector_paused
-from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
-from shardkeep.plan.save_plan import RankWritePlan
-from shardkeep.state.describe import Description
 from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store
 from shardkeep.storage.cancel import CancelScope
@@ -41,6 +47,8 @@ from shardkeep.storage.resolve import open_on_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 _STAGING = ("auto", "overlap", "device", "host")
 _WRITERS = ("thread", "process")
@@ -108,10 +116,17 @@ def save(
 
 def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
     """Save a state as a request says; see `save`."""
-    phases = Phases()
-    session, events = _new_session(request, current_world(request.group, timeout_s=request.options.timeout_s), phases)
+    world = current_world(request.group, timeout_s=request.options.timeout_s)
+    session, events = _new_session(request, world, Phases())
+    _, report = save_in_session(session, events, state)
+    _raise_earlier_failure(report)
+    return report
+
+
+def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tuple[CommittedSave, SaveReport]:
+    """Save a state in the layout of a session, and return when it is committed."""
     with events.reporting(background=False), session.running() as ranks:
-        describe = session.describer(ranks, state)
+        describe = session.layout.describer(ranks, session.phases, state)
         described: list[DescribedState] = []
 
         def manifest() -> bytes:
@@ -119,21 +134,21 @@ def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
             return described[0].manifest
 
         plan, on_rank_0 = session.plan(ranks, manifest)
-        files = session.write(ranks, on_rank_0, lambda: _write(session, plan, described[0].description, events))
+        files = session.write(ranks, on_rank_0, lambda: _write(session, described[0], plan, events))
         committed = session.commit(ranks, on_rank_0, files, described[0].labels)
-        seconds = phases.now()
+        seconds = session.phases.now()
     report = session.report(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
-    _raise_earlier_failure(report)
-    return report
+    return committed, report
 
 
-def _write(session: SaveSession, plan: RankWritePlan, description: Description, events: SaveEvents) -> list[FileEntry]:
+def _write(session: SaveSession, described: DescribedState, plan: bytes, events: SaveEvents) -> WrittenFiles:
     """Write this rank's files from the tensors themselves."""
-    synchronize_devices(description.pieces)
-    codecs, options = FileCodecs(plan, session.keys), session.options
-    jobs = make_file_jobs(description, plan)
-    budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=bool(codecs.chains))
+    synchronize_devices(described.description.pieces)
+    options, files = session.options, session.layout.files(described, plan)
+    jobs, codecs = files.jobs, files.codecs
+    coded = bool(codecs and codecs.chains)
+    budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=coded)
     written, total, lock = 0, sum(job.data_nbytes for job in jobs), threading.Lock()
 
     def report(nbytes: int) -> None:
@@ -144,14 +159,14 @@ def _write(session: SaveSession, plan: RankWritePlan, description: Description, 
 
     with CancelScope(budget=budget.room).active():
         write_files(
-            codecs.over(session.store),
+            codecs.over(session.store) if codecs else session.store,
             jobs,
             threads=budget.threads,
             window_nbytes=budget.window_nbytes,
             on_written=report,
         )
     events.written(sum(job.nbytes for job in jobs))
-    return [codecs.entry_of(job) for job in jobs]
+    return files.written()
 
 
 def async_save(
@@ -236,6 +251,59 @@ def start_save(
     handle: SaveHandle[SaveReport] = SaveHandle(session.store.url)
     with phases.phase("queue"):
         pending_saves().wait_until_fewer_than(max_in_flight)
+    started = start_in_session(session, events, handle, state, lambda _, report: report, staging=staging, writer=writer)
+    del state  # only the thread holds it now
+    with started.abandoned_on_error():
+        pending_saves().begin(handle, started.work)
+        started.wait_until_staged()
+    _raise_earlier_failure(handle)
+    return handle
+
+
+@dataclass(frozen=True)
+class StartedSave(Generic[T]):
+    """A save whose call has copied what it must, and whose work goes on on another thread."""
+
+    handle: SaveHandle[T]
+    work: list[Callable[[], T]]
+    """What is left to do, for a thread to take: nothing else may hold it, because it holds the state."""
+    running: ExitStack
+    must_wait: Future[bool]
+    """Whether some of the state is still the caller's, and the caller must wait until it is copied."""
+
+    def wait_until_staged(self) -> None:
+        """Wait until the caller may change the state."""
+        if self.must_wait.result():
+            self.handle.staged.wait_without_raising()
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Cancel the save if what is inside fails: the caller gets no handle, and the state may change before it is copied."""
+        try:
+            yield
+        except BaseException:
+            self.handle.cancel()
+            with suppress(IndexError):  # a thread has it, and ends it
+                self.work.pop()
+                wait([self.must_wait])
+                self.running.__exit__(*sys.exc_info())
+            raise
+
+
+def start_in_session(
+    session: SaveSession,
+    events: SaveEvents,
+    handle: SaveHandle[T],
+    state: Any,
+    result: Callable[[CommittedSave, SaveReport], T],
+    *,
+    staging: str,
+    writer: str,
+    thread: Executor | None = None,
+) -> StartedSave[T]:
+    """Describe a state and take its snapshot; what lies in host memory is copied on `thread` if there is one."""
+    phases, options = session.phases, session.options
+    must_wait: Future[bool] = Future()
     with ExitStack() as inside:
         inside.enter_context(events.reporting(background=True))
         ranks: Rendezvous = inside.enter_context(session.running())
@@ -248,7 +316,8 @@ def start_save(
                 )
             )
         with collector_paused():
-            described = [session.describer(ranks, state)()]
+            described = [session.layout.describer(ranks, phases, state)()]
+        del state
         inside.callback(described.clear)
         optimizers = described[0].optimizers
         with phases.phase("stage"):
@@ -256,54 +325,48 @@ def start_save(
         memory = process.memory if process else staging_memory()
         background = BackgroundWrite(snapshot, handle, memory, options, events)
         inside.enter_context(background.releasing())
-        must_wait = background.copy_on_host()
-        if snapshot.live_nbytes:
-            step_barriers().put(background.barrier, optimizers)
+        if thread is not None and snapshot.on_host:
+            must_wait = thread.submit(background.copy_on_host)
+            inside.callback(wait, [must_wait])
         else:
-            events.staged(phases.now())
+            must_wait.set_result(background.copy_on_host())
+            if not snapshot.live_nbytes:
+                events.staged(phases.now())
+        if snapshot.live_nbytes and optimizers:
+            step_barriers().put(background.barrier, optimizers)
         running = inside.pop_all()
     blocked_s = phases.now()
 
-    def write(jobs: list[FileJob], codecs: FileCodecs) -> list[FileEntry]:
-        background.write(session.store, jobs, codecs, process)
+    def write(files: RankFiles) -> WrittenFiles:
+        background.write(session.store, files.jobs, files.codecs, process)
         handle.begin_commit()
-        entries = [codecs.entry_of(job) for job in jobs]
-        events.written(sum(entry.nbytes for entry in entries))
-        return entries
+        written = files.written()
+        events.written(sum(entry.nbytes for entry in written.files))
+        return written
 
-    def finish() -> SaveReport:
+    def finish() -> T:
         with running:
             plan, on_rank_0 = session.plan(ranks, lambda: described[0].manifest)
+            waits = must_wait.result()
             labels, tensors = described[0].labels, background.snapshot.tensors
+            mine = described.pop()
             # From here on only the file jobs hold the tensors, and drop each when it is copied.
-            jobs = make_file_jobs(replace(described.pop().description, pieces=tensors), plan)
+            files = session.layout.files(replace(mine, description=replace(mine.description, pieces=tensors)), plan)
+            del mine
             tensors.clear()
             try:
-                files = session.write(ranks, on_rank_0, lambda: write(jobs, FileCodecs(plan, session.keys)))
+                written = session.write(ranks, on_rank_0, lambda: write(files))
             finally:
-                jobs.clear()  # frames of an error that is kept hold the list, and must not hold the tensors with it
-            committed = session.commit(ranks, on_rank_0, files, labels)
+                files.jobs.clear()  # frames of an error that is kept must not hold the tensors
+            committed = session.commit(ranks, on_rank_0, written, labels)
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
-        waited_s = staged_s if must_wait else blocked_s
+        waited_s = staged_s if waits else blocked_s
         report = session.report(committed, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
         events.committed(report)
-        return report
+        return result(committed, report)
 
-    box = [finish]
-    try:
-        pending_saves().begin(handle, box)
-        del state, snapshot, optimizers, finish  # only the thread holds them now
-        if must_wait:
-            handle.staged.wait_without_raising()
-    except BaseException:  # Ctrl-C: the caller gets no handle, and the state may change before it is copied
-        handle.cancel()
-        with suppress(IndexError):  # a thread has it, and ends it
-            box.pop()
-            running.__exit__(*sys.exc_info())
-        raise
-    _raise_earlier_failure(handle)
-    return handle
+    return StartedSave(handle, [finish], running, must_wait)
 
 
 def finish_saves() -> None:
@@ -326,7 +389,7 @@ def finish_saves() -> None:
 def _new_session(request: SaveArguments, world: World, phases: Phases) -> tuple[SaveSession, SaveEvents]:
     store = open_on_all_ranks(request.where, world, direct=request.options.direct_io, doing="save to")
     events = SaveEvents(phases, rank=world.rank, where=store.url, step=request.step)
-    return SaveSession(request, store, world, phases), events
+    return SaveSession(NativeSave(request, store, world), store, world, request.options, phases=phases), events
 
 
 def _raise_earlier_failure(result: SaveReport | SaveHandle[SaveReport]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.engine import workers
-from shardkeep.engine.coordinator import Coordinator
+from shardkeep.engine.native_save import Coordinator
 from shardkeep.engine.writer import write_files
 from shardkeep.errors import CheckpointError, StateError, StorageError
 from shardkeep.format import record as record_format

@@ -18,7 +18,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.dist.world import World
-from shardkeep.engine.coordinator import Coordinator
+from shardkeep.engine.native_save import Coordinator
 from shardkeep.errors import StorageError
 from shardkeep.events import Event, PruneFailed
 from shardkeep.manage.catalog import Entry, template_of

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import shardkeep as sk
-from shardkeep.engine.coordinator import data_file_names, split_by_rank
-from shardkeep.engine.save_session import make_manifest
+from shardkeep.engine.native_save import data_file_names, make_manifest, split_by_rank
 from shardkeep.format.record import BLOB_NAME
 from shardkeep.layouts import native
 from shardkeep.plan import save_plan as parts

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
-from shardkeep.engine.coordinator import Coordinator
+from shardkeep.engine.native_save import Coordinator, make_manifest
 from shardkeep.engine.reader import Source
-from shardkeep.engine.save_session import make_manifest
+from shardkeep.engine.save_session import WrittenFiles
 from shardkeep.engine.sources import open_native
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.data_file import HeaderEntry, build_header
@@ -65,7 +65,7 @@ def write_native(
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
             pipeline.verify_written(coded, files, digests, options, entries=entries)
-            coordinator.commit(planned, coordinator.collect(planned, [entries]), labels)
+            coordinator.commit(planned, coordinator.collect(planned, [WrittenFiles(entries)]), labels)
         except BaseException:
             coordinator.withdraw()
             raise

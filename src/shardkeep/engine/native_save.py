@@ -1,5 +1,7 @@
 """
-Rank 0's part of a save: it plans the files of all ranks, checks that they were written, publishes them, and cleans up.
+Saves in the native layout: what each rank holds and writes, and rank 0's part.
+
+Rank 0 plans the files of all ranks, checks that they were written, publishes them, and cleans up.
 """
 
 from __future__ import annotations
@@ -7,42 +9,46 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from shardkeep import errors
 from shardkeep.codecs.keys import KeySource
-from shardkeep.engine.codecs import CodecPlan, Codecs, plan_codecs
-from shardkeep.format.data_file import block_nbytes_for
+from shardkeep.dist.rendezvous import Rendezvous
+from shardkeep.dist.world import World
+from shardkeep.engine.codecs import CodecPlan, Codecs, FileCodecs, keys_for, plan_codecs
+from shardkeep.engine.report import Phases
+from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveArguments, WrittenFiles
+from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
+from shardkeep.engine.workers import WINDOW_NBYTES
+from shardkeep.engine.writer import FileJob
+from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
+from shardkeep.format.data_file import HeaderEntry, block_nbytes_for, build_header
+from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, strings_of
-from shardkeep.format.record import RECORD_NAME, FileEntry, Record, Recorded
-from shardkeep.format.values import decode_tree
+from shardkeep.format.record import RECORD_NAME, Record, Recorded, checked_meta, checked_step
+from shardkeep.format.values import decode_tree, encode_tree, encode_value
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
 from shardkeep.plan import save_plan
+from shardkeep.state.describe import Description, describe, file_groups
+from shardkeep.state.objects import Objects, check_same_objects
 from shardkeep.storage.base import Store, Version, free_nbytes, is_sequential
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("shardkeep")
 
 
 _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
-
-
-class CommittedSave(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 sends to all ranks about a committed checkpoint."""
-
-    save_id: str
-    step: int | None
-    bytes_total: int
-    tensors: int
-
-
-Labels = tuple[int | None, dict[str, Any]]
-"""The step and the user's own values, as they go into the commit record."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,11 @@ class PlannedSave:
     codecs: CodecPlan
     replaces: Version | None
     """The version of the commit record that this save replaces."""
+
+    @property
+    def answers(self) -> list[bytes]:
+        """The plan of each rank, as it is sent to it."""
+        return [save_plan.encode(each) for each in self.by_rank]
 
 
 def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
@@ -110,10 +121,10 @@ class Coordinator:
         by_rank = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sidecar)
         return PlannedSave(plan, by_rank, values, tree, codecs, replaces)
 
-    def collect(self, planned: PlannedSave, by_rank: list[list[FileEntry]]) -> list[FileEntry]:
+    def collect(self, planned: PlannedSave, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
-        written = {entry.name: entry for entries in by_rank for entry in entries}
-        files = [written[name] for name in data_file_names(planned.plan, self.save_id, len(by_rank))]
+        by_name = {entry.name: entry for each in written for entry in each.files}
+        files = [by_name[name] for name in data_file_names(planned.plan, self.save_id, len(written))]
         listed = {info.name: info.nbytes for info in self.store.list()}
         for entry, file in zip(files, planned.plan.files, strict=True):
             for name, nbytes in entry.at_rest:
@@ -124,7 +135,7 @@ class Coordinator:
                         hint="all ranks must see one file system",
                         name=name,
                     )
-        return files
+        return [WrittenFiles(files)]
 
     def _nbytes(self, name: str) -> int | None:
         try:
@@ -133,7 +144,7 @@ class Coordinator:
         except errors.BlobNotFound:
             return None
 
-    def commit(self, planned: PlannedSave, files: list[FileEntry], labels: Labels) -> CommittedSave:
+    def commit(self, planned: PlannedSave, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
         step, meta = labels
         self._publishing = True
@@ -141,7 +152,7 @@ class Coordinator:
             self.store,
             index_of(planned.plan, planned.values, planned.tree),
             save_id=self.save_id,
-            files=files,
+            files=[entry for each in written for entry in each.files],
             tensor_bytes=int(planned.plan.pieces.nbytes.sum()),
             world_size=len(planned.by_rank),
             step=step,
@@ -297,3 +308,175 @@ def split_by_rank(
             )
         )
     return plans
+
+
+class NativeSave(Coordinator):
+    """A save of one rank in the native layout."""
+
+    def __init__(self, request: SaveArguments, store: Store, world: World) -> None:
+        self._request = request
+        self._world = world
+        self._cached_keys = keys_for(request.options)
+        super().__init__(store, overwrite=request.overwrite, codecs=request.codecs, keys=self._cached_keys)
+
+    def claimed(self) -> contextlib.AbstractContextManager[None]:
+        """Count the save as running: its claim is not that of a dead one."""
+        return orphans.holding_claim(self.save_id)
+
+    def discard(self, names: Sequence[str]) -> None:
+        """Remove files of this rank."""
+        orphans.discard(self.store, names)
+
+    def describer(self, ranks: Rendezvous, phases: Phases, state: Mapping[str, Any]) -> Callable[[], DescribedState]:
+        """
+        Find the objects in the state, agree on what differs between ranks, and return a function that describes the state.
+
+        Everything that can fail on one rank alone comes before ranks wait for each other.
+        """
+        request, world = self._request, self._world
+        try:
+            objects = Objects(state, rank=world.rank, world_size=world.size)
+        except errors.CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
+            objects = Objects({}, rank=world.rank, world_size=world.size)
+        differing = frozenset[str]()
+        if objects and world.size > 1:  # ranks meet only then
+            with phases.phase("plan"):
+                differing = _find_differing_state(objects, ranks, allow_pickle=request.allow_pickle)
+
+        def prepare() -> tuple[Labels, dict[str, Any]]:
+            if request.check is not None:
+                request.check()
+            labels = checked_step(request.step), checked_meta(request.meta)
+            return labels, objects.states(differing, communicating=False)
+
+        def describe_now() -> DescribedState:
+            with phases.phase("describe"):
+                labels, in_place_of = prepared[0] if prepared else prepare()
+                if objects.communicates:
+                    in_place_of |= objects.states(differing, communicating=True)
+                description = describe(state, rank=world.rank, in_place_of=in_place_of)
+                manifest = make_manifest(
+                    description, allow_pickle=request.allow_pickle, check_replicas=request.check_replicas
+                )
+                return DescribedState(description, save_plan.encode(manifest), labels, objects.optimizers)
+
+        prepared: list[tuple[Labels, dict[str, Any]]] = []
+        if objects.communicates:
+
+            def prepare_first() -> bytes:
+                with phases.phase("describe"):
+                    prepared.append(prepare())
+                return b""
+
+            ranks.agree("prepare", prepare_first, lambda done: done)
+        return describe_now
+
+    def files(self, described: DescribedState, answer: bytes) -> RankFiles:
+        """Return the files that this rank writes."""
+        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
+        jobs, codecs = make_file_jobs(described.description, plan), FileCodecs(plan, self._cached_keys)
+        return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
+
+
+def _find_differing_state(objects: Objects, ranks: Rendezvous, *, allow_pickle: bool) -> frozenset[str]:
+    """Return the names of object state whose digests differ between ranks, and which so is saved for each rank."""
+
+    def digests() -> bytes:
+        return msgspec.msgpack.encode((objects.names, objects.digests(allow_pickle=allow_pickle)))
+
+    def differing(payloads: list[bytes]) -> list[bytes]:
+        said = [msgspec.msgpack.decode(payload, type=tuple[list[str], dict[str, bytes]]) for payload in payloads]
+        check_same_objects([names for names, _ in said])
+        different = {pair for _, digests in said for pair in digests.items()}
+        found = [name for name, times in Counter(name for name, _ in different).items() if times > 1]
+        return [msgspec.msgpack.encode(found)] * len(payloads)
+
+    return frozenset(msgspec.msgpack.decode(ranks.agree("compare", digests, differing), type=list[str]))
+
+
+def make_manifest(description: Description, *, allow_pickle: bool, check_replicas: bool) -> save_plan.RankManifest:
+    """Encode a description; a plain value that has no safe form raises an error that names it."""
+    d = description
+    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
+    names = save_plan.TensorNames(
+        keys=d.keys,
+        groups=file_groups(d.tree, d.keys),
+        dtype=d.dtype.tobytes(),
+        ndim=d.ndim.tobytes(),
+        origin=d.origin.tobytes(),
+    )
+    values = [encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()]
+    return save_plan.RankManifest(
+        axes=d.boxes.axes,
+        names=save_plan.encode(names),
+        shape=d.shape.tobytes(),
+        alias=np.where(held, d.alias, -1).tobytes(),
+        row_tensor=d.row_tensor.tobytes(),
+        row_offsets=d.boxes.offsets.tobytes(),
+        row_sizes=d.boxes.sizes.tobytes(),
+        check_replicas=check_replicas,
+        row_digest=_digests(description) if check_replicas else b"",
+        tree=encode_tree(d.tree),
+        values=save_plan.encode((list(d.values), values)),
+    )
+
+
+def _digests(description: Description) -> bytes:
+    digests = bytearray()
+    for tensor in description.pieces:
+        digest = xxhash.xxh3_128()
+        for window in windows_of(tensor, WINDOW_NBYTES):
+            digest.update(window)
+        digests += digest.digest()
+    return bytes(digests)
+
+
+def make_file_jobs(description: Description, plan: save_plan.RankWritePlan) -> list[FileJob]:
+    """Find the memory of every chunk that this rank writes, and build its files' headers."""
+    file, start, row = save_plan.ints(plan.file), save_plan.ints(plan.start), save_plan.ints(plan.row)
+    boxes = Boxes(*(save_plan.ints(each).reshape(len(row), plan.axes) for each in (plan.offsets, plan.sizes)))
+    jobs = []
+    for at, (name, data_nbytes, block) in enumerate(plan.files):
+        mine = np.flatnonzero(file == at)
+        entries, tensors = _chunks_of_file(description, row[mine], boxes.take(mine), start[mine])
+        sidecar = plan.sidecar and plan.chain[at] is None
+        header = build_header(
+            entries, save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, sidecar=sidecar
+        )
+        addresses = np.array([host_address(tensor) for tensor in tensors], np.int64)
+        others = {i: scattered_memory(tensors[i], tensors[i].dtype) for i in np.flatnonzero(addresses == 0).tolist()}
+        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], addresses, others, sidecar=sidecar))
+    return jobs
+
+
+def _chunks_of_file(
+    d: Description, rows: IntArray, boxes: Boxes, starts: IntArray
+) -> tuple[list[HeaderEntry], list[torch.Tensor]]:
+    """Return the entries of a file's chunks in its header, and the tensors that hold exactly their boxes."""
+    tensors = d.row_tensor[rows]
+    held = d.boxes.take(rows)
+    sizes = boxes.sizes[:, : d.boxes.axes]  # the rest is padding for other ranks' tensors
+    columns = zip(
+        rows.tolist(),
+        tensors.tolist(),
+        d.ndim[tensors].tolist(),
+        d.dtype[tensors].tolist(),
+        starts.tolist(),
+        boxes.offsets.tolist(),
+        sizes.tolist(),
+        np.all(sizes == d.shape[tensors], axis=1).tolist(),
+        np.all(sizes == held.sizes, axis=1).tolist(),
+        strict=True,
+    )
+    entries: list[HeaderEntry] = []
+    pieces: list[torch.Tensor] = []
+    for at, (row, tensor, ndim, code, start, offset, size, is_whole, is_as_held) in enumerate(columns):
+        shape, dtype = tuple(size[:ndim]), by_code(code)
+        name = native.chunk_name(d.keys[tensor], None if is_whole else Box(tuple(offset[:ndim]), shape))
+        kind, stored = dtype.in_safetensors(shape)
+        entries.append(HeaderEntry(name, kind, stored, start, start + math.prod(shape) * dtype.itemsize))
+        piece = d.pieces[row]
+        if not is_as_held:  # replicas share the work
+            piece = piece[slices(relative(boxes.box(at, ndim), held.box(at, ndim)))]
+        pieces.append(piece)
+    return entries, pieces
