@@ -133,9 +133,11 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
             described.append(describe())
             return described[0].manifest
 
-        plan, on_rank_0 = session.plan(ranks, manifest)
+        with collector_paused():
+            plan, on_rank_0 = session.plan(ranks, manifest)
         files = session.write(ranks, on_rank_0, lambda: _write(session, described[0], plan, events))
-        committed = session.commit(ranks, on_rank_0, files, described[0].labels)
+        with collector_paused():
+            committed = session.commit(ranks, on_rank_0, files, described[0].labels)
         seconds = session.phases.now()
     report = session.report(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
@@ -145,8 +147,9 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
 def _write(session: SaveSession, described: DescribedState, plan: bytes, events: SaveEvents) -> WrittenFiles:
     """Write this rank's files from the tensors themselves."""
     synchronize_devices(described.description.pieces)
-    options, files = session.options, session.layout.files(described, plan)
-    jobs, codecs = files.jobs, files.codecs
+    with collector_paused():
+        files = session.layout.files(described, plan)
+    options, jobs, codecs = session.options, files.jobs, files.codecs
     coded = bool(codecs and codecs.chains)
     budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=coded)
     written, total, lock = 0, sum(job.data_nbytes for job in jobs), threading.Lock()

@@ -95,6 +95,8 @@ class Rendezvous:
 
     def __init__(self, world: World, title: str) -> None:
         self._world = world
+        self.alone_s = world.alone_s
+        """How much longer than its timeout a rank waits for rank 0's own work."""
         self._title = title
         self._call = 0
         # The phase in which this rank sends its next message.
@@ -102,7 +104,7 @@ class Rendezvous:
         # How many ranks are expected to read rank 0's last answer.
         self._present = 0
         # The last error that all ranks raised together.
-        self._shared_error: CheckpointError | None = None
+        self._shared_error: BaseException | None = None
         # Set once rank 0 or the store is out of reach; nothing can be agreed on after that.
         self._lost: CheckpointError | None = None
         # Rank 0 no longer waits for ranks that left (with their failure) or did not answer (with what is known of them).
@@ -132,6 +134,10 @@ class Rendezvous:
             self._leave(stopped)
             raise
 
+    def raises_on_all(self, error: BaseException) -> None:
+        """Note that all ranks have been answered with this error, so that none need be notified when it is raised."""
+        self._shared_error = error
+
     def _agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
         message = RankMessage(title=self._title, phase=phase)
         cause: Exception | None = None
@@ -149,8 +155,8 @@ class Rendezvous:
             self._lost = self._out_of_reach(message, lost)
             raise self._lost from (cause or lost)
         if isinstance(answer, GroupError):
-            self._shared_error = answer.error()
-            raise self._shared_error from cause
+            self._shared_error = shared = answer.error()
+            raise shared from cause
         return answer
 
     # -- rank 0 ------------------------------------------------------------------------------------------------
@@ -271,7 +277,7 @@ class Rendezvous:
     def _exchange(self, message: RankMessage) -> CoordinatorReply:
         body = encode(message)
         mine, answer = self._key("in", self._world.rank), self._key("out", self._world.rank)
-        timeout_s = 2 * self._world.timeout_s + self._world.alone_s
+        timeout_s = 2 * self._world.timeout_s + self.alone_s
         self._visit(lambda mailbox: mailbox.put(mine, body))
         self._step += 1
 

@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -35,6 +35,8 @@ from shardkeep.storage.cancel import run_with_deadline
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class DescribedState:
     labels: Labels = (None, {})
     optimizers: Sequence[Optimizer] = ()
     """The optimizers that are in the state as objects."""
-    objects: Mapping[str, Any] = field(default_factory=dict)
-    """Values that are written as items of their own, in layouts that do so."""
+    items: Sequence[Any] = ()
+    """Values that are written as items of their own, in layouts that have such."""
 
 
 class WrittenFiles(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ class CommittedSave(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int
     tensors: int
     metadata: bytes = b""
-    """Of torch's layout, if it is small."""
+    """Of torch's layout; other ranks get it only if it is small, and read it otherwise."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,15 @@ class SaveLayout(Protocol):
         """After the commit, remove what it replaced."""
 
 
+_MOST_SENT_NBYTES = 1 << 20
+"""Metadata that all ranks together get with the commit."""
+
+
+def _unlogged(function: F, name: str) -> F:
+    del name
+    return function
+
+
 class SaveSession:
     """One save of one rank. Used by one thread at a time; the steps are called inside `running`, in their order."""
 
@@ -154,14 +165,17 @@ class SaveSession:
         options: Options,
         *,
         phases: Phases,
-        meet: Callable[[World, str], contextlib.AbstractContextManager[Rendezvous]] = rendezvous,
+        meet: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        logged: Callable[[Callable[..., Any], str], Callable[..., Any]] = _unlogged,
     ) -> None:
+        """`meet` begins a call of all ranks, and `logged` wraps the steps, by torch's names."""
         self.layout = layout
         self.store = store
         self.world = world
         self.options = options
         self.phases = phases
-        self._meet = meet
+        self._meet = meet or (lambda: rendezvous(world, f"save to {store.url}"))
+        self._logged = logged
         self._written: list[FileEntry] = []
         self._written_s = 0.0
         self._handed_over = False
@@ -169,7 +183,7 @@ class SaveSession:
     @contextlib.contextmanager
     def running(self) -> Iterator[Rendezvous]:
         """Make the call together with the other ranks; gives what they meet through."""
-        with self.layout.claimed(), self._meet(self.world, f"save to {self.store.url}") as ranks:
+        with self.layout.claimed(), self._meet() as ranks:
             try:
                 yield ranks
             except BaseException:
@@ -197,10 +211,10 @@ class SaveSession:
             return made
 
         def decide(sent: list[bytes]) -> list[bytes]:
-            on_rank_0.append(self.layout.plan(sent))
+            on_rank_0.append(self._logged(self.layout.plan, "global_step")(sent))
             return on_rank_0[0].answers
 
-        answer = ranks.agree("plan", describing, decide)
+        answer = ranks.agree("plan", self._logged(describing, "local_step"), decide)
         self.phases.add("plan", began_s, self.phases.mark_meeting())
         return answer, on_rank_0
 
@@ -214,7 +228,7 @@ class SaveSession:
         def writing() -> bytes:
             nonlocal ended_s
             try:
-                written = work()
+                written: WrittenFiles = self._logged(work, "write_data")()
                 self._written.extend(written.files)
             finally:
                 ended_s = self.phases.now()
@@ -238,7 +252,11 @@ class SaveSession:
         """Publish the checkpoint."""
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            return [encode(self.layout.commit(on_rank_0[0], files, labels))] * len(payloads)
+            committed = self._logged(self.layout.commit, "finish_checkpoint")(on_rank_0[0], files, labels)
+            sent, count = committed, len(payloads)
+            if count * len(committed.metadata) > _MOST_SENT_NBYTES:
+                sent = msgspec.structs.replace(committed, metadata=b"")
+            return [encode(committed), *[encode(sent)] * (count - 1)]
 
         # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
         self._handed_over = True

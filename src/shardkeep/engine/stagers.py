@@ -1,8 +1,7 @@
 """
-Copies of a whole state, which training can no longer change: the snapshot that our own writers save from, and torch's stagers.
+Torch's stagers: copies of a whole state in host memory, which training can no longer change.
 
-`StateSnapshot` is taken as `sk.async_save` takes it. A stager makes a copy in host memory, for writers and planners that read
-the values there: `prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's
+Writers and planners of users read the values there; a save in which none takes part is staged as by `sk.async_save`. `prepare_copy` copies everything except the tensors' values, and finds memory for those; it runs on the caller's
 thread. `StateCopy.fill` copies the values, on any thread and any stream. Tensors that share memory in the state share it in the
 copy. A view takes its own bytes only, unless views interleave, as columns of one matrix do: then they are copied together, with
 the bytes between them. One stager serves any number of saves: memory is used again when no copy uses it.
@@ -14,33 +13,20 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import deprecated
 
-from shardkeep.engine.pools import HostSlot, StoragePool, staging_memory
-from shardkeep.engine.process.client import writer_manager
-from shardkeep.engine.queue import SaveHandle
-from shardkeep.engine.report import Phases, SaveEvents
-from shardkeep.engine.snapshot import take_snapshot
-from shardkeep.engine.staging import BackgroundWrite
+from shardkeep.engine.pools import HostSlot, StoragePool
 from shardkeep.engine.tensors import Geometry, MemoryRun, geometry, runs
-from shardkeep.engine.writer import FileJob
 from shardkeep.errors import CheckpointError, StateError
-from shardkeep.events import Event
-from shardkeep.format.pickles import collector_paused
 from shardkeep.layouts.torch_values import _copy_checkpointable_tensor_metadata, _is_checkpointable_tensor
-from shardkeep.options import Options
-from shardkeep.state.flatten import map_leaves
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 from shardkeep.state.offload import check_plain_types, sharded_tensor_like
-from shardkeep.storage.base import Store
 
 Tensors = list[torch.Tensor]
 
@@ -292,154 +278,23 @@ def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
 StateDict = dict[str, Any]
 
 
-class _Place(NamedTuple):
-    """Stands in a tree for a tensor of the snapshot."""
+class ObjectCopier:
+    """Copies objects, with the tensors inside them, so that the state they are from may change."""
 
-    number: int
+    def __init__(self) -> None:
+        self._copying = _Copying(StoragePool())
 
-
-class _Silent(SaveEvents):
-    """Events that no listener gets."""
-
-    def _emit(self, event: type[Event], /, **figures: Any) -> None:
-        del event, figures
-
-
-class StateSnapshot:
-    """
-    A state at the time of a call, to be written in the background.
-
-    Tensors are copied on their devices, and to the engine's host memory. What finds no room there is read from the caller's
-    memory, and may be changed when `handle.staged` is done. Objects are copied, with the tensors inside them.
-    """
-
-    def __init__(
-        self, state: Mapping[str, Any], where: str, *, in_process: bool, thread: ThreadPoolExecutor | None = None
-    ) -> None:
-        """Take the snapshot; on `thread`, as far as it is in host memory. `in_process`: the writer process will write it."""
-        self.handle: SaveHandle[Any] = SaveHandle(where)
-        self._in_process = in_process
-        self._opened: list[OpenedTensor] = []
-        options, memory = Options(), writer_manager().memory() if in_process else staging_memory()
-        copying = _Copying(StoragePool())  # of objects, and of tensors inside them
-        with torch.no_grad(), collector_paused():
-            self._tree = map_leaves(state, lambda path, leaf: self._copied(path, leaf, copying), _is_opened)
-            copying.state_copy.wait()
-            parts = [part for each in self._opened for part in each.parts if part.numel()]
-            resolved = [part.detach().resolve_conj().resolve_neg() for part in parts]
-            self._snapshot = take_snapshot(resolved, staging="auto", optimizers=())
-        silent = _Silent(Phases(), rank=0, where=where)
-        self._background = BackgroundWrite(self._snapshot, self.handle, memory, options, silent)
-        self._copying: Future[bool] = Future()
-        """Of what is in host memory; its result is whether some of it is still the caller's."""
+    def copy(self, value: Any, path: TreePath) -> Any:
+        """Return a copy of a value; an object that was copied before gives the same copy."""
         try:
-            if thread is not None and self._snapshot.on_host:
-                self._copying = thread.submit(self._background.copy_on_host)
-            else:
-                self._copying.set_result(self._background.copy_on_host())
-        except BaseException:
-            with self._background.releasing():
-                raise
-
-    def _copied(self, path: TreePath, leaf: Any, copying: _Copying) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            self._opened.append(open_tensor(leaf))
-            return _Place(len(self._opened) - 1)
-        try:
-            return copying.deepcopy(leaf)
+            with torch.no_grad():
+                return self._copying.deepcopy(value)
         except Exception as error:
-            raise _uncopyable(leaf, path, error) from error
-
-    @property
-    def completion(self) -> Future[None]:
-        """Done when the state may be changed; fails if the save does before."""
-        return self.handle.staged._future
+            raise _uncopyable(value, path, error) from error
 
     def wait(self) -> None:
-        """Wait until the state may be changed; an interrupted wait cancels the save."""
-        if self._copying.result():
-            try:
-                self.handle.staged.wait_without_raising()
-            except BaseException:
-                self.handle.cancel()
-                raise
-
-    def state(self) -> StateDict:
-        """Return the state, in plain dicts and lists; called once, inside `open`."""
-        tensors = iter(self._snapshot.tensors)
-
-        def over(part: torch.Tensor) -> torch.Tensor:
-            return next(tensors) if part.numel() else part.detach().clone()
-
-        made = [each.rebuild([over(part) for part in each.parts]) for each in self._opened]
-        state: StateDict = map_leaves(
-            self._tree, lambda _, leaf: made[leaf.number] if type(leaf) is _Place else leaf, _is_plain
-        )
-        self._tree, self._opened = state, []
-        self._snapshot.found.clear()
-        return state
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Use the snapshot, on one thread; at the end, release it."""
-        try:
-            wait([self._copying])
-            with self._background.releasing(), torch.no_grad():
-                self._copying.result()
-                for device, event in self._snapshot.events.items():
-                    torch.accelerator.set_device_index(device.index)
-                    torch.accelerator.current_stream(device).wait_event(event)
-                yield
-        except BaseException as error:
-            self.handle.end_staging(error)
-            raise
-        finally:
-            self.handle.end_staging()
-            self.forget()
-
-    def forget(self) -> None:
-        """Drop the state: from here on only file jobs hold its tensors."""
-        self._tree.clear()
-
-    def write(self, store: Store, jobs: list[FileJob]) -> None:
-        """Write files over tensors of the state."""
-        if not self._in_process:
-            self._background.write(store, jobs)
-            return
-        options = Options()
-        with writer_manager().session(
-            store, options.io_threads, wanted=self.handle.wanted, timeout_s=options.timeout_s
-        ) as process:
-            self._background.write(store, jobs, writer=process)
-
-
-def _is_opened(value: Any) -> bool:
-    """Return whether torch's flattening opens a value: a mapping, or a list that holds tensors or mappings."""
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(_is_opened(item) or isinstance(item, torch.Tensor) for item in value)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (dict, list))
-
-
-_written: ContextVar[StateSnapshot | None] = ContextVar("snapshot that is being written", default=None)
-
-
-def current_snapshot() -> StateSnapshot | None:
-    """Return the snapshot that the current save writes; None: it writes tensors of the caller's, or of a stager's."""
-    return _written.get()
-
-
-@contextmanager
-def writing(snapshot: StateSnapshot | None) -> Iterator[None]:
-    """Let the writer that is called inside find the snapshot: a context variable, because users' classes may be between."""
-    token = _written.set(snapshot)
-    try:
-        yield
-    finally:
-        _written.reset(token)
+        """Wait until accelerators have copied."""
+        self._copying.state_copy.wait()
 
 
 class StagerClosed(CheckpointError, RuntimeError):
@@ -559,12 +414,12 @@ class DefaultStager(AsyncStager):
         self._staging_future: Future[Any] | None = None
         self._closed = False
 
-    def snapshot(self, state_dict: StateDict, where: str, *, in_process: bool) -> StateSnapshot:
-        """Take a snapshot, for a save that needs no copy of the whole state in host memory."""
+    def lend(self, state_dict: StateDict, staged: Future[Any]) -> ThreadPoolExecutor | None:
+        """Let the engine stage a state in place of `stage`; return the thread to copy on, None for the caller's."""
+        del state_dict
         self._check_open()
-        snapshot = StateSnapshot(state_dict, where, in_process=in_process, thread=self._staging_executor)
-        self._staging_future = snapshot.completion
-        return snapshot
+        self._staging_future = staged
+        return self._staging_executor
 
     def _check_open(self) -> None:
         if self._closed:
@@ -650,11 +505,11 @@ class BlockingAsyncStager(AsyncStager):
         self.state_dict_cache: StateDict | None = None
         self._stager: StateDictStager | None = None
 
-    def snapshot(self, state_dict: StateDict, where: str, *, in_process: bool) -> StateSnapshot:
-        """Take a snapshot, for a save that needs no copy of the whole state in host memory."""
+    def lend(self, state_dict: StateDict, staged: Future[Any]) -> None:
+        """Let the engine stage a state in place of `stage`, on the caller's thread."""
+        del staged
         if self.type_check:
             check_plain_types(state_dict)
-        return StateSnapshot(state_dict, where, in_process=in_process)
 
     def stage(self, state_dict: StateDict) -> StateDict:
         """Return a copy of the state in host memory."""

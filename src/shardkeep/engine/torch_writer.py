@@ -9,6 +9,7 @@ ways compute the digests of the file's blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -16,12 +17,13 @@ import torch
 import xxhash
 
 from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
-from shardkeep.engine.workers import WINDOW_NBYTES
+from shardkeep.engine.workers import WINDOW_NBYTES, Scattered
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import StateError
+from shardkeep.format.boxes import Ints
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import known_to_torch, of_torch
-from shardkeep.format.torch_zip import ArchiveFrame, frame_tensor
+from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.state.leaves import wait_tensor
 from shardkeep.storage.buffers import address_of
 
@@ -64,29 +66,44 @@ def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[F
     Tensors are `framed` as archives of `torch.save`, or plain bytes.
     """
     sources: list[Data] = []
+    address: list[int] = []
+    sizes: list[int] = []
+    scattered: dict[int, Scattered] = {}
     placed: list[WrittenItem] = []
     at = 0
     for item in items:
-        frame = _frame(item, at) if framed and isinstance(item, torch.Tensor) else None
-        head, tail = (frame.head, frame.tail) if frame else (b"", b"")
-        begin = at + len(head) if isinstance(item, torch.Tensor) else None
-        placed.append(WrittenItem(at, len(head) + item.nbytes + len(tail), begin, []))
-        sources += [memoryview(head), item, memoryview(tail)]
-        at += placed[-1].nbytes
-    sources = [each for each in sources if each.nbytes]
-    address = [host_address(each) if isinstance(each, torch.Tensor) else address_of(each) for each in sources]
-    scattered = {
-        row: scattered_memory(each, each.dtype)
-        for row, each in enumerate(sources)
-        if isinstance(each, torch.Tensor) and not address[row]
-    }
-    sizes = np.array([each.nbytes for each in sources], np.int64)
+        nbytes, begin, tail = item.nbytes, None, None
+        end = at + nbytes
+        if isinstance(item, torch.Tensor):
+            begin, where = at, host_address(item)
+            if framed:
+                head, tail = _frame(item, at)
+                sources.append(head.bytes)
+                address.append(head.address)
+                sizes.append(len(head.bytes))
+                begin = at + len(head.bytes)
+                end = begin + nbytes + len(tail.bytes)
+            if nbytes and not where:
+                scattered[len(sources)] = scattered_memory(item, item.dtype)
+        else:
+            where = address_of(item)
+        if nbytes:
+            sources.append(item)
+            address.append(where)
+            sizes.append(nbytes)
+        if tail is not None:
+            sources.append(tail.bytes)
+            address.append(tail.address)
+            sizes.append(len(tail.bytes))
+        placed.append(WrittenItem(at, end - at, begin, []))
+        at = end
+    ends = np.cumsum(np.array(sizes, np.int64))
     job = FileJob(
         name=name,
         header=bytearray(),
         data_nbytes=at,
         block_nbytes=block_nbytes_for(at),
-        start=np.cumsum(sizes) - sizes,
+        start=ends - sizes,
         address=np.array(address, np.int64),
         scattered=scattered,
         owners=[None if row in scattered else each for row, each in enumerate(sources)],
@@ -94,10 +111,23 @@ def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[F
     return job, placed
 
 
-def _frame(tensor: torch.Tensor, at: int) -> ArchiveFrame:
-    large = tensor.numel() * tensor.element_size() >= _LARGE_NBYTES
-    alignment = _LARGE_ALIGNMENT if large else _ALIGNMENT
-    return frame_tensor(of_torch(tensor.dtype), tuple(tensor.shape), at=at, alignment=alignment)
+class _Bytes(NamedTuple):
+    """Bytes, and where they are in memory as long as they are kept."""
+
+    bytes: memoryview
+    address: int
+
+
+def _frame(tensor: torch.Tensor, at: int) -> tuple[_Bytes, _Bytes]:
+    alignment = _LARGE_ALIGNMENT if tensor.nbytes >= _LARGE_NBYTES else _ALIGNMENT
+    return _frame_at(tensor.dtype, tuple(tensor.shape), at % alignment, alignment)
+
+
+@lru_cache(maxsize=4096)
+def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[_Bytes, _Bytes]:
+    made = [memoryview(each) for each in frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment)]
+    head, tail = [_Bytes(each, address_of(each)) for each in made]
+    return head, tail
 
 
 class HashingStream:
@@ -160,12 +190,12 @@ def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, frame
         stream, descriptors = wrap(out)  # type: ignore[arg-type]  # it writes as a file does
         start = None
         if isinstance(item, torch.Tensor):
-            frame = _frame(item, offset) if framed else None
-            stream.write(frame.head if frame else b"")
+            head, tail = [each.bytes for each in _frame(item, offset)] if framed else (b"", b"")
+            stream.write(head)
             start = out.nbytes
             for part in windows_of(item, WINDOW_NBYTES):
                 stream.write(part)
-            stream.write(frame.tail if frame else b"")
+            stream.write(tail)
         else:
             stream.write(item)
         if descriptors or stream is not cast("Any", out):

@@ -12,13 +12,15 @@ import io
 import logging
 import pickle
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 import torch
 
 from shardkeep.errors import MalformedFile
+from shardkeep.format.boxes import Ints
 from shardkeep.format.pickles import Call, Names, New, collector_paused, plain_names, sealed
 from shardkeep.layouts import torch as torch_layout
 from shardkeep.layouts import torch_values as metadata
@@ -267,6 +269,145 @@ def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
     )
 
 
+# -- metadata of a default planner, from plain values --------------------------------------------------------------------
+
+PlainEntry = tuple[tuple[str, bool, bool], Ints, list[tuple[Ints, Ints]]]
+"""A tensor: the name of its dtype, whether it requires a gradient and was pinned; its size; the boxes of its chunks."""
+PlainPlace = tuple[str, Ints | None, int, str, int, int, int]
+"""An item: name, offsets (None for an object), number of the chunk, file, offset, length, where data begin (-1: unknown)."""
+_FIELDS = "properties size chunks offsets sizes fqn offset index relative_path length shardkeep_data_start"
+
+
+def encode_plain_metadata(
+    entries: Mapping[str, PlainEntry | None],
+    paths: Mapping[str, tuple[str | int, ...]] | None,
+    places: Iterable[PlainPlace],
+    **others: Any,
+) -> bytes:
+    """Make the same pickle as `encode_metadata`, ten times as fast, from plain values; an entry None is an object."""
+    out = _Opcodes()
+    made, text, sized = out.made, out.text, out.size
+    kinds = (metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, MetadataIndex, _StorageInfo)
+    tensor, chunk, index, place = [out.define(kind, out.named(*_CLASSES[kind])) + b")\x81}(" for kind in kinds]
+    nothing = out.define(None, out.named(*_CLASSES[metadata.BytesStorageMetadata])) + b")\x81"
+    properties, size, chunks, offsets, sizes, fqn, offset, number, file, length, start = [
+        out.define(field, _text(field)) for field in _FIELDS.split()
+    ]
+
+    def encode_entry(kind: tuple[str, bool, bool], shape: Ints, *boxes: tuple[Ints, Ints]) -> bytes:
+        held = [tensor, properties, out.properties(*kind), size, sized(shape), chunks, b"]("]
+        for at, extent in boxes:
+            held += chunk, offsets, sized(at), sizes, sized(extent), b"ub"
+        return b"".join([*held, b"eub"])
+
+    def encode_place(at: Ints | None, hint: int, name: str) -> bytes:
+        held = (b"N", number, b"N") if at is None else (sized(at), number, _int(hint))
+        return b"".join([offset, *held, b"ub", place, file, text(name), offset])
+
+    made += out.named(*_CLASSES[Metadata]), b")\x81}(", _text("state_dict_metadata"), b"}("
+    for name, entry in entries.items():
+        made += text(name), nothing if entry is None else out.again(encode_entry, *entry[:2], *entry[2])
+    made += b"u", _text("planner_data"), b"N" if paths is None else b"}("
+    for name, path in (paths or {}).items():
+        made += text(name), b"("
+        made += [text(part) if type(part) is str else out.value(part) for part in path]
+        made.append(b"t")
+    made += b"" if paths is None else b"u", _text("storage_data"), b"}("
+    for name, where, hint, of_file, begin, nbytes, data in places:
+        made += index, fqn, text(name), out.again(encode_place, where, hint, of_file), _int(begin), length, _int(nbytes)
+        made += (b"ub",) if data < 0 else (start, _int(data), b"ub")
+    made.append(b"u")
+    for key, value in others.items():
+        made += _text(key), out.value(value)
+    made.append(b"ub.")
+    return sealed(b"".join(made))
+
+
+class _Opcodes:
+    """A pickle in the making. A string or a size that comes again is a reference to the first."""
+
+    def __init__(self) -> None:
+        self.made: list[bytes] = [b"\x80\x04"]
+        self._memo: dict[Any, bytes] = {}
+        self._often: dict[Any, bytes] = {}
+
+    def define(self, key: Any, opcodes: bytes) -> bytes:
+        """Write a value that is only referred to later, and return the reference."""
+        self.made += self._first(key, opcodes), b"0"
+        return self._memo[key]
+
+    def _first(self, key: Any, opcodes: bytes) -> bytes:
+        at = len(self._memo)
+        self._memo[key] = b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")
+        return opcodes + b"\x94"
+
+    def again(self, encode: Callable[..., bytes], *values: Any) -> bytes:
+        """Return what `encode` makes of some values, which may come often."""
+        key = encode, values
+        found = self._often.get(key)
+        if found is None:
+            first = encode(*values)
+            self._often[key] = encode(*values)  # with references to what the first one defines
+            return first
+        return found
+
+    def text(self, text: str) -> bytes:
+        """Return a string; like all of these, to be written at once."""
+        return self._memo.get(text) or self._first(text, _text(text))
+
+    def size(self, size: Ints) -> bytes:
+        """Return a `torch.Size`."""
+        return self._memo.get(size) or self._first(
+            size, self.named("torch", "Size") + b"(" + b"".join(map(_int, size)) + b"t\x85R"
+        )
+
+    def named(self, module: str, name: str) -> bytes:
+        """Return a class or a constant of a module."""
+        key = module, name, "global"
+        return self._memo.get(key) or self._first(key, self.text(module) + self.text(name) + b"\x93")
+
+    def properties(self, dtype: str, requires_grad: bool, pinned: bool) -> bytes:
+        """Return `TensorProperties` of a strided, contiguous tensor, in the form that every torch reads."""
+        key = dtype, requires_grad, pinned
+        if key in self._memo:
+            return self._memo[key]
+        made = self.named(*_CLASSES[metadata.TensorProperties]) + b")\x81(" + self.named("torch", dtype)
+        made += (
+            self.named("torch.serialization", "_get_layout")
+            + self.text("torch.strided")
+            + b"\x85R"
+            + _bool(requires_grad)
+        )
+        made += self.named(*_CLASSES[metadata._MEM_FORMAT_ENCODING]) + b"K\x00\x85R" + _bool(pinned) + b"tb"
+        return self._first(key, made)
+
+    def value(self, value: Any) -> bytes:
+        """Return a plain value, a path, or one of our classes."""
+        if value is None or type(value) in (bool, int):
+            return b"N" if value is None else _bool(value) if type(value) is bool else _int(value)
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, PurePath):
+            return (
+                self.named("pathlib", "PosixPath" if value.as_posix() == str(value) else "WindowsPath")
+                + b"("
+                + b"".join(map(self.text, value.parts))
+                + b"tR"
+            )
+        if isinstance(value, tuple):
+            return b"(" + b"".join(map(self.value, value)) + b"t"
+        if isinstance(value, list):
+            return b"](" + b"".join(map(self.value, value)) + b"e"
+        if isinstance(value, dict):
+            return b"}(" + b"".join(self.value(key) + self.value(each) for key, each in value.items()) + b"u"
+        return self.named(*_CLASSES[type(value)]) + b")\x81" + self.value(vars(value)) + b"b"
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    return (b"\x8c" + bytes([len(raw)]) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw
+
+
 _CHUNK = {"offsets", "sizes"}
 _INDEX = {"fqn", "offset", "index"}
 
@@ -282,9 +423,12 @@ def _bool(value: bool) -> bytes:
     return b"\x88" if value else b"\x89"
 
 
+_SMALL_INTS = [b"K" + bytes([number]) for number in range(256)]
+
+
 def _int(number: int) -> bytes:
-    if 0 <= number < 1 << 16:
-        return b"K" + number.to_bytes(1, "little") if number < 1 << 8 else b"M" + number.to_bytes(2, "little")
     if 0 <= number < 1 << 31:
+        if number < 1 << 16:
+            return _SMALL_INTS[number] if number < 1 << 8 else b"M" + number.to_bytes(2, "little")
         return b"J" + number.to_bytes(4, "little")
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)

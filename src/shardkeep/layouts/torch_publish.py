@@ -183,9 +183,9 @@ class Commit:
         # A rank that saves alone removes only its own files: other ranks may be writing files that no metadata name yet.
         alone = published.removesuffix(METADATA_NAME)
         for name in filter(is_metadata, infos):
-            if name in (published, METADATA_NAME) or not alone:
+            if name != published and (name == METADATA_NAME or not alone):
                 owned = self._files_of(name)
-                if not owned and name != published:
+                if not owned:
                     return set()  # metadata that cannot be read may name any file
                 keep = keep | owned
         before_s = began_s - (_SKEW_S if self._shared else 0.0)

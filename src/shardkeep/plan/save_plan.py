@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import default_rng  # imported here: a fork during a lazy import would see half a module
 
-from shardkeep.errors import InvalidShards, RanksDisagree, ReplicasDiffer, StateError
+from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, ReplicasDiffer, StateError
 from shardkeep.format import dtypes
 from shardkeep.format.boxes import (
     ITEMSIZES,
     Boxes,
     IntArray,
+    clashes,
     concat_ranges,
     explain_tiling,
     hash_rows,
@@ -31,6 +32,7 @@ from shardkeep.format.boxes import (
     segment_starts,
     tiled,
     widen,
+    within,
 )
 from shardkeep.format.index import Tensors
 from shardkeep.format.record import Recorded
@@ -73,6 +75,8 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     dtype: bytes
     ndim: bytes
     origin: bytes
+    flags: bytes = b""
+    """Of layouts that store properties of tensors; those of the first rank that has a tensor count."""
 
 
 PlainValues = tuple[list[str], list[bytes]]
@@ -197,6 +201,24 @@ def plan_save(
     return CheckpointPlan(merged.keys, merged.tensors, pieces, files)
 
 
+def plan_whole_shards(
+    manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Callable[[CheckpointError], None]
+) -> tuple[list[str], Tensors, PlannedChunks]:
+    """
+    Plan which rank writes which shard, for a layout in which each is an item of its own: keys, tensors, and the shards by rank.
+
+    No shard is divided, and no tensor is stored in the place of another. A replicated one goes to the rank with least to write,
+    or to the lowest rank that has it. Where ranks have different tensors of one name, the first rank's is written, with a
+    warning. What one rank holds alone need not be complete: others may save the rest elsewhere.
+    """
+    merged = _merge(manifests, warn)
+    _check_sizes(merged)
+    pieces = _assign_writers(merged, merged.shards, len(manifests), whole=True, to_lowest=to_lowest)
+    filled = pieces.take(pieces.nbytes > 0)
+    _check_tiling(merged, filled, merged.shards.take(slice(0)), complete=len(manifests) > 1)
+    return merged.keys, merged.tensors, pieces.take(np.lexsort((pieces.row, pieces.rank)))
+
+
 def _check_sizes(merged: _Merged) -> None:
     # In floats, which do not overflow.
     elements = np.prod(np.maximum(merged.tensors.shape, 1).astype(np.float64), axis=1)
@@ -210,13 +232,18 @@ def _check_sizes(merged: _Merged) -> None:
         )
 
 
-def _merge(manifests: Sequence[RankManifest]) -> _Merged:
+def _merge(manifests: Sequence[RankManifest], warn: Callable[[CheckpointError], None] | None = None) -> _Merged:
+    """Merge what all ranks hold; with `warn`, tensors that differ from the first rank's are left out, else they are an error."""
     axes = max((d.axes for d in manifests), default=0)
     names = {d.names: msgspec.msgpack.decode(d.names, type=TensorNames) for d in manifests}
     keys = sorted({key for n in names.values() for key in n.keys}, key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     places = {raw: np.array([row_of[key] for key in n.keys], np.int64) for raw, n in names.items()}
-    tensors = _merge_tensors(manifests, names, places, keys, axes)
+    tensors, odd = _merge_tensors(manifests, names, places, keys, axes)
+    for error in odd.values():
+        if warn is None:
+            raise error
+        warn(error)
     group_of = {key: group for n in names.values() for key, group in zip(n.keys, n.groups, strict=True)}
     groups = [group_of[key] for key in keys]
     tables = []
@@ -224,16 +251,17 @@ def _merge(manifests: Sequence[RankManifest]) -> _Merged:
         local = ints(d.row_tensor)
         wide = (len(local), d.axes)
         digests = np.frombuffer(d.row_digest, "<i8")[::2] if d.row_digest else np.zeros(len(local), np.int64)
-        tables.append(
-            Shards(
-                tensor=places[d.names][local],
-                rank=np.full(len(local), rank, np.int64),
-                row=np.arange(len(local), dtype=np.int64),
-                offsets=widen(ints(d.row_offsets).reshape(wide), axes, 0),
-                sizes=widen(ints(d.row_sizes).reshape(wide), axes, 1),
-                digest=digests,
-            )
+        held = Shards(
+            tensor=places[d.names][local],
+            rank=np.full(len(local), rank, np.int64),
+            row=np.arange(len(local), dtype=np.int64),
+            offsets=widen(ints(d.row_offsets).reshape(wide), axes, 0),
+            sizes=widen(ints(d.row_sizes).reshape(wide), axes, 1),
+            digest=digests,
         )
+        if others := [tensor for form, tensor in odd if form == (d.names, d.shape)]:
+            held = held.take(~np.isin(held.tensor, others))
+        tables.append(held)
     columns = zip(*(table.columns() for table in tables), strict=True)
     return _Merged(keys, groups, tensors, Shards(*(np.concatenate(column) for column in columns)))
 
@@ -244,34 +272,35 @@ def _merge_tensors(
     places: dict[bytes, IntArray],
     keys: list[str],
     axes: int,
-) -> Tensors:
-    """Merge the tensor tables, and check that ranks agree on dtype and global shape."""
+) -> tuple[Tensors, dict[tuple[tuple[bytes, bytes], int], InvalidShards]]:
+    """Merge the tensor tables; return also where ranks do not agree with the first one on dtype and global shape."""
     count = len(keys)
     facts = np.full((count, axes + 3), -1, np.int64)  # dtype, ndim, origin, shape
     first_rank = np.zeros(count, np.int64)
-    seen: dict[tuple[bytes, bytes], int] = {}
+    seen: set[tuple[bytes, bytes]] = set()
+    odd: dict[tuple[tuple[bytes, bytes], int], InvalidShards] = {}
     for rank, d in enumerate(manifests):
         if (d.names, d.shape) in seen:
             continue
-        seen[d.names, d.shape] = rank
+        seen.add((d.names, d.shape))
         n, place = names[d.names], places[d.names]
         shape = widen(ints(d.shape).reshape(len(place), d.axes), axes, 1)
         columns = [np.frombuffer(column, np.uint8) for column in (n.dtype, n.ndim, n.origin)]
         mine = np.concatenate([np.stack(columns, axis=1).astype(np.int64).reshape(-1, 3), shape], axis=1)
         new = facts[place, 0] < 0
-        differs = ~new & np.any(facts[place] != mine, axis=1)
-        if np.any(differs):
-            at = int(np.flatnonzero(differs)[0])
-            raise _disagreement(keys[place[at]], int(first_rank[place[at]]), facts[place[at]], rank, mine[at])
+        for at in np.flatnonzero(~new & np.any(facts[place] != mine, axis=1)).tolist():
+            error = _disagreement(keys[place[at]], int(first_rank[place[at]]), facts[place[at]], rank, mine[at])
+            odd[(d.names, d.shape), int(place[at])] = error
         facts[place[new]] = mine[new]
         first_rank[place[new]] = rank
-    return Tensors(
+    tensors = Tensors(
         dtype=facts[:, 0].astype(np.uint8),
         ndim=facts[:, 1].astype(np.uint8),
         shape=facts[:, 3:],
         origin=facts[:, 2].astype(np.uint8),
         alias=_ties(manifests, places, facts[:, 2]),
     )
+    return tensors, odd
 
 
 def _ties(manifests: Sequence[RankManifest], places: dict[bytes, IntArray], origin: IntArray) -> IntArray:
@@ -314,7 +343,9 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
     )
 
 
-def _assign_writers(merged: _Merged, shards: Shards, world_size: int) -> PlannedChunks:
+def _assign_writers(
+    merged: _Merged, shards: Shards, world_size: int, *, whole: bool = False, to_lowest: bool = False
+) -> PlannedChunks:
     """Assign every box to one writer: unique boxes to their holder, replicated ones to the holder with least to write."""
     itemsizes = ITEMSIZES[merged.tensors.dtype]
     nbytes = shards.boxes.volumes() * itemsizes[shards.tensor]
@@ -322,19 +353,26 @@ def _assign_writers(merged: _Merged, shards: Shards, world_size: int) -> Planned
     unique = shards.take(lone)
     # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
     load = np.bincount(unique.rank, weights=nbytes[lone], minlength=world_size).astype(np.int64)
-    split = _share_replicas(merged, shards.take(members), first, nbytes[members[first]], load)
+    held = shards.take(members)
+    split = (
+        held.take(first)
+        if to_lowest
+        else _share_replicas(merged, held, first, nbytes[members[first]], load, whole=whole)
+    )
     written = Shards(*(np.concatenate(pair) for pair in zip(unique.columns(), split.columns(), strict=True)))
     zeros = np.zeros(len(written), np.int64)
     nbytes = written.boxes.volumes() * itemsizes[written.tensor]
     return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros)
 
 
-def _share_replicas(merged: _Merged, members: Shards, first: IntArray, nbytes: IntArray, load: IntArray) -> Shards:
-    """Divide groups of equal shards over the ranks that hold them, and return the slices as shards."""
+def _share_replicas(
+    merged: _Merged, members: Shards, first: IntArray, nbytes: IntArray, load: IntArray, *, whole: bool
+) -> Shards:
+    """Divide groups of equal shards over the ranks that hold them, if not `whole`, and return the slices as shards."""
     _compare_replicas(merged, members, first)
     count = np.diff(first, append=len(members))
     sizes = members.sizes[first]
-    if not sizes.shape[1]:
+    if whole or not sizes.shape[1]:
         _, holder, _, _ = assign_replicas(load, nbytes, first, count, members.rank, np.ones_like(first))
         return members.take(holder)
     axis = np.argmax(sizes > 1, axis=1)
@@ -381,8 +419,11 @@ def _compare_replicas(merged: _Merged, members: Shards, first: IntArray) -> None
     )
 
 
-def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards) -> None:
-    """Check that every tensor is complete: by what is written of it, or, if it is tied, by what the ranks hold of it."""
+def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards, *, complete: bool = True) -> None:
+    """
+    Check that every tensor is complete: by what is written of it, or, if it is tied, by what the ranks hold of it. If it need not
+    be `complete`, its boxes must be disjoint and inside it.
+    """
     lone, members, first = _group_equal(tied)
     distinct = tied.take(np.concatenate([lone, members[first]]))
     tensor = np.concatenate([pieces.tensor, distinct.tensor])
@@ -391,13 +432,16 @@ def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards) -> None:
     good = tiled(merged.tensors.shape, tensor[order], boxes.take(order))
     if np.all(good):
         return
-    at = int(np.flatnonzero(~good)[0])
-    ndim = int(merged.tensors.ndim[at])
-    shape = tuple(merged.tensors.shape[at, :ndim].tolist())
-    rows = np.flatnonzero(tensor == at).tolist()
+    for at in np.flatnonzero(~good).tolist():
+        ndim = int(merged.tensors.ndim[at])
+        shape = tuple(merged.tensors.shape[at, :ndim].tolist())
+        found = [boxes.box(row, ndim) for row in np.flatnonzero(tensor == at).tolist()]
+        if complete or clashes(found) or not all(within(shape, box) for box in found):
+            break
+    else:
+        return
     raise InvalidShards(
-        f"the shards of {merged.keys[at]!r} do not tile its shape {shape}:"
-        f" {explain_tiling(shape, [boxes.box(row, ndim) for row in rows])}",
+        f"the shards of {merged.keys[at]!r} do not tile its shape {shape}: {explain_tiling(shape, found)}",
         hint="every rank of the mesh must call save, with the same global tensor",
         key=merged.keys[at],
         others=[merged.keys[i] for i in np.flatnonzero(~good)[1:100]],

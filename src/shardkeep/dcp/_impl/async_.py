@@ -19,16 +19,19 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from shardkeep import saving
 from shardkeep.dcp._impl import driver
+from shardkeep.dcp._impl.default_save import saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
-from shardkeep.dcp._impl.file_writer import FileSystemWriter, resolves_in_place
+from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.process import RankAndSize, RemoteSave, SaverDied, SaverProcess, StagedSave
 from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.queue import SaveHandle, SaveQueue
-from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions, StateSnapshot
+from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from shardkeep.errors import CheckpointError
 from shardkeep.layouts.torch_values import (
     STATE_DICT_TYPE,
@@ -39,8 +42,9 @@ from shardkeep.layouts.torch_values import (
     StorageWriter,
 )
 from shardkeep.options import per_process
+from shardkeep.saving import StartedSave
 from shardkeep.storage.base import spec_of
-from shardkeep.storage.file_systems import file_system_at, file_system_for, store_of
+from shardkeep.storage.file_systems import store_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,6 +90,13 @@ class GroupSaves:
         """The process that writes, once there is one; used by the thread of this queue alone."""
         self.starting = threading.Lock()
         """Held while that process is started."""
+
+    def begin(self, started: StartedSave[T]) -> SaveFuture[T]:
+        """Go on with a save that the engine has started, after those before it."""
+        future: SaveFuture[T] = SaveFuture(started.handle)
+        with self._order:
+            self._queue.begin(future.handle, started.work)
+        return future
 
     def submit(self, work: Callable[[], T], where: str, *uses: object) -> SaveFuture[T]:
         """Run a save after those before it, of this group and of others that use the same objects."""
@@ -144,8 +155,8 @@ def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives:
     raise error
 
 
-Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE] | StateSnapshot
-"""What a save begins with: a copy of the state, or a future of one; or a snapshot of the engine's."""
+Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
+"""What a save begins with: a copy of the state, or a future of one."""
 
 
 # -- executors ---------------------------------------------------------------------------------------------------------
@@ -184,19 +195,28 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         use_collectives: bool = True,
     ) -> Future[Metadata]:
         """Begin a save, and return the future of what was saved."""
-        ranks = ranks_of_queue(process_group, no_dist=no_dist)
         lane = group_saves_of(process_group, no_dist=no_dist)
         run = self._prepare(lane, no_dist)
         box = [staging_future_or_state_dict]
         del staging_future_or_state_dict
+        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        with contextlib.ExitStack() as inside:
+            # Ranks count their saves in the order of the calls.
+            ranks = inside.enter_context(ranks_of_queue(process_group, no_dist=no_dist).call())
+            inside.callback(box.clear)
+            running = inside.pop_all()
 
         def work() -> Metadata:
-            # In its box: neither a stored failure nor this call may keep the state alive.
-            return run(ranks, box, checkpoint_id, storage_writer, planner, use_collectives)
+            with running:
+                # In its box: neither a stored failure nor this call may keep the state alive.
+                return run(ranks, box, checkpoint_id, storage_writer, planner, use_collectives)
 
-        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **said)
-        return lane.submit(call, driver.destination_of(checkpoint_id, storage_writer), storage_writer, planner)
+        try:
+            return lane.submit(call, driver.destination_of(checkpoint_id, storage_writer), storage_writer, planner)
+        except BaseException:  # no thread can be started when the interpreter shuts down
+            with running:
+                raise
 
     def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
         """Return the function that saves, on the thread of the queue."""
@@ -227,23 +247,17 @@ def _save_staged(
     planner: SavePlanner | None,
     use_collectives: bool,
 ) -> Metadata:
-    staged = box.pop()
-    snapshot = staged if isinstance(staged, StateSnapshot) else None
-    with driver._profile(), contextlib.ExitStack() as inside:
+    with driver._profile():
         try:
-            if snapshot is not None:
-                inside.enter_context(snapshot.open())
-            state = driver._stateful_to_state_dict(once_staged(staged))
+            state = driver._stateful_to_state_dict(once_staged(box.pop()))
             writer = driver._storage_setup(storage_writer, checkpoint_id)
         except BaseException as error:  # noqa: BLE001 - raised on all ranks
             fail_together(ranks, error, use_collectives=use_collectives)
-        return driver._run_save(ranks, lambda: state, writer, planner, use_collectives, snapshot)
+        return driver.run_save(ranks, lambda: state, writer, planner, use_collectives)
 
 
 def once_staged(staged: Staged) -> STATE_DICT_TYPE:
     """Wait for the staged state, and return it; raises what staging raised."""
-    if isinstance(staged, StateSnapshot):
-        return staged.state()
     return staged.result() if isinstance(staged, Future) else staged
 
 
@@ -375,40 +389,32 @@ def async_save(
     stager: Any = storage_writer if writer_stages else async_stager
     if stager is None:
         stager = DefaultStager(StagingOptions(False, False, False, False))  # it has no thread that must be ended
-    by_engine = _is_staged_by_engine(stager, storage_writer, planner) and (
-        not in_process or _is_written_by_engine(checkpoint_id, storage_writer)
-    )
-    executor: _AsyncCheckpointExecutor = (
-        _ProcessBasedAsyncCheckpointExecutor()
-        if in_process and not by_engine
-        else _ThreadBasedAsyncCheckpointExecutor()
-    )
+    lane = group_saves_of(process_group, no_dist=no_dist)
+    earlier = lane.take_failure()
+    writer = _staged_by_engine(stager, storage_writer, planner, checkpoint_id, in_process) if use_collectives else None
+    if writer is not None:
+        ranks = ranks_of_queue(process_group, no_dist=no_dist)
+        response = _start_by_engine(lane, ranks, state_dict, writer, planner, stager, in_process=in_process)
+    else:
+        executor = _ProcessBasedAsyncCheckpointExecutor() if in_process else _ThreadBasedAsyncCheckpointExecutor()
 
-    def begin(staged: Staged) -> Future[Metadata]:
-        return executor.execute_save(
-            staged,
-            checkpoint_id=checkpoint_id,
-            storage_writer=storage_writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
+        def begin(staged: Staged) -> Future[Metadata]:
+            return executor.execute_save(
+                staged,
+                checkpoint_id=checkpoint_id,
+                storage_writer=storage_writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            )
 
-    def copy_of(state: STATE_DICT_TYPE) -> Staged:
-        if not by_engine:
-            copied: Staged = stager.stage(state)
-            return copied
-        snapshot: StateSnapshot = stager.snapshot(
-            state, driver.destination_of(checkpoint_id, storage_writer), in_process=in_process
-        )
-        return snapshot
+        def stage() -> Staged:
+            states = driver._logged_states(state_dict)
+            staged: Staged = driver.logged(stager.stage, "stage_state_dict", log_exceptions=True)(states)
+            return staged
 
-    def stage() -> Staged:
-        return driver.logged(copy_of, "stage_state_dict", log_exceptions=True)(driver._logged_states(state_dict))
-
-    earlier = group_saves_of(process_group, no_dist=no_dist).take_failure()
-    response = _stage_and_begin(stage, begin, stager)
+        response = _stage_and_begin(stage, begin, stager)
     if earlier is not None:
         # Not before: the other ranks may not know of the failure yet, and need this rank's part of this save.
         earlier.response = response
@@ -416,34 +422,63 @@ def async_save(
     return response
 
 
-def _is_staged_by_engine(stager: AsyncStager, writer: object, planner: object) -> bool:
-    """Return whether nothing of the user's sees the staged state, so that it need not be a whole copy in host memory."""
-    kinds = (FileSystemWriter, DefaultStager, BlockingAsyncStager)
-    kind = next((each for each in kinds if isinstance(stager, each)), None)
-    return (
-        kind is not None
-        and keeps(stager, kind, ("stage", "synchronize_staging"))
-        and (
-            writer is None
-            or (isinstance(writer, FileSystemWriter) and keeps(writer, FileSystemWriter, ("write_data", "_write_data")))
-        )
-        and (planner is None or (resolves_in_place(planner) and planner.flatten_state_dict))
+def _staged_by_engine(
+    stager: AsyncStager, writer: Any, planner: object, checkpoint_id: str | os.PathLike[str] | None, in_process: bool
+) -> FileSystemWriter | None:
+    """Return a writer of its own for a save in which nothing of the user's takes part; None for any other save."""
+    kind = next(
+        (each for each in (FileSystemWriter, DefaultStager, BlockingAsyncStager) if isinstance(stager, each)), None
     )
-
-
-def _is_written_by_engine(checkpoint_id: str | os.PathLike[str] | None, writer: Any) -> bool:
-    """Return whether the engine's writer process can open the place."""
-    if not hasattr(os, "memfd_create") or (writer is not None and writer.transforms.extensions):
-        return False
+    if kind is None or not keeps(stager, kind, ("stage", "synchronize_staging")):
+        return None
     try:
-        if writer is None:
-            fs, path = file_system_for(checkpoint_id or "")
-        else:
-            fs, path = file_system_at(writer.fs, checkpoint_id) if checkpoint_id else (writer.fs, writer.path)
-        store = store_of(fs, path)
-        return store is not None and spec_of(store) is not None
+        own: object = driver._storage_setup(copy(writer), checkpoint_id)
+        if not saves_by_default(own, planner):
+            return None
+        # The engine's writer process must be able to open the place.
+        store = store_of(own.fs, own.path)
+        reached = not in_process or (hasattr(os, "memfd_create") and store is not None and spec_of(store) is not None)
     except (CheckpointError, OSError, ValueError, ImportError):
-        return False  # the save says what is wrong
+        return None  # the save says what is wrong
+    return own if reached else None
+
+
+def _start_by_engine(
+    lane: GroupSaves,
+    ranks: _DistWrapper,
+    state_dict: STATE_DICT_TYPE,
+    writer: FileSystemWriter,
+    planner: SavePlanner | None,
+    stager: Any,
+    *,
+    in_process: bool,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """Take the snapshot of `sk.async_save`, and go on with the save on the thread of the queue."""
+    layout, session, events = driver.default_session(ranks, writer, planner, copies=True)
+    handle: SaveHandle[Metadata] = SaveHandle(f"{os.fspath(writer.checkpoint_id)!r}")
+
+    def state() -> STATE_DICT_TYPE:
+        return driver._logged_states(state_dict)
+
+    def start() -> StartedSave[Metadata]:
+        return saving.start_in_session(
+            session,
+            events,
+            handle,
+            state,
+            lambda committed, _: layout.metadata(committed),
+            staging="auto",
+            writer="process" if in_process else "thread",
+            thread=stager.lend(state_dict, handle.staged._future),
+        )
+
+    started = driver.logged(start, "stage_state_dict", log_exceptions=True)()
+    with started.abandoned_on_error():
+        upload = lane.begin(started)
+        if isinstance(stager, DefaultStager) and stager._config.use_async_staging:
+            return AsyncSaveResponse(handle.staged._future, upload)
+        started.wait_until_staged()
+    return upload
 
 
 def _stage_and_begin(
@@ -457,16 +492,6 @@ def _stage_and_begin(
         failed.set_exception(error)
         begin(failed).add_done_callback(_mark_retrieved)  # it is raised now
         raise
-    if isinstance(staged, StateSnapshot):
-        try:
-            upload = begin(staged)
-        except BaseException:  # no thread can be started when the interpreter shuts down
-            with staged.open():
-                raise
-        if isinstance(stager, DefaultStager) and stager._config.use_async_staging:
-            return AsyncSaveResponse(staged.completion, upload)
-        staged.wait()
-        return upload
     if isinstance(staged, Future):
         response = AsyncSaveResponse(Future(), begin(staged))
         staged.add_done_callback(lambda done: _pass_on(done, response.staging_completion))
@@ -530,7 +555,7 @@ class _Checkpointer:
         if self.coordinator_rank and not self.no_dist:
             ranks = _DistWrapper(self.process_group, use_dist=True, coordinator_rank=self.coordinator_rank)
             state = in_step(ranks, lambda: driver._stateful_to_state_dict(state_dict))
-            return driver._run_save(ranks, state, self.storage_writer, self.save_planner, use_collectives=True)
+            return driver.run_save(ranks, state, self.storage_writer, self.save_planner, use_collectives=True)
         return driver.save(
             state_dict,
             storage_writer=self.storage_writer,

@@ -9,14 +9,15 @@ error says so.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from traceback import StackSummary
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from shardkeep import errors
-from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.options import Options
 
@@ -36,6 +37,7 @@ class _DistWrapper:
     """
 
     def __init__(self, group: ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> None:
+        self._meeting: Rendezvous | None = None
         self.group = group
         self.use_dist = use_dist
         self.coordinator_rank = coordinator_rank
@@ -67,7 +69,25 @@ class _DistWrapper:
         """Return the same ranks, with so many seconds more to wait for the coordinator's own work."""
         ranks = copy(self)
         ranks._world = replace(self._world, alone_s=alone_s)
+        if ranks._meeting is not None:
+            ranks._meeting.alone_s = alone_s
         return ranks
+
+    @contextmanager
+    def call(self) -> Iterator[_DistWrapper]:
+        """Make the steps inside, of one save, one call of all ranks; inside such a call, it goes on."""
+        if self._world.solo or self._meeting is not None:
+            yield self
+            return
+        # Its title does not name the place: each rank may save to one of its own.
+        with rendezvous(self._world, "checkpoint save") as meeting:
+            ranks = copy(self)
+            ranks._meeting = meeting
+            yield ranks
+
+    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+        """Run a step of the engine's; its failures are raised as those of all steps here."""
+        return self.reduce_scatter(phase, work, decide)
 
     # -- objects -------------------------------------------------------------------------------------------------------
 
@@ -160,6 +180,8 @@ class _DistWrapper:
             away = [(rank + self.coordinator_rank) % self._world.size for rank in named] or [self.rank]
             raise errors.CheckpointException(step, dict.fromkeys(away, (error, StackSummary()))) from (cause or error)
         if isinstance(answer, errors.CheckpointException):
+            if self._meeting is not None:
+                self._meeting.raises_on_all(answer)
             raise answer from cause
         return answer
 
@@ -181,6 +203,8 @@ class _DistWrapper:
                     written[id(answer)] = pickle.dumps(answer)
             return [written[id(answers[(place + self.coordinator_rank) % size])] for place in range(size)]
 
+        if self._meeting is not None:
+            return pickle.loads(self._meeting.agree(step, send, reply))
         with rendezvous(self._world, f"checkpoint step {step}") as meeting:
             return pickle.loads(meeting.agree(step, send, reply))
 

@@ -9,7 +9,7 @@
     all ranks     finish_plan, write_data                     all ranks     finish_plan, read_data
     coordinator   finish
 
-A planner or a storage may be torch's: values that pass between it and one of ours are translated. All steps are made by all
+Where planner and writer are ours, `default_save` makes a save in the engine's session instead. A planner or a storage may be torch's: values that pass between it and one of ours are translated. All steps are made by all
 ranks together, also where each rank has its own metadata. With `Options.share_reads`, ranks that need the same bytes each
 read a part and exchange them in a further step.
 """
@@ -36,12 +36,16 @@ from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
 
+from shardkeep import saving
+from shardkeep.dcp._impl.default_save import DefaultSave, saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.file_reader import FileSystemReader, FsspecReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter, _FileSystemWriter
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from shardkeep.dcp._impl.shared_items import fills_in_place, keeps, remaining_plan, shared_requests_of_plan
+from shardkeep.engine.report import Phases, SaveEvents
+from shardkeep.engine.save_session import SaveSession
 from shardkeep.engine.shared_reads import (
     Channel,
     Exchange,
@@ -51,7 +55,6 @@ from shardkeep.engine.shared_reads import (
     make_offer,
     open_channel,
 )
-from shardkeep.engine.stagers import StateSnapshot, writing
 from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options, per_process
@@ -373,7 +376,7 @@ def save(
             writer = _storage_setup(storage_writer, checkpoint_id)
             ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
             state = in_step(ranks, lambda: _logged_states(state_dict))
-            return _run_save(ranks, state, writer, planner, use_collectives)
+            return run_save(ranks, state, writer, planner, use_collectives)
 
     fields = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
     return logged(call, "save", log_exceptions=True, process_group=process_group, **fields)()
@@ -418,20 +421,46 @@ def _save_state_dict(
     use_collectives: bool = True,
 ) -> protocol.Metadata:
     ranks = _DistWrapper(process_group, not no_dist, coordinator_rank)
-    return _run_save(ranks, lambda: state_dict, storage_writer, planner, use_collectives)
+    return run_save(ranks, lambda: state_dict, storage_writer, planner, use_collectives)
 
 
-def _run_save(
+def run_save(
     ranks: _DistWrapper,
     state: Callable[[], protocol.STATE_DICT_TYPE],
     storage_writer: protocol.StorageWriter,
     planner: protocol.SavePlanner | None,
     use_collectives: bool,
-    snapshot: StateSnapshot | None = None,
 ) -> protocol.Metadata:
-    call = _Save(ranks, state, storage_writer, planner, use_collectives, snapshot)
-    saved: protocol.Metadata = run_steps(ranks, call, use_collectives, **log_fields_of(storage_writer, ranks.group))
+    """Save a state: in the engine's session if planner and writer are ours, else item by item."""
+    if use_collectives and saves_by_default(storage_writer, planner):
+        layout, session, events = default_session(ranks, storage_writer, planner)
+        committed, _ = saving.save_in_session(session, events, state)
+        return layout.metadata(committed)
+    call = _Save(ranks, state, storage_writer, planner, use_collectives)
+    with ranks.call() as together:
+        fields = log_fields_of(storage_writer, ranks.group)
+        saved: protocol.Metadata = run_steps(together, call, use_collectives, **fields)
     return saved
+
+
+def default_session(
+    ranks: _DistWrapper, writer: FileSystemWriter, planner: protocol.SavePlanner | None, *, copies: bool = False
+) -> tuple[DefaultSave, SaveSession, SaveEvents]:
+    """Begin a save by the default planner; `copies`: the state may change as soon as it is described."""
+    layout = DefaultSave(
+        writer, cast("DefaultSavePlanner | None", planner), rank=ranks.rank, leads=ranks.is_coordinator, copies=copies
+    )
+    fields, phases, store = log_fields_of(writer, ranks.group), Phases(), layout.store
+    session = SaveSession(
+        layout,
+        store,
+        ranks._world,
+        Options(),
+        phases=phases,
+        meet=ranks.call,
+        logged=lambda function, name: logged(function, name, **fields),
+    )
+    return layout, session, SaveEvents(phases, rank=ranks._world.rank, where=store.url)
 
 
 def run_steps(ranks: _DistWrapper, call: Any, use_collectives: bool, **fields: Any) -> Any:
@@ -481,7 +510,6 @@ class _Save:
         storage_writer: protocol.StorageWriter,
         planner: protocol.SavePlanner | None,
         use_collectives: bool,
-        snapshot: StateSnapshot | None = None,
     ) -> None:
         """Of `ranks`, `rank` and `is_coordinator` are used."""
         self._ranks = ranks
@@ -489,7 +517,6 @@ class _Save:
         self._planner = planner = DefaultSavePlanner() if planner is None else planner
         self._writer = storage_writer
         self._use_collectives = use_collectives
-        self._snapshot = snapshot
         self._to_writer = protocol.translator(planner, storage_writer)
         self._to_planner = protocol.translator(storage_writer, planner)
         self._metadata: Any = None
@@ -533,9 +560,8 @@ class _Save:
         if not plan.usable and plan.storage_data is not None:
             # The planner returned its cached plan of an earlier save; the writer's data for this save are in `plan`.
             final = replace(final, storage_data=plan.storage_data)
-        with writing(self._snapshot):
-            writes = self._writer.write_data(final, self._planner)
-            writes.wait()
+        writes = self._writer.write_data(final, self._planner)
+        writes.wait()
         return writes.value()
 
     def discard(self) -> None:

@@ -32,7 +32,7 @@ from shardkeep.dcp._impl.file_reader import CheckpointPlace, open_with_fsspec
 from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.dcp._impl.shared_items import keeps
-from shardkeep.engine.stagers import BlockingAsyncStager, current_snapshot
+from shardkeep.engine.stagers import BlockingAsyncStager
 from shardkeep.engine.torch_writer import Data, HashingStream, WrittenItem, lay_out, plain_tensor, write_stream
 from shardkeep.engine.workers import FollowUpError, budget_for_store, run_workers
 from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
@@ -57,27 +57,31 @@ _MOST_PICKLED_NBYTES = 64 << 20
 # -- items to files ----------------------------------------------------------------------------------------------------
 
 
-def _item_size(item: protocol.WriteItem) -> int:
-    """Return the bytes of an item's tensor; 0 for an object."""
+def _item_size(item: protocol.WriteItem) -> int | None:
+    """Return the bytes of an item's tensor; None for an object."""
     if item.tensor_data is None:
-        return 0
+        return None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _split_by_size_and_type(bins: int, items: list[protocol.WriteItem]) -> list[list[protocol.WriteItem]]:
     """Distribute items over files: objects in turn, then the largest tensor first to the smallest file."""
+    return [[items[row] for row in bucket] for bucket in divide_rows(bins, list(map(_item_size, items)))]
+
+
+def divide_rows(bins: int, sizes: Sequence[int | None]) -> list[list[int]]:
+    """Distribute rows, given the bytes of each, over files, as `_split_by_size_and_type` does; an object has None."""
     if bins == 1:
-        return [items]
-    buckets: list[list[protocol.WriteItem]] = [[] for _ in range(bins)]
-    objects = [item for item in items if item.type == protocol.WriteItemType.BYTE_IO]
-    for number, item in enumerate(objects):
-        buckets[number % bins].append(item)
-    sizes = [(0, number) for number in range(bins)]
-    tensors = [item for item in items if item.type != protocol.WriteItemType.BYTE_IO]
-    for item in sorted(tensors, key=_item_size, reverse=True):
-        size, number = sizes[0]
-        buckets[number].append(item)
-        heapq.heapreplace(sizes, (size + _item_size(item), number))
+        return [list(range(len(sizes)))]
+    buckets: list[list[int]] = [[] for _ in range(bins)]
+    for number, row in enumerate([row for row, size in enumerate(sizes) if size is None]):
+        buckets[number % bins].append(row)
+    tensors = [(size, row) for row, size in enumerate(sizes) if size is not None]
+    loads = [(0, number) for number in range(bins)]
+    for size, row in sorted(tensors, key=lambda each: -each[0]):
+        load, number = loads[0]
+        buckets[number].append(row)
+        heapq.heapreplace(loads, (load + size, number))
     return buckets
 
 
@@ -144,17 +148,10 @@ def _write_laid_out(
     as_planned = [list(map(_is_as_planned, plan.items, data)) for plan, data in zip(plans, resolved, strict=True)]
     laid_out = [_lay_out(plan, of_file) for plan, of_file in zip(plans, resolved, strict=True)]
     jobs = [job for job, _ in laid_out]
-    if (snapshot := current_snapshot()) is not None:
-        # Only the jobs hold its tensors now, and drop them as they are copied.
-        resolved.clear()
-        planner.state_dict = {}  # type: ignore[attr-defined]  # the planner is a default one
-        snapshot.forget()
-        snapshot.write(store, jobs)
-    else:
-        synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
-        budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
-        with CancelScope(budget=budget.room).active():
-            write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
+    synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
+    budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
+    with CancelScope(budget=budget.room).active():
+        write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
     results: list[protocol.WriteResult] = []
     written = [job.name for job, _ in laid_out]
     try:
@@ -434,31 +431,45 @@ class _FileSystemWriter(CheckpointPlace, protocol.StorageWriter):
         return plans
 
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
-        files = self.thread_count
-        if self._splits_files:
-            files = max(1, min(MOST_FILES, sum(map(_item_size, plan.items)) // _FILE_NBYTES))
-        buckets = (
-            _split_by_size_and_type(files, plan.items) if self.single_file_per_rank else [[item] for item in plan.items]
-        )
+        buckets = [[plan.items[row] for row in rows] for rows in self.divide(list(map(_item_size, plan.items)))]
         queued: queue.Queue[tuple[file_systems.PathLike, str, list[Any]]] = queue.Queue()
-        number = self._commit().first_number()
         if (
             self.serialization_format != protocol.SerializationFormat.TORCH_SAVE
         ):  # objects do not go to safetensors files
             objects = [[item for item in bucket if item.type == protocol.WriteItemType.BYTE_IO] for bucket in buckets]
             tensors = [[item for item in bucket if item.type != protocol.WriteItemType.BYTE_IO] for bucket in buckets]
             buckets = [*objects, *tensors]
-        for bucket in filter(None, buckets):
-            # An existing file belongs to a checkpoint that must stay intact until this save is committed.
-            while True:
-                name = f"{plan.storage_data.prefix}{number}{protocol.DEFAULT_SUFFIX}"
-                path = self.fs.concat_path(self.path, name)
-                number += 1
-                if not self.fs.exists(path):
-                    break
-            queued.put((path, name, bucket))
+        buckets = list(filter(None, buckets))
+        for name, bucket in zip(self.new_names(plan.storage_data.prefix, len(buckets)), buckets, strict=True):
+            queued.put((self.fs.concat_path(self.path, name), name, bucket))
         self._written = [name for _, name, _ in queued.queue]
         return self._write_data(planner, queued)
+
+    def divide(self, sizes: Sequence[int | None]) -> list[list[int]]:
+        """Distribute items, given the bytes of each, or None for an object, over files."""
+        if not self.single_file_per_rank:
+            return [[row] for row in range(len(sizes))]
+        files = self.thread_count
+        if self._splits_files:
+            files = max(1, min(MOST_FILES, sum(size or 0 for size in sizes) // _FILE_NBYTES))
+        return divide_rows(files, sizes)
+
+    def new_names(self, prefix: str, count: int) -> list[str]:
+        """Return names for data files: an existing file belongs to a checkpoint that stays until this save is committed."""
+        names: list[str] = []
+        number = self._commit().first_number()
+        while len(names) < count:
+            name = f"{prefix}{number}{protocol.DEFAULT_SUFFIX}"
+            number += 1
+            if not self.fs.exists(self.fs.concat_path(self.path, name)):
+                names.append(name)
+        return names
+
+    @property
+    def writes_archives_unchanged(self) -> bool:
+        """Whether tensors are written as `torch.save` does, and no extension transforms them."""
+        unchanged = _writes_unchanged(self.transforms)
+        return unchanged and self.serialization_format == protocol.SerializationFormat.TORCH_SAVE
 
     def _supersede_common(self) -> None:
         """Remove the metadata of all ranks together, after each rank has written its own."""

@@ -1,0 +1,509 @@
+"""
+Saves by the default planner and our own writer: the engine's session, in columns. No plans of items are made.
+
+The state is flattened by torch's rules. Its tensors are described as in every save. What has no plain memory, such as an object
+or a tensor of a class that only torch can write, is an item of its own, which the rank that writes it pickles. Rank 0 decides
+which rank writes what, each rank lays out its own files, and rank 0 makes the metadata from what all ranks report.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import msgspec
+import numpy as np
+import torch
+
+from shardkeep.dcp._impl import plans
+from shardkeep.dcp._impl.file_writer import FileSystemWriter
+from shardkeep.dcp._impl.planners import DefaultSavePlanner
+from shardkeep.dcp._impl.shared_items import keeps
+from shardkeep.engine.report import Phases
+from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, WrittenFiles
+from shardkeep.engine.stagers import ObjectCopier
+from shardkeep.engine.torch_writer import Data, lay_out, plain_tensor
+from shardkeep.engine.writer import FileJob
+from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, UnsupportedLeaf
+from shardkeep.format.boxes import IntArray
+from shardkeep.format.dtypes import by_code
+from shardkeep.format.record import FileEntry
+from shardkeep.layouts import torch_values as protocol
+from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
+from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metadata, encode_plain_metadata, read_metadata
+from shardkeep.plan.save_plan import PlannedChunks, RankManifest, TensorNames, encode, ints, plan_whole_shards
+from shardkeep.state.describe import Description, describe_leaves
+from shardkeep.state.flatten import flatten_sharded_tensors, flatten_state_dict
+from shardkeep.state.leaves import ShardedBox, is_dtensor
+from shardkeep.storage import file_systems
+from shardkeep.storage.base import Store
+
+log = logging.getLogger("shardkeep")
+
+_PLANNER = tuple(name for name in vars(DefaultSavePlanner) if callable(getattr(DefaultSavePlanner, name)))
+_WRITER = (
+    *("reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"),
+    *("storage_meta", "_settle_plans", "_write_data", "_metadata_exists", "_get_metadata_path", "_commit"),
+)
+_REQUIRES_GRAD, _PINNED = 1, 2
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_Item = tuple[protocol.WriteItem, Any]
+"""An item of its own, and what is pickled for it."""
+
+
+def saves_by_default(writer: object, planner: object) -> TypeGuard[FileSystemWriter]:
+    """Return whether nothing of the user's takes part in a save: our planner, and our writer with a store below it."""
+    return (
+        (planner is None or (isinstance(planner, DefaultSavePlanner) and keeps(planner, DefaultSavePlanner, _PLANNER)))
+        and isinstance(writer, FileSystemWriter)
+        and keeps(writer, FileSystemWriter, _WRITER)
+        and writer.writes_archives_unchanged
+        and (file_systems.is_local(writer.fs) or type(writer.fs) is file_systems.StoreFileSystem)
+    )
+
+
+class _SentItem(msgspec.Struct, frozen=True, array_like=True):
+    """An item of its own, as it is sent to rank 0; an object has no offset."""
+
+    key: str
+    offset: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    flags: int = 0
+
+
+class _SentState(msgspec.Struct, frozen=True):
+    """What a rank's state has besides plain tensors; equal on ranks with the same state."""
+
+    items: list[_SentItem]
+    names: list[str]
+    """Of all values, in the order of the state."""
+    paths: list[list[str | int]] | None
+    """Of these values; None if the state is not flattened."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What rank 0 has planned."""
+
+    keys: list[str]
+    pieces: PlannedChunks
+    """By rank, then by row."""
+    entries: list[PlainEntry]
+    """Of each key, without its chunks."""
+    items: list[list[_SentItem]]
+    """The items of their own that each rank writes."""
+    states: list[_SentState]
+    answers: list[bytes]
+
+
+class DefaultSave:
+    """A save of one rank, in the steps of `engine.save_session`."""
+
+    def __init__(
+        self, writer: FileSystemWriter, planner: DefaultSavePlanner | None, *, rank: int, leads: bool, copies: bool
+    ) -> None:
+        """Save with a writer that is set to its place. `copies`: the state may change when it is described."""
+        self._writer = writer
+        self._planner = planner or DefaultSavePlanner()
+        self._rank = rank
+        self._leads = leads
+        self._copies = copies
+        self._written: list[str] = []
+
+    @property
+    def store(self) -> Store:
+        """Where the files go."""
+        writer = self._writer
+        found = file_systems.store_of(writer.fs, writer.path, durable=writer.sync_files)
+        if found is None:  # unreachable: see `saves_by_default`
+            raise BrokenProtocol(f"{writer.path} is in no store")
+        return found
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """Do nothing: files of dead saves are found by their age."""
+        return nullcontext()
+
+    # -- every rank ----------------------------------------------------------------------------------------------------
+
+    def describer(
+        self, ranks: object, phases: Phases, state: Callable[[], Mapping[str, Any]]
+    ) -> Callable[[], DescribedState]:
+        """Return a function that describes this rank's state."""
+        del ranks
+
+        def describe() -> DescribedState:
+            with phases.phase("describe"):
+                plain = state()
+                self._writer.set_up_storage_writer(self._leads, rank=self._rank, use_collectives=True)
+                self._writer.prepare_local_plan(protocol.SavePlan([]))
+                return self._describe(plain)
+
+        return describe
+
+    def _describe(self, state: Mapping[str, Any]) -> DescribedState:
+        flat, paths = dict(state), None
+        if self._planner.flatten_state_dict:
+            flat, mappings = flatten_state_dict(state)
+            paths = [list(mappings[name]) for name in flat]
+        names = list(flat)
+        if self._planner.flatten_sharded_tensors and not {type(value) for value in flat.values()} <= _ORDINARY:
+            flat = flatten_sharded_tensors(flat)
+        description, flags, items = _describe_values(flat)
+        if self._copies:
+            copier = ObjectCopier()
+            items = [(item, copier.copy(value, (item.index.fqn,))) for item, value in items]
+            copier.wait()
+        sent = _SentState([_sent(item) for item, _ in items], names, paths)
+        return DescribedState(description, encode(_manifest(description, flags, sent)), items=items)
+
+    def files(self, described: DescribedState, answer: bytes) -> RankFiles:
+        """Lay out the files that this rank writes; items of their own come after all rows in the plan's numbers."""
+        rows, pieces = ints(answer).tolist(), described.description.pieces
+        data = [_pickled(*described.items[row - len(pieces)]) if row >= len(pieces) else pieces[row] for row in rows]
+        sizes = [None if row >= len(pieces) else pieces[row].nbytes for row in rows]
+        buckets = [bucket for bucket in self._writer.divide(sizes) if bucket]
+        names = self._writer.new_names(f"__{self._rank}_", len(buckets))
+        where = np.full((4, len(rows)), -1, np.int64)
+        jobs: list[FileJob] = []
+        for number, (name, bucket) in enumerate(zip(names, buckets, strict=True)):
+            bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
+            job, placed = lay_out(name, [data[at] for at in bucket])
+            jobs.append(job)
+            for at, item in zip(bucket, placed, strict=True):
+                start = -1 if item.data_start is None or rows[at] >= len(pieces) else item.data_start
+                where[:, at] = number, item.offset, item.nbytes, start
+        self._written = names
+        return RankFiles(jobs, lambda: self._complete(jobs, where))
+
+    def _complete(self, jobs: list[FileJob], where: IntArray) -> WrittenFiles:
+        """Put the digests of the files beside them."""
+        store, entries = self.store, list[FileEntry]()
+        try:
+            for job in jobs:
+                sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, bytes(job.digests))
+                store.put(f"{job.name}{SUMS_SUFFIX}", encoded, replace=True)
+                entries.append(
+                    FileEntry(
+                        name=job.name,
+                        nbytes=sums.nbytes,
+                        checksum=sums.checksum,
+                        header_nbytes=0,
+                        block_nbytes=sums.block_nbytes,
+                    )
+                )
+        except BaseException:
+            self.discard([job.name for job in jobs])
+            raise
+        return WrittenFiles(entries, where.tobytes())
+
+    def discard(self, names: Sequence[str]) -> None:
+        """Remove files that this rank has written, and their digests."""
+        self._writer._commit().remove([each for name in names for each in (name, f"{name}{SUMS_SUFFIX}")])
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def plan(self, payloads: list[bytes]) -> _Planned:
+        """Decide which rank writes what."""
+        manifests = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
+        decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.values for each in manifests}}
+        states = [decoded[each.values] for each in manifests]
+        try:
+            keys, tensors, pieces = plan_whole_shards(
+                manifests, to_lowest=self._planner.dedup_save_to_lowest_rank, warn=_warn
+            )
+        except InvalidShards as error:
+            raise InvalidShards(f"Failed to validate global plan: {error.message}", hint=error.hint) from error
+        flags = dict.fromkeys(keys, 0)
+        for raw in dict.fromkeys(each.names for each in reversed(manifests)):
+            names = msgspec.msgpack.decode(raw, type=TensorNames)
+            flags.update(zip(names.keys, names.flags, strict=True))
+        dtypes = {code: by_code(code).name for code in set(tensors.dtype.tolist())}
+        shapes = zip(tensors.dtype.tolist(), tensors.shape.tolist(), tensors.ndim.tolist(), strict=True)
+        entries: list[PlainEntry] = [
+            (_properties(dtypes[code], flags[key]), tuple(shape[:ndim]), [])
+            for key, (code, shape, ndim) in zip(keys, shapes, strict=True)
+        ]
+        # Of items that several ranks have, the first one's is written.
+        items: list[list[_SentItem]] = []
+        answers: list[bytes] = []
+        seen: set[tuple[str, tuple[int, ...] | None]] = set()
+        ends = np.searchsorted(pieces.rank, np.arange(len(manifests)), "right")
+        for rank, (low, high) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
+            own = [at for at, item in enumerate(states[rank].items) if (item.key, item.offset) not in seen]
+            items.append([states[rank].items[at] for at in own])
+            seen.update((item.key, item.offset) for item in items[-1])
+            first = len(manifests[rank].row_tensor) // 8  # items come after the rows of tensors
+            answers.append(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)]).tobytes())
+        _check_items(keys, items)
+        return _Planned(keys, pieces, entries, items, states, answers)
+
+    def collect(self, planned: _Planned, written: list[WrittenFiles]) -> list[WrittenFiles]:
+        """Return what all ranks wrote; the commit looks for it."""
+        del planned
+        return written
+
+    def commit(self, planned: _Planned, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
+        """Put the metadata in place."""
+        del labels
+        entries = [entry for each in written for entry in each.files]
+        sums = {entry.name: Sums(entry.nbytes, entry.block_nbytes, entry.checksum) for entry in entries}
+        try:
+            data = _encode_metadata(planned, written, self._writer.storage_meta(), sums)
+        except BaseException:
+            self.discard(list(sums))
+            raise
+        own, began_s = self._written, self._writer._began_s
+        keep = {each for name in sums for each in (name, f"{name}{SUMS_SUFFIX}")}
+        self._writer._commit().publish(METADATA_NAME, data, sums=sums, own=own, keep=keep, began_s=began_s)
+        return CommittedSave(
+            save_id=self._writer.save_id,
+            bytes_total=int(planned.pieces.nbytes.sum()),
+            tensors=len(planned.keys),
+            metadata=data,
+        )
+
+    def withdraw(self) -> None:
+        """Do nothing: a commit that fails removes the files itself, and each rank its own before."""
+
+    def tidy(self) -> None:
+        """Do nothing: the commit has removed what it replaced."""
+
+    def metadata(self, committed: CommittedSave) -> protocol.Metadata:
+        """Return the metadata of the checkpoint, which are decoded, or read, when they are used."""
+        store, where, save_id = self.store, str(self._writer._get_metadata_path()), committed.save_id
+
+        def load() -> protocol.Metadata:
+            if committed.metadata:
+                return decode_metadata(committed.metadata, where=where)
+            found = read_metadata(store, METADATA_NAME, where=where)
+            if getattr(found.storage_meta, "save_id", None) != save_id:
+                raise CheckpointError(
+                    f"{where}: another save has replaced the checkpoint", hint="read the metadata earlier"
+                )
+            return found
+
+        return LazyMetadata(load)
+
+
+def _warn(error: CheckpointError) -> None:
+    log.warning("%s; the first is saved", error.message)
+
+
+def _check_items(keys: Sequence[str], items: list[list[_SentItem]]) -> None:
+    """Check that items of their own have names of their own, and that tensors among them are complete."""
+    entries: dict[str, PlainEntry | None] = {}
+    known = set(keys)
+    for item in (each for of_rank in items for each in of_rank):
+        is_tensor = item.key in known or entries.get(item.key) is not None
+        if (item.key in known or item.key in entries) and is_tensor == (item.offset is None):
+            raise BrokenProtocol(
+                f"{item.key!r} is planned to be written twice", hint="dedupe the plans first", key=item.key
+            )
+        if item.key not in known:  # else it is an empty part of a tensor
+            _enter(item, entries)
+    for key, entry in entries.items():
+        held, whole = (sum(math.prod(sizes) for _, sizes in entry[2]), math.prod(entry[1])) if entry else (0, 0)
+        if len(items) > 1 and held != whole:
+            raise InvalidShards(
+                f"Failed to validate global plan: key:{key} invalid fill: its chunks hold {held} elements of {whole}",
+                key=key,
+            )
+
+
+class LazyMetadata(protocol.Metadata):
+    """Metadata that are loaded when any of their fields is used; from then on an ordinary `Metadata`."""
+
+    def __init__(self, load: Callable[[], protocol.Metadata]) -> None:
+        object.__setattr__(self, "_load", load)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("__class__", "_load"):
+            loaded = vars(object.__getattribute__(self, "_load")())
+            own = object.__getattribute__(self, "__dict__")
+            object.__setattr__(self, "__class__", protocol.Metadata)
+            own.clear()
+            own.update(loaded)
+        return object.__getattribute__(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.state_dict_metadata is not None and self == other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of every dataclass that can be changed
+
+    def __repr__(self) -> str:
+        return repr(self) if self.state_dict_metadata is not None else ""
+
+    def __reduce_ex__(self, version: Any) -> Any:
+        return self.__reduce_ex__(version) if self.state_dict_metadata is not None else ""
+
+
+# -- describing --------------------------------------------------------------------------------------------------------
+
+
+def _describe_values(flat: dict[str, Any]) -> tuple[Description, bytes, list[_Item]]:
+    """Describe what has plain memory as columns, with the flags of each tensor; return the rest as items of their own."""
+    tensors: dict[str, Any] = {}
+    flags: dict[str, int] = {}
+    items: list[_Item] = []
+
+    def open_value(key: str) -> None:
+        """Take a value apart as torch does: into pieces of plain memory, or into items of their own."""
+        own = [
+            (item, plans.find_state_dict_object(flat, item.index)) for item in plans._create_write_items(key, flat[key])
+        ]
+        filled = [each for each in own if each[0].tensor_data is None or 0 not in each[0].tensor_data.chunk.sizes]
+        if filled and (box := _as_box(filled)) is not None:
+            tensors[key], flags[key] = box, _sent(filled[0][0]).flags
+            own = [each for each in own if each not in filled]
+        items.extend(own)
+
+    for key, value in flat.items():
+        if type(value) in _ORDINARY and "global_shape" not in value.__dict__ and value.numel():
+            tensors[key], flags[key] = value, _flags(value.requires_grad, value.is_cpu and value.is_pinned())
+        elif not is_dtensor(value):
+            open_value(key)
+        elif plans._has_part(value):
+            local = value._local_tensor
+            if local.numel():
+                tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())
+            else:
+                open_value(key)
+    while True:
+        try:
+            description = describe_leaves(tensors)
+        except (UnsupportedLeaf, InvalidShards) as error:
+            refused = str(error.details.get("key"))
+            if isinstance(tensors.pop(refused, None), (ShardedBox, type(None))):
+                raise
+            open_value(refused)
+        else:
+            return description, bytes(flags[key] for key in description.keys), items
+
+
+def _flags(requires_grad: bool, pinned: bool) -> int:
+    return requires_grad * _REQUIRES_GRAD + pinned * _PINNED
+
+
+def _as_box(items: Sequence[_Item]) -> ShardedBox | None:
+    """Return the pieces that a value consists of; None if it is not made of plain memory."""
+    pieces: list[tuple[torch.Tensor, Sequence[int]]] = []
+    shape: Sequence[int] = ()
+    for item, value in items:
+        data = item.tensor_data
+        plain = None if data is None else plain_tensor(item.index.fqn, value)
+        if data is None or plain is None:
+            return None
+        shape = data.size
+        pieces.append((plain, data.chunk.offsets))
+    return ShardedBox.of(pieces, shape=shape, dtype=pieces[0][0].dtype)
+
+
+def _sent(item: protocol.WriteItem) -> _SentItem:
+    data = item.tensor_data
+    if data is None:
+        return _SentItem(item.index.fqn)
+    return _SentItem(
+        item.index.fqn,
+        tuple(data.chunk.offsets),
+        tuple(data.chunk.sizes),
+        tuple(data.size),
+        str(data.properties.dtype).removeprefix("torch."),
+        _flags(data.properties.requires_grad, data.properties.pin_memory),
+    )
+
+
+def _manifest(d: Description, flags: bytes, sent: _SentState) -> RankManifest:
+    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
+    names = TensorNames(
+        keys=d.keys,
+        groups=["state"] * len(d.keys),
+        dtype=d.dtype.tobytes(),
+        ndim=d.ndim.tobytes(),
+        origin=bytes(len(d.keys)),
+        flags=flags,
+    )
+    return RankManifest(
+        axes=d.boxes.axes,
+        names=encode(names),
+        shape=d.shape.tobytes(),
+        alias=np.where(held, np.arange(len(held)), -1).tobytes(),
+        row_tensor=d.row_tensor.tobytes(),
+        row_offsets=d.boxes.offsets.tobytes(),
+        row_sizes=d.boxes.sizes.tobytes(),
+        check_replicas=False,
+        row_digest=b"",
+        tree=b"",
+        values=encode(sent),
+    )
+
+
+def _pickled(item: protocol.WriteItem, value: Any) -> Data:
+    """Return the bytes of an item of its own; of a plain tensor, the tensor."""
+    if item.tensor_data is not None:
+        plain = plain_tensor(item.index.fqn, value)
+        if plain is not None:
+            return plain
+        value = value.detach().cpu().clone()  # it would be saved with all of the memory that it is a view of
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getbuffer()
+
+
+# -- metadata ----------------------------------------------------------------------------------------------------------
+
+
+def _encode_metadata(
+    planned: _Planned, written: list[WrittenFiles], storage_meta: protocol.StorageMeta | None, sums: Mapping[str, Sums]
+) -> bytes:
+    entries: dict[str, PlainEntry | None] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for state in {id(each): each for each in planned.states}.values():
+        for at, name in enumerate(state.names):
+            if name not in entries:
+                entries[name], paths[name] = None, tuple(state.paths[at]) if state.paths else ()
+    entries.update(zip(planned.keys, planned.entries, strict=True))
+    places: list[PlainPlace] = []
+    pieces = planned.pieces
+    columns = zip(pieces.tensor.tolist(), pieces.offsets.tolist(), pieces.sizes.tolist(), strict=True)
+    for items, each in zip(planned.items, written, strict=True):
+        names, where = [file.name for file in each.files], ints(each.items).reshape(4, -1).T.tolist()
+        count = len(where) - len(items)
+        for file, offset, nbytes, start in where[:count]:
+            tensor, offsets, sizes = next(columns)
+            _, shape, chunks = planned.entries[tensor]
+            box = tuple(offsets[: len(shape)]), tuple(sizes[: len(shape)])
+            places.append((planned.keys[tensor], box[0], len(chunks), names[file], offset, nbytes, start))
+            chunks.append(box)
+        for item, (file, offset, nbytes, _) in zip(items, where[count:], strict=True):
+            places.append((item.key, item.offset, _enter(item, entries), names[file], offset, nbytes, -1))
+    stored = {place[0] for place in places}
+    return encode_plain_metadata(
+        {name: entry for name, entry in entries.items() if name in stored},
+        None if planned.states[0].paths is None else paths,
+        places,
+        storage_meta=storage_meta,
+        version=protocol.CURRENT_DCP_VERSION,
+        shardkeep_sums={name: tuple(each) for name, each in sorted(sums.items())},
+    )
+
+
+def _enter(item: _SentItem, entries: dict[str, PlainEntry | None]) -> int:
+    """Enter an item of its own in the metadata, and return the number of its chunk."""
+    if item.offset is None:
+        entries[item.key] = None
+        return 0
+    if (entry := entries.get(item.key)) is None:
+        entry = entries[item.key] = _properties(item.dtype, item.flags), item.shape, []
+    entry[2].append((item.offset, item.sizes))
+    return len(entry[2]) - 1
+
+
+def _properties(dtype: str, flags: int) -> tuple[str, bool, bool]:
+    return dtype, bool(flags & _REQUIRES_GRAD), bool(flags & _PINNED)
