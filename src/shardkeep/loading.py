@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.load_session import LoadSession
-from shardkeep.engine.match import LoadFilter
+from shardkeep.engine.load_session import LoadSession, MatchedState
+from shardkeep.engine.match import LoadFilter, NativeTarget
 from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, find_slowest
 from shardkeep.options import Options
 from shardkeep.state.patterns import Patterns, Renames
@@ -85,33 +88,36 @@ def load(
     events = LoadEvents(phases, rank=world.rank, where=store.url)
     load_filter = LoadFilter(include, exclude, rename, cast)
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
-        session = LoadSession(state, store, load_filter, world, ranks, phases, options, group, allow_pickle, strict)
-        with phases.phase("open"):
-            opened = session.open()
-        matched = session.match(opened)
-        phases.mark_meeting()
-        shared = session.share(matched)
-        exchanges, has_objects = bool(shared and shared.plan), bool(opened.objects)
-        # New leaves are placed in the last of these steps. Objects are placed in a step of their own.
-        read = session.read(matched, shared, place=not exchanges and not has_objects)
-        received = session.exchange(matched, read, place=not has_objects) if exchanges else 0
-        if has_objects:
-            session.place(matched, read)
+        target = NativeTarget(state, load_filter, world, store.url, allow_pickle, strict)
+        session = LoadSession(target, store, world, ranks, phases, options, group)
+        matched, bytes_read, received = session.load(session.open())
+    missing, unexpected = msgspec.msgpack.decode(matched.answer, type=tuple[list[str], list[str]])
+    report = replace(
+        load_report(store.url, matched, phases, bytes_read=bytes_read, bytes_received=received),
+        missing=missing,
+        unexpected=unexpected,
+        cast=matched.found[0].cast,
+    )
+    events.finished(report)
+    return report
+
+
+def load_report(
+    where: str, matched: MatchedState, phases: Phases, *, bytes_read: int, bytes_received: int
+) -> LoadReport:
+    """Return the report of a load in which all keys were found."""
     ranks_phases, record = phases.all_ranks(), matched.source.record
-    report = LoadReport(
-        where=store.url,
+    return LoadReport(
+        where=where,
         save_id=record.save_id,
         step=record.step,
         meta=record.meta,
-        missing=matched.missing,
-        unexpected=matched.unexpected,
-        cast=matched.match.cast,
-        bytes_read=read.nbytes,
-        bytes_received=received,
+        missing=[],
+        unexpected=[],
+        bytes_read=bytes_read,
+        bytes_received=bytes_received,
         seconds=phases.now(),
         phases=phases.spans,
         ranks=ranks_phases,
         slowest=find_slowest(ranks_phases, LOAD_WORK),
     )
-    events.finished(report)
-    return report

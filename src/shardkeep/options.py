@@ -7,8 +7,10 @@ Only the public entry points (`saving`, `loading`, `opening`, the command line) 
 from __future__ import annotations
 
 import functools
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -111,3 +113,15 @@ def set_for_children(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the cycle collector, which would scan a million new objects again and again although none is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

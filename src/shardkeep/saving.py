@@ -38,8 +38,7 @@ from shardkeep.engine.step_barrier import step_barriers
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import write_files
 from shardkeep.errors import StateError
-from shardkeep.format.pickles import collector_paused
-from shardkeep.options import Options
+from shardkeep.options import Options, collector_paused
 from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store
 from shardkeep.storage.cancel import CancelScope

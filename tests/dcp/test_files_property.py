@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.engine.torch_writer import lay_out
+from shardkeep.dcp._impl.file_writer import lay_out
 from shardkeep.engine.writer import write_files
 from shardkeep.format.data_file import DIGEST_NBYTES, combine_crc32, digest
 from shardkeep.storage.local import LocalStore

@@ -25,9 +25,8 @@ from shardkeep.engine.writer import FileJob, Window, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import DType, to_torch
-from shardkeep.format.pickles import collector_paused
 from shardkeep.format.record import FileEntry
-from shardkeep.options import Options
+from shardkeep.options import Options, collector_paused
 from shardkeep.plan.load_plan import every_block
 from shardkeep.storage.base import ReadableStore, WritableStore, preferred_requests
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor as DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardkeep.format.pickles import collector_paused as _gc_context
+from shardkeep.options import collector_paused as _gc_context
 from shardkeep.state.collectives import broadcast_state_dict as _broadcast_state_dict
 from shardkeep.state.collectives import distribute_state_dict as _distribute_state_dict
 from shardkeep.state.collectives import gather_state_dict as _gather_state_dict

@@ -50,6 +50,7 @@ def fill(
     options: Options,
     *,
     first_file: float = 0.0,
+    complete: bool = True,
     decoded: dict[int, torch.dtype] | None = None,
 ) -> int:
     """
@@ -57,7 +58,8 @@ def fill(
 
     For each destination, `tensor` has the row of its tensor in the index, `boxes` the box it wants of that tensor, and `into`
     a tensor of the box's shape, on any device, of any stride and dtype. `first_file`, from 0 to 1, is where in the list of
-    files to begin, so that ranks do not all begin with the first. `decoded` gets the stored dtype of each destination that
+    files to begin, so that ranks do not all begin with the first. If not `complete`, what the checkpoint lacks stays as it is;
+    else it is an error. `decoded` gets the stored dtype of each destination that
     only torch could decode.
     """
     index, sizes = source.index, data_sizes(source.record)
@@ -73,7 +75,7 @@ def fill(
     wide = max(axes, boxes.axes)
     offsets, lengths = widen(boxes.offsets, wide, 0)[:, :axes], widen(boxes.sizes, wide, 1)[:, :axes]
     requests = ReadRequests(offsets, lengths, tensor, np.array(address, np.int64))
-    plan = plan_load(index, requests, sizes, aligned=source.aligned)
+    plan = plan_load(index, requests, sizes, aligned=source.aligned, complete=complete)
     scattered = {scatter.want for scatter in plan.scatters}
     memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
     opaque = plan.opaque

@@ -2,81 +2,92 @@
 The steps of a load on one rank: open, match, share, read, exchange, place.
 
 Each step is one meeting of all ranks. It returns a value that the next steps take, and raises on all ranks if it failed
-on any of them.
+on any of them. What is filled, and how it is compared with the checkpoint, is the target's part: a state of `sk.load`
+(`engine.match`), or a flat state dict of `dcp.load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
-from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World
-from shardkeep.engine import match as matching
 from shardkeep.engine import shared_reads
 from shardkeep.engine.fill import fill
 from shardkeep.engine.reader import FoundCheckpoint, Source
-from shardkeep.engine.report import Phases, SentPhases
+from shardkeep.engine.report import Phases, SentPhases, unlogged
 from shardkeep.engine.sources import Identity, find, identity_of, open_identified
-from shardkeep.format.values import decode_value
 from shardkeep.options import Options
 from shardkeep.plan.sharing import plan_sharing
-from shardkeep.state.describe import Description, describe, describe_leaves
-from shardkeep.state.flatten import refill
+from shardkeep.state.describe import Description, describe_leaves
 from shardkeep.state.leaves import materialize, meta_signature, needs_memory, synchronize_devices
-from shardkeep.state.objects import Objects, check_same_objects, is_tensor_or_object
-from shardkeep.state.patterns import renamer
-from shardkeep.state.stored import StoredState
 from shardkeep.storage.base import Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-State = MutableMapping[str, Any]
-
 _encode = msgspec.msgpack.encode
 
 
+class MatchedState(NamedTuple):
+    """After `match`: how this rank's state and the checkpoint fit."""
+
+    source: Source
+    description: Description
+    tensors: dict[str, int]
+    """The tensors to fill: the row in the index of each, by its key in the state."""
+    found: Any
+    """What the target keeps for `place`."""
+    answer: bytes = b""
+    """Rank 0's, after it has compared what all ranks found."""
+
+
+class Ranks(Protocol):
+    """How ranks agree, as `dist.rendezvous.Rendezvous`."""
+
+    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+        """Run `work` on every rank and `decide` on rank 0, and return what was decided for this rank."""
+
+
+class LoadTarget(Protocol):
+    """The state that a load fills."""
+
+    def begin(self) -> tuple[list[str], bool]:
+        """Return the names of its objects, which must be the same on all ranks, and whether they communicate."""
+
+    def check_begun(self, names: list[list[str]]) -> None:
+        """On rank 0: check that these names fit together."""
+
+    def prepare(self, source: Source) -> Any:
+        """Do what can fail on this rank alone, before objects communicate."""
+
+    def compare(self, source: Source, prepared: Any) -> tuple[MatchedState, bytes]:
+        """Compare the state with the index; nothing is changed. Also return what rank 0 gets of it."""
+
+    def decide(self, source: Source, found: list[bytes]) -> bytes:
+        """On rank 0: judge what all ranks found; return the answer to all of them."""
+
+    def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
+        """Put new tensors and values into the state."""
+
+
 class OpenedLoad(NamedTuple):
-    """After `open`: which checkpoint all ranks load, and the objects in this rank's state."""
+    """After `open`: which checkpoint all ranks load."""
 
     open: Callable[[Options], Source]
     """Opens what rank 0 found in the store."""
-    objects: Objects
+    has_objects: bool
     channel: shared_reads.Channel | None
     """Carries bytes between ranks, if all of them share their reads."""
-    prepared: PreparedLoad | None
+    prepared: tuple[Source, Any] | None
     """Prepared in a meeting of its own, if objects communicate with other ranks."""
-
-
-class PreparedLoad(NamedTuple):
-    """The index, the checked arguments, and what objects that ask no other rank need."""
-
-    source: Source
-    load_filter: matching.LoadFilter
-    stored: StoredState | None
-    templates: dict[str, Any]
-
-
-class MatchedState(NamedTuple):
-    """After `match`: how this rank's state and the checkpoint fit, and the plain values to put into the state."""
-
-    opened: OpenedLoad
-    source: Source
-    templates: dict[str, Any]
-    description: Description
-    match: matching.Match
-    values: dict[str, Any]
-    missing: list[str]
-    """On any rank."""
-    unexpected: list[str]
 
 
 class SharedLoad(NamedTuple):
@@ -102,102 +113,93 @@ class ReadTensors(NamedTuple):
 class LoadSession:
     """One rank's part of a load."""
 
-    state: State
+    target: LoadTarget
     store: Store
-    load_filter: matching.LoadFilter
     world: World
-    ranks: Rendezvous
+    ranks: Ranks
     phases: Phases
     options: Options
     group: ProcessGroup | World | None
-    allow_pickle: bool
-    strict: bool
+    complete: bool = True
+    """Whether the checkpoint must hold all of every tensor to fill."""
+    logged: Callable[[Callable[..., Any], str], Callable[..., Any]] = unlogged
+    """Wraps the steps, by torch's names."""
 
-    def open(self) -> OpenedLoad:
+    def load(self, opened: OpenedLoad) -> tuple[MatchedState, int, int]:
+        """Fill the target; return how it was matched, and the bytes read and received."""
+        matched = self.match(opened)
+        self.phases.mark_meeting()
+        shared = self.share(opened, matched)
+        exchanges = bool(shared and shared.plan)
+        # New leaves are placed in the last of these steps. Objects are placed in a step of their own.
+        read = self.read(opened, matched, shared, place=not exchanges and not opened.has_objects)
+        received = self.exchange(matched, read, place=not opened.has_objects) if exchanges else 0
+        if opened.has_objects:
+            self.place(matched, read)
+        return matched, read.nbytes, received
+
+    def open(self, find: Callable[[Store], FoundCheckpoint] = find) -> OpenedLoad:
         """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""
+        with self.phases.phase("open"):
+            return self._open(find)
+
+    def _open(self, find: Callable[[Store], FoundCheckpoint]) -> OpenedLoad:
         on_rank_0: list[FoundCheckpoint] = []
 
-        def look() -> tuple[tuple[Objects, shared_reads.Channel | None], bytes]:
-            objects = Objects(self.state, rank=self.world.rank, world_size=self.world.size)
+        def look() -> tuple[tuple[list[str], shared_reads.Channel | None], bytes]:
+            names, communicates = self.target.begin()
             channel, cannot_share = None, None
             if self.options.share_reads:
                 found = shared_reads.open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
                 channel, cannot_share = (None, found) if isinstance(found, str) else (found, "")
-            return (objects, channel), _encode((objects.names, objects.communicates, cannot_share))
+            return (names, channel), _encode((names, communicates, cannot_share, self.store.url))
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            said = [msgspec.msgpack.decode(payload, type=tuple[list[str], bool, str | None]) for payload in payloads]
-            check_same_objects([names for names, _, _ in said])
+            said = [msgspec.msgpack.decode(each, type=tuple[list[str], bool, str | None, str]) for each in payloads]
+            self.target.check_begun([names for names, *_ in said])
             on_rank_0.append(find(self.store))
             identity = identity_of(on_rank_0[0].record)
-            reasons = [cannot_share for _, _, cannot_share in said]
-            shares = any(reason is not None for reason in reasons) and shared_reads.all_agree(reasons)
-            return [_encode((identity, any(communicates for _, communicates, _ in said), shares))] * len(payloads)
+            reasons = [reason for _, _, reason, _ in said]
+            # In `dcp.load`, each rank may load from a place of its own.
+            same_place = len({url for *_, url in said}) == 1
+            shares = same_place and any(each is not None for each in reasons) and shared_reads.all_agree(reasons)
+            return [_encode((identity, any(communicates for _, communicates, *_ in said), shares))] * len(payloads)
 
-        (objects, channel), answer = self._agree("open", look, decide)
+        (names, channel), answer = self._agree("open", look, decide)
         identity, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[Identity, bool, bool])
         open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, self.store, identity)
-        opened = OpenedLoad(open_found, objects, channel if shares else None, None)
+        opened = OpenedLoad(open_found, bool(names), channel if shares else None, None)
         if not communicates:
             return opened
         # What can fail on a single rank must come before ranks wait for each other inside their objects.
         prepared, _ = self._agree("prepare", lambda: (self._prepare(opened), b""), lambda done: done)
         return opened._replace(prepared=prepared)
 
-    def _prepare(self, opened: OpenedLoad) -> PreparedLoad:
-        """Read the index, and ask those objects for their templates that ask no other rank."""
-        load_filter = self.load_filter.checked()
+    def _prepare(self, opened: OpenedLoad) -> tuple[Source, Any]:
         source = opened.open(self.options)
-        if not opened.objects:
-            return PreparedLoad(source, load_filter, None, {})
-        stored = StoredState(source.index, *load_filter.names(source.index), renamer(load_filter.rename))
-        templates = opened.objects.templates(stored, load_filter.selects(), communicating=False)
-        return PreparedLoad(source, load_filter, stored, templates)
+        return source, self.target.prepare(source)
 
     def match(self, opened: OpenedLoad) -> MatchedState:
         """Compare the state of every rank with the index, before anything is changed."""
-        on_rank_0: list[PreparedLoad] = []
+        on_rank_0: list[Source] = []
 
         def compare() -> tuple[MatchedState, bytes]:
             with self.phases.phase("plan"):
-                prepared = opened.prepared or self._prepare(opened)
-                on_rank_0.append(prepared)
-                return self._compare(opened, prepared)
+                source, prepared = opened.prepared or self._prepare(opened)
+                on_rank_0.append(source)
+                return self.target.compare(source, prepared)
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            index, load_filter = on_rank_0[0].source.index, on_rank_0[0].load_filter
-            findings = [msgspec.msgpack.decode(payload, type=matching.RankFindings) for payload in payloads]
-            keys = matching.merge_findings(index, findings, load_filter, strict=self.strict, where=self.store.url)
-            return [_encode(keys)] * len(payloads)
+            return [self.target.decide(on_rank_0[0], payloads)] * len(payloads)
 
-        matched, answer = self._agree("match", compare, decide)
-        missing, unexpected = msgspec.msgpack.decode(answer, type=tuple[list[str], list[str]])
-        return matched._replace(missing=missing, unexpected=unexpected)
+        logged = self.logged
+        matched: MatchedState
+        matched, answer = self._agree("match", logged(compare, "local_step"), logged(decide, "global_step"))
+        return matched._replace(answer=answer)
 
-    def _compare(self, opened: OpenedLoad, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
-        source, load_filter, stored, templates = prepared
-        selected = load_filter.selects()
-        if stored is not None:
-            templates = opened.objects.templates(stored, selected, communicating=True)
-        description = describe(self.state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
-        match = matching.match_state(source.index, description, load_filter)
-        # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
-        values: dict[str, Any] = {}
-        other_kinds: list[str] = []
-        for key, row in match.values.items():
-            like = description.values[key]
-            data = source.index.value_data.raw(row)
-            values[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
-            other_kinds += matching.compare_kinds(key, like, values[key])
-        matched = MatchedState(opened, source, templates, description, match, values, [], [])
-        # So does a container that cannot be changed.
-        made = {key: torch.empty(0) for key in match.tensors if needs_memory(description.leaves[key])}
-        self._refill(matched, values | made, dry=True)
-        return matched, _encode(msgspec.structs.replace(match.findings, other_kinds=other_kinds))
-
-    def share(self, matched: MatchedState) -> SharedLoad | None:
+    def share(self, opened: OpenedLoad, matched: MatchedState) -> SharedLoad | None:
         """Divide what several ranks want between them; None if reads are not shared."""
-        if matched.opened.channel is None:
+        if opened.channel is None:
             return None
 
         def offer() -> tuple[SharedLoad, bytes]:
@@ -209,18 +211,19 @@ class LoadSession:
         shared, plan = self._agree("share", offer, lambda offers: plan_sharing(offers) or [b""] * len(offers))
         return shared._replace(plan=plan)
 
-    def read(self, matched: MatchedState, shared: SharedLoad | None, *, place: bool) -> ReadTensors:
+    def read(self, opened: OpenedLoad, matched: MatchedState, shared: SharedLoad | None, *, place: bool) -> ReadTensors:
         """Fill every tensor, except for what other ranks read for this one."""
 
         def work() -> ReadTensors:
             began_s = self.phases.now()
             to, made = (shared.destinations, shared.made) if shared else _find_targets(matched)
             exchange = None
-            if shared and shared.plan and matched.opened.channel:
-                cuts, exchange = shared_reads.accept_plan(matched.opened.channel, shared.requests, shared.plan)
+            if shared and shared.plan and opened.channel:
+                cuts, exchange = shared_reads.accept_plan(opened.channel, shared.requests, shared.plan)
                 to = shared_reads.remaining_reads(to, cuts)
             synchronize_devices(to.into)
-            nbytes = fill(matched.source, *to, self.options, first_file=self.world.rank / self.world.size)
+            first = self.world.rank / self.world.size
+            nbytes = fill(matched.source, *to, self.options, first_file=first, complete=self.complete)
             synchronize_devices(to.into)
             # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
             torch.autograd.graph.increment_version(to.into)
@@ -229,7 +232,8 @@ class LoadSession:
                 self._place(matched, made)
             return ReadTensors(made, nbytes, exchange)
 
-        return self._timed("read", work)
+        read: ReadTensors = self._timed("read", self.logged(work, "read_data"))
+        return read
 
     def exchange(self, matched: MatchedState, read: ReadTensors, *, place: bool) -> int:
         """Exchange what ranks have read for each other, once all of them have read; return the bytes received."""
@@ -249,18 +253,7 @@ class LoadSession:
 
     def _place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         with self.phases.phase("place"):
-            self._refill(matched, matched.values | made)
-            matched.opened.objects.load({*matched.match.tensors, *matched.match.values})
-
-    def _refill(self, matched: MatchedState, leaves: dict[str, Any], *, dry: bool = False) -> None:
-        refill(
-            self.state,
-            leaves,
-            rank=self.world.rank,
-            is_tensor=is_tensor_or_object,
-            in_place_of=matched.templates,
-            dry=dry,
-        )
+            self.target.place(matched, made)
 
     def _timed(self, phase: str, work: Callable[[], T]) -> T:
         """Run a step whose ranks send rank 0 their timings."""
@@ -288,7 +281,7 @@ class LoadSession:
 
 def _find_targets(matched: MatchedState) -> tuple[shared_reads.Destinations, dict[str, Any]]:
     """Allocate memory for tensors on the meta device; return all tensors to fill, and the new ones among them."""
-    tensors, present, index = matched.match.tensors, matched.description.leaves, matched.source.index
+    tensors, present, index = matched.tensors, matched.description.leaves, matched.source.index
     shared: dict[tuple[Any, ...], Any] = {}
     made: dict[str, Any] = {}
     leaves: dict[str, Any] = {}

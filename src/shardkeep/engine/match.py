@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
+from shardkeep.dist.world import World
+from shardkeep.engine.load_session import MatchedState
+from shardkeep.engine.reader import Source
 from shardkeep.errors import StateError, StateMismatch
 from shardkeep.format.boxes import widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
-from shardkeep.format.values import EnumRef, Node, decode_tree, join, leaf_keys
-from shardkeep.state.describe import Description
+from shardkeep.format.values import EnumRef, Node, decode_tree, decode_value, join, leaf_keys
+from shardkeep.state.describe import Description, describe
+from shardkeep.state.flatten import refill
+from shardkeep.state.leaves import needs_memory
+from shardkeep.state.objects import Objects, check_same_objects, is_tensor_or_object
 from shardkeep.state.patterns import (
     Patterns,
     Renames,
@@ -34,9 +42,90 @@ from shardkeep.state.patterns import (
     selector,
     suggestions,
 )
-from shardkeep.state.stored import UNFILLED
+from shardkeep.state.stored import UNFILLED, StoredState
 
 _MOST_LISTED = 50
+
+
+@dataclass(frozen=True)
+class NativeTarget:
+    """A state that `sk.load` fills: nested containers, tensors, plain values, modules, optimizers and other objects."""
+
+    state: MutableMapping[str, Any]
+    load_filter: LoadFilter
+    world: World
+    where: str
+    allow_pickle: bool
+    strict: bool
+
+    @cached_property
+    def objects(self) -> Objects:
+        """The objects in the state."""
+        return Objects(self.state, rank=self.world.rank, world_size=self.world.size)
+
+    def begin(self) -> tuple[list[str], bool]:
+        """Return the names of the objects, and whether they communicate."""
+        return self.objects.names, self.objects.communicates
+
+    def check_begun(self, names: list[list[str]]) -> None:
+        """Check that all ranks have the same objects."""
+        check_same_objects(names)
+
+    def prepare(self, source: Source) -> PreparedLoad:
+        """Check the arguments, and ask those objects for their templates that ask no other rank."""
+        load_filter = self.load_filter.checked()
+        if not self.objects:
+            return PreparedLoad(load_filter, None, {})
+        stored = StoredState(source.index, *load_filter.names(source.index), renamer(load_filter.rename))
+        templates = self.objects.templates(stored, load_filter.selects(), communicating=False)
+        return PreparedLoad(load_filter, stored, templates)
+
+    def compare(self, source: Source, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
+        """Compare the state with the index."""
+        load_filter, stored, templates = prepared
+        selected = load_filter.selects()
+        if stored is not None:
+            templates = self.objects.templates(stored, selected, communicating=True)
+        description = describe(self.state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
+        match = match_state(source.index, description, load_filter)
+        # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
+        values: dict[str, Any] = {}
+        other_kinds: list[str] = []
+        for key, row in match.values.items():
+            like = description.values[key]
+            data = source.index.value_data.raw(row)
+            values[key] = decode_value(data, key=key, allow_pickle=self.allow_pickle, like=like)
+            other_kinds += compare_kinds(key, like, values[key])
+        # So does a container that cannot be changed.
+        made = {key: torch.empty(0) for key in match.tensors if needs_memory(description.leaves[key])}
+        self._refill(templates, values | made, dry=True)
+        matched = MatchedState(source, description, match.tensors, (match, values, templates))
+        return matched, msgspec.msgpack.encode(msgspec.structs.replace(match.findings, other_kinds=other_kinds))
+
+    def decide(self, source: Source, found: list[bytes]) -> bytes:
+        """Merge the findings of all ranks; return the missing and the unexpected keys."""
+        findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in found]
+        checked = self.load_filter.checked()
+        keys = merge_findings(source.index, findings, checked, strict=self.strict, where=self.where)
+        return msgspec.msgpack.encode(keys)
+
+    def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
+        """Put new leaves into the state, and give objects what is theirs."""
+        match, values, templates = matched.found
+        self._refill(templates, values | made)
+        self.objects.load({*match.tensors, *match.values})
+
+    def _refill(self, templates: dict[str, Any], leaves: dict[str, Any], *, dry: bool = False) -> None:
+        rank, is_tensor = self.world.rank, is_tensor_or_object
+        refill(self.state, leaves, rank=rank, is_tensor=is_tensor, in_place_of=templates, dry=dry)
+
+
+class PreparedLoad(NamedTuple):
+    """The checked arguments, and what objects that ask no other rank need."""
+
+    load_filter: LoadFilter
+    stored: StoredState | None
+    templates: dict[str, Any]
 
 
 class RankFindings(msgspec.Struct, frozen=True, kw_only=True):

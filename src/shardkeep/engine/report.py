@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,12 @@ _WORTH_LOGGING_S = 0.01
 
 SentPhases = list[Span]
 """Phases as they are sent to rank 0; the first entry is not a phase, but the moment of the call."""
+
+
+def unlogged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the function of a step as it is: only `dcp` logs the steps, under torch's names."""
+    del name
+    return function
 
 
 class Phases:

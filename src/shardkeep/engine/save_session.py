@@ -16,14 +16,14 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.codecs import Codecs, FileCodecs
-from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest
+from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest, unlogged
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options
@@ -35,8 +35,6 @@ from shardkeep.storage.cancel import run_with_deadline
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -149,11 +147,6 @@ _MOST_SENT_NBYTES = 1 << 20
 """Metadata that all ranks together get with the commit."""
 
 
-def _unlogged(function: F, name: str) -> F:
-    del name
-    return function
-
-
 class SaveSession:
     """One save of one rank. Used by one thread at a time; the steps are called inside `running`, in their order."""
 
@@ -166,7 +159,7 @@ class SaveSession:
         *,
         phases: Phases,
         meet: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
-        logged: Callable[[Callable[..., Any], str], Callable[..., Any]] = _unlogged,
+        logged: Callable[[Callable[..., Any], str], Callable[..., Any]] = unlogged,
     ) -> None:
         """`meet` begins a call of all ranks, and `logged` wraps the steps, by torch's names."""
         self.layout = layout

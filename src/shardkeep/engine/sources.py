@@ -29,7 +29,7 @@ def find(store: Store) -> FoundCheckpoint:
     """Find the checkpoint in a place; `CheckpointNotFound` if there is none of any layout."""
     try:
         if not is_single_file(store):
-            return _committed(store)
+            return find_committed(store)
         missing = CheckpointNotFound(f"{store.url}: no checkpoint")
     except CheckpointNotFound as exc:
         missing = exc
@@ -38,7 +38,8 @@ def find(store: Store) -> FoundCheckpoint:
     return found
 
 
-def _committed(store: Store) -> FoundCheckpoint:
+def find_committed(store: Store) -> FoundCheckpoint:
+    """Find a checkpoint that was committed, native or of torch's layout; `CheckpointNotFound` if there is none."""
     try:
         record = native.read_record(store)
     except CheckpointNotFound as exc:

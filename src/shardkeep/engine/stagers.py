@@ -489,6 +489,9 @@ class BlockingAsyncStager(AsyncStager):
     """
 
     _synchronize_after_execute: bool = False
+    type_check = False
+    state_dict_cache: StateDict | None = None
+    _stager: StateDictStager | None = None
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         """
@@ -502,8 +505,6 @@ class BlockingAsyncStager(AsyncStager):
         """
         self.cache_staged_state_dict = cache_staged_state_dict
         self.type_check = type_check
-        self.state_dict_cache: StateDict | None = None
-        self._stager: StateDictStager | None = None
 
     def lend(self, state_dict: StateDict, staged: Future[Any]) -> None:
         """Let the engine stage a state in place of `stage`, on the caller's thread."""

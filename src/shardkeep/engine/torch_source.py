@@ -316,10 +316,9 @@ def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, 
     files = ItemFiles(store, metadata.sums)
     for name in _file_names(metadata):
         files.number(name)
-    registry = ExtensionRegistry()
 
     def undo(_: int, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
-        return transformed_input(registry, descriptors, stream)
+        return transformed_input(ExtensionRegistry(), descriptors, stream)
 
     index, items, descriptors = _index_of(metadata, files, StoredObjects(metadata.objects, files, options, undo))
     return TorchSource(

@@ -23,8 +23,7 @@ import sys
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -33,19 +32,7 @@ import numpy as np
 
 from shardkeep.errors import ChecksumMismatch, MalformedFile, PickleRefused
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, digest
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the cycle collector, which would scan a million new objects again and again although none is garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
+from shardkeep.options import collector_paused
 
 # -- seal --------------------------------------------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ import torch
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Ints
-from shardkeep.format.pickles import Call, Names, New, collector_paused, plain_names, sealed
+from shardkeep.format.pickles import Call, Names, New, plain_names, sealed
 from shardkeep.layouts import torch as torch_layout
 from shardkeep.layouts import torch_values as metadata
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo
+from shardkeep.options import collector_paused
 from shardkeep.storage.base import ReadableStore
 
 log = logging.getLogger("shardkeep")

@@ -20,7 +20,13 @@ from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
 from shardkeep.storage import base
-from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, write_all
+from shardkeep.storage.file_systems import (
+    FileSystemBase,
+    PathLike,
+    StreamStore,
+    store_of,
+    write_all,
+)
 from shardkeep.storage.local import storage_errors
 
 log = logging.getLogger("shardkeep")

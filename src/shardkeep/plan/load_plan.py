@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import (
@@ -105,10 +106,12 @@ class ByteRanges(NamedTuple):
     """What must be read in a way that only the layout knows."""
 
 
-def plan_load(index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True) -> ByteRanges:
+def plan_load(
+    index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True, complete: bool = True
+) -> ByteRanges:
     """Find the stored bytes of every request, after checking the stored chunks of all wanted tensors."""
     owner = np.asarray(index.tensors.alias[requests.tensor], np.int64)
-    check_tensors(index, np.unique(owner), data_nbytes, aligned=aligned)
+    check_tensors(index, np.unique(owner), data_nbytes, aligned=aligned, complete=complete)
     itemsize = ITEMSIZES[index.tensors.dtype[owner]]
     first, count = chunk_rows(index, owner)
     # Requests of a whole chunk are by far the most, and need no look at each of them.
@@ -155,18 +158,16 @@ def plan_load(index: Index, requests: ReadRequests, data_nbytes: IntArray, *, al
     return ByteRanges(Runs(*(np.concatenate(column) for column in joined)), scatters, opaque)
 
 
-def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True) -> None:
+def check_tensors(
+    index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True, complete: bool = True
+) -> None:
     """
-    Check that the stored chunks of these tensors tile them and lie inside their files.
+    Check that the stored chunks of these tensors tile them, if they must be `complete`, and lie inside their files.
 
     Chunks of the native layout are also `aligned`: they begin at a multiple of their element size.
     """
-    first, counts = chunk_rows(index, tensors)
-    rows = concat_ranges(first, counts)
-    local = np.repeat(np.arange(len(tensors)), counts)
-    chunks = index.chunks.take(rows)
-    boxes = Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
-    good = tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
+    chunks, local, boxes = _chunks_of(index, tensors)
+    good = is_tiled(index, tensors) if complete else np.ones(len(tensors), bool)
     itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
     nbytes = boxes.volumes() * itemsize
     file = np.asarray(chunks.file, np.int64)
@@ -183,6 +184,20 @@ def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, ali
             f"the stored chunks of {key!r} overlap, leave a hole, lie outside their files or begin inside an element",
             key=key,
         )
+
+
+def is_tiled(index: Index, tensors: IntArray) -> npt.NDArray[np.bool_]:
+    """Return for each of these tensors whether its stored chunks tile it."""
+    _, local, boxes = _chunks_of(index, tensors)
+    return tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
+
+
+def _chunks_of(index: Index, tensors: IntArray) -> tuple[Chunks, IntArray, Boxes]:
+    """Return the chunks of these tensors, the position of the tensor of each, and their boxes."""
+    first, counts = chunk_rows(index, tensors)
+    chunks = index.chunks.take(concat_ranges(first, counts))
+    boxes = Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
+    return chunks, np.repeat(np.arange(len(tensors)), counts), boxes
 
 
 def chunk_rows(index: Index, tensors: IntArray) -> tuple[IntArray, IntArray]:

@@ -378,6 +378,24 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING
     return nested
 
 
+def as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:
+    """Return a path with the keys that the dicts on its way have: a number, where a flat name only knows its text."""
+    found: list[Any] = []
+    here: Any = root
+    for part in path:
+        key: Any = part
+        if isinstance(here, Mapping):
+            if part not in here:
+                key = next((each for each in here if str(each) == part), part)
+            here = here.get(key)
+        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
+            here = here[part]
+        else:
+            here = None
+        found.append(key)
+    return tuple(found)
+
+
 def set_element(root_dict: dict[str, Any], path: OBJ_PATH, value: Any) -> None:
     """Set the value at a path, creating the dicts and lists on the way; lists are padded with None."""
     if not path:

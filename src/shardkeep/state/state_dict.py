@@ -25,7 +25,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from shardkeep.errors import BadState, BadValue, MissingKey, UnsupportedValue
-from shardkeep.format.pickles import collector_paused
+from shardkeep.options import collector_paused
 from shardkeep.state import modules
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.flatten import get_element, leaves_of, map_leaves

@@ -41,6 +41,16 @@ _NAME = re.compile(r"(?!\.tmp-)(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,250}")
 """No separators, no directory references, and no name that a store uses for its temporary files."""
 
 
+_SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
+"""Also of chained URLs of fsspec: `simplecache::s3`."""
+
+
+def scheme_of(path: str) -> str | None:
+    """Return the scheme of a URL, in lower case; None for a path of this machine."""
+    found = _SCHEME.match(path)
+    return found[1].lower() if found else None
+
+
 def is_name(name: str) -> bool:
     """Return whether `name` is a valid blob name."""
     return _NAME.fullmatch(name) is not None

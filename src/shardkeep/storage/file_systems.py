@@ -14,17 +14,17 @@ import os
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, check_below, short_read
+from shardkeep.storage.base import Store, check_below, scheme_of, short_read
 from shardkeep.storage.local import LocalStore, storage_errors
 from shardkeep.storage.object_client import SCHEMES
-from shardkeep.storage.resolve import open_store, scheme_of
+from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -501,6 +501,11 @@ def is_local(fs: FileSystemBase) -> bool:
     return type(fs) is FileSystem
 
 
+def keeps(party: object, own: type, names: Sequence[str]) -> bool:
+    """Return whether neither an object nor its class overrides these methods of a base class."""
+    return all(getattr(type(party), name) is getattr(own, name) and name not in vars(party) for name in names)
+
+
 def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
     """Return the file system of a path or URL, and the path in its form. Nothing is opened yet."""
     where = os.fspath(path)
@@ -542,3 +547,21 @@ def store_of(fs: FileSystemBase, path: PathLike, *, durable: bool = True, foreig
     if is_local(fs):
         return LocalStore(path, direct=Options().direct_io, durable=durable, foreign=foreign)
     return fs.store(path) if type(fs) is StoreFileSystem else None
+
+
+class CheckpointPlace:
+    """The directory or store of a reader or a writer."""
+
+    fs: FileSystemBase
+    path: PathLike
+    _file_system: type[Any] = FileSystem
+
+    @property
+    def checkpoint_id(self) -> PathLike:
+        """Where the checkpoint is."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Return whether this class can open the place."""
+        return is_of_store(checkpoint_id) or cls._file_system.validate_checkpoint_id(checkpoint_id)

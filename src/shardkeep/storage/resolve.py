@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
 from collections.abc import Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -15,23 +14,15 @@ from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World
 from shardkeep.errors import CheckpointError
 from shardkeep.storage import fsspec, object_store
-from shardkeep.storage.base import Root, Store, StoreSpec
+from shardkeep.storage.base import Root, Store, StoreSpec, scheme_of
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.object_client import SCHEMES, open_bucket
 
-_SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
-"""Also of chained URLs of fsspec: `simplecache::s3`."""
 _HINT = (
     "pass a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
     " shardkeep.storage.base.Store"
 )
-
-
-def scheme_of(path: str) -> str | None:
-    """Return the scheme of a URL, in lower case; None for a path of this machine."""
-    found = _SCHEME.match(path)
-    return found[1].lower() if found else None
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:

@@ -29,7 +29,6 @@ from shardkeep.dcp._impl.default_save import saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.process import RankAndSize, RemoteSave, SaverDied, SaverProcess, StagedSave
-from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.queue import SaveHandle, SaveQueue
 from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from shardkeep.errors import CheckpointError
@@ -44,7 +43,7 @@ from shardkeep.layouts.torch_values import (
 from shardkeep.options import per_process
 from shardkeep.saving import StartedSave
 from shardkeep.storage.base import spec_of
-from shardkeep.storage.file_systems import store_of
+from shardkeep.storage.file_systems import keeps, store_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

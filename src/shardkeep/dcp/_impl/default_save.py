@@ -21,13 +21,11 @@ import numpy as np
 import torch
 
 from shardkeep.dcp._impl import plans
-from shardkeep.dcp._impl.file_writer import FileSystemWriter
+from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
-from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, WrittenFiles
 from shardkeep.engine.stagers import ObjectCopier
-from shardkeep.engine.torch_writer import Data, lay_out, plain_tensor
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, UnsupportedLeaf
 from shardkeep.format.boxes import IntArray
@@ -51,7 +49,8 @@ _WRITER = (
     *("storage_meta", "_settle_plans", "_write_data", "_metadata_exists", "_get_metadata_path", "_commit"),
 )
 _REQUIRES_GRAD, _PINNED = 1, 2
-_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
+_ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
 _Item = tuple[protocol.WriteItem, Any]
 """An item of its own, and what is pickled for it."""
 
@@ -59,9 +58,12 @@ _Item = tuple[protocol.WriteItem, Any]
 def saves_by_default(writer: object, planner: object) -> TypeGuard[FileSystemWriter]:
     """Return whether nothing of the user's takes part in a save: our planner, and our writer with a store below it."""
     return (
-        (planner is None or (isinstance(planner, DefaultSavePlanner) and keeps(planner, DefaultSavePlanner, _PLANNER)))
+        (
+            planner is None
+            or (isinstance(planner, DefaultSavePlanner) and file_systems.keeps(planner, DefaultSavePlanner, _PLANNER))
+        )
         and isinstance(writer, FileSystemWriter)
-        and keeps(writer, FileSystemWriter, _WRITER)
+        and file_systems.keeps(writer, FileSystemWriter, _WRITER)
         and writer.writes_archives_unchanged
         and (file_systems.is_local(writer.fs) or type(writer.fs) is file_systems.StoreFileSystem)
     )
@@ -111,7 +113,7 @@ class DefaultSave:
     ) -> None:
         """Save with a writer that is set to its place. `copies`: the state may change when it is described."""
         self._writer = writer
-        self._planner = planner or DefaultSavePlanner()
+        self._planner = planner
         self._rank = rank
         self._leads = leads
         self._copies = copies
@@ -148,12 +150,13 @@ class DefaultSave:
         return describe
 
     def _describe(self, state: Mapping[str, Any]) -> DescribedState:
-        flat, paths = dict(state), None
-        if self._planner.flatten_state_dict:
+        flat, paths, planner = dict(state), None, self._planner
+        if planner is None or planner.flatten_state_dict:
             flat, mappings = flatten_state_dict(state)
             paths = [list(mappings[name]) for name in flat]
         names = list(flat)
-        if self._planner.flatten_sharded_tensors and not {type(value) for value in flat.values()} <= _ORDINARY:
+        sharded = planner is None or planner.flatten_sharded_tensors
+        if sharded and not {type(value) for value in flat.values()} <= _ORDINARY | _ATOMS:
             flat = flatten_sharded_tensors(flat)
         description, flags, items = _describe_values(flat)
         if self._copies:
@@ -216,7 +219,7 @@ class DefaultSave:
         states = [decoded[each.values] for each in manifests]
         try:
             keys, tensors, pieces = plan_whole_shards(
-                manifests, to_lowest=self._planner.dedup_save_to_lowest_rank, warn=_warn
+                manifests, to_lowest=self._planner is not None and self._planner.dedup_save_to_lowest_rank, warn=_warn
             )
         except InvalidShards as error:
             raise InvalidShards(f"Failed to validate global plan: {error.message}", hint=error.hint) from error
@@ -367,6 +370,8 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, bytes, list[_It
     for key, value in flat.items():
         if type(value) in _ORDINARY and "global_shape" not in value.__dict__ and value.numel():
             tensors[key], flags[key] = value, _flags(value.requires_grad, value.is_cpu and value.is_pinned())
+        elif type(value) in _ATOMS:
+            items.append((protocol.WriteItem(protocol.MetadataIndex(key), protocol.WriteItemType.BYTE_IO), value))
         elif not is_dtensor(value):
             open_value(key)
         elif plans._has_part(value):

@@ -36,15 +36,17 @@ from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
 
-from shardkeep import saving
+from shardkeep import loading, saving
+from shardkeep.dcp._impl.default_load import DefaultTarget, loads_by_default
 from shardkeep.dcp._impl.default_save import DefaultSave, saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.file_reader import FileSystemReader, FsspecReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter, _FileSystemWriter
 from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
-from shardkeep.dcp._impl.shared_items import fills_in_place, keeps, remaining_plan, shared_requests_of_plan
-from shardkeep.engine.report import Phases, SaveEvents
+from shardkeep.dcp._impl.shared_items import fills_in_place, remaining_plan, shared_requests_of_plan
+from shardkeep.engine.load_session import LoadSession
+from shardkeep.engine.report import LoadEvents, Phases, SaveEvents
 from shardkeep.engine.save_session import SaveSession
 from shardkeep.engine.shared_reads import (
     Channel,
@@ -55,10 +57,12 @@ from shardkeep.engine.shared_reads import (
     make_offer,
     open_channel,
 )
-from shardkeep.errors import BrokenProtocol, CheckpointException, NoMetadata, NoStorage, RanksDisagree
+from shardkeep.engine.sources import find_committed
+from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options, per_process
 from shardkeep.plan.sharing import plan_sharing
+from shardkeep.storage.file_systems import keeps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -681,6 +685,53 @@ def _load_state_dict(
 
 
 def _run_load(
+    ranks: _DistWrapper,
+    state: Callable[[], dict[str, Any]],
+    storage_reader: protocol.StorageReader,
+    planner: protocol.LoadPlanner | None,
+) -> None:
+    """Fill a state: in the engine's session if planner and reader are ours, else item by item."""
+    with ranks.call() as together:
+        if not loads_by_default(storage_reader, planner) or not _load_by_default(
+            together, state, storage_reader, planner
+        ):
+            _load_items(together, state, storage_reader, planner)
+
+
+def _load_by_default(
+    ranks: _DistWrapper,
+    state: Callable[[], dict[str, Any]],
+    reader: FileSystemReader,
+    planner: protocol.LoadPlanner | None,
+) -> bool:
+    """Load in the engine's session; False if there is no checkpoint of all ranks that it can open."""
+    target = DefaultTarget(state, reader, cast("DefaultLoadPlanner | None", planner))
+    phases, store, fields = Phases(), reader.open_store(), log_fields_of(reader, ranks.group)
+    session = LoadSession(
+        target,
+        store,
+        ranks._world,
+        ranks,
+        phases,
+        Options(),
+        ranks.group,
+        complete=False,
+        logged=lambda function, name: logged(function, name, **fields),
+    )
+    try:
+        opened = session.open(find_committed)
+    except CheckpointException as failed:
+        if all(isinstance(error, (CheckpointError, OSError)) for error, _ in failed.failures.values()):
+            return False  # perhaps each rank has metadata of its own; if not, the reader says what is wrong
+        raise
+    events = LoadEvents(phases, rank=ranks._world.rank, where=store.url)
+    with events.reporting():
+        matched, nbytes, received = session.load(opened)
+    events.finished(loading.load_report(store.url, matched, phases, bytes_read=nbytes, bytes_received=received))
+    return True
+
+
+def _load_items(
     ranks: _DistWrapper,
     state: Callable[[], dict[str, Any]],
     storage_reader: protocol.StorageReader,

@@ -12,6 +12,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import IO, Any, TypeVar, cast
 
 import torch
@@ -196,28 +197,7 @@ def _read_native(
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-class CheckpointPlace:
-    """The directory or store of a reader or a writer."""
-
-    fs: file_systems.FileSystemBase
-    path: file_systems.PathLike
-    _file_system: type[Any] = file_systems.FileSystem
-
-    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
-        return self.fs.concat_path(self.path, metadata_name(rank))
-
-    @property
-    def checkpoint_id(self) -> file_systems.PathLike:
-        """Where the checkpoint is."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: file_systems.PathLike) -> bool:
-        """Return whether this class can open the place."""
-        return file_systems.is_of_store(checkpoint_id) or cls._file_system.validate_checkpoint_id(checkpoint_id)
-
-
-class FileSystemReader(CheckpointPlace, protocol.StorageReader):
+class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
     """Reads a checkpoint from a directory or a store."""
 
     def __init__(self, path: file_systems.PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
@@ -233,7 +213,7 @@ class FileSystemReader(CheckpointPlace, protocol.StorageReader):
         self.fs, self.path = file_systems.file_system_for(path)
         self.storage_data: dict[Any, Any] = {}
         self.load_id = str(uuid.uuid4())
-        self.transforms = _StorageReaderTransforms(_extension_registry)
+        self._extension_registry = _extension_registry
         self.rank: int | None = None
         self.use_collectives = True
         self._metadata: protocol.Metadata | None = None
@@ -242,11 +222,31 @@ class FileSystemReader(CheckpointPlace, protocol.StorageReader):
     def _slice_file(self, file: IO[bytes], sinfo: protocol._StorageInfo) -> IO[bytes]:
         return cast("IO[bytes]", _create_file_view(cast("io.IOBase", file), sinfo.offset, sinfo.length))
 
+    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
+        return self.fs.concat_path(self.path, metadata_name(rank))
+
+    @property
+    def reads_unchanged(self) -> bool:
+        """Whether only the extensions that are always registered transform what is read."""
+        return self._extension_registry is None and "transforms" not in vars(self)
+
+    @cached_property
+    def transforms(self) -> Any:
+        """Undoes what extensions did to the items."""
+        return _StorageReaderTransforms(self._extension_registry)
+
     def reset(self, checkpoint_id: file_systems.PathLike | None = None) -> None:
         self.storage_data = {}
         if checkpoint_id:
             self.fs, self.path = file_systems.file_system_at(self.fs, checkpoint_id)
         self.load_id = str(uuid.uuid4())
+
+    def open_store(self) -> Store:
+        """Return the store that the checkpoint is in; for a file system of the user's there is none."""
+        store = file_systems.store_of(self.fs, self.path, foreign=True)
+        if store is None:
+            raise BrokenProtocol(f"{self.path} is in no store")
+        return store
 
     def _store(self) -> Store | file_systems.StreamStore:
         return file_systems.store_of(self.fs, self.path, foreign=True) or file_systems.StreamStore(self.fs, self.path)

@@ -20,38 +20,228 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property, lru_cache
 from typing import IO, Any, NamedTuple, TypeGuard, cast
 
+import numpy as np
 import torch
+import xxhash
 from torch.futures import Future
 
 from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
-from shardkeep.dcp._impl.file_reader import CheckpointPlace, open_with_fsspec
+from shardkeep.dcp._impl.file_reader import open_with_fsspec
 from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
-from shardkeep.dcp._impl.shared_items import keeps
 from shardkeep.engine.stagers import BlockingAsyncStager
-from shardkeep.engine.torch_writer import Data, HashingStream, WrittenItem, lay_out, plain_tensor, write_stream
-from shardkeep.engine.workers import FollowUpError, budget_for_store, run_workers
+from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
+from shardkeep.engine.workers import WINDOW_NBYTES, FollowUpError, Scattered, budget_for_store, run_workers
 from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
 from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError
+from shardkeep.format.boxes import Ints
+from shardkeep.format.data_file import block_nbytes_for
+from shardkeep.format.dtypes import known_to_torch, of_torch
 from shardkeep.format.record import RECORD_NAME
+from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_at
 from shardkeep.options import Options
-from shardkeep.state.leaves import synchronize_devices
+from shardkeep.state.leaves import synchronize_devices, wait_tensor
 from shardkeep.storage import file_systems
 from shardkeep.storage.base import is_name
+from shardkeep.storage.buffers import address_of
 from shardkeep.storage.cancel import CancelScope
 
 _FILE_NBYTES = 256 << 20
 """A rank whose part is a multiple of this writes several files, if it may choose."""
 _MOST_PICKLED_NBYTES = 64 << 20
 """Pickled objects that are held in memory until they are written."""
+
+
+# -- bytes of files ----------------------------------------------------------------------------------------------------
+#
+# Items lie end to end, objects first, each tensor an archive as `torch.save` writes it. If the size of every item is known
+# beforehand, a file is laid out and goes through the write pipeline, straight from the tensors' memory. Otherwise (stream
+# extensions, stores that only take a stream) items are written one after the other. Both compute the digests of blocks.
+
+_ALIGNMENT = 64
+_LARGE_NBYTES = 1 << 20
+_LARGE_ALIGNMENT = 4096
+"""Large tensors are read and written with direct I/O, in whole pages."""
+
+Data = torch.Tensor | memoryview
+Wrap = Callable[[IO[bytes]], tuple[IO[bytes], list[str]]]
+"""Wraps a stream in one that transforms what is written; returns it and the descriptors of the extensions."""
+
+
+class WrittenItem(NamedTuple):
+    """Where an item lies in its file."""
+
+    offset: int
+    nbytes: int
+    data_start: int | None
+    """Where the bytes of a dense row-major tensor begin; None for everything else."""
+    descriptors: list[str]
+
+
+def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor whose memory can be written as it is; None for one that only torch can write."""
+    tensor = wait_tensor(tensor.detach())
+    if tensor.device.type == "meta":
+        raise StateError(
+            f"{key!r} is on the meta device: it has no values to save", hint="materialize it first", key=key
+        )
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return tensor.resolve_conj().resolve_neg() if tensor.dtype in known_to_torch() else None
+
+
+def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[FileJob, list[WrittenItem]]:
+    """
+    Lay items out in a new file: the location of each, and the memory that each byte of the file comes from.
+
+    Tensors are `framed` as archives of `torch.save`, or plain bytes.
+    """
+    sources: list[Data] = []
+    address: list[int] = []
+    sizes: list[int] = []
+    scattered: dict[int, Scattered] = {}
+    placed: list[WrittenItem] = []
+    at = 0
+    for item in items:
+        nbytes, begin, tail = item.nbytes, None, None
+        end = at + nbytes
+        if isinstance(item, torch.Tensor):
+            begin, where = at, host_address(item)
+            if framed:
+                head, tail = _frame(item, at)
+                sources.append(head.bytes)
+                address.append(head.address)
+                sizes.append(len(head.bytes))
+                begin = at + len(head.bytes)
+                end = begin + nbytes + len(tail.bytes)
+            if nbytes and not where:
+                scattered[len(sources)] = scattered_memory(item, item.dtype)
+        else:
+            where = address_of(item)
+        if nbytes:
+            sources.append(item)
+            address.append(where)
+            sizes.append(nbytes)
+        if tail is not None:
+            sources.append(tail.bytes)
+            address.append(tail.address)
+            sizes.append(len(tail.bytes))
+        placed.append(WrittenItem(at, end - at, begin, []))
+        at = end
+    ends = np.cumsum(np.array(sizes, np.int64))
+    job = FileJob(
+        name=name,
+        header=bytearray(),
+        data_nbytes=at,
+        block_nbytes=block_nbytes_for(at),
+        start=ends - sizes,
+        address=np.array(address, np.int64),
+        scattered=scattered,
+        owners=[None if row in scattered else each for row, each in enumerate(sources)],
+    )
+    return job, placed
+
+
+class _Bytes(NamedTuple):
+    """Bytes, and where they are in memory as long as they are kept."""
+
+    bytes: memoryview
+    address: int
+
+
+def _frame(tensor: torch.Tensor, at: int) -> tuple[_Bytes, _Bytes]:
+    alignment = _LARGE_ALIGNMENT if tensor.nbytes >= _LARGE_NBYTES else _ALIGNMENT
+    return _frame_at(tensor.dtype, tuple(tensor.shape), at % alignment, alignment)
+
+
+@lru_cache(maxsize=4096)
+def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[_Bytes, _Bytes]:
+    made = [memoryview(each) for each in frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment)]
+    head, tail = [_Bytes(each, address_of(each)) for each in made]
+    return head, tail
+
+
+class HashingStream:
+    """A file that is written from beginning to end and hashed at the same time."""
+
+    block_nbytes = 256 << 10
+    """Bytes of the file per digest: its size is not known when its first block is hashed."""
+
+    def __init__(self, raw: IO[bytes], at: int = 0) -> None:
+        self._raw = raw
+        self._hash = xxhash.xxh3_128()
+        self._room = self.block_nbytes
+        self._digests: list[bytes] = []
+        self.nbytes = at
+
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            # Some streams write less than they are given.
+            done = self._raw.write(view[at:])
+            at += len(view) - at if done is None else done
+        self.nbytes += len(view)
+        at = 0
+        while at < len(view):
+            part = view[at : at + self._room]
+            self._hash.update(part)
+            self._room -= len(part)
+            at += len(part)
+            if not self._room:
+                self._end_block()
+        return len(view)
+
+    def _end_block(self) -> None:
+        self._digests.append(self._hash.digest())
+        self._hash.reset()
+        self._room = self.block_nbytes
+
+    def flush(self) -> None:
+        """Flush the stream below."""
+        self._raw.flush()
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self.nbytes
+
+    def digests(self) -> bytes:
+        """Finish the last block; return the digests of all blocks."""
+        if self._room < self.block_nbytes:
+            self._end_block()
+        return b"".join(self._digests)
+
+
+def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, framed: bool = True) -> list[WrittenItem]:
+    """Write items one after the other, each taken from the iterable when it is written."""
+    placed = []
+    for item in items:
+        offset = out.nbytes
+        stream, descriptors = wrap(out)  # type: ignore[arg-type]  # it writes as a file does
+        start = None
+        if isinstance(item, torch.Tensor):
+            head, tail = [each.bytes for each in _frame(item, offset)] if framed else (b"", b"")
+            stream.write(head)
+            start = out.nbytes
+            for part in windows_of(item, WINDOW_NBYTES):
+                stream.write(part)
+            stream.write(tail)
+        else:
+            stream.write(item)
+        if descriptors or stream is not cast("Any", out):
+            stream.close()
+        placed.append(WrittenItem(offset, out.nbytes - offset, None if descriptors else start, descriptors))
+    return placed
 
 
 # -- items to files ----------------------------------------------------------------------------------------------------
@@ -127,7 +317,7 @@ def _as_safetensors(plan: FilePlan) -> FilePlan:
 
 def resolves_in_place(planner: object) -> TypeGuard[DefaultSavePlanner]:
     """Return whether a planner saves the values of the state as they are."""
-    return isinstance(planner, DefaultSavePlanner) and keeps(
+    return isinstance(planner, DefaultSavePlanner) and file_systems.keeps(
         planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object")
     )
 
@@ -352,7 +542,7 @@ def _generate_uuid() -> str:
     return str(uuid.uuid4())
 
 
-class _FileSystemWriter(CheckpointPlace, protocol.StorageWriter):
+class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
     """Writes items into a few files per rank. See `FileSystemWriter` for the arguments."""
 
     def __init__(
@@ -376,7 +566,7 @@ class _FileSystemWriter(CheckpointPlace, protocol.StorageWriter):
         self.per_thread_copy_ahead = per_thread_copy_ahead
         self.save_id = _generate_uuid()
         self.overwrite = overwrite
-        self.transforms = _StorageWriterTransforms(_extensions)
+        self._extensions = _extensions
         self.serialization_format = serialization_format
         self.rank: int | None = None
         self.use_collectives = True
@@ -395,6 +585,9 @@ class _FileSystemWriter(CheckpointPlace, protocol.StorageWriter):
         self.use_collectives = kwargs.get("use_collectives", True)
         self._began_s = time.time()
         self._written = []  # the files of the previous save must not be discarded with this one
+
+    def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
+        return self.fs.concat_path(self.path, metadata_name(rank))
 
     def _alone_s(self, metadata: protocol.Metadata) -> float:
         """Return how many seconds the coordinator may still work when the other ranks are done."""
@@ -468,8 +661,13 @@ class _FileSystemWriter(CheckpointPlace, protocol.StorageWriter):
     @property
     def writes_archives_unchanged(self) -> bool:
         """Whether tensors are written as `torch.save` does, and no extension transforms them."""
-        unchanged = _writes_unchanged(self.transforms)
+        unchanged = "transforms" not in vars(self) and not self._extensions
         return unchanged and self.serialization_format == protocol.SerializationFormat.TORCH_SAVE
+
+    @cached_property
+    def transforms(self) -> Any:
+        """Applies the extensions to the items."""
+        return _StorageWriterTransforms(self._extensions)
 
     def _supersede_common(self) -> None:
         """Remove the metadata of all ranks together, after each rank has written its own."""
@@ -555,7 +753,7 @@ class FileSystemWriter(_FileSystemWriter, BlockingAsyncStager):
         """
         files = (single_file_per_rank, sync_files, thread_count, per_thread_copy_ahead, overwrite)
         _FileSystemWriter.__init__(self, path, *files, _extensions, serialization_format)
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        self.cache_staged_state_dict = cache_staged_state_dict  # the only attribute of a stager that is not a default
 
 
 class FsspecWriter(FileSystemWriter):

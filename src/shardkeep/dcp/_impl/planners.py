@@ -13,7 +13,7 @@ import dataclasses
 import io
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import IO, Any, NamedTuple
@@ -31,7 +31,7 @@ from shardkeep.layouts.torch import safe_globals
 from shardkeep.options import Options
 from shardkeep.state.flatten import (
     FLATTEN_MAPPING,
-    OBJ_PATH,
+    as_keyed,
     flatten_sharded_tensors,
     flatten_state_dict,
     flatten_state_dict_v_2_3,
@@ -468,7 +468,7 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         fqn = read_item.dest_index.fqn
         loaded = load_object(value, key=fqn)
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, _as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
+            set_element(self.original_state_dict, as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
         else:
             # If nested ShardedTensors were flattened, `state_dict` is not the caller's dict.
             self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
@@ -537,21 +537,3 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if self.flatten_state_dict:
             # The names are those of the checkpoint. Flattening again would renumber a list of which some items are left out.
             self.state_dict, self.mappings = flat, {key: plans.saved_path(metadata, key) for key in flat}
-
-
-def _as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:
-    """Return a path with the keys that the dicts on its way have: a number, where a flat name only knows its text."""
-    found: list[Any] = []
-    here: Any = root
-    for part in path:
-        key: Any = part
-        if isinstance(here, Mapping):
-            if part not in here:
-                key = next((each for each in here if str(each) == part), part)
-            here = here.get(key)
-        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
-            here = here[part]
-        else:
-            here = None
-        found.append(key)
-    return tuple(found)

@@ -13,7 +13,15 @@ import torch
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
 from shardkeep.engine.shared_reads import Cut, Cuts, SharedRequest, in_disjoint_memory, is_plain
 from shardkeep.format.boxes import Box, Boxes, Ints, matrix_of, tiled
-from shardkeep.layouts.torch_values import LoadItemType, LoadPlan, Metadata, MetadataIndex, ReadItem, is_tensor_entry
+from shardkeep.layouts.torch_values import (
+    LoadItemType,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    is_tensor_entry,
+)
+from shardkeep.storage.file_systems import keeps
 
 _ASKED = ("create_global_plan", "finish_plan", "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
 """Methods that must be the default planner's own, so that other ranks can fill its tensors in place."""
@@ -25,11 +33,6 @@ _FAR = 1 << 62
 def fills_in_place(planner: object) -> TypeGuard[DefaultLoadPlanner]:
     """Return whether a planner fills the state as the default one does."""
     return isinstance(planner, DefaultLoadPlanner) and keeps(planner, DefaultLoadPlanner, _ASKED)
-
-
-def keeps(party: object, own: type, names: Sequence[str]) -> bool:
-    """Return whether neither an object nor its class overrides these methods of a base class."""
-    return all(getattr(type(party), name) is getattr(own, name) and name not in vars(party) for name in names)
 
 
 def shared_requests_of_plan(plan: LoadPlan, planner: DefaultLoadPlanner, metadata: Metadata) -> list[SharedRequest]:

@@ -1,0 +1,302 @@
+"""
+Loads by the default planner and our own reader: the engine's session, in columns. No plans of items are made.
+
+The state is flattened by torch's rules and compared with the index of the checkpoint, which may be of torch's layout or the
+native one. Tensors are filled as in every load, objects are unpickled before the first tensor is changed. What only torch can
+fill, such as a quantized tensor, is read item by item.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+
+from shardkeep.dcp._impl import plans
+from shardkeep.dcp._impl.file_reader import FileSystemReader
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object
+from shardkeep.engine.fill import plain_target
+from shardkeep.engine.load_session import MatchedState
+from shardkeep.engine.reader import Source
+from shardkeep.engine.torch_source import TorchSource, item_batches, read_items
+from shardkeep.engine.torch_view import TorchView
+from shardkeep.errors import (
+    BadState,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidShards,
+    StateMismatch,
+    UnsupportedLeaf,
+)
+from shardkeep.format.boxes import intersect
+from shardkeep.format.dtypes import by_code, to_torch
+from shardkeep.format.torch_zip import read_object
+from shardkeep.layouts import torch_values as protocol
+from shardkeep.options import Options
+from shardkeep.plan.load_plan import is_tiled
+from shardkeep.state.describe import describe_leaves
+from shardkeep.state.flatten import (
+    FLATTEN_MAPPING,
+    as_keyed,
+    flatten_sharded_tensors,
+    flatten_state_dict,
+    flatten_state_dict_v_2_3,
+    set_element,
+)
+from shardkeep.state.leaves import ShardedBox, is_dtensor
+from shardkeep.storage import file_systems
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_PLANNER = tuple(name for name in vars(DefaultLoadPlanner) if callable(getattr(DefaultLoadPlanner, name)))
+_READER = tuple(name for name in vars(FileSystemReader) if callable(getattr(FileSystemReader, name)))
+
+
+def loads_by_default(reader: object, planner: object) -> TypeGuard[FileSystemReader]:
+    """Return whether nothing of the user's takes part in a load: our planner, and our reader with a store below it."""
+    kinds = DefaultLoadPlanner, FileSystemReader
+    return (
+        (planner is None or (isinstance(planner, kinds[0]) and file_systems.keeps(planner, kinds[0], _PLANNER)))
+        and isinstance(reader, FileSystemReader)
+        and file_systems.keeps(reader, kinds[1], _READER)
+        and reader.reads_unchanged
+        and (file_systems.is_local(reader.fs) or type(reader.fs) is file_systems.StoreFileSystem)
+    )
+
+
+class _Found(NamedTuple):
+    """What is put into the state after all tensors were read."""
+
+    objects: dict[str, Any]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    """Tensors that are filled through another one."""
+    by_torch: list[str]
+    """Keys of tensors that only torch can fill."""
+
+
+@dataclass(frozen=True)
+class DefaultTarget:
+    """A state dict to fill, in the steps of `engine.load_session`."""
+
+    state: Callable[[], dict[str, Any]]
+    reader: FileSystemReader
+    planner: DefaultLoadPlanner | None
+
+    def begin(self) -> tuple[list[str], bool]:
+        """Make sure that there is a state."""
+        self.state()
+        return [], False
+
+    def check_begun(self, names: list[list[str]]) -> None:
+        """Do nothing: objects have been replaced by their state."""
+
+    def prepare(self, source: Source) -> _StoredNames:
+        """Find the names that torch's flattening gives what is stored."""
+        return _StoredNames(source, self.reader)
+
+    @cached_property
+    def _flat(self) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+        """The values by flat name, with memory instead of tensors on meta, and their paths."""
+        flat, paths = self._flattened(flatten_state_dict)
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in flat.values()):
+            plans._init_state_dict(self.state())
+            return self._flattened(flatten_state_dict)
+        return flat, paths
+
+    def _flattened(self, flatten: Callable[..., Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+        flat: dict[str, Any] = self.state()
+        if self.planner is None or self.planner.flatten_sharded_tensors:
+            flat = flatten_sharded_tensors(flat)
+        return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
+
+    @property
+    def _flattens(self) -> bool:
+        return self.planner is None or self.planner.flatten_state_dict
+
+    def compare(self, source: Source, stored: _StoredNames) -> tuple[MatchedState, bytes]:
+        """Compare the state with the index, and unpickle the objects."""
+        flat, paths = self._flat
+        names = stored.tensors.keys() | stored.objects
+        if self._flattens and not names >= flat.keys():
+            # By the rules of torch 2.3 if that finds names that today's rules do not.
+            other, other_paths = self._flattened(flatten_state_dict_v_2_3)
+            if other.keys() & (names - flat.keys()):
+                flat, paths = other, other_paths
+        missing = [name for name in flat if name not in names]
+        if missing and not (self.planner and self.planner.allow_partial_load):
+            raise BadState(
+                f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
+                hint="load with DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
+                missing=missing,
+            )
+        wanted = {
+            name: value
+            for name, value in flat.items()
+            if name in names and (not is_dtensor(value) or plans._has_part(value))
+        }
+        rows = {name: stored.tensors[name] for name in wanted if name in stored.tensors}
+        _check_forms(source, wanted, rows)
+        found = _Found({}, [], [])
+        leaves = _fillable(wanted, rows, found)
+        matched = MatchedState(source, leaves, {name: rows[name] for name in leaves.keys}, (found, paths, wanted))
+        _warn_of_holes(source, matched)
+        for name, value in stored.load_objects([name for name in wanted if name in stored.objects]).items():
+            found.objects[name] = value
+        return matched, b""
+
+    def decide(self, source: Source, found: list[bytes]) -> bytes:
+        """Return nothing: each rank has judged for itself."""
+        del source, found
+        return b""
+
+    def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
+        """Put objects into the state, and fill what only torch can fill."""
+        del made
+        found, paths, wanted = matched.found
+        with torch.no_grad():
+            for target, filled in found.copies:
+                target.copy_(filled)
+        state = self.state()
+        for name, value in found.objects.items():
+            set_element(state, as_keyed(state, paths[name]), value)
+        if found.by_torch:
+            self._read_items({name: wanted[name] for name in found.by_torch})
+
+    def _read_items(self, values: dict[str, Any]) -> None:
+        """Read tensors item by item, through the reader."""
+        metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(metadata, is_coordinator=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(values, metadata)
+        self.reader.read_data(planner.create_local_plan(), planner)
+
+
+class _StoredNames:
+    """The names of what a checkpoint holds, as torch's flattening gives them."""
+
+    def __init__(self, source: Source, reader: FileSystemReader) -> None:
+        self._source = source
+        self._view: TorchView | None = None
+        self.tensors: dict[str, int] = source.index.tensor_rows
+        """The row of each tensor in the index."""
+        self.objects: set[str]
+        if isinstance(source, TorchSource):
+            self.objects = set(source.objects)
+            return
+        self._view = TorchView(source, reader.path)
+        self.tensors = self._view.rows
+        self.objects = self._view.metadata.state_dict_metadata.keys() - self.tensors.keys()
+
+    def load_objects(self, names: list[str]) -> dict[str, Any]:
+        """Unpickle objects; classes that are not known to be safe are refused."""
+        options, source, made = Options(), self._source, dict[str, Any]()
+        if self._view is not None:
+            places = self._view.metadata.storage_data
+            for name in names:
+                stream = self._view.saved_object(places[protocol.MetadataIndex(name)], options)
+                made[name] = load_object(stream, key=name)
+            return made
+        if not isinstance(source, TorchSource):  # unreachable: any other source has a view
+            raise CheckpointNotFound("no checkpoint of torch's layout")
+        items = {name: source.files.item(source.objects[name], name) for name in names}
+        for some in item_batches(names, lambda name: items[name].nbytes):
+            raw = read_items(source.files, [items[name] for name in some], options)
+            for name, data in zip(some, raw, strict=True):
+                stream, descriptors = io.BytesIO(data), source.objects[name].descriptors
+                if descriptors:
+                    stream = io.BytesIO(source.undo(-1, descriptors, stream).read(-1))
+                try:  # plain values need no torch
+                    made[name] = read_object(stream.getvalue(), where=f"{name!r}")
+                except CheckpointError:
+                    made[name] = load_object(stream, key=name)
+        return made
+
+
+def _check_forms(source: Source, wanted: dict[str, Any], rows: dict[str, int]) -> None:
+    """Check the sizes of tensors, and log which dtypes will be converted."""
+    wrong: list[str] = []
+    casts: list[str] = []
+    tensors = source.index.tensors
+    shapes, ndims, codes = tensors.shape.tolist(), tensors.ndim.tolist(), tensors.dtype.tolist()
+    dtypes = {code: to_torch(by_code(code)) for code in set(codes)}
+    for name, row in rows.items():
+        value = wanted[name]
+        if not isinstance(value, torch.Tensor):
+            raise StateMismatch(
+                f"{name!r} is a tensor in the checkpoint and a {type(value).__qualname__} in the state",
+                hint="put a tensor of the saved size there, or take the key out of the state",
+                key=name,
+            )
+        saved, size = shapes[row][: ndims[row]], value.size()
+        if type(value) not in _ORDINARY and protocol._is_checkpointable_tensor(value):
+            size = torch.Size(value.global_shape)
+        if saved != list(size):
+            wrong.append(f"Size mismatch between saved {torch.Size(saved)} and current: {size} for {name}")
+        if dtypes[codes[row]] != value.dtype:
+            casts.append(f"{name} ({dtypes[codes[row]]} to {value.dtype})")
+    if wrong:
+        raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
+    if casts:
+        plans.logger.warning("tensors are converted to the state's dtype as they are loaded: %s", plans.named(casts))
+
+
+def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> Any:
+    """Describe the memory to fill; what is filled in another way is noted."""
+    leaves: dict[str, Any] = {}
+
+    def open_value(name: str) -> None:
+        """Take a tensor apart into the local memory of its shards."""
+        value, pieces = wanted[name], list[tuple[torch.Tensor, Any]]()
+        for number, chunk in enumerate(plans._create_chunk_list(value)):
+            shard = plans.find_tensor_shard(value, protocol.MetadataIndex(name, chunk.offsets, number)).detach()
+            if not shard.numel():
+                continue
+            target = plain_target(shard, key=name)
+            if target is not shard:
+                found.copies.append((shard, target))
+            if target.is_quantized or not target.data_ptr():
+                found.by_torch.append(name)
+                return
+            pieces.append((target.as_subclass(torch.Tensor), chunk.offsets))
+        if pieces:
+            shape = value.global_shape if protocol._is_checkpointable_tensor(value) else value.size()
+            leaves[name] = ShardedBox.of(pieces, shape=shape, dtype=pieces[0][0].dtype)
+
+    for name in rows:
+        value = wanted[name]
+        if (type(value) in _ORDINARY and "global_shape" not in value.__dict__) or is_dtensor(value):
+            leaves[name] = value
+        else:
+            open_value(name)
+    while True:
+        try:
+            return describe_leaves(leaves, filling=True)
+        except (UnsupportedLeaf, InvalidShards) as error:
+            refused = str(error.details.get("key"))
+            if isinstance(leaves.pop(refused, None), (ShardedBox, type(None))):
+                found.by_torch.append(refused)
+                continue
+            open_value(refused)
+
+
+def _warn_of_holes(source: Source, matched: MatchedState) -> None:
+    """Log which tensors the checkpoint does not hold all of."""
+    index, d = source.index, matched.description
+    rows = np.array([matched.tensors[key] for key in d.keys], np.int64)
+    whole = dict(zip(d.keys, is_tiled(index, rows).tolist(), strict=True))
+    thin: dict[str, None] = {}
+    for row, tensor in enumerate(d.row_tensor.tolist()):
+        key = d.keys[tensor]
+        if not whole[key]:
+            ndim, chunks = int(d.ndim[tensor]), index.chunks.take(index.chunk_rows(matched.tensors[key]))
+            box, stored = d.boxes.box(row, ndim), [chunks.boxes.box(at, ndim) for at in range(len(chunks))]
+            if sum(common.volume for each in stored if (common := intersect(each, box))) < box.volume:
+                thin[key] = None
+    if thin:
+        plans.logger.warning(
+            "the checkpoint does not hold all of these tensors; the rest stays as it is: %s", plans.named(list(thin))
+        )
