@@ -31,7 +31,7 @@ from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, count_blocks, digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
 from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, plain_names, unsealed
-from shardkeep.options import Options
+from shardkeep.options import Options, collector_paused
 from shardkeep.storage.base import ReadableStore
 
 METADATA_NAME = ".metadata"
@@ -213,7 +213,8 @@ def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
     """Read `.metadata`; raise `DamagedCheckpoint`, or `PickleRefused` if it names what does not belong there."""
     found = unpickle_metadata(data, _stand_ins(), where=where)
     try:
-        return _metadata_of(found)
+        with collector_paused():
+            return _metadata_of(found)
     except MalformedFile:
         raise
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as exc:
@@ -295,7 +296,7 @@ def _metadata_of(found: Any) -> TorchMetadata:
 
 def _ints(numbers: Any) -> Ints:
     made = tuple(numbers)
-    if any(type(n) is not int or n < 0 for n in made):
+    if made and (set(map(type, made)) != {int} or min(made) < 0):
         raise MalformedFile(f"{made} are not sizes")
     return made
 

@@ -10,6 +10,7 @@ of numbers is one value. The functions with torch's names follow torch's rules, 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final
@@ -446,6 +447,8 @@ def flatten_sharded_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     is all that saving and loading need. It knows other ranks' shards only as far as this rank's own nesting shows. All
     else passes through, also empty dicts and ShardedTensors without a local shard, which torch drops.
     """
+    if "torch.distributed._shard.sharded_tensor" not in sys.modules:  # then there is none
+        return dict(state_dict)
 
     def change(path: TreePath, value: Any) -> Any:
         if is_sharded_tensor(value) and any(is_sharded_tensor(shard.tensor) for shard in value.local_shards()):

@@ -37,7 +37,7 @@ from shardkeep.format.boxes import intersect
 from shardkeep.format.dtypes import by_code, to_torch
 from shardkeep.format.torch_zip import read_object
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.options import Options
+from shardkeep.options import Options, collector_paused
 from shardkeep.plan.load_plan import is_tiled
 from shardkeep.state.describe import describe_leaves
 from shardkeep.state.flatten import (
@@ -102,7 +102,7 @@ class DefaultTarget:
     def _flat(self) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
         """The values by flat name, with memory instead of tensors on meta, and their paths."""
         flat, paths = self._flattened(flatten_state_dict)
-        if any(isinstance(value, torch.Tensor) and value.is_meta for value in flat.values()):
+        if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in flat.values()):
             plans._init_state_dict(self.state())
             return self._flattened(flatten_state_dict)
         return flat, paths
@@ -111,7 +111,8 @@ class DefaultTarget:
         flat: dict[str, Any] = self.state()
         if self.planner is None or self.planner.flatten_sharded_tensors:
             flat = flatten_sharded_tensors(flat)
-        return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
+        with collector_paused():
+            return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
 
     @property
     def _flattens(self) -> bool:
@@ -232,7 +233,7 @@ def _check_forms(source: Source, wanted: dict[str, Any], rows: dict[str, int]) -
                 key=name,
             )
         saved, size = shapes[row][: ndims[row]], value.size()
-        if type(value) not in _ORDINARY and protocol._is_checkpointable_tensor(value):
+        if not _is_ordinary(value) and protocol._is_checkpointable_tensor(value):
             size = torch.Size(value.global_shape)
         if saved != list(size):
             wrong.append(f"Size mismatch between saved {torch.Size(saved)} and current: {size} for {name}")
@@ -242,6 +243,10 @@ def _check_forms(source: Source, wanted: dict[str, Any], rows: dict[str, int]) -
         raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
     if casts:
         plans.logger.warning("tensors are converted to the state's dtype as they are loaded: %s", plans.named(casts))
+
+
+def _is_ordinary(value: torch.Tensor) -> bool:
+    return type(value) in _ORDINARY and "global_shape" not in value.__dict__
 
 
 def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> Any:
@@ -268,7 +273,7 @@ def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> An
 
     for name in rows:
         value = wanted[name]
-        if (type(value) in _ORDINARY and "global_shape" not in value.__dict__) or is_dtensor(value):
+        if _is_ordinary(value) or is_dtensor(value):
             leaves[name] = value
         else:
             open_value(name)
