@@ -322,6 +322,27 @@ def test_states_of_many_tensors(tmp_path, request):
         lane.saver.ask("plan")
 
 
+COLLECTS = """
+import gc, os, threading, torch
+from shardkeep.dcp._impl.process import pickle_with_tensors
+
+def send():
+    for _ in range(100):
+        os.close(pickle_with_tensors([{str(n): torch.full((4,), float(n)) for n in range(400)}])[1])
+
+sending = threading.Thread(target=send)
+sending.start()
+while sending.is_alive():
+    gc.collect()
+"""
+
+
+def test_garbage_may_be_collected_while_a_state_is_sent():
+    """Training that collects garbage meanwhile does not crash: a pickler that is cleared is not seen half cleared."""
+    done = warm_python("-c", COLLECTS)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # On ranks
 
 

@@ -43,16 +43,24 @@ _MORE_FILES: Final = "allow more open files (ulimit -n)"
 # -- objects with tensors ----------------------------------------------------------------------------------------------
 
 
-class _Pickler(ForkingPickler):
-    """Collects the storages of tensors in host memory; pickles everything else as torch does."""
+class _Storages:
+    """The storages of tensors in host memory that a pickle refers to; everything else is pickled as torch does."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self) -> None:
         self.storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         """By their address: the offset of each in the memory file, and itself."""
         self.nbytes = 0
-        inherited: Any = self.dispatch_table
-        self.dispatch_table = {**inherited, torch.UntypedStorage: self._collect}
+
+    def dump(self, box: list[Any]) -> bytes:
+        """Pickle the object in a box."""
+        stream = io.BytesIO()
+        pickler = ForkingPickler(stream)
+        inherited: Any = pickler.dispatch_table
+        pickler.dispatch_table = {**inherited, torch.UntypedStorage: self._collect}
+        pickler.dump(box.pop())
+        # The pickler ends here, and with it all references to tensors but those in `storages`. Its `clear_memo` must not be called:
+        # torch releases the interpreter's lock to free a tensor, and another thread's garbage collection would see half a memo.
+        return stream.getvalue()
 
     def _collect(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu" or storage.nbytes() == 0:
@@ -82,19 +90,17 @@ def storage_at(offset: int, nbytes: int) -> torch.UntypedStorage:
 
 def pickle_with_tensors(box: list[Any]) -> tuple[bytes, int, int]:
     """Pickle the object in a box; return the pickle, the descriptor of a new file with its tensors, and how large that is."""
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(box.pop())
-    pickler.clear_memo()  # from here on only the list of storages keeps tensors alive
+    found = _Storages()
+    pickled = found.dump(box)
     if hasattr(os, "memfd_create"):
         memory = os.memfd_create("shardkeep-state", os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             memory = os.dup(file.fileno())
     try:
-        os.ftruncate(memory, pickler.nbytes)
-        while pickler.storages:
-            _, (offset, storage) = pickler.storages.popitem()
+        os.ftruncate(memory, found.nbytes)
+        while found.storages:
+            _, (offset, storage) = found.storages.popitem()
             view, at = view_memory(storage.data_ptr(), storage.nbytes()), 0
             while at < len(view):
                 at += os.pwrite(memory, view[at : at + _MOST_WRITTEN], offset + at)
@@ -102,7 +108,7 @@ def pickle_with_tensors(box: list[Any]) -> tuple[bytes, int, int]:
     except BaseException:
         os.close(memory)
         raise
-    return stream.getvalue(), memory, pickler.nbytes
+    return pickled, memory, found.nbytes
 
 
 # -- in the process that saves -----------------------------------------------------------------------------------------
