@@ -330,6 +330,7 @@ def send():
     for _ in range(100):
         os.close(pickle_with_tensors([{str(n): torch.full((4,), float(n)) for n in range(400)}])[1])
 
+gc.freeze()  # or each collection goes through all of torch
 sending = threading.Thread(target=send)
 sending.start()
 while sending.is_alive():
