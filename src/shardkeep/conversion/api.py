@@ -22,7 +22,7 @@ from shardkeep.codecs.base import WRAPPED
 from shardkeep.conversion.pipeline import Progress
 from shardkeep.conversion.select import cast_target, drop_leaves, select, selection_contents
 from shardkeep.conversion.to_file import write_torch_file
-from shardkeep.conversion.to_hf import model_files, names_in, tie_metadata, write_model, write_safetensors
+from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
 from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.engine.codecs import Codecs
@@ -32,7 +32,7 @@ from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, S
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import Node, decode_tree, decode_value, join
 from shardkeep.layouts import native, orphans
-from shardkeep.layouts.safetensors import INDEX_NAME
+from shardkeep.layouts.safetensors import INDEX_NAME, tie_metadata
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model
 from shardkeep.layouts.torch import is_data, is_metadata
 from shardkeep.options import Options

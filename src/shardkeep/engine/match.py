@@ -136,9 +136,14 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
                 mismatched.append(f"{key}: {what} checkpoint")
             else:
                 missing.append(key)
+    if missing and tensors:
+        tensors.update(_tied_rows(description, tensors, missing))
+        missing = [key for key in missing if key not in tensors]
     may_cast = (lambda _: bool(wishes.cast)) if isinstance(wishes.cast, bool) else matcher(wishes.cast)
     cast = _compare_tensors(index, description, tensors, may_cast, mismatched)
-    consumed[list(tensors.values())] = True
+    # A tensor that was loaded under one of its names is not unexpected under the others.
+    alias = np.asarray(index.tensors.alias, np.int64)
+    consumed[: len(alias)] |= np.isin(alias, alias[list(tensors.values())])
     consumed[[len(index.keys) + row for row in values.values()]] = True
     findings = RankFindings(
         missing=missing,
@@ -147,6 +152,17 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
         consumed=np.packbits(consumed).tobytes(),
     )
     return Match(tensors, values, cast, findings)
+
+
+def _tied_rows(description: Description, tensors: dict[str, int], missing: list[str]) -> dict[str, int]:
+    """Return the rows of missing keys that share memory with a key that was found: writers store tied weights once."""
+    # Tensors without memory, on the meta device or with an empty shard, are tied if they are one object.
+    memory = {
+        key: id(description.leaves[description.keys[first]])
+        for key, first in zip(description.keys, description.alias.tolist(), strict=True)
+    }
+    found = {memory[key]: row for key, row in tensors.items()}
+    return {key: found[memory[key]] for key in missing if memory.get(key) in found}
 
 
 def _compare_tensors(

@@ -407,6 +407,7 @@ def _checkpoint(
     if folder.index is not None:
         with closing(folder.opens.open(name)) as reader:
             nbytes = reader.nbytes
+    ties = kept.ties if kept else _dropped_names(headers, catalog)
     names = {file.path for file in headers}
     if local_path(folder.opens) is not None:
         times = [os.stat(os.path.join(folder.path, path)).st_mtime for path in names]
@@ -422,7 +423,7 @@ def _checkpoint(
         world_size=1,
         meta=kept.meta if kept else {},
         totals=Totals(
-            tensors=len(catalog) + (len(kept.ties) if kept else 0),
+            tensors=len(catalog) + len(ties),
             chunks=sum(len(stored.chunks) for stored in catalog.values() if all(stored.shape)),
             values=len(kept.values) if kept else 0,
             tensor_bytes=sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in catalog.values()),
@@ -435,14 +436,19 @@ def _checkpoint(
     )
 
     def open_files(_: Options) -> Source:
-        index = _index(catalog, kept, [entry.name for entry in record.files])
+        index = _index(catalog, kept, ties, [entry.name for entry in record.files])
         return SafetensorsSource(store=folder.opens, record=record, index=index, seen={f.path: f for f in headers})
 
     return FoundCheckpoint(record, open_files)
 
 
-def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) -> Index:
-    ties = dict(kept.ties) if kept else {}
+def _dropped_names(headers: Iterable[layout.SafetensorsFile], catalog: Catalog) -> dict[str, str]:
+    """Return the names that a writer left out because another name has the same tensor, as `safetensors.save_model` does."""
+    said = {name: owner for file in headers for name, owner in layout.tie_metadata(file.metadata).items()}
+    return {name: owner for name, owner in said.items() if owner in catalog and name not in catalog}
+
+
+def _index(catalog: Catalog, kept: layout.HeaderState | None, ties: Mapping[str, str], files: list[str]) -> Index:
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
     if lost := sorted(owner for key, owner in ties.items() if owner not in catalog or key in catalog):
@@ -457,7 +463,7 @@ def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) 
     values = kept.values if kept else {}
     value_keys = sorted(values, key=str.encode)
     # Without a saved tree: a flat dict of all tensors, in the order of the files.
-    flat = Container("dict", tuple((key, None) for key in catalog))
+    flat = Container("dict", tuple((key, None) for key in (*catalog, *ties)))
     tree = kept.tree if kept else encode_tree(flat)
     return build_index(
         keys=keys,
