@@ -72,6 +72,9 @@ def export(args: argparse.Namespace) -> int:
     once = " and stored once" if args.format == "hf" else ""
     for name, owner in list(report.ties.items())[:_MAX_NAMED]:
         print(f"  {out.printable(name)} is tied to {out.printable(owner)}{once}")
+    if report.skipped:
+        names = [f"{name} ({out.format_count(many, 'tensor')})" for name, many in report.skipped.items()]
+        print(f"  left out: {_some(names)}")
     if report.left_out:
         out.echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
     if report.infinite:

@@ -28,6 +28,8 @@ WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _MOST_GUESSED = 20
 _MOST_SEARCHED = 20_000
 _MOST_PREFIXES = 4
+_MOMENT = re.compile(r"(max_)?exp_(avg|inf)(_sq)?(_row|_col)?|momentum_buffer|(square|grad)_avg|acc_delta").fullmatch
+"""What torch's optimizers call the tensors of their state."""
 
 
 def checked_patterns(argument: str, patterns: Any) -> tuple[str, ...] | Callable[[str], bool] | None:
@@ -135,6 +137,30 @@ def closest(name: str, present: Collection[str]) -> str | None:
     if len(present) > _MOST_SEARCHED:
         return None
     return next(iter(difflib.get_close_matches(name, present, n=1, cutoff=0.75)), None)
+
+
+def optimizer_names(names: Iterable[str]) -> dict[str, str]:
+    """
+    Return the names that are optimizer state by their form, wherever it stands, each with what to call that optimizer.
+
+    The form is torch's: `param_groups`, beside `state.<parameter>.<key>`, or such a key alone. What else lies beside them
+    belongs to the optimizer if that is called one.
+    """
+    split = {name: name.split(".") for name in names}
+    roots: set[tuple[str, ...]] = set()
+    for parts in split.values():
+        for at, part in enumerate(parts):
+            if part == "param_groups" or (part == "state" and at + 2 < len(parts) and _MOMENT(parts[-1])):
+                roots.add(tuple(parts[:at]))
+                break
+    found: dict[str, str] = {}
+    for name, parts in split.items() if roots else ():
+        for at, part in enumerate(parts):
+            is_named = at > 0 and "optim" in parts[at - 1].lower()
+            if (is_named or part in ("state", "param_groups")) and tuple(parts[:at]) in roots:
+                found[name] = ".".join(parts[:at]) or part
+                break
+    return found
 
 
 def prefixes_of(names: Iterable[str]) -> set[str]:
