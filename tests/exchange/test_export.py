@@ -150,6 +150,7 @@ def test_names_are_chosen_and_changed(tmp_path, how, names):
     ("how", "error", "says"),
     [
         ({"include": "model.lairs"}, sk.StateError, "lairs"),
+        ({"include": "modle"}, sk.StateError, "did you mean 'model'"),
         ({"exclude": "*"}, sk.StateError, "none"),
         ({"prefix": "nothing."}, sk.StateError, "nothing"),
         ({"rename": lambda _: "same"}, sk.KeyCollision, "same"),

@@ -19,7 +19,16 @@ from shardkeep.format.dtypes import DType, by_name
 from shardkeep.format.index import Index, build_index, checked_index, strings_of
 from shardkeep.format.values import Container, Node, decode_tree, encode_tree, join, leaf_keys
 from shardkeep.plan.load_plan import chunk_rows
-from shardkeep.state.patterns import Patterns, Renames, checked_patterns, closest, matcher, optimizer_names, renamer
+from shardkeep.state.patterns import (
+    Patterns,
+    Renames,
+    checked_patterns,
+    closest,
+    matcher,
+    optimizer_names,
+    prefixes_of,
+    renamer,
+)
 
 _CAST = ("float16", "bfloat16", "float32", "float64")
 """Dtypes that are converted. Others stay: 8-bit floats, for example, come with scales."""
@@ -150,7 +159,7 @@ def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[
     given = checked_patterns(argument, patterns)
     for pattern in given if isinstance(given, tuple) else ():
         if not any(map(matcher(pattern), keys)):
-            meant = closest(pattern, keys)
+            meant = closest(pattern, prefixes_of(keys))
             raise StateError(
                 f"{argument}: {pattern!r} matches no name of the checkpoint",
                 hint=f"did you mean {meant!r}?" if meant else f"it has {', '.join(map(repr, keys[:3]))} …",

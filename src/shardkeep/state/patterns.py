@@ -6,10 +6,11 @@ Pure functions of strings; this module does not import torch.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from heapq import nlargest
 from typing import Any
 
 from shardkeep.errors import StateError
@@ -26,7 +27,8 @@ Renames = (
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MOST_GUESSED = 20
-_MOST_SEARCHED = 20_000
+_MOST_SEARCHED = 1000
+"""Names that are compared by spelling, which is slow: those that share the most dotted parts with a word."""
 _MOST_PREFIXES = 4
 _MOMENT = re.compile(r"(max_)?exp_(avg|inf)(_sq)?(_row|_col)?|momentum_buffer|(square|grad)_avg|acc_delta").fullmatch
 """What torch's optimizers call the tensors of their state."""
@@ -132,11 +134,25 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def near_names(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return the known names that are spelt like `word`: with as many dotted parts or, if there is none, with any number."""
+    names = list(known)
+    if len(names) > _MOST_SEARCHED:
+        parts = set(word.split("."))
+        names = nlargest(_MOST_SEARCHED, names, key=lambda name: len(parts.intersection(name.split("."))))
+    level = [name for name in names if name.count(".") == word.count(".")]
+    return get_close_matches(word, level, most, cutoff) or get_close_matches(word, names, most, cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint that names the known words that are spelt like `word`; empty if there is none."""
+    *others, last = near_names(word, known) or [""]
+    return f"did you mean {', '.join(others) + ' or ' if others else ''}{last}?" if last else ""
+
+
 def closest(name: str, present: Collection[str]) -> str | None:
     """Return the present name most similar to `name`, if any is similar."""
-    if len(present) > _MOST_SEARCHED:
-        return None
-    return next(iter(difflib.get_close_matches(name, present, n=1, cutoff=0.75)), None)
+    return next(iter(near_names(name, present, most=1, cutoff=0.75)), None)
 
 
 def optimizer_names(names: Iterable[str]) -> dict[str, str]:
