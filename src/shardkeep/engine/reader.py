@@ -62,6 +62,8 @@ class Source:
 
     aligned: ClassVar[bool] = True
     """Whether every chunk begins at a multiple of its element size."""
+    repeated_nbytes: ClassVar[int] = 0
+    """How much larger than their files tensors may be, because they repeat elements."""
 
     def locate(self, tensors: boxes.IntArray) -> None:
         """Find out where the chunks of these tensors begin, as far as `index.chunks.start` does not say so yet."""
@@ -83,7 +85,7 @@ class Source:
         files = np.unique(index.chunks.file[boxes.concat_ranges(*chunk_rows(index, tensors))]).tolist()
         elements = np.asarray(index.tensors.shape[tensors], np.int64).prod(axis=1)
         wanted = sum((elements * boxes.ITEMSIZES[index.tensors.dtype[tensors]]).tolist())
-        if wanted > sum(sizes[files].tolist()):
+        if wanted > sum(sizes[files].tolist()) + self.repeated_nbytes:
             raise MalformedFile(f"{self.record.index.name}: tensors of {wanted} bytes, more than their files hold")
         for file in files:
             _open_or_explain(self.store, self.record.files[file], self.digests)[0].close()

@@ -16,7 +16,7 @@ import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
@@ -27,15 +27,15 @@ from shardkeep import errors
 from shardkeep.engine.reader import FoundCheckpoint, Source, list_keys, saved_at
 from shardkeep.engine.safetensors_source import read_weight_map, single_file
 from shardkeep.engine.torch_source import Item, ItemFiles, bad_archives, view_of
-from shardkeep.format.boxes import ITEMSIZES, IntArray, concat_ranges, whole
+from shardkeep.format.boxes import IntArray, concat_ranges, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.pickles import Opaque
-from shardkeep.format.record import Blob, Record, Totals, data_sizes
+from shardkeep.format.record import Blob, Record, Totals
 from shardkeep.format.torch_zip import ArchivedState, ArchivedTensor, data_start, read_state
 from shardkeep.format.values import Container, Node, Part, encode_tree, encode_value, is_part, join
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import check_tensors, chunk_rows
+from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.storage.base import ReadableStore, Store, local_path, preferred_requests, with_any_names
 from shardkeep.storage.file_systems import BlobInput
 from shardkeep.storage.resolve import open_store
@@ -43,12 +43,10 @@ from shardkeep.storage.resolve import open_store
 FORMAT = "torch.save"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MODEL_NAME, _INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_ZIP = b"PK\3\4"
+ZIP = b"PK\3\4"
 _OLD = b"l\xfc\x9cF\xf9 j\xa8P\x19"
 """The number with which files of torch before version 1.6 begin, in a pickle."""
 _READ_AHEAD_NBYTES = 1 << 20
-_REPEATED_NBYTES = 64 << 20
-"""Tensors that repeat their elements (`expand`) may take this much more than their file holds."""
 _KINDS: dict[type, str] = {
     **dict.fromkeys((dict, defaultdict, Counter), "dict"),
     OrderedDict: "odict",
@@ -71,6 +69,7 @@ class TorchFileSource(Source):
     """Where the bytes of storages begin, by file and header, as far as they were looked up."""
 
     aligned: ClassVar[bool] = False
+    repeated_nbytes: ClassVar[int] = 64 << 20
 
     def locate(self, tensors: IntArray) -> None:
         """Find out where the storages of these tensors begin: a header of unknown length stands before each."""
@@ -108,24 +107,16 @@ class TorchFileSource(Source):
     def check(self, tensors: IntArray) -> None:
         """Check that these tensors lie inside their files, and are not much larger."""
         self.locate(tensors)
-        check_tensors(self.index, tensors, data_sizes(self.record), aligned=False)
-        elements = np.asarray(self.index.tensors.shape[tensors], np.int64).prod(axis=1)
-        wanted = sum((elements * ITEMSIZES[self.index.tensors.dtype[tensors]]).tolist())
-        if wanted > self.record.stored_nbytes + _REPEATED_NBYTES:
-            name, held = self.record.index.name, self.record.stored_nbytes
-            raise errors.MalformedFile(f"{name}: tensors of {wanted} bytes in files of {held}", file=name)
-
-    def check_index(self, tensors: IntArray) -> None:
-        """Check these tensors."""
-        self.check(tensors)
+        super().check(tensors)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors in a byte range of a file; used only to explain damage."""
+        with suppress(errors.DamagedCheckpoint):
+            self.locate(np.arange(len(self.index.keys)))
         found = []
         for row, tensor in enumerate(self.tensors):
-            number, head = self.position(row)
-            start = self.starts.get((number, head), head) + tensor.start
-            if number == file and start < end and start + tensor.span > at:
+            start = self.starts.get(self.position(row), 0) + tensor.start
+            if self.position(row)[0] == file and start < end and start + tensor.span > at:
                 found.append(int(np.searchsorted(self.index.chunk_ends, row, "right")))
         return list_keys(self.index.keys.raw(row).decode() for row in found) or "no tensor"
 
@@ -154,7 +145,7 @@ def find_torch_file(store: Store) -> FoundCheckpoint | None:
             hint=f"save it again: {again}",
             file=name,
         )
-    return _checkpoint(place, [name], {}, name) if head.startswith(_ZIP) else None
+    return open_torch_files(place, [name], {}, name) if head.startswith(ZIP) else None
 
 
 def find_torch_model(store: Store) -> FoundCheckpoint | None:
@@ -166,12 +157,12 @@ def find_torch_model(store: Store) -> FoundCheckpoint | None:
         except errors.BlobNotFound:
             continue
         homes = read_weight_map(name, place) if name == _INDEX_NAME else {}
-        return _checkpoint(place, sorted(set(homes.values())) or [name], homes, name)
+        return open_torch_files(place, sorted(set(homes.values())) or [name], homes, name)
     return None
 
 
-def _checkpoint(place: ReadableStore, names: list[str], homes: Mapping[str, str], name: str) -> FoundCheckpoint:
-    """Read the pickles of files; `homes` has the file of each key, if there are several, and `name` stands for all."""
+def open_torch_files(place: ReadableStore, names: list[str], homes: Mapping[str, str], name: str) -> FoundCheckpoint:
+    """Open files as one checkpoint; `homes` has the file of each key, if there are several, and `name` stands for all."""
     files, states = ItemFiles(place, {}), []
     for each in names:
         nbytes = files.entries[files.number(each)].nbytes

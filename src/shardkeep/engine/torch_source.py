@@ -29,7 +29,7 @@ import numpy as np
 from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source, list_keys, read_files, saved_at
-from shardkeep.engine.workers import WINDOW_NBYTES, divide_budget
+from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
@@ -550,40 +550,51 @@ def _bytes(reader: BlobReader, offset: int, nbytes: int) -> bytes:
 
 def bad_archives(files: ItemFiles, items: Sequence[Item], keys_at: KeysAt) -> Iterator[errors.CheckpointError]:
     """
-    Compare archives with the CRC-32 checksums in them: all there is to verify where a file has no digests.
+    Compare archives in a file with the CRC-32 checksums in them: all there is to verify where a file has no digests.
 
     With `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
     """
-    buffer = memoryview(bytearray(WINDOW_NBYTES))
-    for item in items:
-        name = files.entries[item.file].name
-        try:
-            with closing(files.store.open(name)) as reader:
-                for bad in _bad_parts(reader, item, f"{name} ({item.key!r} at offset {item.offset})", buffer):
-                    start, stop = item.offset + bad.start, item.offset + bad.start + bad.nbytes
-                    keys = keys_at(item.file, start, stop)
-                    yield errors.ChecksumMismatch(
-                        f"{name}: bytes {start} to {stop} have another CRC-32 than their archive says; they hold {keys}",
-                        hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
-                        file=name,
-                        offset=start,
-                        key=keys,
-                    )
-        except errors.DamagedCheckpoint as exc:
-            yield exc
+    if not items:
+        return
+    name, found, parts = files.entries[items[0].file].name, list[errors.CheckpointError](), list[ArchiveEntry]()
 
-
-def _bad_parts(reader: BlobReader, item: Item, where: str, buffer: memoryview) -> Iterator[ArchiveEntry]:
-    def get(at: int, nbytes: int) -> bytes:
-        return _bytes(reader, item.offset + at, max(0, min(nbytes, item.nbytes - at)))
-
-    for part in stored_parts(get, item.nbytes, where=where):
-        if part.crc and part.start + part.nbytes > item.nbytes:
-            raise errors.MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
+    def check(part: ArchiveEntry, buffer: memoryview) -> bool:
         crc = 0
-        for at in range(0, part.nbytes if part.crc else 0, len(buffer)):
+        for at in range(0, part.nbytes, len(buffer)):
             window = buffer[: min(len(buffer), part.nbytes - at)]
-            reader.read_into(item.offset + part.start + at, window)
+            reader.read_into(part.start + at, window)
             crc = zlib.crc32(window, crc)
         if crc != part.crc:
-            yield part
+            start, stop = part.start, part.start + part.nbytes
+            keys = keys_at(items[0].file, start, stop)
+            found.append(
+                errors.ChecksumMismatch(
+                    f"{name}: bytes {start} to {stop} ({part.name}) have another CRC-32 than their archive says; they hold {keys}",
+                    hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
+                    file=name,
+                    offset=start,
+                    key=keys,
+                )
+            )
+        return True
+
+    with closing(files.store.open(name)) as reader:
+        for item in items:
+            try:
+                entries = stored_parts(
+                    view_of(reader, item), item.nbytes, where=f"{name} ({item.key!r} at {item.offset})"
+                )
+            except errors.DamagedCheckpoint as exc:
+                found.append(exc)
+                continue
+            if any(entry.crc and entry.start + entry.nbytes > item.nbytes for entry in entries):
+                why = f"{name}: an archive with an entry that reaches out of it ({item.key!r})"
+                found.append(errors.MalformedFile(why, file=name, key=item.key))
+            else:  # a checksum of 0 means that torch was configured to write none
+                parts += [entry._replace(start=item.offset + entry.start) for entry in entries if entry.crc]
+        options = Options()
+        threads, window = divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[
+            :2
+        ]
+        run_workers(parts, check, threads=min(threads, len(parts)) or 1, buffer_nbytes=window)
+    yield from found

@@ -217,6 +217,8 @@ class _Archive:
         self._where = where
         self.entries = _entries(get, nbytes, where)
         self.root = next(iter(self.entries), "/").partition("/")[0]
+        if f"{self.root}/constants.pkl" in self.entries:  # which torch would load with another loader
+            raise MalformedFile(f"{where}: a compiled program of torch.jit, no archive of torch.save", file=where)
 
     def find(self, name: str) -> ArchiveEntry | None:
         """Return an entry, given its name below the root."""
@@ -327,7 +329,7 @@ def is_archive(data: bytes) -> bool:
         archive = _archive_in(data, "an object")
     except MalformedFile:
         return False
-    return f"{archive.root}/data.pkl" in archive.entries and f"{archive.root}/constants.pkl" not in archive.entries
+    return f"{archive.root}/data.pkl" in archive.entries
 
 
 def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
