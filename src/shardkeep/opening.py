@@ -51,8 +51,8 @@ class VerifyReport:
 
 def open(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> Checkpoint:  # noqa: A001 - sk.open
     """
-    Open a checkpoint to look at it or to read parts of it: a native one, one of torch's layout, or a directory of
-    safetensors files (or a single file) as Hugging Face writes them.
+    Open a checkpoint to look at it or to read parts of it: a native one, one of torch's layout, a directory of
+    safetensors files (or a single file) as Hugging Face writes them, or a file of `torch.save`.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch

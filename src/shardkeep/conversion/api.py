@@ -118,7 +118,7 @@ def convert(
     `Options.host_budget_bytes`. What is written is read back and compared before it is committed.
 
     Args:
-        where: the checkpoint: native, torch's, or safetensors files.
+        where: the checkpoint: native, torch's, safetensors files, or a file of `torch.save`.
         to: where it goes: a path, a URL, or a store.
         layout: "native", "dcp" (torch's), or "safetensors".
         drop: names to leave out, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
@@ -240,7 +240,7 @@ def export(
     one request.
 
     Args:
-        where: the checkpoint: native, torch's, or safetensors files.
+        where: the checkpoint: native, torch's, safetensors files, or a file of `torch.save`.
         to: a file for "torch", else a directory; a path or a URL. For "hf" and "native" also a store.
         format: "hf": `model.safetensors`, or several files and `model.safetensors.index.json`. "torch": one file with a
             flat dict, which `torch.load(weights_only=True)` opens. "native": a checkpoint with a flat dict, which `load`

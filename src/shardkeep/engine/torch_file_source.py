@@ -73,7 +73,8 @@ class TorchFileSource(Source):
 
     def locate(self, tensors: IntArray) -> None:
         """Find out where the storages of these tensors begin: a header of unknown length stands before each."""
-        rows = concat_ranges(*chunk_rows(self.index, tensors)).tolist()
+        chunks = concat_ranges(*chunk_rows(self.index, tensors))
+        rows = chunks[self.index.chunks.start[chunks] < 0].tolist()
         unknown = {at: self.tensors[row].storage for row in rows if (at := self.position(row)) not in self.starts}
         for number in sorted({number for number, _ in unknown}):
             self._look_up(number, {at: name for at, name in unknown.items() if at[0] == number})
@@ -91,13 +92,15 @@ class TorchFileSource(Source):
         threads = min(len(storages), preferred_requests(self.store, 1))
         with closing(self.store.open(entry.name)) as reader, ThreadPoolExecutor(threads) as pool:
             view = view_of(reader, Item(number, 0, entry.nbytes, entry.name))
-            found = pool.map(lambda at: data_start(view, at[1], storages[at], where=entry.name), storages)
+            found = (pool.map if threads > 1 else map)(
+                lambda at: data_start(view, at[1], storages[at], where=entry.name), storages
+            )
             self.starts.update(zip(storages, found, strict=True))
 
     def strided(self, chunk: int) -> ArchivedTensor:
         """Return how a chunk lies in its file."""
         found = self.tensors[chunk]
-        return replace(found, start=self.starts[self.position(chunk)] + found.start)
+        return found._replace(start=self.starts[self.position(chunk)] + found.start)
 
     def selected(self, index: Index, chunks: IntArray) -> Source:
         """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""

@@ -232,7 +232,7 @@ class TorchSource(Source):
     def strided(self, chunk: int) -> ArchivedTensor | None:
         """Return how a chunk lies in its file; None for one that only torch can decode."""
         found = self.archived.get(chunk)
-        return found and replace(found, start=int(self.items.offset[chunk]) + found.start)
+        return found and found._replace(start=int(self.items.offset[chunk]) + found.start)
 
     def _tensor_of(self, chunk: int) -> int:
         return int(np.searchsorted(self.index.chunk_ends, chunk, "right"))

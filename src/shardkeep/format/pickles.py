@@ -284,11 +284,12 @@ def load_pickle(
     return made
 
 
-def check_expanded(value: Any, nbytes: int, *, where: str) -> None:
+def check_expanded(value: Any, nbytes: int, *, where: str, leaf: type | None = None) -> None:
     """
     Raise `MalformedFile` for a value of a pickle of `nbytes` that is far larger with every shared part written out.
 
     A pickle can refer to one list a thousand times, and that list to another one: copied, it would fill the memory.
+    Values of the class `leaf` are not copied.
     """
     left = max(_LEAST_EXPANDED_NBYTES, _EXPANDED_NBYTES * nbytes)
     sizes: dict[int, int] = {}
@@ -305,7 +306,7 @@ def check_expanded(value: Any, nbytes: int, *, where: str) -> None:
             parts = (value.start, value.stop, value.step)
         elif kind in (str, bytes, bytearray):
             left -= len(value)
-        elif kind not in (bool, float, type(None)):
+        elif kind not in (bool, float, type(None), leaf):
             if id(value) not in sizes:
                 try:
                     sizes[id(value)] = len(pickle.dumps(value))  # with shared parts once

@@ -18,7 +18,6 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -143,8 +142,7 @@ def _int(number: int) -> bytes:
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
 
 
-@dataclass(frozen=True)
-class ArchivedTensor:
+class ArchivedTensor(NamedTuple):
     """A strided tensor in an archive: where it lies, its dtype and shape."""
 
     dtype: DType
@@ -273,7 +271,7 @@ def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
         return None  # a tensor subclass, or a tensor with attributes
     if not isinstance(found, ArchivedTensor) or found.embedding() is None:
         return None
-    return replace(found, start=archive.entry(found.storage).start + found.start)
+    return found._replace(start=archive.entry(found.storage).start + found.start)
 
 
 class ArchivedState(NamedTuple):
@@ -301,7 +299,7 @@ def read_state(get: Get, nbytes: int, *, where: str) -> ArchivedState:
         )
     unknown: set[str] = set()
     value = archive.load(_MAX_STATE_NBYTES, unknown)
-    check_expanded(value, size, where=where)
+    check_expanded(value, size, where=where, leaf=ArchivedTensor)
     known = digest(repr(sorted(archive.entries.items())).encode() + archive.pickled())
     return ArchivedState(value, archive.entries, size, known, sorted(unknown))
 
