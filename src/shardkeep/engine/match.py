@@ -43,6 +43,8 @@ class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank found; sent to rank 0."""
 
     missing: list[str]
+    missing_values: list[str] = []
+    """Those of them that are no tensors."""
     mismatched: list[str]
     unused: list[tuple[str, str]]
     """Argument and pattern of patterns that match no name in this rank's state or in the checkpoint."""
@@ -147,6 +149,7 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
     consumed[[len(index.keys) + row for row in values.values()]] = True
     findings = RankFindings(
         missing=missing,
+        missing_values=[key for key in missing if key in description.values],
         mismatched=mismatched,
         unused=wishes.unused([*leaf_keys(description.tree), *tensor_rows, *value_rows]),
         consumed=np.packbits(consumed).tobytes(),
@@ -294,7 +297,10 @@ def _raise_if_wrong(
         return
     tensor_rows, value_rows = wishes.names(index)
     names = {*tensor_rows, *value_rows}
-    meant, hint = suggestions(missing, names)
+    values = {key for found in findings for key in found.missing_values}
+    of_tensors = suggestions([key for key in missing if key not in values], tensor_rows)
+    of_values = suggestions([key for key in missing if key in values], value_rows)
+    meant, hint = of_tensors[0] | of_values[0], of_tensors[1] or of_values[1]
     lines = [f"the checkpoint {where} does not fit the state:"]
     guessed = [f"{key} (did you mean {meant[key]!r}?)" if key in meant else key for key in missing]
     lines += _listed("missing from the checkpoint", guessed)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from heapq import nlargest
+from itertools import islice
 from typing import Any
 
 from shardkeep.errors import StateError
@@ -135,13 +136,14 @@ def unwrapped(name: str) -> str:
 
 
 def near_names(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Return the known names that are spelt like `word`: with as many dotted parts or, if there is none, with any number."""
+    """Return known names with as many dotted parts that are spelt like `word`, or that are the same but for a prefix."""
     names = list(known)
-    if len(names) > _MOST_SEARCHED:
-        parts = set(word.split("."))
-        names = nlargest(_MOST_SEARCHED, names, key=lambda name: len(parts.intersection(name.split("."))))
     level = [name for name in names if name.count(".") == word.count(".")]
-    return get_close_matches(word, level, most, cutoff) or get_close_matches(word, names, most, cutoff)
+    if len(level) > _MOST_SEARCHED:
+        parts = set(word.split("."))
+        level = nlargest(_MOST_SEARCHED, level, key=lambda name: len(parts.intersection(name.split("."))))
+    longer = (name for name in names if name.endswith(f".{word}") or word.endswith(f".{name}"))
+    return get_close_matches(word, level, most, cutoff) or list(islice(longer, most))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
