@@ -205,6 +205,19 @@ def test_models_of_hugging_face(tmp_path, form, where):
     opened.verify()
 
 
+@pytest.mark.parametrize("fault", ["lost", "misplaced", "elsewhere"])
+def test_an_index_that_is_wrong(tmp_path, fault):
+    """A file or key that is not where the index says, or is outside of the directory, is an error."""
+    (tmp_path / "model").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "model" / "a.bin")
+    torch.save({"v": torch.ones(2)}, tmp_path / "b.bin")
+    home = {"lost": "b.bin", "misplaced": "a.bin", "elsewhere": "../b.bin"}[fault]
+    index = {"weight_map": {"w": "a.bin", "v": home}}
+    (tmp_path / "model" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(sk.CheckpointError, match="'v'" if fault == "misplaced" else "b.bin"):
+        sk.open(tmp_path / "model")
+
+
 @pytest.mark.parametrize("layout", ["native", "dcp", "safetensors"])
 def test_a_file_becomes_a_checkpoint(capsys, tmp_path, layout):
     """`convert` keeps all of it, also parts of larger tensors, and `diff` with the file finds nothing."""
@@ -311,6 +324,17 @@ def test_classes_are_values_that_need_permission(tmp_path):
         assert again["keys"] == {torch.float32: torch.ones(1)}
 
 
+def test_a_class_that_is_not_here(tmp_path, monkeypatch):
+    """Permission does not help if a class cannot be imported: the error names the value, and the rest is read without it."""
+    torch.save({"w": torch.ones(3), "mine": Mine(3)}, tmp_path / "file.pt")
+    monkeypatch.delattr("tests.dcp.test_hostile_pickles.Mine")
+    with pytest.raises(sk.UnsupportedLeaf, match="'mine'"):
+        sk.open(tmp_path / "file.pt").to_dict(allow_pickle=True)
+    with pytest.raises(sk.UnsupportedLeaf, match="'mine'"):
+        sk.convert(tmp_path / "file.pt", tmp_path / "ck", allow_pickle=True)
+    assert sk.convert(tmp_path / "file.pt", tmp_path / "ck", drop="mine").tensors == 1
+
+
 def test_nothing_runs(tmp_path):
     """A pickle that would make a directory makes none, whatever is read; with permission it does: so it would have."""
     torch.save({"w": torch.ones(3), "x": Trap(str(tmp_path / "trap"))}, tmp_path / "file.pt")
@@ -333,7 +357,7 @@ def test_nothing_runs(tmp_path):
 def test_other_files_say_what_they_are(tmp_path, kind):
     """The old format, objects that are no dict, compiled programs and other archives: an error that says what to do."""
     file = tmp_path / "file.pt"
-    whole = {"module": torch.nn.Linear(2, 2), "tensor": torch.ones(3), "list": [torch.ones(2)]}
+    whole = {"module": torch.nn.Sequential(torch.nn.Linear(2, 2)), "tensor": torch.ones(3), "list": [torch.ones(2)]}
     torch.save(whole.get(kind, {"w": torch.ones(3)}), file, _use_new_zipfile_serialization=kind != "old")
     if kind == "program":
         quietly(torch.jit.save, quietly(torch.jit.script, torch.nn.ReLU()), file)
@@ -347,7 +371,7 @@ def test_other_files_say_what_they_are(tmp_path, kind):
         with zipfile.ZipFile(file, "a") as made, pytest.warns(UserWarning, match="Duplicate"):
             made.writestr("file/data/0", bytes(12))
     says = {
-        "old": r"before version 1\.6[\s\S]*torch\.save\(torch\.load\(", "module": "holds a torch.nn.modules.linear.Linear",
+        "old": r"before version 1\.6[\s\S]*torch\.save\(torch\.load\(", "module": "holds a torch.nn.modules.container.Sequential",
         "tensor": "holds a Tensor", "list": "holds a list",
     }  # fmt: skip
     expected = {"old": sk.UnsupportedVersion, "module": sk.StateError, "tensor": sk.StateError, "list": sk.StateError}

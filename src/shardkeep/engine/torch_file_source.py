@@ -190,7 +190,7 @@ def open_torch_files(place: ReadableStore, names: list[str], homes: Mapping[str,
             values=len(value_keys),
             tensor_bytes=sum(leaf.value.nbytes for leaf in stored.values()),
         ),
-        index=Blob(name=name, nbytes=sum(state.pickle_nbytes for state in states), checksum=together),
+        index=Blob(name=name, nbytes=0, checksum=together),
         files=files.entries,
     )
 
@@ -290,7 +290,11 @@ def _encoded(key: str, leaf: _Leaf, files: ItemFiles, loaded: dict[int, Any], op
         name = files.entries[leaf.file].name
         value: Any = _FileValue(getattr(files.store, "url", ""), name, leaf.path)
         if options.allow_pickle:
-            loaded[leaf.file] = loaded.get(leaf.file) or _load(files.store, name)
+            try:
+                loaded[leaf.file] = loaded.get(leaf.file) or _load(files.store, name)
+            except Exception as exc:  # a pickle runs code, and code may raise anything
+                hint = "all but such values can be read without allow_pickle"
+                raise errors.UnsupportedLeaf(f"{key!r}: torch cannot load {name}: {exc!r}", hint=hint, key=key) from exc
             value = reduce(lambda value, part: value[part], leaf.path, loaded[leaf.file])
         return encode_value(value, key=key, allow_pickle=True)
 

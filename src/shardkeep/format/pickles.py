@@ -257,14 +257,14 @@ def load_pickle(
     where: str,
     others: Callable[[], Names] = dict,
     persistent: Callable[[Any], Any] | None = None,
-    unknown: set[str] | None = None,
+    unknown: dict[str, None] | None = None,
 ) -> Any:
     """
     Read a pickle, with nothing behind it, that may contain `names`, and `others`, which are asked for if it has more.
 
     `persistent` returns the object for a persistent id; without it, such ids are refused. Raises `PickleRefused` if the
     pickle names anything else or has a class as a value, `MalformedFile` if it is none that any program writes. If
-    `unknown` is given, it gets other names, for which `Opaque` stands, and nothing is refused.
+    `unknown` is given, it gets other names, in order, for which `Opaque` stands, and nothing is refused.
     """
     end = end_of_pickle(data, where)
     if end != len(data):
@@ -346,7 +346,7 @@ class _Reader(pickle.Unpickler):
         given: NameTable,
         where: str,
         persistent: Callable[[Any], Any] | None,
-        unknown: set[str] | None,
+        unknown: dict[str, None] | None,
     ) -> None:
         super().__init__(io.BytesIO(raw))
         self._given = given
@@ -359,7 +359,7 @@ class _Reader(pickle.Unpickler):
             return self._given.find(module, name)
         except KeyError:
             if self._unknown is not None:
-                self._unknown.add(f"{module}.{name}")
+                self._unknown[f"{module}.{name}"] = None
                 return Opaque
             raise PickleRefused(
                 f"{self._where}: the pickle names {module}.{name}, which shardkeep does not load from a file",

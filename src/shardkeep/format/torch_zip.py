@@ -50,8 +50,7 @@ _UTF8, _SIZES_FOLLOW = 0x800, 0x8
 _DATA = b"archive/data/0"
 _END_NBYTES = _END64.size + _LOCATOR64.size + _END.size
 _MAX_DIRECTORY_NBYTES = 1 << 26
-_MAX_PICKLE_NBYTES = 1 << 26
-_MAX_STATE_NBYTES = 1 << 30
+_MAX_PICKLE_NBYTES = 1 << 30
 
 
 class ArchiveFrame(NamedTuple):
@@ -239,7 +238,7 @@ class _Archive:
         found = self.described()
         return self._get(found.start, found.nbytes)
 
-    def load(self, most_nbytes: int, unknown: set[str] | None = None) -> Any:
+    def load(self, unknown: dict[str, None] | None = None) -> Any:
         """Read the pickle, with an `ArchivedTensor` for each tensor; see `load_pickle` for `unknown`."""
         order = self.find("byteorder")
         big = order is not None and order.nbytes == 3 and self._get(order.start, 3) == b"big"
@@ -252,8 +251,9 @@ class _Archive:
             name = named.name if type(named) is _ClassRef else ""
             return _Storage(name, known, self.entries[known][1], big == (sys.byteorder == "little"))
 
-        if self.described().nbytes > most_nbytes:
-            raise MalformedFile(f"{self._where}: the pickle is too large", file=self._where)
+        if (size := self.described().nbytes) > _MAX_PICKLE_NBYTES:
+            why = f"{self._where}: a pickle of {size} bytes, more than {_MAX_PICKLE_NBYTES}"
+            raise MalformedFile(why, hint="load it with torch", file=self._where)
         names = {**plain_names(), **_NAMES}
         return load_pickle(self.pickled(), names, where=self._where, persistent=storage, unknown=unknown)
 
@@ -266,12 +266,13 @@ def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
     """Find the tensor in an archive; None for what only torch can read."""
     archive = _Archive(get, nbytes, where)
     try:
-        found = archive.load(_MAX_PICKLE_NBYTES)
+        found = archive.load()
     except (PickleRefused, MalformedFile):
         return None  # a tensor subclass, or a tensor with attributes
     if not isinstance(found, ArchivedTensor) or found.embedding() is None:
         return None
-    return found._replace(start=archive.entry(found.storage).start + found.start)
+    start = archive.entry(found.storage).start + found.start
+    return found._replace(start=start) if start + found.span <= nbytes else None
 
 
 class ArchivedState(NamedTuple):
@@ -281,27 +282,20 @@ class ArchivedState(NamedTuple):
     """Plain values, an `ArchivedTensor` for each tensor, and an `Opaque` for anything that only its class can rebuild."""
     entries: dict[str, tuple[int, int, int]]
     """The offset of the header, size and CRC-32 of each entry."""
-    pickle_nbytes: int
-    """Of the pickle."""
     digest: bytes
     """Of the directory and the pickle."""
     unknown: list[str]
-    """The classes and functions that an `Opaque` stands for."""
+    """The classes and functions that an `Opaque` stands for, in their order in the pickle."""
 
 
 def read_state(get: Get, nbytes: int, *, where: str) -> ArchivedState:
     """Read an archive of any state; the bytes of its tensors are not read."""
     archive = _Archive(get, nbytes, where)
-    size = archive.described().nbytes
-    if size > _MAX_STATE_NBYTES:
-        raise MalformedFile(
-            f"{where}: a pickle of {size} bytes, more than {_MAX_STATE_NBYTES}", hint="load it with torch", file=where
-        )
-    unknown: set[str] = set()
-    value = archive.load(_MAX_STATE_NBYTES, unknown)
-    check_expanded(value, size, where=where, leaf=ArchivedTensor)
-    known = digest(repr(sorted(archive.entries.items())).encode() + archive.pickled())
-    return ArchivedState(value, archive.entries, size, known, sorted(unknown))
+    unknown: dict[str, None] = {}
+    value, pickled = archive.load(unknown), archive.pickled()
+    check_expanded(value, len(pickled), where=where, leaf=ArchivedTensor)
+    known = digest(repr(sorted(archive.entries.items())).encode() + pickled)
+    return ArchivedState(value, archive.entries, known, list(unknown))
 
 
 def data_start(get: Get, at: int, name: str, *, where: str) -> int:
