@@ -30,6 +30,7 @@ SLOW = (
     "object_store/test_process_s3.py",
     "reports/test_lines.py",
     "manage/test_model.py",
+    "exchange/test_torch_files.py",
     "faults/test_concurrent.py",
 )
 """More than a quarter of a minute each, beside two others; the longest first."""

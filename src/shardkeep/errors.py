@@ -106,7 +106,7 @@ class BadState(StateError, RuntimeError):
 
 
 class MissingKey(BadState, KeyError):
-    """A state dict lacks a required key."""
+    """A state dict or a checkpoint lacks a key."""
 
 
 class UnsupportedValue(StateError, NotImplementedError):

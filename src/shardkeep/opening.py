@@ -27,6 +27,7 @@ from shardkeep.format.index import Index
 from shardkeep.format.record import Record
 from shardkeep.format.values import Node, decode_tree, decode_value, leaf_keys, unflatten
 from shardkeep.options import Options
+from shardkeep.state.patterns import did_you_mean
 from shardkeep.storage.base import Store, preferred_requests
 from shardkeep.storage.resolve import open_store
 
@@ -50,8 +51,8 @@ class VerifyReport:
 
 def open(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> Checkpoint:  # noqa: A001 - sk.open
     """
-    Open a checkpoint to look at it or to read parts of it: a native one, one of torch's layout, or a directory of
-    safetensors files (or a single file) as Hugging Face writes them.
+    Open a checkpoint to look at it or to read parts of it: a native one, one of torch's layout, a directory of
+    safetensors files (or a single file) as Hugging Face writes them, or a file of `torch.save`.
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
@@ -165,8 +166,21 @@ class Checkpoint(Mapping[str, Any]):
             return StoredTensor(self, key, tensor)
         if value is None:
             self._check_sorted()
-            raise KeyError(key)
+            raise self.missing_key(key)
         return decode_value(self.index.value_data.raw(value), key=key, allow_pickle=allow_pickle)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a tensor or a value, or `default` if there is none."""
+        return self[key] if key in self else default  # noqa: SIM401 - that is what this does
+
+    def missing_key(self, key: object) -> errors.MissingKey:
+        """Say that there is no item of this name, and which are below it or spelt like it."""
+        below = [name for name in self if name.startswith(f"{key}.")]
+        if below:
+            some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
+            many = "1 key" if len(below) == 1 else f"{len(below):,} keys"
+            return errors.MissingKey(f"{key!r} is not a key, but a prefix of {many}: {some}")
+        return errors.MissingKey(f"the checkpoint has no key {key!r}", hint=did_you_mean(str(key), self), key=str(key))
 
     def __repr__(self) -> str:
         totals = self.record.totals

@@ -193,7 +193,7 @@ def spoilt(folder, fault):
 FAULTS = {
     "absent": ("a", 1000, DynamicMeta := ours.DynamicMetaLoadPlanner, "there is no such file"),
     "cut short": ("a", 1000, DynamicMeta, "cut short"),
-    "flipped": ("a", 1000, DynamicMeta, "data/0 ['a'] has the checksum"),
+    "flipped": ("a", 1000, DynamicMeta, "they hold 'a'"),
     "hostile": ("a", 1000, DynamicMeta, "SHARDKEEP_ALLOW_PICKLE"),
     "missing key": ("b", 1000, DynamicMeta, "Missing key in checkpoint state_dict: b"),
     "other size": ("a", 999, DynamicMeta, "Size mismatch"),

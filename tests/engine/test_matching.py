@@ -158,6 +158,15 @@ def test_near_misses_are_suggested(saved):
         sk.load(state, saved)
 
 
+def test_suggestions_are_of_the_same_kind_and_depth(tmp_path):
+    """A tensor is suggested for a tensor, a value for a value, and neither one that lies deeper."""
+    sk.save({"rates": torch.ones(1), "rate": 1, "in": {"rates.x": torch.ones(1)}}, tmp_path / "ck")
+    with pytest.raises(sk.StateMismatch) as caught:
+        sk.load({"ratess": 0, "ratez": torch.ones(1), "in": {"ratesx": torch.ones(1)}}, tmp_path / "ck")
+    found = dict(re.findall(r"(\S+) \(did you mean '(.*)'\?\)", str(caught.value)))
+    assert found == {"ratess": "rate", "ratez": "rates"}
+
+
 def test_one_memory_cannot_take_two_tensors(saved):
     """A state that ties what the checkpoint has as two different tensors is an error that says how to choose."""
     one = torch.zeros(2, 3)

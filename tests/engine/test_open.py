@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.cli.main import main
 from shardkeep.engine import fill as slicing
 from shardkeep.options import Options
 from shardkeep.storage.memory import MemoryStore
@@ -70,6 +71,29 @@ def test_it_is_a_mapping_of_flat_names(opened):
     assert (opened.step, opened.meta, opened.record.world_size) == (4, {"lr": 0.1}, 1)
     assert "2 tensors" not in repr(opened)
     assert "3 tensors" in repr(opened)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("model.layers.0.wieght", "did you mean model.layers.0.weight"),
+        ("modle.layers.1.bias", "did you mean model.layers.1.bias"),
+        ("setp", r"did you mean step\?"),
+        ("layers.0.weight", "did you mean model.layers.0.weight"),
+        ("model.layers", "prefix of 4 keys: model.layers.0.bias, "),
+        ("nothing like it", "no key 'nothing like it'$"),
+    ],
+)
+def test_a_misspelt_key_is_answered_with_near_ones(tmp_path, capsys, asked, says):
+    """As on the command line: first those with as many parts; a prefix, with what is below it. It is still a KeyError."""
+    layers = {f"layers.{n}.{kind}": torch.zeros(1) for n in (0, 1) for kind in ("weight", "bias")}
+    sk.save({"model": layers, "step": 1, "steps.done": 2}, tmp_path / "ck")
+    with pytest.raises(KeyError, match=says) as caught:
+        sk.open(tmp_path / "ck")[asked]
+    assert isinstance(caught.value, sk.CheckpointError)
+    assert sk.open(tmp_path / "ck").get(asked, 5) == 5
+    assert main(["show", str(tmp_path / "ck"), asked]) == 2
+    assert caught.value.message in capsys.readouterr().err
 
 
 def test_a_tensor_knows_what_it_is_before_it_is_read(opened):

@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 import shardkeep as sk
+from shardkeep.cli.main import main
 from shardkeep.layouts import safetensors_publish
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits, random_tensor
@@ -147,6 +150,7 @@ def test_names_are_chosen_and_changed(tmp_path, how, names):
     ("how", "error", "says"),
     [
         ({"include": "model.lairs"}, sk.StateError, "lairs"),
+        ({"include": "modle"}, sk.StateError, "did you mean 'model'"),
         ({"exclude": "*"}, sk.StateError, "none"),
         ({"prefix": "nothing."}, sk.StateError, "nothing"),
         ({"rename": lambda _: "same"}, sk.KeyCollision, "same"),
@@ -163,6 +167,62 @@ def test_what_makes_no_sense_is_refused(tmp_path, how, error, says):
     with pytest.raises(error, match=says):
         sk.export(tmp_path / "ck", tmp_path / "hf", **how)
     assert not (tmp_path / "hf").exists() or not list((tmp_path / "hf").iterdir())
+
+
+class AppState(Stateful):
+    """The object of torch's tutorial: model and optimizer as one."""
+
+    def __init__(self, model, optimizer, **options):
+        self.parts, self.options = (model, optimizer), StateDictOptions(**options)
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(*self.parts, options=self.options)
+        return {"model": model, "optim": optimizer}
+
+
+def trained():
+    """A model and its optimizer after a step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("layout", ["dcp", "native"])
+@pytest.mark.parametrize("form", ["app", "app, flat", "lightning", "state dicts", "at the top", "optimizer alone"])
+def test_optimizer_state_is_not_exported(capsys, tmp_path, layout, form):
+    """
+    Wherever it stands, under whatever name, nested or flat: the files hold the model under its own names, and the report and
+    the command say what was left out. It is exported if it is asked for by name.
+    """
+    model, optimizer = trained()
+    app = AppState(model, optimizer, flatten_optimizer_state_dict=form == "app, flat").state_dict()
+    state, optimizers = {
+        "app": ({"app": app}, "app.optim"),
+        "app, flat": ({"app": app}, "app.optim"),
+        "lightning": ({"state_dict": app["model"], "optimizer_0": app["optim"]}, "optimizer_0"),
+        "state dicts": ({"model_state_dict": app["model"], "other": app["optim"]}, "other"),
+        "at the top": ({**app["model"], **app["optim"]}, "state"),
+        "optimizer alone": ({"w": torch.ones(2), "slow": {"state": app["optim"].get("state")}}, "slow"),
+    }[form]
+    write(state, tmp_path / "ck", layout)
+    report = sk.export(tmp_path / "ck", tmp_path / "hf")
+    assert report.skipped == {optimizers: 12}
+    expected = {"w": torch.ones(2)} if form == "optimizer alone" else model.state_dict()
+    assert {k: bits(v) for k, v in held_in(tmp_path / "hf").items()} == {k: bits(v) for k, v in expected.items()}
+    assert main(["export", str(tmp_path / "ck"), str(tmp_path / "again")]) == 0
+    assert f"left out: {optimizers} (12 tensors)" in capsys.readouterr().out
+    asked = sk.export(tmp_path / "ck", tmp_path / "asked", prefix="", include=f"{optimizers}.*exp_avg")
+    assert (asked.tensors, asked.skipped) == (4, {})
+
+
+def test_parts_beside_the_model_are_reported(tmp_path):
+    """Tensors outside of the model are not exported, and the report counts them, by part; what was excluded, it does not."""
+    state = training_state() | {"ema": {"a": torch.ones(2), "b": {"c": torch.ones(1)}}}
+    sk.save(state, tmp_path / "ck")
+    assert sk.export(tmp_path / "ck", tmp_path / "hf").skipped == {"optim": 1, "array": 1, "ema": 2}
+    assert sk.export(tmp_path / "ck", tmp_path / "2", exclude=["ema", "array"]).skipped == {"optim": 1}
 
 
 def test_plain_values_are_left_out_and_told(tmp_path):

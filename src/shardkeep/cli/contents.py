@@ -104,12 +104,8 @@ def find_item(checkpoint: Checkpoint, key: str) -> Item:
     """Return the item of a key; a `UsageError` names keys that are spelt alike or lie below it."""
     if item := next(iter_items(checkpoint, key.__eq__), None):
         return item
-    below = [name for name in checkpoint if name.startswith(f"{key}.")]
-    if below:
-        some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
-        raise out.UsageError(f"{key!r} is not a key, but a prefix of {out.format_count(len(below), 'key')}: {some}")
-    hint = out.did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
-    raise out.UsageError(f"the checkpoint has no key {key!r}", hint=hint)
+    missing = checkpoint.missing_key(key)
+    raise out.UsageError(missing.message, hint=missing.hint or "`shardkeep ls CHECKPOINT` lists its keys")
 
 
 def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:

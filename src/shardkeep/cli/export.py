@@ -24,7 +24,7 @@ _MIN_TIMED_S = 0.5
 
 
 @command(
-    argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files"),
+    argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, safetensors, or a .pt file"),
     argument("to", metavar="TO", help="a directory (hf), or a file (torch)"),
     argument("--format", choices=("hf", "torch", "native"), default="hf", help="what to write (default: hf)"),
     argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32: convert floating point weights"),
@@ -72,6 +72,9 @@ def export(args: argparse.Namespace) -> int:
     once = " and stored once" if args.format == "hf" else ""
     for name, owner in list(report.ties.items())[:_MAX_NAMED]:
         print(f"  {out.printable(name)} is tied to {out.printable(owner)}{once}")
+    if report.skipped:
+        names = [f"{name} ({out.format_count(many, 'tensor')})" for name, many in report.skipped.items()]
+        print(f"  left out: {_some(names)}")
     if report.left_out:
         out.echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
     if report.infinite:
@@ -84,7 +87,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 @command(
-    argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, or safetensors files"),
+    argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, safetensors, or a .pt file"),
     argument("to_path", metavar="TO", help="a directory"),
     argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO"),
     argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)"),

@@ -20,6 +20,7 @@ from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME
 from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.options import Options
+from shardkeep.state.patterns import prefixes_of
 from shardkeep.storage.resolve import open_store
 
 _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
@@ -122,7 +123,8 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     items = list(contents.iter_items(checkpoint, contents.key_filter(args.pattern, args.prefix)))
     if not items and (args.pattern or args.prefix):
         asked = args.prefix or args.pattern[0]
-        hint = out.did_you_mean(asked, checkpoint, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
+        known = prefixes_of(checkpoint)
+        hint = out.did_you_mean(asked, known, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
         raise out.UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
     if args.json:
         found = [contents.item_json(checkpoint, item, chunks=args.long) for item in items]

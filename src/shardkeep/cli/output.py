@@ -18,11 +18,10 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from heapq import nlargest
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from shardkeep.errors import CheckpointError
+from shardkeep.state import patterns
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,8 +30,6 @@ Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _MIN_COLUMN_WIDTH = 12
 """The least width of the column that a table shortens."""
-_MAX_CANDIDATES = 1000
-"""Names that `did_you_mean` compares by spelling, which is slow: those that share the most dotted parts with a word."""
 _SHOW_AFTER_S = 0.5
 """Work that takes less gets no progress bar."""
 
@@ -43,14 +40,7 @@ class UsageError(CheckpointError, ValueError):
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return a hint that names the known words that are spelt like `word`, or `otherwise` if there is none."""
-    names = list(known)
-    if len(names) > _MAX_CANDIDATES:
-        parts = set(word.split("."))
-        names = nlargest(_MAX_CANDIDATES, names, key=lambda name: len(parts.intersection(name.split("."))))
-    close = get_close_matches(word, names, n=3, cutoff=0.6)
-    if not close:
-        return otherwise
-    return f"did you mean {', '.join(close[:-1]) + ' or ' if close[:-1] else ''}{close[-1]}?"
+    return patterns.did_you_mean(word, known) or otherwise
 
 
 # -- streams

@@ -22,7 +22,7 @@ from shardkeep.codecs.base import WRAPPED
 from shardkeep.conversion.pipeline import Progress
 from shardkeep.conversion.select import cast_target, drop_leaves, select, selection_contents
 from shardkeep.conversion.to_file import write_torch_file
-from shardkeep.conversion.to_hf import model_files, names_in, tie_metadata, write_model, write_safetensors
+from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
 from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.engine.codecs import Codecs
@@ -32,7 +32,7 @@ from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, S
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import Node, decode_tree, decode_value, join
 from shardkeep.layouts import native, orphans
-from shardkeep.layouts.safetensors import INDEX_NAME
+from shardkeep.layouts.safetensors import INDEX_NAME, tie_metadata
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model
 from shardkeep.layouts.torch import is_data, is_metadata
 from shardkeep.options import Options
@@ -87,6 +87,11 @@ class ExportReport(_Report):
     ties: dict[str, str] = field(default_factory=dict)
     """Names of tensors that share the memory of another one. Hugging Face files hold only that one, from which a model
     with tied weights sets both."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """
+    Parts of the checkpoint that are not of the model, such as optimizer state, and the number of tensors in each. What
+    `include`, `exclude`, `rename` or a `prefix` left out is not listed.
+    """
     infinite: list[str] = field(default_factory=list)
     """Exported names of tensors with finite numbers that became infinite in the new dtype."""
 
@@ -113,7 +118,7 @@ def convert(
     `Options.host_budget_bytes`. What is written is read back and compared before it is committed.
 
     Args:
-        where: the checkpoint: native, torch's, or safetensors files.
+        where: the checkpoint: native, torch's, safetensors files, or a file of `torch.save`.
         to: where it goes: a path, a URL, or a store.
         layout: "native", "dcp" (torch's), or "safetensors".
         drop: names to leave out, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
@@ -226,8 +231,8 @@ def export(
     progress: Progress | None = None,
 ) -> ExportReport:
     """
-    Write the tensors of a checkpoint as a Hugging Face model, as one file for `torch.load`, or as a checkpoint of their
-    own; in one process.
+    Write the model of a checkpoint as a Hugging Face model, as one file for `torch.load`, or as a checkpoint of its own;
+    in one process. Optimizer state is left out, wherever it stands, unless `prefix` or `include` names it.
 
     Memory use is at most `Options.host_budget_bytes`, however large the checkpoint. What is written is read back and
     compared before it is published. If anything fails, `to` is as it was. A store cannot rename files, so a model that
@@ -235,7 +240,7 @@ def export(
     one request.
 
     Args:
-        where: the checkpoint: native, torch's, or safetensors files.
+        where: the checkpoint: native, torch's, safetensors files, or a file of `torch.save`.
         to: a file for "torch", else a directory; a path or a URL. For "hf" and "native" also a store.
         format: "hf": `model.safetensors`, or several files and `model.safetensors.index.json`. "torch": one file with a
             flat dict, which `torch.load(weights_only=True)` opens. "native": a checkpoint with a flat dict, which `load`
@@ -246,8 +251,8 @@ def export(
         exclude: not these names.
         rename: from a name without its prefix to the exported one, as in `load`: a mapping of names or dotted prefixes,
             pairs of regular expression and replacement, or a callable (None drops a name).
-        prefix: only names with this prefix, which is removed. None: `model.` if the state has a dict `model` at its top,
-            else no prefix.
+        prefix: only names with this prefix, which is removed. None: that of a dict `model`, `state_dict`,
+            `model_state_dict` or `module` at the top of the state, or in the only part of it that has one; else no prefix.
         config: a directory, or the URL of a place, with `config.json`: all files in it but weights are copied beside the
             model.
         overwrite: replace what is there: for "native" any checkpoint, for "hf" a model and nothing else.
@@ -311,6 +316,7 @@ def export(
         bytes_written=written.nbytes,
         seconds=time.perf_counter() - began,
         ties=chosen.ties,
+        skipped=chosen.skipped,
         left_out=list(chosen.values) if format == "hf" else [],
         infinite=sorted(name for name, part in chosen.tensors.items() if part.row in written.infinite),
         decrypted=_warn_if_decrypted(source, shown, target if codecs else None, options),

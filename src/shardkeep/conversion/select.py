@@ -19,10 +19,21 @@ from shardkeep.format.dtypes import DType, by_name
 from shardkeep.format.index import Index, build_index, checked_index, strings_of
 from shardkeep.format.values import Container, Node, decode_tree, encode_tree, join, leaf_keys
 from shardkeep.plan.load_plan import chunk_rows
-from shardkeep.state.patterns import Patterns, Renames, checked_patterns, closest, matcher, renamer
+from shardkeep.state.patterns import (
+    Patterns,
+    Renames,
+    checked_patterns,
+    closest,
+    matcher,
+    optimizer_names,
+    prefixes_of,
+    renamer,
+)
 
 _CAST = ("float16", "bfloat16", "float32", "float64")
 """Dtypes that are converted. Others stay: 8-bit floats, for example, come with scales."""
+_MODELS = ("model", "state_dict", "model_state_dict", "module")
+"""What frameworks and tutorials call a model in a checkpoint."""
 _SHORT = {
     "fp16": "float16",
     "half": "float16",
@@ -45,6 +56,8 @@ class Selection:
     """The keys of plain values, by their exported names."""
     names: list[str]
     """All names, in the order of the state."""
+    skipped: dict[str, int]
+    """Parts of the checkpoint that are not of the model, and the number of tensors in each."""
 
 
 def select(
@@ -59,21 +72,33 @@ def select(
     """Select what is exported; the arguments are those of `export`."""
     tree = decode_tree(index.tree)
     keys = list(leaf_keys(tree))
-    if prefix is None:
-        tops = tree.children if tree is not None else ()
-        prefix = "model." if any(part == "model" and node is not None for part, node in tops) else ""
+    start = _model_prefix(tree) if prefix is None else prefix
+    include = checked_patterns("include", include)
     wanted = name_filter(keys, "include", include)
     unwanted = name_filter(keys, "exclude", exclude) if exclude is not None else (lambda _: False)
     outside = renamer(rename)
+    # Optimizer state is no part of a model, unless the caller names it.
+    given = (start, *(include if isinstance(include, tuple) else ()))
+    optimizers = {
+        key: label
+        for key, label in optimizer_names(keys).items()
+        if not any(f"{each}.".startswith(f"{label}.") for each in given)
+    }
     names: dict[str, str] = {}
+    skipped: dict[str, int] = {}
     for key in keys:
-        if not key.startswith(prefix) or not wanted(key) or unwanted(key):
+        if not wanted(key) or unwanted(key):
             continue
-        name = outside(key[len(prefix) :])
+        if key in optimizers or not key.startswith(start):
+            if key in index.tensor_rows and (key in optimizers or prefix is None):
+                label = optimizers.get(key, key.partition(".")[0])
+                skipped[label] = skipped.get(label, 0) + 1
+            continue
+        name = outside(key[len(start) :])
         if name is None:
             continue
         if not isinstance(name, str) or not name:
-            raise StateError(f"rename gives {name!r} for {key[len(prefix) :]!r}, which is no name", key=key)
+            raise StateError(f"rename gives {name!r} for {key[len(start) :]!r}, which is no name", key=key)
         if name in names:
             raise KeyCollision(f"{names[name]!r} and {key!r} would both be called {name!r}", key=key)
         names[name] = key
@@ -95,12 +120,24 @@ def select(
         target = dtype if dtype is not None and stored.name in _CAST else stored
         tensors[name] = TensorPart(key, owner, whole(index.shape(row)), target)
     if not tensors:
-        begin = f" that begins with {prefix!r}" if prefix else ""
+        begin = f" that begins with {start!r}" if start else ""
+        other = "; left out: " + ", ".join(f"{label} ({n} tensors)" for label, n in skipped.items()) if skipped else ""
         raise StateError(
-            f"of {len(keys)} names, none{begin} is a tensor that was asked for",
+            f"of {len(keys)} names, none{begin} is a tensor that was asked for{other}",
             hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
         )
-    return Selection(tensors, ties, values, list(names))
+    return Selection(tensors, ties, values, list(names), skipped)
+
+
+def _model_prefix(tree: Node, *, outer: bool = True) -> str:
+    """Return the prefix of the model: a dict that has a usual name for one, at the top or in the only part that has one."""
+    parts = {str(part): node for part, node in (tree.children if tree is not None else ()) if node is not None}
+    if (found := next((name for name in _MODELS if name in parts), None)) is not None:
+        return f"{found}."
+    inside = [
+        f"{part}.{below}" for part, node in parts.items() if outer and (below := _model_prefix(node, outer=False))
+    ]
+    return inside[0] if len(inside) == 1 else ""
 
 
 def cast_target(dtype: object) -> DType | None:
@@ -122,7 +159,7 @@ def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[
     given = checked_patterns(argument, patterns)
     for pattern in given if isinstance(given, tuple) else ():
         if not any(map(matcher(pattern), keys)):
-            meant = closest(pattern, keys)
+            meant = closest(pattern, prefixes_of(keys))
             raise StateError(
                 f"{argument}: {pattern!r} matches no name of the checkpoint",
                 hint=f"did you mean {meant!r}?" if meant else f"it has {', '.join(map(repr, keys[:3]))} …",

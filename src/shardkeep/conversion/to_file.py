@@ -43,7 +43,7 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobReader, BlobWriter, ReadableStore, Replaces, Store, WritableStore, create_over
+from shardkeep.storage.base import BlobWriter, ReadableStore, Replaces, Store, WritableStore, create_over
 from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
@@ -325,15 +325,6 @@ def file_exists(path: str) -> bool:
         return os.path.exists(path)
     store, name = blob_location(path)
     return store.version(name) is not None
-
-
-def open_blob(url: str) -> BlobReader:
-    """Open a blob by its URL; `BlobNotFound` if it does not exist."""
-    store, name = blob_location(url)
-    try:
-        return store.open(name)
-    except errors.BlobNotFound as exc:
-        raise errors.BlobNotFound(f"{url}: there is no such file", name=name, errno=exc.errno) from exc
 
 
 def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> str:

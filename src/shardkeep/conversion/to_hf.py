@@ -176,18 +176,6 @@ def write_model_files(
     return infinite
 
 
-def tie_metadata(ties: Mapping[str, str]) -> dict[str, str]:
-    """Say in a header which names are tied, as the safetensors library does, except under names with a meaning."""
-    reserved = {
-        safetensors.FORMAT_KEY,
-        safetensors.CUSTOM_METADATA_KEY,
-        safetensors.SAVE_ID_KEY,
-        safetensors.FILE_COUNT_KEY,
-        safetensors.STATE_KEY,
-    }
-    return {name: owner for name, owner in ties.items() if name not in reserved}
-
-
 # -- all of a checkpoint -----------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,9 @@
 Fill tensors from an opened checkpoint of any layout: plan the load, plan each file's reads, execute them.
 
 Chunks whose elements lie in their file in row-major order, which are all of ours and most of others, go through the read
-pipeline, straight into place where that is possible. A chunk that torch stored with its axes in another order goes the
-same way, as a view with permuted axes. An item that a stream extension changed, or that is not a plain tensor, is read
-whole, and torch decodes it.
+pipeline, straight into place where that is possible. A chunk that torch stored with its axes in another order, or as a
+part of a larger tensor, goes the same way, as a box of that tensor. An item that a stream extension changed, or that is
+not a plain tensor, is read whole, and torch decodes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.index import build_index
 from shardkeep.format.record import Blob, Record, Totals, data_sizes
+from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Overlap, ReadRequests, Scatter, plan_files, plan_load
+from shardkeep.state.leaves import copy_bits
 from shardkeep.storage.base import preferred_requests
 
 Picks = tuple[AxisSlice, ...]
@@ -78,9 +80,14 @@ def fill(
     plan = plan_load(index, requests, sizes, aligned=source.aligned, complete=complete)
     scattered = {scatter.want for scatter in plan.scatters}
     memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
-    opaque = plan.opaque
-    if isinstance(source, torch_source.TorchSource):
-        opaque = [each for each in opaque if not _plan_permuted(source, each, into, plan.scatters, memory)]
+    opaque: list[Overlap] = []
+    spans: list[tuple[Overlap, ArchivedTensor]] = []
+    for part in plan.opaque:
+        found = source.strided(part.chunk)
+        if found is None:
+            opaque.append(part)
+        elif not _plan_strided(source, part, found, into, plan.scatters, memory):
+            spans.append((part, found))
     threads, window = _limits(source, into, options)
     plans = plan_files(plan.runs, plan.scatters, source.record.files, window_nbytes=window)
     start = int(first_file * len(plans))
@@ -94,6 +101,8 @@ def fill(
         window_nbytes=window,
         digests=source.digests,
     )
+    if spans:
+        nbytes += _fill_spans(source, spans, into, options)
     if not opaque or not isinstance(source, torch_source.TorchSource):
         return nbytes
     stored = _fill_decoded(source, opaque, into, options)
@@ -111,38 +120,62 @@ def _limits(source: Source, into: Sequence[torch.Tensor], options: Options) -> t
     return divide_budget(threads, options.host_budget_bytes, most, coded=coded)[:2]
 
 
-def _plan_permuted(
-    source: torch_source.TorchSource,
+def _plan_strided(
+    source: Source,
     part: Overlap,
+    found: ArchivedTensor,
     into: Sequence[torch.Tensor],
     scatters: list[Scatter],
     memory: dict[int, Scattered],
 ) -> bool:
-    """Plan to read a chunk whose axes are stored in another order; False for one that only torch can decode."""
-    found = source.archived[part.chunk]
-    if found is None:
+    """Plan to read a chunk that is a box of a larger array, its axes in any order; False for one that is none."""
+    embedding = found.embedding()
+    if embedding is None:
         return False
-    order = found.order
+    order, sizes = embedding
+    gaps = len(sizes) > len(order)
 
-    def permuted(numbers: Ints) -> Ints:
-        return tuple(numbers[axis] for axis in order)
+    def placed(numbers: Ints, *last: int) -> Ints:
+        return (*(numbers[axis] for axis in order), *(last if gaps else ()))
 
+    # A view with its axes in that order is a destination of its own.
     target = into[part.want][slices(part.target)].permute(order)
-    # A view with permuted axes is a destination of its own.
+    target = target.unsqueeze(-1) if gaps else target
     want = len(into) + len(memory)
     memory[want] = scattered_memory(target, to_torch(found.dtype))
     scatters.append(
         Scatter(
             file=int(source.index.chunks.file[part.chunk]),
-            start=int(source.items.offset[part.chunk]) + found.start,
-            shape=permuted(found.shape),
+            start=found.start,
+            shape=sizes,
             itemsize=found.dtype.itemsize,
-            source=Box(permuted(part.source.offsets), permuted(part.source.sizes)),
+            source=Box(placed(part.source.offsets, 0), placed(part.source.sizes, 1)),
             want=want,
             target=whole(tuple(target.shape)),
         )
     )
     return True
+
+
+def _fill_spans(
+    source: Source, parts: Sequence[tuple[Overlap, ArchivedTensor]], into: Sequence[torch.Tensor], options: Options
+) -> int:
+    """Read chunks that are no boxes of an array, or in another byte order, from their first wanted byte to the last."""
+    files, nbytes = torch_source.ItemFiles(source.store, {}), 0
+    for batch in torch_source.item_batches(parts, lambda each: each[1].span_of(each[0].source)[1]):
+        items = []
+        for part, found in batch:
+            begin, span = found.span_of(part.source)
+            name = source.record.files[int(source.index.chunks.file[part.chunk])].name
+            items.append(torch_source.Item(files.number(name), found.start + begin, span, name))
+        for (part, found), data in zip(batch, torch_source.read_items(files, items, options), strict=True):
+            nbytes += len(data)
+            if found.swapped:  # complex numbers by their halves
+                size = found.dtype.itemsize // (2 if found.dtype.name.startswith("complex") else 1)
+                np.frombuffer(data, f"u{size}").byteswap(inplace=True)
+            flat = torch.frombuffer(data, dtype=torch.uint8).view(to_torch(found.dtype))
+            copy_bits(into[part.want][slices(part.target)], flat.as_strided(part.source.sizes, found.strides))
+    return nbytes
 
 
 class _TensorRefused(PickleRefused, pickle.UnpicklingError):

@@ -132,6 +132,8 @@ class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank found; sent to rank 0."""
 
     missing: list[str]
+    missing_values: list[str] = []
+    """Those of them that are no tensors."""
     mismatched: list[str]
     unused: list[tuple[str, str]]
     """Argument and pattern of patterns that match no name in this rank's state or in the checkpoint."""
@@ -225,17 +227,34 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
                 mismatched.append(f"{key}: {what} checkpoint")
             else:
                 missing.append(key)
+    if missing and tensors:
+        tensors.update(_tied_rows(description, tensors, missing))
+        missing = [key for key in missing if key not in tensors]
     may_cast = (lambda _: bool(wishes.cast)) if isinstance(wishes.cast, bool) else matcher(wishes.cast)
     cast = _compare_tensors(index, description, tensors, may_cast, mismatched)
-    consumed[list(tensors.values())] = True
+    # A tensor that was loaded under one of its names is not unexpected under the others.
+    alias = np.asarray(index.tensors.alias, np.int64)
+    consumed[: len(alias)] |= np.isin(alias, alias[list(tensors.values())])
     consumed[[len(index.keys) + row for row in values.values()]] = True
     findings = RankFindings(
         missing=missing,
+        missing_values=[key for key in missing if key in description.values],
         mismatched=mismatched,
         unused=wishes.unused([*leaf_keys(description.tree), *tensor_rows, *value_rows]),
         consumed=np.packbits(consumed).tobytes(),
     )
     return Match(tensors, values, cast, findings)
+
+
+def _tied_rows(description: Description, tensors: dict[str, int], missing: list[str]) -> dict[str, int]:
+    """Return the rows of missing keys that share memory with a key that was found: writers store tied weights once."""
+    # Tensors without memory, on the meta device or with an empty shard, are tied if they are one object.
+    memory = {
+        key: id(description.leaves[description.keys[first]])
+        for key, first in zip(description.keys, description.alias.tolist(), strict=True)
+    }
+    found = {memory[key]: row for key, row in tensors.items()}
+    return {key: found[memory[key]] for key in missing if memory.get(key) in found}
 
 
 def _compare_tensors(
@@ -367,7 +386,10 @@ def _raise_if_wrong(
         return
     tensor_rows, value_rows = wishes.names(index)
     names = {*tensor_rows, *value_rows}
-    meant, hint = suggestions(missing, names)
+    values = {key for found in findings for key in found.missing_values}
+    of_tensors = suggestions([key for key in missing if key not in values], tensor_rows)
+    of_values = suggestions([key for key in missing if key in values], value_rows)
+    meant, hint = of_tensors[0] | of_values[0], of_tensors[1] or of_values[1]
     lines = [f"the checkpoint {where} does not fit the state:"]
     guessed = [f"{key} (did you mean {meant[key]!r}?)" if key in meant else key for key in missing]
     lines += _listed("missing from the checkpoint", guessed)

@@ -9,10 +9,12 @@ header does not match the commit record is not read any further.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +25,7 @@ from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, Ma
 from shardkeep.format import boxes, data_file
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
+from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.native import save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows
@@ -59,9 +62,15 @@ class Source:
 
     aligned: ClassVar[bool] = True
     """Whether every chunk begins at a multiple of its element size."""
+    repeated_nbytes: ClassVar[int] = 0
+    """How much larger than their files tensors may be, because they repeat elements."""
 
     def locate(self, tensors: boxes.IntArray) -> None:
         """Find out where the chunks of these tensors begin, as far as `index.chunks.start` does not say so yet."""
+
+    def strided(self, chunk: int) -> ArchivedTensor | None:  # noqa: ARG002 - all chunks of native files are row-major
+        """Return how a chunk lies in its file that is not stored in row-major order; None for one that only torch reads."""
+        return None
 
     def selected(self, index: Index, chunks: boxes.IntArray) -> Source:  # noqa: ARG002 - the index says it all
         """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
@@ -76,7 +85,7 @@ class Source:
         files = np.unique(index.chunks.file[boxes.concat_ranges(*chunk_rows(index, tensors))]).tolist()
         elements = np.asarray(index.tensors.shape[tensors], np.int64).prod(axis=1)
         wanted = sum((elements * boxes.ITEMSIZES[index.tensors.dtype[tensors]]).tolist())
-        if wanted > sum(sizes[files].tolist()):
+        if wanted > sum(sizes[files].tolist()) + self.repeated_nbytes:
             raise MalformedFile(f"{self.record.index.name}: tensors of {wanted} bytes, more than their files hold")
         for file in files:
             _open_or_explain(self.store, self.record.files[file], self.digests)[0].close()
@@ -121,6 +130,16 @@ def list_keys(keys: Iterable[str]) -> str:
     """Write a few keys in words."""
     found = list(dict.fromkeys(keys))
     return ", ".join(map(repr, found[:_MOST_NAMED])) + (" and others" if len(found) > _MOST_NAMED else "")
+
+
+def saved_at(store: ReadableStore, names: Collection[str]) -> str:
+    """Return when the last of these files of a place was written."""
+    if (path := base.local_path(store)) is not None:
+        times = [os.stat(os.path.join(path, name)).st_mtime for name in names]  # of what links lead to
+    else:
+        infos: Iterable[base.BlobInfo] = getattr(store, "list", tuple)()
+        times = [info.modified_s for info in infos if info.name in names]
+    return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
 
 
 def open_sized(store: ReadableStore, name: str, nbytes: int) -> base.BlobReader:

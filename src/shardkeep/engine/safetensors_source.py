@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import cached_property
 from operator import add
 from typing import ClassVar
@@ -27,7 +26,7 @@ import msgspec
 import numpy as np
 
 from shardkeep import errors
-from shardkeep.engine.reader import FoundCheckpoint, Source
+from shardkeep.engine.reader import FoundCheckpoint, Source, saved_at
 from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import DType, Ints
@@ -39,7 +38,7 @@ from shardkeep.layouts import safetensors as layout
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobInfo, ReadableStore, Store, is_single_file, local_path, parent_of, with_any_names
+from shardkeep.storage.base import ReadableStore, Store, is_single_file, local_path, parent_of, with_any_names
 from shardkeep.storage.local import LocalStore, PathStore
 from shardkeep.storage.resolve import open_store
 
@@ -354,37 +353,46 @@ def open_shards(folder: ModelDirectory, headers: list[layout.SafetensorsFile]) -
     return _checkpoint(folder, headers, catalog_of(headers), None).open(Options())
 
 
-def _folder(store: Store) -> ModelDirectory | None:
-    """Return the files of a place, and the store that opens them by name."""
+def single_file(store: Store, suffixes: tuple[str, ...]) -> tuple[Store, str] | None:
+    """Return the file that a place is: its directory, and its name there. In a store its name must end with a suffix."""
     if local_path(store) is not None:
-        if is_single_file(store):
-            where, name = os.path.split(os.path.abspath(store.url))
-            if name in (RECORD_NAME, METADATA_NAME):
-                raise errors.CheckpointNotFound(
-                    f"{store.url} is a file of a checkpoint, and not the checkpoint",
-                    hint=f"give its directory: {where}",
-                )
-            return _found(ModelDirectory(where, {name: name}, None, LocalStore(where, foreign=True)))
-        try:
-            local = list_model(store)
-        except errors.BlobNotFound:
+        if not is_single_file(store):
             return None
-        # By their names in the directory, which may still be temporary ones.
-        files = {name: os.path.basename(path) for name, path in local.files.items()}
-        index = None if local.index is None else os.path.basename(local.index)
-        return _found(ModelDirectory(local.path, files, index, with_any_names(store)))
-    seen = _found(list_model(store))
+        where, name = os.path.split(os.path.abspath(store.url))
+        if name in (RECORD_NAME, METADATA_NAME):
+            raise errors.CheckpointNotFound(
+                f"{store.url} is a file of a checkpoint, and not the checkpoint",
+                hint=f"give its directory: {where}",
+            )
+        return LocalStore(where, foreign=True), name
     above, _, name = store.url.rpartition("/")
-    if seen is not None or not name.endswith(layout.SUFFIX) or "://" not in above:
-        return seen
-    # The place may itself be a safetensors blob. The store's own parent has the options that it was opened with.
+    if not name.endswith(suffixes) or "://" not in above:
+        return None
+    # The store's own parent has the options that it was opened with.
     parent = parent_of(store)
     place = open_store(above, direct=False) if parent is None else parent[0]
     try:
         place.open(name).close()
     except errors.BlobNotFound:
         return None
-    return ModelDirectory(place.url, {name: name}, None, place)
+    return place, name
+
+
+def _folder(store: Store) -> ModelDirectory | None:
+    """Return the files of a place, and the store that opens them by name."""
+    if (single := single_file(store, (layout.SUFFIX,))) is not None:
+        place, name = single
+        return _found(ModelDirectory(place.url, {name: name}, None, place))
+    if local_path(store) is None:
+        return _found(list_model(store))
+    try:
+        local = list_model(store)
+    except errors.BlobNotFound:
+        return None
+    # By their names in the directory, which may still be temporary ones.
+    files = {name: os.path.basename(path) for name, path in local.files.items()}
+    index = None if local.index is None else os.path.basename(local.index)
+    return _found(ModelDirectory(local.path, files, index, with_any_names(store)))
 
 
 def _found(folder: ModelDirectory) -> ModelDirectory | None:
@@ -407,22 +415,17 @@ def _checkpoint(
     if folder.index is not None:
         with closing(folder.opens.open(name)) as reader:
             nbytes = reader.nbytes
-    names = {file.path for file in headers}
-    if local_path(folder.opens) is not None:
-        times = [os.stat(os.path.join(folder.path, path)).st_mtime for path in names]
-    else:
-        infos: Iterable[BlobInfo] = getattr(folder.opens, "list", tuple)()
-        times = [info.modified_s for info in infos if info.name in names]
+    ties = kept.ties if kept else _dropped_names(headers, catalog)
     record = Record(
         format=FORMAT,
         save_id=save_id or checksum_text(together)[-20:],
         step=kept.step if kept else None,
-        saved_at=datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds"),
+        saved_at=saved_at(folder.opens, {file.path for file in headers}),
         writer="shardkeep" if kept else "unknown",
         world_size=1,
         meta=kept.meta if kept else {},
         totals=Totals(
-            tensors=len(catalog) + (len(kept.ties) if kept else 0),
+            tensors=len(catalog) + len(ties),
             chunks=sum(len(stored.chunks) for stored in catalog.values() if all(stored.shape)),
             values=len(kept.values) if kept else 0,
             tensor_bytes=sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in catalog.values()),
@@ -435,14 +438,19 @@ def _checkpoint(
     )
 
     def open_files(_: Options) -> Source:
-        index = _index(catalog, kept, [entry.name for entry in record.files])
+        index = _index(catalog, kept, ties, [entry.name for entry in record.files])
         return SafetensorsSource(store=folder.opens, record=record, index=index, seen={f.path: f for f in headers})
 
     return FoundCheckpoint(record, open_files)
 
 
-def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) -> Index:
-    ties = dict(kept.ties) if kept else {}
+def _dropped_names(headers: Iterable[layout.SafetensorsFile], catalog: Catalog) -> dict[str, str]:
+    """Return the names that a writer left out because another name has the same tensor, as `safetensors.save_model` does."""
+    said = {name: owner for file in headers for name, owner in layout.tie_metadata(file.metadata).items()}
+    return {name: owner for name, owner in said.items() if owner in catalog and name not in catalog}
+
+
+def _index(catalog: Catalog, kept: layout.HeaderState | None, ties: Mapping[str, str], files: list[str]) -> Index:
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
     if lost := sorted(owner for key, owner in ties.items() if owner not in catalog or key in catalog):
@@ -457,7 +465,7 @@ def _index(catalog: Catalog, kept: layout.HeaderState | None, files: list[str]) 
     values = kept.values if kept else {}
     value_keys = sorted(values, key=str.encode)
     # Without a saved tree: a flat dict of all tensors, in the order of the files.
-    flat = Container("dict", tuple((key, None) for key in catalog))
+    flat = Container("dict", tuple((key, None) for key in (*catalog, *ties)))
     tree = kept.tree if kept else encode_tree(flat)
     return build_index(
         keys=keys,

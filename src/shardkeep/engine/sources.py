@@ -1,9 +1,10 @@
 """
-Find a checkpoint and open it as a `Source`: native, torch's layout, or safetensors files as Hugging Face writes them.
+Find a checkpoint and open it as a `Source`: native, torch's layout, safetensors files, or files of `torch.save`.
 
 A save in one layout removes the commit marker of the other. A directory that has both markers was left by a save that died
 just before that; the marker that was written last counts. Safetensors files count only where nothing was committed,
-because data files of the native layout are safetensors files, too.
+because data files of the native layout are safetensors files, too. Of a Hugging Face model that has both, safetensors files
+count, as in transformers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from shardkeep.engine.codecs import open_chains
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.engine.safetensors_source import find_safetensors
+from shardkeep.engine.torch_file_source import FORMAT as TORCH_FILE
+from shardkeep.engine.torch_file_source import find_torch_file, find_torch_model
 from shardkeep.engine.torch_source import find_torch
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
 from shardkeep.format.record import FORMAT as NATIVE
@@ -33,9 +36,10 @@ def find(store: Store) -> FoundCheckpoint:
         missing = CheckpointNotFound(f"{store.url}: no checkpoint")
     except CheckpointNotFound as exc:
         missing = exc
-    if (found := find_safetensors(store)) is None:
-        raise missing
-    return found
+    for look in (find_torch_file, find_safetensors, find_torch_model):
+        if (found := look(store)) is not None:
+            return found
+    raise missing
 
 
 def find_committed(store: Store) -> FoundCheckpoint:
@@ -87,7 +91,11 @@ def open_identified(store: Store, identity: Identity, options: Options) -> Sourc
     layout, checksum, record = identity
     if layout == NATIVE:
         return open_native(store, msgspec.json.decode(record, type=Record), options)
-    found = find_safetensors(store) if layout == SAFETENSORS else find_torch(store)
+    found: FoundCheckpoint | None
+    if layout == TORCH_FILE:
+        found = find_torch_file(store) or find_torch_model(store)
+    else:
+        found = find_safetensors(store) if layout == SAFETENSORS else find_torch(store)
     if found is None or found.record.index.checksum != checksum:
         raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
     return found.open(options)

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from functools import cached_property
 from itertools import groupby
 from typing import IO, Any, ClassVar, NamedTuple, TypeVar
@@ -29,8 +28,8 @@ import numpy as np
 
 from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
-from shardkeep.engine.reader import DigestCache, FoundCheckpoint, Source, list_keys, read_files
-from shardkeep.engine.workers import WINDOW_NBYTES, divide_budget
+from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source, list_keys, read_files, saved_at
+from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
@@ -41,7 +40,7 @@ from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
-from shardkeep.storage.base import BlobInfo, BlobReader, ReadableStore, preferred_requests, with_any_names
+from shardkeep.storage.base import BlobReader, ReadableStore, preferred_requests, with_any_names
 from shardkeep.storage.buffers import address_of
 
 log = logging.getLogger("shardkeep")
@@ -230,6 +229,11 @@ class TorchSource(Source):
                 if found.is_row_major:
                     start[row] = self.items.offset[row] + found.start
 
+    def strided(self, chunk: int) -> ArchivedTensor | None:
+        """Return how a chunk lies in its file; None for one that only torch can decode."""
+        found = self.archived.get(chunk)
+        return found and found._replace(start=int(self.items.offset[chunk]) + found.start)
+
     def _tensor_of(self, chunk: int) -> int:
         return int(np.searchsorted(self.index.chunk_ends, chunk, "right"))
 
@@ -269,7 +273,8 @@ class TorchSource(Source):
         """Verify the checksums in the archives of a file without digests. What an extension changed cannot be verified."""
         if self.record.files[file].block_nbytes:
             return None
-        return bad_archives(self.files, [item for item, descriptors in self._items_in(file) if not descriptors])
+        items = [item for item, descriptors in self._items_in(file) if not descriptors]
+        return bad_archives(self.files, items, self.keys_at)
 
     def _items_in(self, file: int) -> Iterator[tuple[Item, tuple[str, ...]]]:
         """Yield the items of a file, and the stream extensions of each."""
@@ -291,13 +296,11 @@ def find_torch(store: ReadableStore) -> FoundCheckpoint:
     metadata = layout.decode_torch_metadata(data, where=layout.METADATA_NAME)
     checksum = checksum_text(digest(data))
     writers = [rank for rank in map(layout.writer_rank, _file_names(metadata)) if rank is not None]
-    infos: Iterable[BlobInfo] = getattr(store, "list", tuple)()
-    seconds = next((info.modified_s for info in infos if info.name == layout.METADATA_NAME), 0.0)
     entries = metadata.tensors.values()
     record = Record(
         format=FORMAT,
         save_id=metadata.save_id or checksum[-20:],
-        saved_at=datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds"),
+        saved_at=saved_at(store, [layout.METADATA_NAME]),
         writer="shardkeep" if metadata.sums else "torch",
         world_size=max(writers, default=0) + 1,
         totals=Totals(
@@ -509,7 +512,7 @@ def _views(
     for group in groups:
         first, last = items[group[0]], items[group[-1]]
         if first.nbytes > _SMALL_NBYTES:
-            yield group[0], _ends_view(reader, first)
+            yield group[0], view_of(reader, first)
             continue
         data = _bytes(reader, first.offset, last.offset + last.nbytes - first.offset)
         for row in group:
@@ -521,10 +524,11 @@ def _views(
             yield row, get
 
 
-def _ends_view(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
-    head = _bytes(reader, item.offset, _HEAD_NBYTES)
-    tail_at = item.nbytes - _TAIL_NBYTES
-    tail = _bytes(reader, item.offset + tail_at, _TAIL_NBYTES)
+def view_of(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
+    """Give access to an item's bytes: its two ends are read first."""
+    head = _bytes(reader, item.offset, min(item.nbytes, _HEAD_NBYTES))
+    tail_at = max(0, item.nbytes - _TAIL_NBYTES)
+    tail = _bytes(reader, item.offset + tail_at, item.nbytes - tail_at)
 
     def get(at: int, size: int) -> bytes:
         stop = min(at + size, item.nbytes)
@@ -543,44 +547,53 @@ def _bytes(reader: BlobReader, offset: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[errors.CheckpointError]:
+def bad_archives(files: ItemFiles, items: Sequence[Item], keys_at: KeysAt) -> Iterator[errors.CheckpointError]:
     """
-    Compare archives with the CRC-32 checksums in them: all there is to verify where a file has no digests.
+    Compare archives in a file with the CRC-32 checksums in them: all there is to verify where a file has no digests.
 
     With `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
     """
-    buffer = memoryview(bytearray(WINDOW_NBYTES))
-    for item in items:
-        name = files.entries[item.file].name
-        try:
-            with closing(files.store.open(name)) as reader:
-                bad = _bad_part(reader, item, f"{name} ({item.key!r} at offset {item.offset})", buffer)
-        except errors.DamagedCheckpoint as exc:
-            yield exc
-            continue
-        if bad is not None:
-            yield errors.ChecksumMismatch(
-                f"{name}: bytes {item.offset + bad.start} to {item.offset + bad.start + bad.nbytes} have another CRC-32"
-                f" than their archive says; they hold {item.key!r}",
-                hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
-                file=name,
-                offset=item.offset + bad.start,
-                key=item.key,
-            )
+    if not items:
+        return
+    name, found, parts = files.entries[items[0].file].name, list[errors.CheckpointError](), list[ArchiveEntry]()
 
-
-def _bad_part(reader: BlobReader, item: Item, where: str, buffer: memoryview) -> ArchiveEntry | None:
-    def get(at: int, nbytes: int) -> bytes:
-        return _bytes(reader, item.offset + at, max(0, min(nbytes, item.nbytes - at)))
-
-    for part in stored_parts(get, item.nbytes, where=where):
-        if part.crc and part.start + part.nbytes > item.nbytes:
-            raise errors.MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
+    def check(part: ArchiveEntry, buffer: memoryview) -> bool:
         crc = 0
-        for at in range(0, part.nbytes if part.crc else 0, len(buffer)):
+        for at in range(0, part.nbytes, len(buffer)):
             window = buffer[: min(len(buffer), part.nbytes - at)]
-            reader.read_into(item.offset + part.start + at, window)
+            reader.read_into(part.start + at, window)
             crc = zlib.crc32(window, crc)
         if crc != part.crc:
-            return part
-    return None
+            start, stop = part.start, part.start + part.nbytes
+            keys = keys_at(items[0].file, start, stop)
+            found.append(
+                errors.ChecksumMismatch(
+                    f"{name}: bytes {start} to {stop} ({part.name}) have another CRC-32 than their archive says; they hold {keys}",
+                    hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
+                    file=name,
+                    offset=start,
+                    key=keys,
+                )
+            )
+        return True
+
+    with closing(files.store.open(name)) as reader:
+        for item in items:
+            try:
+                entries = stored_parts(
+                    view_of(reader, item), item.nbytes, where=f"{name} ({item.key!r} at {item.offset})"
+                )
+            except errors.DamagedCheckpoint as exc:
+                found.append(exc)
+                continue
+            if any(entry.crc and entry.start + entry.nbytes > item.nbytes for entry in entries):
+                why = f"{name}: an archive with an entry that reaches out of it ({item.key!r})"
+                found.append(errors.MalformedFile(why, file=name, key=item.key))
+            else:  # a checksum of 0 means that torch was configured to write none
+                parts += [entry._replace(start=item.offset + entry.start) for entry in entries if entry.crc]
+        options = Options()
+        threads, window = divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[
+            :2
+        ]
+        run_workers(parts, check, threads=min(threads, len(parts)) or 1, buffer_nbytes=window)
+    yield from found

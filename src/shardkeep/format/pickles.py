@@ -15,6 +15,7 @@ import decimal
 import fractions
 import gc
 import io
+import itertools
 import pathlib
 import pickle
 import pickletools
@@ -209,11 +210,31 @@ def _guard(kind: type, make: Callable[[], Any] | None) -> type:
     return _Unchangeable(kind.__name__, (), {"__slots__": (), "__new__": __new__})
 
 
+class _OpaqueType(type):
+    __setattr__ = __delattr__ = _refuse_change
+
+
+class Opaque(metaclass=_OpaqueType):
+    """Stands for what a name that is not known makes: takes every argument and state, and keeps nothing of it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_args: Any, **_named: Any) -> Any:
+        return object.__new__(cls)
+
+    def _take(self, *_: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _take
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 # No program writes these. With the last, nested tuples take exponentially long to hash.
 _REFUSED = frozenset({"PERSID", "INST", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "DUP"})
 _MAX_INT_TEXT = 32
+_LEAST_EXPANDED_NBYTES, _EXPANDED_NBYTES = 32 << 20, 16
+_MAX_DEPTH = 100
 
 
 def load_pickle(
@@ -223,12 +244,14 @@ def load_pickle(
     where: str,
     others: Callable[[], Names] = dict,
     persistent: Callable[[Any], Any] | None = None,
+    unknown: dict[str, None] | None = None,
 ) -> Any:
     """
     Read a pickle, with nothing behind it, that may contain `names`, and `others`, which are asked for if it has more.
 
     `persistent` returns the object for a persistent id; without it, such ids are refused. Raises `PickleRefused` if the
-    pickle names anything else or has a class as a value, `MalformedFile` if it is none that any program writes.
+    pickle names anything else or has a class as a value, `MalformedFile` if it is none that any program writes. If
+    `unknown` is given, it gets other names, in order, for which `Opaque` stands, and nothing is refused.
     """
     end = end_of_pickle(data, where)
     if end != len(data):
@@ -236,16 +259,56 @@ def load_pickle(
     given = NameTable(names, len(data), others)
     try:
         with collector_paused():
-            made = _Reader(data, given, where, persistent).load()
+            made = _Reader(data, given, where, persistent, unknown).load()
     except PickleRefused:
         raise
     except Exception as exc:
         said = exc.message if isinstance(exc, MalformedFile) else str(exc)
         raise MalformedFile(f"{where}: not a readable pickle: {said}", file=where) from exc
     name = given.left_behind()
-    if name is not None:
+    if name is not None and unknown is None:
         raise PickleRefused(f"{where}: the pickle has {name} itself as a value", file=where, name=name)
     return made
+
+
+def check_expanded(value: Any, nbytes: int, *, where: str, leaf: type | None = None) -> None:
+    """
+    Raise `MalformedFile` for a value of a pickle of `nbytes` that is far larger with every shared part written out.
+
+    A pickle can refer to one list a thousand times, and that list to another one: copied, it would fill the memory.
+    Values of the class `leaf` are not copied.
+    """
+    left = max(_LEAST_EXPANDED_NBYTES, _EXPANDED_NBYTES * nbytes)
+    sizes: dict[int, int] = {}
+
+    def spend(value: Any, depth: int) -> None:
+        nonlocal left
+        kind = type(value)
+        parts: Any = ()
+        if isinstance(value, dict):
+            parts = itertools.chain(value, value.values())
+        elif kind in (list, tuple, set, frozenset):
+            parts = value
+        elif kind is slice:
+            parts = (value.start, value.stop, value.step)
+        elif kind in (str, bytes, bytearray):
+            left -= len(value)
+        elif kind not in (bool, float, type(None), leaf):
+            if id(value) not in sizes:
+                try:
+                    sizes[id(value)] = len(pickle.dumps(value))  # with shared parts once
+                except Exception:  # noqa: BLE001 - what stands for something else; it is not copied
+                    sizes[id(value)] = 0
+            left -= sizes[id(value)]
+        left -= _EXPANDED_NBYTES
+        if left < 0 or depth > _MAX_DEPTH:
+            raise MalformedFile(
+                f"{where}: values that are larger, or nested deeper, than any program writes", file=where
+            )
+        for part in parts:
+            spend(part, depth + 1)
+
+    spend(value, 0)
 
 
 def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: str) -> Any:
@@ -264,16 +327,27 @@ def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: st
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, raw: bytes, given: NameTable, where: str, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        raw: bytes,
+        given: NameTable,
+        where: str,
+        persistent: Callable[[Any], Any] | None,
+        unknown: dict[str, None] | None,
+    ) -> None:
         super().__init__(io.BytesIO(raw))
         self._given = given
         self._where = where
         self._persistent = persistent
+        self._unknown = unknown
 
     def find_class(self, module: str, name: str, /) -> Any:
         try:
             return self._given.find(module, name)
         except KeyError:
+            if self._unknown is not None:
+                self._unknown[f"{module}.{name}"] = None
+                return Opaque
             raise PickleRefused(
                 f"{self._where}: the pickle names {module}.{name}, which shardkeep does not load from a file",
                 hint="if you trust the file: import that class and call torch.serialization.add_safe_globals([it])",

@@ -8,7 +8,7 @@ Archives of `torch.save`: zip files whose entries are not compressed, so that th
     directory of the archive
 
 `frame_tensor` makes the bytes before and after those of a tensor; `find_tensor` finds the bytes in an archive that torch
-wrote. Neither needs torch.
+wrote; `read_state` reads an archive of any state, with an `ArchivedTensor` for each tensor. None of them needs torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import math
 import struct
 import sys
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from shardkeep.errors import MalformedFile, PickleRefused
+from shardkeep.format.boxes import Box, Ints, strides_of, whole
+from shardkeep.format.data_file import digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
-from shardkeep.format.pickles import load_pickle, plain_names
+from shardkeep.format.pickles import Opaque, check_expanded, load_pickle, plain_names
+from shardkeep.format.values import TorchRef
 
 Get = Callable[[int, int], bytes]
 """Returns bytes of an archive, given offset and length."""
@@ -48,7 +50,7 @@ _UTF8, _SIZES_FOLLOW = 0x800, 0x8
 _DATA = b"archive/data/0"
 _END_NBYTES = _END64.size + _LOCATOR64.size + _END.size
 _MAX_DIRECTORY_NBYTES = 1 << 26
-_MAX_PICKLE_NBYTES = 1 << 26
+_MAX_PICKLE_NBYTES = 1 << 30
 
 
 class ArchiveFrame(NamedTuple):
@@ -139,29 +141,60 @@ def _int(number: int) -> bytes:
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
 
 
-@dataclass(frozen=True)
-class ArchivedTensor:
-    """A dense tensor in an archive: where it lies, its dtype and shape."""
+class ArchivedTensor(NamedTuple):
+    """A strided tensor in an archive: where it lies, its dtype and shape."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    """Its axes in the order of its elements in memory, the slowest first."""
+    shape: Ints
+    strides: Ints
+    """The distance between neighbours along each axis, in elements."""
     start: int
-    """Where its bytes begin in the archive."""
+    """Where its first element begins: in the archive, or, of what `read_state` returns, in its storage."""
+    storage: str = ""
+    """The entry that holds its elements."""
+    swapped: bool = False
+    """Whether its elements are in the byte order of another machine."""
+
+    @property
+    def nbytes(self) -> int:
+        """What its elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its elements lie in row-major order."""
-        return self.order == tuple(range(len(self.order)))
+        """Whether its elements lie end to end in row-major order, as this machine has them."""
+        steps = zip(self.shape, self.strides, strides_of(self.shape), strict=True)
+        return 0 in self.shape or (not self.swapped and all(step == dense for n, step, dense in steps if n > 1))
 
+    @property
+    def span(self) -> int:
+        """The bytes from its first element to its last."""
+        return self.span_of(whole(self.shape))[1]
 
-class _Form(NamedTuple):
-    dtype: DType
-    key: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    def span_of(self, box: Box) -> tuple[int, int]:
+        """Return where a box begins, counted from the first element of the tensor, and what it spans, in bytes."""
+        size, axes = self.dtype.itemsize, list(zip(box.offsets, box.sizes, self.strides, strict=True))
+        span = 1 + sum((n - 1) * step for _, n, step in axes) if box.volume else 0
+        return sum(at * step for at, _, step in axes) * size, span * size
+
+    def embedding(self) -> tuple[Ints, Ints] | None:
+        """
+        Return how the tensor is a box, at the origin, of a dense row-major array: its axes in the order of their strides,
+        and the sizes of that array. The array has one axis more if elements have gaps between them. None if it is none.
+        """
+        axes = sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis] if self.shape[axis] > 1 else 0)
+        long = [axis for axis in axes if self.shape[axis] > 1]
+        sizes = [1] * len(axes)
+        for at, (axis, inner) in enumerate(pairwise(long)):
+            step, below = self.strides[axis], self.strides[inner]
+            if not below or step % below or step < below * self.shape[inner]:
+                return None
+            sizes[at + 1] = step // below
+        gap = self.strides[long[-1]] if long else 1
+        if self.swapped or not gap:
+            return None
+        sizes[:1] = [self.shape[axis] for axis in long[:1]] or sizes[:1]
+        return tuple(axes), (*sizes, gap) if gap > 1 else tuple(sizes)
 
 
 class ArchiveEntry(NamedTuple):
@@ -181,6 +214,8 @@ class _Archive:
         self._where = where
         self.entries = _entries(get, nbytes, where)
         self.root = next(iter(self.entries), "/").partition("/")[0]
+        if f"{self.root}/constants.pkl" in self.entries:  # which torch would load with another loader
+            raise MalformedFile(f"{where}: a compiled program of torch.jit, no archive of torch.save", file=where)
 
     def find(self, name: str) -> ArchiveEntry | None:
         """Return an entry, given its name below the root."""
@@ -189,13 +224,7 @@ class _Archive:
 
     def entry(self, key: str) -> ArchiveEntry:
         at, nbytes, crc = self.entries[key]
-        header = self._get(at, _LOCAL.size)
-        if header[:4] != b"PK\3\4":
-            raise MalformedFile(
-                f"{self._where}: the archive's directory points at no entry", file=self._where, offset=at
-            )
-        *_, name, extra = _LOCAL.unpack(header)
-        return ArchiveEntry(key, at + _LOCAL.size + int(name) + int(extra), nbytes, crc)
+        return ArchiveEntry(key, data_start(self._get, at, key, where=self._where), nbytes, crc)
 
     def described(self) -> ArchiveEntry:
         """Return the entry of the pickle."""
@@ -204,37 +233,86 @@ class _Archive:
             raise MalformedFile(f"{self._where}: no archive of torch.save", file=self._where)
         return found
 
+    def pickled(self) -> bytes:
+        """Return the pickle."""
+        found = self.described()
+        return self._get(found.start, found.nbytes)
+
+    def load(self, unknown: dict[str, None] | None = None) -> Any:
+        """Read the pickle, with an `ArchivedTensor` for each tensor; see `load_pickle` for `unknown`."""
+        order = self.find("byteorder")
+        big = order is not None and order.nbytes == 3 and self._get(order.start, 3) == b"big"
+
+        def storage(pid: Any) -> _Storage:
+            kind, named, key, _, _ = pid
+            known = f"{self.root}/data/{key}"
+            if kind != "storage" or known not in self.entries:
+                raise MalformedFile(f"there is no storage {key!r} in the archive")
+            name = named.name if type(named) is _ClassRef else ""
+            return _Storage(name, known, self.entries[known][1], big == (sys.byteorder == "little"))
+
+        if (size := self.described().nbytes) > _MAX_PICKLE_NBYTES:
+            why = f"{self._where}: a pickle of {size} bytes, more than {_MAX_PICKLE_NBYTES}"
+            raise MalformedFile(why, hint="load it with torch", file=self._where)
+        names = {**plain_names(), **_NAMES}
+        return load_pickle(self.pickled(), names, where=self._where, persistent=storage, unknown=unknown)
+
 
 def _archive_in(data: bytes, where: str) -> _Archive:
     return _Archive(lambda at, nbytes: data[at : at + nbytes], len(data), where)
 
 
 def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
-    """Find the tensor in an archive; None for what only torch can read: not dense, or in another byte order."""
+    """Find the tensor in an archive; None for what only torch can read."""
     archive = _Archive(get, nbytes, where)
-    described, order = archive.described(), archive.find("byteorder")
-    little = order is None or get(order.start, order.nbytes) == b"little"
-    if described.nbytes > _MAX_PICKLE_NBYTES or little != (sys.byteorder == "little"):
-        return None
     try:
-        raw = get(described.start, described.nbytes)
-        form = load_pickle(raw, _NAMES, where=where, persistent=lambda pid: pid)
+        found = archive.load()
     except (PickleRefused, MalformedFile):
         return None  # a tensor subclass, or a tensor with attributes
-    axes = _dense_order(form) if isinstance(form, _Form) else None
-    stored = archive.find(f"data/{form.key}") if axes is not None else None
-    # A part of a larger storage is left to torch.
-    if axes is None or stored is None or form.offset or stored.start + stored.nbytes > nbytes:
+    if not isinstance(found, ArchivedTensor) or found.embedding() is None:
         return None
-    if stored.nbytes < math.prod(form.shape) * form.dtype.itemsize:
-        return None
-    return ArchivedTensor(form.dtype, form.shape, axes, stored.start)
+    start = archive.entry(found.storage).start + found.start
+    return found._replace(start=start) if start + found.span <= nbytes else None
+
+
+class ArchivedState(NamedTuple):
+    """What an archive holds, without the bytes of its tensors."""
+
+    value: Any
+    """Plain values, an `ArchivedTensor` for each tensor, and an `Opaque` for anything that only its class can rebuild."""
+    entries: dict[str, tuple[int, int, int]]
+    """The offset of the header, size and CRC-32 of each entry."""
+    digest: bytes
+    """Of the directory and the pickle."""
+    unknown: list[str]
+    """The classes and functions that an `Opaque` stands for, in their order in the pickle."""
+
+
+def read_state(get: Get, nbytes: int, *, where: str) -> ArchivedState:
+    """Read an archive of any state; the bytes of its tensors are not read."""
+    archive = _Archive(get, nbytes, where)
+    unknown: dict[str, None] = {}
+    value, pickled = archive.load(unknown), archive.pickled()
+    check_expanded(value, len(pickled), where=where, leaf=ArchivedTensor)
+    known = digest(repr(sorted(archive.entries.items())).encode() + pickled)
+    return ArchivedState(value, archive.entries, known, list(unknown))
+
+
+def data_start(get: Get, at: int, name: str, *, where: str) -> int:
+    """Return where the bytes of an entry begin, by its header at `at`."""
+    header = get(at, _LOCAL.size + len(name.encode()))
+    if header[:4] != b"PK\3\4" or header[_LOCAL.size :].decode(errors="replace") != name:
+        raise MalformedFile(f"{where}: the archive's directory points at no entry", file=where, offset=at)
+    *_, name_nbytes, extra_nbytes = _LOCAL.unpack(header[: _LOCAL.size])
+    return at + _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
 
 
 def read_object(data: bytes, *, where: str) -> Any:
     """Rebuild an object of plain values; raise `PickleRefused` or `MalformedFile` for anything else."""
     described = _archive_in(data, where).described()
-    return load_pickle(data[described.start :][: described.nbytes], plain_names(), where=where)
+    value = load_pickle(data[described.start :][: described.nbytes], {**plain_names(), **_VALUES}, where=where)
+    check_expanded(value, described.nbytes, where=where)
+    return value
 
 
 def is_archive(data: bytes) -> bool:
@@ -243,7 +321,7 @@ def is_archive(data: bytes) -> bool:
         archive = _archive_in(data, "an object")
     except MalformedFile:
         return False
-    return f"{archive.root}/data.pkl" in archive.entries and f"{archive.root}/constants.pkl" not in archive.entries
+    return f"{archive.root}/data.pkl" in archive.entries
 
 
 def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
@@ -300,45 +378,63 @@ def _wide_sizes(extra: bytes) -> tuple[int, ...]:
     return ()
 
 
-def _dense_order(form: _Form) -> tuple[int, ...] | None:
-    """Return the axes from the slowest to the fastest if the elements are contiguous in some order of axes."""
-    in_order = tuple(range(len(form.shape)))
-    if math.prod(form.shape) == 0:
-        return in_order
-    # Axes of one element may have any stride.
-    axes = sorted(in_order, key=lambda axis: (-form.strides[axis] if form.shape[axis] > 1 else 0, axis))
-    long = [axis for axis in axes if form.shape[axis] > 1]
-    step = 1
-    for axis in reversed(long):
-        if form.strides[axis] != step:
-            return None
-        step *= form.shape[axis]
-    return in_order if long == sorted(long) else tuple(axes)
+class _ClassRef(NamedTuple):
+    """Stands for a class of torch's that is an argument of a call."""
+
+    name: str
 
 
-def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Form | None:
+class _Storage(NamedTuple):
+    name: str
+    """Of its class; empty for one that is not known."""
+    key: str
+    nbytes: int
+    swapped: bool
+
+
+def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
     """Stand for torch's functions; the rest is (requires_grad, hooks[, dtype][, state])."""
-    kind, name, key, _, _ = storage
+    if type(storage) is not _Storage or not storage.name:
+        return Opaque()
     numbers = (offset, *shape, *strides)
-    if kind != "storage" or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
-        return None
-    if name == "UntypedStorage":
+    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise MalformedFile(f"a tensor of {shape} elements at {offset}, with strides {strides}")
+    dtype: Any = TorchRef("dtype", (_STORAGES.get(storage.name, ""),))
+    if storage.name == "UntypedStorage":
         dtype, rest = rest[2], rest[:2] + rest[3:]
-    else:
-        dtype = _STORAGES[name]
-    if any(rest[2:]):  # a conjugated or negated view
-        return None
-    return _Form(by_name(dtype), str(key), offset, tuple(shape), tuple(strides))
+    if any(rest[2:]) or type(dtype) is not TorchRef:  # a conjugated or negated view, or a dtype that is not known
+        return Opaque()
+    kind = by_name(str(dtype.parts[0]))
+    found = ArchivedTensor(
+        kind, tuple(shape), tuple(strides), offset * kind.itemsize, storage.key, storage.swapped and kind.itemsize > 1
+    )
+    if found.nbytes and found.start + found.span > storage.nbytes:
+        raise MalformedFile(f"a tensor of {shape} elements does not fit the {storage.nbytes} bytes of {storage.key}")
+    return found
 
 
+def _rebuild_from_type(rebuild: Any, kind: Any, args: Any, _attributes: Any) -> Any:
+    """Stand for torch's function for subclasses, and for tensors with attributes, which are not kept."""
+    return rebuild(*args) if type(kind) is _ClassRef else Opaque()
+
+
+_VALUES: dict[tuple[str, str], Any] = {
+    **{("torch", row.name): TorchRef("dtype", (row.name,)) for row in DTYPES},
+    ("torch", "Size"): lambda numbers=(): TorchRef("Size", tuple(numbers)),
+    ("torch", "device"): lambda *parts: TorchRef("device", (":".join(map(str, parts)),)),
+    ("torch.serialization", "_get_layout"): lambda name: TorchRef("layout", (str(name).removeprefix("torch."),)),
+}
 _NAMES: dict[tuple[str, str], Any] = {
+    **_VALUES,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): lambda form, *_: form,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch.storage", "UntypedStorage"): "UntypedStorage",
-    **{("torch", storage): storage for storage in _STORAGES},
-    **{("torch", row.name): row.name for row in DTYPES},
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
+    ("torch", "Tensor"): _ClassRef("Tensor"),
+    ("torch.nn.parameter", "Parameter"): _ClassRef("Parameter"),
+    ("torch.storage", "UntypedStorage"): _ClassRef("UntypedStorage"),
+    **{("torch", storage): _ClassRef(storage) for storage in _STORAGES},
 }
 
 

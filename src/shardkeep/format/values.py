@@ -265,6 +265,13 @@ class EnumRef:
     """None where a named member's value is no plain data."""
 
 
+class TorchRef(NamedTuple):
+    """A value of torch's that is encoded without torch: one of the kinds below, and its parts."""
+
+    kind: str
+    parts: tuple[Any, ...]
+
+
 class _Kind(NamedTuple):
     """How one type becomes an array of parts and comes back."""
 
@@ -286,6 +293,8 @@ def _to_parts(value: Any) -> tuple[int, list[Any] | None]:
         return _ENUM, [kind.__module__, kind.__qualname__, value.name, value.value]
     if kind is EnumRef:
         return _ENUM, [value.module, value.qualname, value.name, value.value]
+    if kind is TorchRef:
+        return _TORCH[value.kind], list(value.parts)
     if isinstance(value, np.dtype):
         described = _described(value)
         return _DTYPE, None if described is None else [described]

@@ -247,6 +247,15 @@ def marked_name(name: str, save_id: str) -> str:
 
 STATE_KEY = "shardkeep.state"
 _VERSION = 1
+_RESERVED = frozenset({FORMAT_KEY, CUSTOM_METADATA_KEY, SAVE_ID_KEY, FILE_COUNT_KEY, STATE_KEY})
+
+
+def tie_metadata(ties: Mapping[str, str]) -> dict[str, str]:
+    """
+    Return the ties that metadata can name as the safetensors library does: a name that was left out, and the tensor
+    that it shares. Keys with another meaning name no tie.
+    """
+    return {name: owner for name, owner in ties.items() if name not in _RESERVED}
 
 
 class HeaderState(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,12 @@ Pure functions of strings; this module does not import torch.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from heapq import nlargest
+from itertools import islice
 from typing import Any
 
 from shardkeep.errors import StateError
@@ -26,8 +28,11 @@ Renames = (
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MOST_GUESSED = 20
-_MOST_SEARCHED = 20_000
+_MOST_SEARCHED = 1000
+"""Names that are compared by spelling, which is slow: those that share the most dotted parts with a word."""
 _MOST_PREFIXES = 4
+_MOMENT = re.compile(r"(max_)?exp_(avg|inf)(_sq)?(_row|_col)?|momentum_buffer|(square|grad)_avg|acc_delta").fullmatch
+"""What torch's optimizers call the tensors of their state."""
 
 
 def checked_patterns(argument: str, patterns: Any) -> tuple[str, ...] | Callable[[str], bool] | None:
@@ -130,11 +135,50 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def near_names(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return known names with as many dotted parts that are spelt like `word`, or that are the same but for a prefix."""
+    names = list(known)
+    level = [name for name in names if name.count(".") == word.count(".")]
+    if len(level) > _MOST_SEARCHED:
+        parts = set(word.split("."))
+        level = nlargest(_MOST_SEARCHED, level, key=lambda name: len(parts.intersection(name.split("."))))
+    longer = (name for name in names if name.endswith(f".{word}") or word.endswith(f".{name}"))
+    return get_close_matches(word, level, most, cutoff) or list(islice(longer, most))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint that names the known words that are spelt like `word`; empty if there is none."""
+    *others, last = near_names(word, known) or [""]
+    return f"did you mean {', '.join(others) + ' or ' if others else ''}{last}?" if last else ""
+
+
 def closest(name: str, present: Collection[str]) -> str | None:
     """Return the present name most similar to `name`, if any is similar."""
-    if len(present) > _MOST_SEARCHED:
-        return None
-    return next(iter(difflib.get_close_matches(name, present, n=1, cutoff=0.75)), None)
+    return next(iter(near_names(name, present, most=1, cutoff=0.75)), None)
+
+
+def optimizer_names(names: Iterable[str]) -> dict[str, str]:
+    """
+    Return the names that are optimizer state by their form, wherever it stands, each with what to call that optimizer.
+
+    The form is torch's: `param_groups`, beside `state.<parameter>.<key>`, or such a key alone. What else lies beside them
+    belongs to the optimizer if that is called one.
+    """
+    split = {name: name.split(".") for name in names}
+    roots: set[tuple[str, ...]] = set()
+    for parts in split.values():
+        for at, part in enumerate(parts):
+            if part == "param_groups" or (part == "state" and at + 2 < len(parts) and _MOMENT(parts[-1])):
+                roots.add(tuple(parts[:at]))
+                break
+    found: dict[str, str] = {}
+    for name, parts in split.items() if roots else ():
+        for at, part in enumerate(parts):
+            is_named = at > 0 and "optim" in parts[at - 1].lower()
+            if (is_named or part in ("state", "param_groups")) and tuple(parts[:at]) in roots:
+                found[name] = ".".join(parts[:at]) or part
+                break
+    return found
 
 
 def prefixes_of(names: Iterable[str]) -> set[str]:

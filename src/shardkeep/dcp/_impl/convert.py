@@ -15,12 +15,10 @@ import math
 import os
 import pickle
 import threading
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,19 +42,18 @@ from shardkeep.dcp._impl.plans import (
 )
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
-from shardkeep.engine.workers import divide_budget, run_workers
+from shardkeep.engine.torch_file_source import ZIP, open_torch_files
+from shardkeep.engine.torch_source import Item, ItemFiles, bad_archives, view_of
 from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
 from shardkeep.format.data_file import MAX_BLOCK_NBYTES
 from shardkeep.format.dtypes import of_torch, to_torch
-from shardkeep.format.torch_zip import ArchiveEntry, stored_parts
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
-from shardkeep.storage.base import BlobReader
 from shardkeep.storage.buffers import view_memory
 from shardkeep.storage.file_systems import BlobInput
-from shardkeep.storage.local import PathStore
+from shardkeep.storage.local import LocalStore
 
 _MOST_ELEMENTS = 1 << 58
 """No file is large enough for more."""
@@ -194,14 +191,13 @@ def _check_chunks(key: str, entry: Any) -> None:
 
 # -- a file of torch.save, opened --------------------------------------------------------------------------------------
 
-_ZIP = b"PK\3\4"
 _READ_AHEAD_NBYTES = 1 << 20
 _WINDOW_NBYTES = 32 << 20
 """Large, because each window is a plan for the storage reader."""
 _LEAST_WINDOW_NBYTES = 1 << 20
 
 
-def load_torch_file(path: str | os.PathLike[str]) -> Any:
+def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
     """
     Return the contents of a file of `torch.save`, on the CPU. Tensors are mapped: their bytes are read on access.
 
@@ -210,74 +206,40 @@ def load_torch_file(path: str | os.PathLike[str]) -> Any:
     """
     blob = isinstance(path, str) and to_file.is_blob_url(path)
     where = os.fspath(path) if blob else os.path.abspath(to_file.file_path(path))
+    place, name = (
+        to_file.blob_location(where)
+        if blob
+        else (LocalStore(os.path.dirname(where), foreign=True), os.path.basename(where))
+    )
+    files = ItemFiles(place, {})
     try:
         if not blob and not os.path.isfile(where):
             raise errors.BlobNotFound(f"{where}: there is no such file", file=where)
-        reader = to_file.open_blob(where) if blob else PathStore(direct=False).open(where)
+        item = Item(files.number(name), 0, files.entries[0].nbytes, where)
+        reader = place.open(name)
     except errors.BlobNotFound as exc:
         raise errors.CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
 
     def opened() -> Any:
         return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES) if blob else where
 
+    def keys_at(*at: int) -> str:
+        with suppress(errors.CheckpointError):  # the file is damaged, and the keys are only for the message
+            return open_torch_files(place, [name], {}, name).open(Options()).keys_at(*at)
+        return "no tensor that can be named"
+
     with closing(reader):
-        archive = _read(reader, 0, len(_ZIP)) == _ZIP
-        if archive:
-            _check(reader, where, opened)
+        archive = view_of(reader, item)(0, len(ZIP)) == ZIP
+        for bad in bad_archives(files, [item], keys_at) if archive else ():
+            raise bad
         how = {"archive": archive, "mmap": archive and not blob}
-        return load_safely(opened, where, {"file": where}, map_location="cpu", **how)
-
-
-def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
-    state = load_torch_file(path)
+        state = load_safely(opened, where, {"file": where}, map_location="cpu", **how)
     if not isinstance(state, dict):
         raise errors.BrokenProtocol(
             f"{os.fspath(path)} holds a {type(state).__qualname__}, and not a dict",
             hint="load the file, put its value into a dict, and save that",
         )
     return state
-
-
-def _read(reader: BlobReader, at: int, nbytes: int) -> bytes:
-    data = bytearray(max(0, min(nbytes, reader.nbytes - at)))
-    reader.read_into(at, memoryview(data))
-    return bytes(data)
-
-
-def _check(reader: BlobReader, where: str, opened: Callable[[], Any]) -> None:
-    """Check that `torch.save` can have written an archive, and compare all entries with their checksums, on threads."""
-    entries = stored_parts(partial(_read, reader), reader.nbytes, where=where)
-    # Torch would load a compiled program with another loader.
-    if any(entry.name.endswith("/constants.pkl") for entry in entries):
-        raise errors.MalformedFile(f"{where}: an archive that torch.save did not write", file=where)
-    if outside := [entry.name for entry in entries if entry.start + entry.nbytes > reader.nbytes]:
-        raise errors.MalformedFile(f"{where}: {outside[0]} reaches past the end of the file", file=where)
-    options = Options()
-    threads, window = divide_budget(options.io_threads, options.host_budget_bytes)[:2]
-
-    def check(entry: ArchiveEntry, buffer: memoryview) -> bool:
-        found = 0
-        for at in range(0, entry.nbytes, window):
-            view = buffer[: min(window, entry.nbytes - at)]
-            reader.read_into(entry.start + at, view)
-            found = zlib.crc32(view, found)
-        if found != entry.crc:
-            keys = []
-            with suppress(Exception):  # the file is damaged, and the keys are only for the message
-                flat, _ = flatten_state_dict(load_safely(opened, where, {}, archive=True, map_location="meta"))
-                stored = {key: each.untyped_storage() for key, each in flat.items() if isinstance(each, torch.Tensor)}
-                keys = [key for key, each in stored.items() if getattr(each, "_checkpoint_offset", None) == entry.start]
-            raise errors.ChecksumMismatch(
-                f"{where}: {entry.name} {keys} has the checksum {found:08x}, the file says {entry.crc:08x}",
-                hint="the file was damaged after it was written: copy it again",
-                file=where,
-                keys=keys,
-                offset=entry.start,
-            )
-        return True
-
-    # A checksum of 0 means that torch was configured to write none.
-    run_workers([entry for entry in entries if entry.crc], check, threads=threads, buffer_nbytes=window)
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
