@@ -278,6 +278,53 @@ def test_policies_prune(tmp_path: Path) -> None:
     assert [event.step for event in heard if isinstance(event, Pruned)][:3] == [1, 5, 6]
 
 
+def test_a_metric_that_no_save_has_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is probably misspelt: a warning at the first save without it suggests the near one, and all are kept."""
+    losses = {1: 3.0, 2: 2.0, 3: 4.0, 4: 1.0}
+    with checkpointer(tmp_path, every_steps=1, keep_last=1, keep_best=("val/loss", 1)) as ckpt:
+        for step, loss in losses.items():
+            ckpt.step(step, state_at(step), metrics={"val_loss": loss, "lr": 0.1})
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2, 3, 4]
+        with pytest.raises(sk.CheckpointNotFound, match="no checkpoint has the metric 'val/loss'") as caught:
+            ckpt.restore_best(empty_state())
+        assert "lr, val_loss" in str(caught.value)
+        ckpt.step(5, state_at(5), metrics={"val/loss": 9.0})  # those without it are still kept
+        ckpt.step(6, state_at(6), metrics={"val/loss": 8.0})
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2, 3, 4, 6]
+    [said] = [each.getMessage() for each in caplog.records if "no metric" in each.message]
+    assert said.startswith("step 1 has no metric 'val/loss'")
+    assert "it has 'val_loss', 'lr': is keep_best='val_loss' meant?" in said
+    with checkpointer(tmp_path, every_steps=1, keep_best=sk.KeepBest("val_loss", 2, keep_missing=False)) as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.step(7, state_at(7))
+        ckpt.wait()
+        assert ckpt.all_steps() == [2, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [("val/loss", "min"), ("evalLoss", "min"), ("test_perplexity", "min"), ("mean_squared_error", "min"),
+     ("acc", "max"), ("top5_acc1", "max"), ("valAccuracy", "max"), ("macro-F1", "max"), ("bleu4", "max"),
+     ("reward", "max"), ("score", ""), ("neg_mean_squared_error", ""), ("reward_loss", ""), ("lossless_ratio", "")],
+)  # fmt: skip
+def test_which_is_better_is_told_from_the_name_or_required(tmp_path: Path, metric: str, mode: Any) -> None:
+    """A name that says nothing, or two things, needs a mode: a wrong guess would keep the worst."""
+    if not mode:
+        for make in (lambda: sk.Checkpointer(tmp_path, keep_best=(metric, 2)), lambda: sk.KeepBest(metric)):
+            with pytest.raises(sk.StateError, match="lowest or the highest"):
+                make()
+        mode = "max"
+    best = sk.KeepBest(metric, mode=mode)
+    assert best.mode == mode
+    with checkpointer(tmp_path, every_steps=1, keep_best=best) as ckpt:
+        for step, value in enumerate([2.0, 1.0, 3.0], start=1):
+            ckpt.step(step, state_at(step), metrics={metric: value})
+        ckpt.wait()
+        assert ckpt.best_step() == (2 if mode == "min" else 3)
+
+
 def test_data_then_commit_then_pointer_then_prune(tmp_path: Path) -> None:
     """In that order, and nothing is deleted before the new checkpoint is there."""
     root = far_root(inner=LocalStore(tmp_path))

@@ -12,6 +12,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,7 +123,8 @@ class Checkpointer:
             template: the name of a step's checkpoint.
             keep_last: keep this many of the newest.
             keep_every: keep those whose step is a multiple of it.
-            keep_best: keep the best by a metric: "loss", ("loss", 3), ("accuracy", 3, "max").
+            keep_best: keep the best by a metric: "loss", ("loss", 3), ("score", 3, "max"), or a `KeepBest`. Checkpoints
+                without the metric are kept too.
             keep_hours: keep those saved within this many hours.
             retention: a policy of your own. A checkpoint is kept if any of these wants it, if it is pinned, or if it is
                 the newest. Without any of them, all are kept.
@@ -419,8 +421,17 @@ class Checkpointer:
         As in `restore_latest`, a damaged checkpoint is skipped, and the next best is tried.
         """
         best = self._best_by(metric, mode)
-        what = f"the best checkpoint by {best.metric}"
-        return self._restore(state, what, lambda: best.ranked(self._readable_committed()), load_options)
+
+        def choose() -> list[Entry]:
+            found = self._readable_committed()
+            known = {name for entry in found for name in entry.metrics}
+            if found and best.metric not in known:
+                where, have = " and ".join(self._tiers.urls), ", ".join(sorted(known)) or "none"
+                hint = f"they have {have}; restore_latest() needs no metric"
+                raise CheckpointNotFound(f"{where}: no checkpoint has the metric {best.metric!r}", hint=hint)
+            return best.ranked(found)
+
+        return self._restore(state, f"the best checkpoint by {best.metric}", choose, load_options)
 
     @property
     def last_restore(self) -> Restored | None:
@@ -528,8 +539,9 @@ class Checkpointer:
     def _best_by(self, metric: str | None, mode: Mode | None) -> KeepBest:
         if metric is None and self._best is None:
             raise StateError("which metric?", hint='give metric="loss", or keep_best to the Checkpointer')
-        known = self._best if self._best is not None and metric in (None, self._best.metric) else None
-        return KeepBest(metric or (known.metric if known else ""), mode=mode or (known.mode if known else "min"))
+        if self._best is not None and metric in (None, self._best.metric):
+            return replace(self._best, mode=mode or self._best.mode)
+        return KeepBest(metric or "", mode=mode)
 
     def _not_found(self, step: int) -> CheckpointNotFound:
         have = ", ".join(map(str, self.all_steps()[-20:])) or "none"

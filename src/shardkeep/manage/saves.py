@@ -26,6 +26,7 @@ from shardkeep.manage.replicate import ReplicationTerms, Replicator
 from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy
 from shardkeep.saving import run_save, start_save
+from shardkeep.state.patterns import closest
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.cancel import run_with_deadline
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
@@ -135,6 +136,8 @@ class Saves:
         self._tiers, self._catalog = tiers, tiers.near
         self._ranks, self._retry_policy, self._max_in_flight = ranks, retry_policy, max_in_flight
         self._how, self._how_asynchronous = how, how_asynchronous
+        self._compared = policy.compares() | (terms.policy.compares() if terms else set())
+        """Metrics that policies compare, without those that a save lacked, which was a warning."""
         leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
         self._lease = leases[catalog.NEAR]
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=self._unreplicated)
@@ -281,6 +284,8 @@ class Saves:
         store = self._retrying(place, step, before_put)
         request = SaveArguments(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
         if first:
+            if refusal is None:
+                self._warn_of_missing_metrics(step, metrics or {})
             self._pruner.locks.acquire(name)
         other_failure: EarlierSaveFailed | None = None
         saved: Saved
@@ -311,6 +316,18 @@ class Saves:
         if other_failure is not None:
             raise other_failure
         return saved
+
+    def _warn_of_missing_metrics(self, step: int, given: Mapping[str, Any]) -> None:
+        for name in sorted(self._compared - given.keys()):
+            self._compared.discard(name)
+            near = closest(name, given.keys())
+            log.warning(
+                "step %d has no metric %r, by which checkpoints are compared; it has %s%s. Checkpoints without it are kept",
+                step,
+                name,
+                ", ".join(map(repr, given)) or "none",
+                f": is keep_best={near!r} meant?" if near else "",
+            )
 
     def _may_overwrite(self, name: str, step: int, timeline: Timeline) -> bool:
         """Return whether to overwrite a checkpoint of this step; raise `CheckpointExists` where the save must not."""
