@@ -448,6 +448,7 @@ class Checkpointer:
         may_skip: bool = True,
     ) -> int | None:
         self._check_open()
+        self._saves.watch_leases()
         errors = self._saves.wait()
         with self._errors.kept(errors):
             self._last_restore = found = restore(

@@ -138,8 +138,8 @@ class Saves:
         self._how, self._how_asynchronous = how, how_asynchronous
         self._compared = policy.compares() | (terms.policy.compares() if terms else set())
         """Metrics that policies compare, without those that a save lacked, which was a warning."""
-        leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
-        self._lease = leases[catalog.NEAR]
+        self._leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
+        self._lease = self._leases[catalog.NEAR]
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=self._unreplicated)
         self._session = secrets.token_hex(8)
         """Rank 0's is used by all ranks."""
@@ -153,7 +153,7 @@ class Saves:
                 ranks,
                 self._pruner,
                 terms,
-                lease=leases[catalog.FAR],
+                lease=self._leases[catalog.FAR],
                 options=how["options"],
                 retry_policy=retry_policy,
                 is_saving=lambda: self._in_call or self._pending.running(),
@@ -166,6 +166,12 @@ class Saves:
         return () if self.replicator is None else self.replicator.coordinator.unreplicated(entries)
 
     # -- what was restored, and what may be saved ----------------------------------------------------------------
+
+    def watch_leases(self) -> None:
+        """Begin to watch the leases of the roots: the time that a restore takes is not waited for again."""
+        if self._ranks.world.rank == 0:
+            for lease in self._leases:
+                lease.watch()
 
     def restored(self, restored: Restored) -> None:
         """Go on from a checkpoint."""
