@@ -202,6 +202,46 @@ def test_a_root_in_use_is_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPo
             assert f"process {os.getpid()} on" in said
 
 
+def end_of_run(root: Path, how: str) -> str:
+    """End a run in which the last step is not saved; return what was raised."""
+    group = torch.distributed.new_group()
+    state: dict[str, Any] = {"w": torch.full((8,), float(rank())), "own": sk.PerRank(rank())}
+    try:
+        with checkpointer(root, every_steps=10, group=group) as ckpt:
+            for step in range(1, 13):
+                state["model"] = torch.nn.Linear(1, 1)
+                ckpt.step(step, state)
+            if how == "one fails" and rank() == 1:
+                raise ZeroDivisionError
+            if how == "the group ends":
+                torch.distributed.destroy_process_group(group)
+            if how == "gone" and rank() == 1:
+                del state["model"]
+    except (sk.CheckpointError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "said"),
+    [
+        ("clean", [10, 12], ("", "")),
+        ("one fails", [10], ("CheckpointError: rank 1: ZeroDivisionError: ", "ZeroDivisionError: ")),
+        ("the group ends", [10], ("", "")),
+        ("gone", [10], ("", "")),
+    ],
+)
+def test_all_ranks_save_the_last_step_or_none_does(
+    tmp_path: Path, rank_pool: RankPool, how: str, steps: list[int], said: tuple[str, str]
+) -> None:
+    """A rank that fails notifies the others, which would wait for it otherwise."""
+    for expected, heard in zip(said, rank_pool.run(2, end_of_run, tmp_path, how), strict=True):
+        assert heard.startswith(expected)
+        assert bool(heard) == bool(expected)
+    assert sorted(entry.step for entry in sk.Catalog(tmp_path)) == steps
+    assert sk.open(tmp_path / f"step-{steps[-1]}").record.world_size == 2
+
+
 # -- decisions themselves, by ranks in threads
 
 
@@ -260,7 +300,7 @@ def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     def main(world: World) -> list[int]:
         with checkpointer(tmp_path, every_steps=2, group=world, asynchronous=False) as ckpt:
-            train(ckpt, range(1, 6))
+            train(ckpt, range(1, 5))
             return ckpt.all_steps()
 
     assert run_thread_ranks(2, main)[0] == [2, 4]

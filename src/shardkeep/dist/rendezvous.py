@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -194,8 +195,8 @@ class Rendezvous:
         timeout_s = self._world.timeout_s
 
         def errand(mailbox: KVMailbox) -> tuple[dict[int, bytes], dict[int, bytes]]:
-            here = awaited
-            if not mailbox.wait(list(awaited.values()), timeout_s, self._reporter(mailbox, awaited, timeout_s)):
+            here, late = awaited, partial(self._report_absent, mailbox, awaited, timeout_s)
+            if not mailbox.wait(list(awaited.values()), timeout_s, late):
                 here = {rank: key for rank, key in awaited.items() if mailbox.there(key)}
             bodies = mailbox.take(list(here.values()))
             doing = {rank: _last_activity(mailbox, rank) for rank in awaited.keys() - here.keys()}
@@ -287,7 +288,7 @@ class Rendezvous:
         self._step += 1
 
         def errand(mailbox: KVMailbox) -> CoordinatorReply | bytes:
-            if not mailbox.wait([answer], timeout_s, self._reporter(mailbox, {0: answer}, timeout_s)):
+            if not mailbox.wait([answer], timeout_s, partial(self._report_absent, mailbox, {0: answer}, timeout_s)):
                 failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
                 mailbox.put(mine, encode(replace(message, payload=b"", failure=failure, left=True, gave_up=True)))
                 return _last_activity(mailbox, 0)
@@ -364,22 +365,15 @@ class Rendezvous:
         silent, hint = dict.fromkeys(others, text), "" if self._cut else ALL_CALL
         return merge_silence(silent, own, phase=message.phase, title=self._title, hint=hint).error()
 
-    def _reporter(
-        self, mailbox: KVMailbox, awaited: dict[int, str], timeout_s: float
-    ) -> Callable[[float], None] | None:
-        """Return what logs, in a long wait for ranks, which of them have not begun this call; None in later phases."""
-        if self._step > (0 if self._world.rank == 0 else 1):
-            return None
-
-        def report(waited_s: float) -> None:
-            late = [rank for rank, key in awaited.items() if not mailbox.there(key)]
-            notes = {rank: _last_activity(mailbox, rank) for rank in late}
-            absent = [rank for rank, note in notes.items() if not note or decode_activity(note).call < self._call]
-            if absent:  # the others do their part
-                text = "%s: still waiting for %s after %.0f s, this rank gives up after %.0f s: %s"
-                log.warning(text, self._title, format_ranks(absent), waited_s, timeout_s, ALL_CALL)
-
-        return report
+    def _report_absent(self, mailbox: KVMailbox, awaited: dict[int, str], timeout_s: float, waited_s: float) -> None:
+        """Log which ranks have not begun this call, in a long wait for them; those that do their part are not named."""
+        if self._step > (self._world.rank > 0):  # in later phases all have
+            return
+        late = [rank for rank, key in awaited.items() if not mailbox.there(key)]
+        notes = {rank: _last_activity(mailbox, rank) for rank in late}
+        if absent := [rank for rank, note in notes.items() if not note or decode_activity(note).call < self._call]:
+            text = "%s: still waiting for %s after %.0f s, this rank gives up after %.0f s: %s"
+            log.warning(text, self._title, format_ranks(absent), waited_s, timeout_s, ALL_CALL)
 
     def _describe_silence(self, waited_s: float, note: bytes) -> str:
         """Describe a rank that does not answer by its last note, an encoded `RankActivity` or nothing."""

@@ -35,10 +35,6 @@ class Policy(ABC):
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
         """Return the names of the checkpoints to keep; `entries` are committed, the newest first."""
 
-    def compares(self) -> set[str]:
-        """Return the names of the metrics by which it compares checkpoints."""
-        return set()
-
     def __or__(self, other: Policy) -> Policy:
         """Keep what either of them wants."""
         return AnyOf((self, other))
@@ -53,10 +49,6 @@ class AnyOf(Policy):
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
         """Return what any policy wants."""
         return set().union(*(policy.wants(entries, now) for policy in self.policies))
-
-    def compares(self) -> set[str]:
-        """Return the metrics of all policies."""
-        return set().union(*(policy.compares() for policy in self.policies))
 
 
 @dataclass(frozen=True)
@@ -148,9 +140,11 @@ class KeepBest(Policy):
         kept = missing if self.keep_missing or len(missing) == len(entries) else set()
         return kept | {entry.name for entry in self.ranked(entries)[: self.k]}
 
-    def compares(self) -> set[str]:
-        """Return the metric."""
-        return {self.metric}
+
+def compared_metrics(policy: Policy | None) -> set[str]:
+    """Return the metrics by which a policy compares checkpoints."""
+    parts = policy.policies if isinstance(policy, AnyOf) else ()
+    return {policy.metric} if isinstance(policy, KeepBest) else set().union(*map(compared_metrics, parts))
 
 
 def _mode_of(metric: str) -> Mode:
