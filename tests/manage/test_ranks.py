@@ -24,8 +24,8 @@ def rank() -> int:
     return torch.distributed.get_rank()
 
 
-def job(root: Path, signalled: int, asked: int) -> tuple[list[int], list[int], bool]:
-    """Train a while; one rank gets a signal, one is asked for a save."""
+def job(root: Path, signalled: int, asked: int, ahead: bool) -> tuple[list[int], list[int], bool]:
+    """Train a while; one rank gets a signal, one is asked for a save; `ahead`: ask before each step whether it is saved."""
     saved, stop = [], []
     with checkpointer(root, every_steps=10, signals=("SIGUSR1",), keep_last=3) as ckpt:
         start = ckpt.restore_latest(empty_state()) or 0
@@ -35,19 +35,23 @@ def job(root: Path, signalled: int, asked: int) -> tuple[list[int], list[int], b
                 ckpt.request_save()
             if rank() == signalled and step == 15:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            if ckpt.step(step, state_at(step)) is not None:
+            if (not ahead or ckpt.should_save(step)) and ckpt.step(step, state_at(step)) is not None:
                 saved.append(step)
             if ckpt.should_stop:
                 stop.append(step)
                 break
+        ckpt.delete(saved[0])
+        assert saved[0] not in ckpt.all_steps()
         done = ckpt.latest_step() == saved[-1]
     return saved, stop, done
 
 
-@pytest.mark.parametrize(("signalled", "asked"), [(2, 3), (0, 0)])
-def test_all_ranks_save_the_same_steps(tmp_path: Path, rank_pool: RankPool, signalled: int, asked: int) -> None:
+@pytest.mark.parametrize(("signalled", "asked", "ahead"), [(2, 3, False), (2, 3, True), (0, 0, False)])
+def test_all_ranks_save_the_same_steps(
+    tmp_path: Path, rank_pool: RankPool, signalled: int, asked: int, ahead: bool
+) -> None:
     """A signal or a request on one rank makes all save, once, at the same step, and stop at the same one."""
-    results = rank_pool.run(4, job, tmp_path, signalled, asked)
+    results = rank_pool.run(4, job, tmp_path, signalled, asked, ahead)
     assert all(result == results[0] for result in results)
     saved, stop, done = results[0]
     assert saved[1] == 10

@@ -105,7 +105,6 @@ class Lease:
         self._written_s = 0.0
         """When the last successful write began, by the clock."""
         self._watching: Future[None] | None = None
-        self._seen_lock = threading.Lock()
         self._seen: tuple[bytes | None, float] = None, 0.0
         """What was read last, and when it was first read, by the clock: it was not renewed since."""
         self.gone: set[str] = set()
@@ -122,7 +121,7 @@ class Lease:
 
     def watch(self) -> None:
         """Begin to watch the lease in the background, so that the time until `acquire` counts as waiting for it."""
-        if self._thread is None and self._watching is None and not self._takeover:
+        if self._thread is None and not self._takeover and (self._watching is None or self._watching.done()):
             self._watching = spawn_daemon(self._watch, "shardkeep-lease-watch")
 
     def acquire(self) -> None:
@@ -238,12 +237,12 @@ class Lease:
 
     def _look(self) -> tuple[bytes | None, float]:
         """Read the lease, and return for how long it was not renewed, as far as this process has seen."""
-        # From the end of the first read to the beginning of this one: it may be longer, and never less.
+        # From the end of the first read to the beginning of this one: it may be longer, and never less. Another thread may
+        # look at the same time; what it notes is later, and shortens the time only.
         now_s, seen = self._clock(), self._read()
-        with self._seen_lock:
-            if seen != self._seen[0]:
-                self._seen = seen, self._clock()
-            return seen, max(0.0, now_s - self._seen[1])
+        if seen != self._seen[0]:
+            self._seen = seen, self._clock()
+        return seen, max(0.0, now_s - self._seen[1])
 
     def _watch(self) -> None:
         for _ in range(_LOOKS):
