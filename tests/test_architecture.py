@@ -24,7 +24,8 @@ LAYERS = [
     {"codecs"},
     {"state", "storage"},
     {"format", "dist"},
-    {"errors", "options"},
+    {"options"},
+    {"errors"},
     {"events", "_version"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,13 +9,20 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardkeep.errors import StateError
 
 MIB = 1 << 20
 T = TypeVar("T")
+
+Size = str | float
+"""A number of bytes, or a text such as "5GB" (powers of ten), "512MiB" or "2GiB" (powers of two)."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def per_process(make: Callable[[], T]) -> Callable[[], T]:
@@ -32,6 +39,25 @@ def _env_int(name: str, default: int) -> int:
         return int(raw)
     except ValueError as exc:
         raise ValueError(f"environment variable {name} is {raw!r}, which is not a whole number") from exc
+
+
+def parse_size(size: Size, name: str) -> float:
+    """Return the number of bytes of a size; raise `StateError`, with the name of the argument, if it is none."""
+    if isinstance(size, str):
+        if found := _SIZE.fullmatch(size.strip()):
+            return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+    else:
+        with suppress(TypeError):
+            if size >= 0:
+                return size
+    raise StateError(
+        f"{name}={size!r} is not a size", hint="give a number of bytes, or a text such as 500MB, 5GB or 2GiB"
+    )
+
+
+def _env_size(name: str, default: int) -> int:
+    raw = os.environ.get(name, "")
+    return int(parse_size(raw, name)) if raw else default
 
 
 def cores() -> int:
@@ -60,23 +86,27 @@ def _fair_pinned_nbytes() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a save or a load uses the machine. What is saved does not depend on it."""
+    """
+    How a save or a load uses the machine. What is saved does not depend on it.
+
+    Fields that end in `_bytes` also take a text, such as "512MiB" or "2GB".
+    """
 
     io_threads: int = field(default_factory=lambda: _env_int("SHARDKEEP_IO_THREADS", _fair_threads()))
     """Threads that copy, hash and move bytes, on each rank. There may be more than cores: most wait for the disk."""
-    host_budget_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
+    host_budget_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_HOST_BUDGET_BYTES", 256 * MIB))
     """Most host memory used beyond the state itself, on each rank."""
     timeout_s: float = field(default_factory=lambda: float(_env_int("SHARDKEEP_TIMEOUT_S", 600)))
     """
     How long rank 0 waits for the other ranks when its own part is done; they wait twice as long for it. Also how long the writer
     process may take for one reply.
     """
-    pinned_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_PINNED_BYTES", _fair_pinned_nbytes()))
+    pinned_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_PINNED_BYTES", _fair_pinned_nbytes()))
     """
     Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most. By default
     the ranks of a machine share a 32nd of its memory, up to 4 GiB each.
     """
-    staging_bytes: int = field(default_factory=lambda: _env_int("SHARDKEEP_STAGING_BYTES", 0))
+    staging_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_STAGING_BYTES", 0))
     """
     Most host memory that asynchronous saves copy the state to. 0: as much as needed, up to a fair share of what the machine has
     free. If the state takes more, staging waits for the disk.
@@ -95,6 +125,26 @@ class Options:
     For encrypted checkpoints: a `KeyRing`, the path of a key file, a function that returns a key, or any object with
     `wrap` and `unwrap` (a KMS). None: what SHARDKEEP_KEY_FILE names, or the text in SHARDKEEP_KEY.
     """
+
+    if TYPE_CHECKING:  # fields hold numbers, and take texts, too
+
+        def __init__(
+            self,
+            *,
+            io_threads: int = ...,
+            host_budget_bytes: Size = ...,
+            timeout_s: float = ...,
+            pinned_bytes: Size = ...,
+            staging_bytes: Size = ...,
+            allow_pickle: bool = ...,
+            direct_io: bool = ...,
+            share_reads: bool = ...,
+            keys: Any = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("host_budget_bytes", "pinned_bytes", "staging_bytes"):
+            object.__setattr__(self, name, int(parse_size(getattr(self, name), name)))
 
 
 def setting(name: str) -> str | None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardkeep.cli.export import parse_rename, parse_size
+import shardkeep as sk
+from shardkeep.cli.export import parse_rename
 from shardkeep.cli.output import UsageError
 from tests.cli.conftest import data_file, flip, state_of
 from tests.engine.samples import bits
@@ -61,23 +62,48 @@ def test_values_that_are_left_out_are_told(shardkeep, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "expected"),
+    ("text", "expected"),
     [
-        (parse_size, "5GB", 5e9),
-        (parse_size, "512MiB", 512 << 20),
-        (parse_size, "1.5 kb", 1500),
-        (parse_size, "77", 77),
-        *((parse_size, text, None) for text in ("", "5 parsecs", "-1GB", "0", "1e9")),
-        (parse_rename, "s/a/b/", ("a", "b")),
-        (parse_rename, "s|^x.|y/|", ("^x.", "y/")),
-        (parse_rename, "s/a//g", ("a", "")),
-        *((parse_rename, text, None) for text in ("a=b", "s/a/b", "s//b/", "s/a/b/i", "sxaxbx", "s")),
+        ("s/a/b/", ("a", "b")),
+        ("s|^x.|y/|", ("^x.", "y/")),
+        ("s/a//g", ("a", "")),
+        *((text, None) for text in ("a=b", "s/a/b", "s//b/", "s/a/b/i", "sxaxbx", "s")),
     ],
 )
-def test_sizes_and_renames_are_understood(parse, text, expected):
-    """Powers of ten and of two; substitutions as in sed, with any sign for the slash. Anything else is refused."""
+def test_renames_are_understood(text, expected):
+    """Substitutions as in sed, with any sign for the slash. Anything else is refused."""
     if expected is None:
-        with pytest.raises(UsageError, match="is not a size" if parse is parse_size else "rename"):
-            parse(text)
+        with pytest.raises(UsageError, match="rename"):
+            parse_rename(text)
     else:
-        assert parse(text) == expected
+        assert parse_rename(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("5GB", 5 * 10**9), ("512MiB", 512 << 20), ("1.5 kb", 1500), ("77", 77), (2e6, 2000000)]
+    + [(text, None) for text in ("", "5 parsecs", "-1GB", "1e9", -1, b"5GB")],
+)
+def test_a_size_is_understood_wherever_one_is_taken(shardkeep, checkpoint, tmp_path, monkeypatch, text, nbytes):
+    """In options, their variables, exports, object stores and on the command line: bytes, powers of ten or of two."""
+
+    def variable():
+        with monkeypatch.context() as patch:
+            patch.setenv("SHARDKEEP_STAGING_BYTES", text)
+            return sk.Options().staging_bytes
+
+    takers = {
+        "host_budget_bytes": lambda: sk.Options(host_budget_bytes=text).host_budget_bytes,
+        "max_shard_bytes": lambda: sk.export(checkpoint, tmp_path / "hf", max_shard_bytes=text) and nbytes,
+        "part_bytes": lambda: sk.open_place("s3://b/c", part_bytes=text, region="x").bucket.policy.part_bytes,
+    }
+    if text and isinstance(text, str):
+        takers["SHARDKEEP_STAGING_BYTES"] = variable
+        answer = shardkeep("export", checkpoint, tmp_path / "cli", f"--shard-size={text}")
+        assert (answer.code, "--shard-size" in answer.err) == ((0, False) if nbytes else (2, True))
+    for name, take in takers.items():
+        if nbytes is None:
+            with pytest.raises(sk.StateError, match=f"{name}=.* is not a size"):
+                take()
+        elif name != "part_bytes" or nbytes >= 5 << 20:
+            assert take() == nbytes

@@ -1,6 +1,8 @@
 """A Checkpointer of one process."""
 
+import contextlib
 import errno
+import inspect
 import json
 import os
 import signal
@@ -37,7 +39,7 @@ def test_saves_when_due_and_restores(tmp_path: Path, asynchronous: bool) -> None
     with checkpointer(tmp_path / "run", every_steps=3, at_steps=[4], asynchronous=asynchronous) as ckpt:
         assert ckpt.restore_latest(empty_state()) is None
         assert not (tmp_path / "run").exists()
-        assert train(ckpt, range(8)) == [3, 4, 6]
+        assert train(ckpt, range(7)) == [3, 4, 6]
         ckpt.wait()
         assert ckpt.all_steps() == [3, 4, 6]
         assert ckpt.latest_step() == 6
@@ -115,6 +117,137 @@ def test_when_a_file_or_a_call_asks_for_it(tmp_path: Path) -> None:
         ckpt.request_save()
 
 
+# -- the last step
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_last_step_is_saved_at_a_clean_end(tmp_path: Path, asynchronous: bool) -> None:
+    """With the state and metrics that `step` was given; not a second time, if it was saved or restored."""
+    for end in (25, 25, 30):
+        with checkpointer(tmp_path, every_steps=10, asynchronous=asynchronous) as ckpt:
+            state = empty_state()
+            for step in range((ckpt.restore_latest(state) or 0) + 1, end + 1):
+                state |= state_at(step)
+                ckpt.step(step, state, metrics={"loss": 1 / step})
+            state["w"] = None  # another tensor takes its place in the dict: the one that was given is saved
+    entries = {entry.step: entry for entry in sk.Catalog(tmp_path)}
+    assert sorted(entries) == [10, 20, 25, 30]
+    assert entries[25].metrics == {"loss": 1 / 25}
+    assert torch.equal(sk.open(tmp_path / "step-25")["w"][:], state_at(25)["w"])
+
+
+class _Ends(Exception):
+    pass
+
+
+def _raise() -> None:
+    raise _Ends
+
+
+@pytest.mark.parametrize(
+    ("ending", "saved"),
+    [
+        (lambda ckpt, model: None, [2, 3]),
+        (lambda ckpt, model: _raise(), [2]),
+        (lambda ckpt, model: ckpt.close(), [2]),
+        (lambda ckpt, model: ckpt.restore_latest({}, strict=False), [2]),  # what is in memory is another step's now
+        (lambda ckpt, model: model.clear(), [2]),
+        (lambda ckpt, model: ckpt.save(4, state_at(4)), [2, 4]),
+    ],
+    ids=["clean", "an exception", "closed", "restored", "the model is gone", "saved"],
+)
+def test_when_the_last_step_is_not_saved(
+    tmp_path: Path, ending: Any, saved: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the block was left by an exception, or there is nothing to save; a model that was dropped is not kept alive."""
+    model: list[torch.nn.Module] = []
+    with contextlib.suppress(_Ends), checkpointer(tmp_path, every_steps=2) as ckpt:
+        for step in range(1, 4):
+            model[:] = [torch.nn.Linear(2, 2)]  # one that no save holds for a moment longer
+            ckpt.step(step, {"model": model[0], "step": step, "rng": sk.RNG()})
+        ending(ckpt, model)
+    assert sorted(entry.step for entry in sk.Catalog(tmp_path)) == saved
+    gone = "the last step, 3, is not saved: on rank 0, model of its state no longer exists"
+    assert (gone in caplog.text) == (not model)
+    with checkpointer(tmp_path / "b", save_last=False) as ckpt:
+        train(ckpt, range(1, 4))
+    assert not list(sk.Catalog(tmp_path / "b"))
+
+
+def test_the_last_save_may_hold_the_weights_only(tmp_path: Path) -> None:
+    """The modules of the state, wherever they are in it; a state without any is refused at its first step."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"nets": {"a": model, "step": 1}, "b": torch.nn.Linear(1, 1), "optim": optimizer, "w": torch.ones(3)}
+    with checkpointer(tmp_path, every_steps=2, save_last="weights") as ckpt:
+        for step in range(1, 4):
+            ckpt.step(step, state)
+        with pytest.raises(sk.StateError, match="the modules of the state"):
+            ckpt.step(4, {"model": model.state_dict()})
+    assert sorted(sk.open(tmp_path / "step-3").keys()) == ["b.bias", "b.weight", "nets.a.bias", "nets.a.weight"]
+    assert "w" in sk.open(tmp_path / "step-2").keys()  # noqa: SIM118 - it is no dict
+    for wrong in ("model", 2):
+        with pytest.raises(sk.StateError, match="save_last"):
+            checkpointer(tmp_path, save_last=wrong)
+
+
+# -- asked before, deleted after
+
+
+def test_it_says_in_advance_whether_a_step_is_saved(tmp_path: Path) -> None:
+    """By its number or by a request, once for each step; what was not saved then is due at the next step."""
+    with checkpointer(tmp_path, every_steps=3, signals=("SIGUSR1",), save_last=False) as ckpt:
+        due = [step for step in range(1, 8) if ckpt.should_save(step) and ckpt.step(step, state_at(step)) is not None]
+        assert due == [3, 6]
+        assert not ckpt.should_save(7)
+        ckpt.request_save()
+        assert [ckpt.should_save(step) for step in (8, 8, 9)] == [True, True, True]
+        assert ckpt.step(9, state_at(9)) is not None
+        assert not ckpt.should_save(9)
+        signal.raise_signal(signal.SIGUSR1)
+        assert ckpt.should_save(10)
+        assert not ckpt.should_stop
+        assert ckpt.save(10, state_at(10)) is not None
+        assert ckpt.should_stop
+        assert ckpt.all_steps() == [3, 6, 9, 10]
+        with pytest.raises(sk.StateError, match="comes after"):
+            ckpt.should_save(5)
+
+
+def test_a_checkpoint_is_deleted(tmp_path: Path) -> None:
+    """In both roots, and `latest` names the newest that is left; not one that is pinned, or that another job may use."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with checkpointer(near, promote_to=far, every_steps=1) as ckpt:
+        train(ckpt, range(1, 5))
+        ckpt.pin(2)
+        ckpt.delete(1)
+        ckpt.delete(4)
+        for root in (near, far):
+            assert places(root) == {"step-2", "step-3"}
+        assert (near / "latest").read_text() == "step-3\n"
+        with pytest.raises(sk.StateError, match="pinned"):
+            ckpt.delete(2)
+        with pytest.raises(sk.CheckpointNotFound, match="step 4"):
+            ckpt.delete(4)
+        assert ckpt.step(4, state_at(4), force=True) is not None
+        with checkpointer(near) as other, pytest.raises(sk.RootInUse):
+            other.delete(3)
+    assert places(near) == places(far) == {"step-2", "step-3", "step-4"}
+    ckpt = checkpointer(near)
+    for step in (2, 3, 4):
+        ckpt.unpin(step)
+        ckpt.delete(step)
+    ckpt.close()
+    assert not (near / "latest").exists()
+
+
+def test_every_argument_is_documented() -> None:
+    """And none is for tests."""
+    text = sk.Checkpointer.__init__.__doc__ or ""
+    for name in list(inspect.signature(sk.Checkpointer).parameters)[1:]:
+        assert f"\n            {name}: " in text
+
+
 # -- signals
 
 
@@ -171,7 +304,7 @@ def test_a_resumed_job_counts_from_what_it_restored(tmp_path: Path) -> None:
         train(ckpt, range(1, 9))
     with checkpointer(tmp_path, every_steps=2) as ckpt:
         assert ckpt.restore(4, empty_state()) == 4
-        assert train(ckpt, range(4, 8)) == [6]
+        assert train(ckpt, range(4, 7)) == [6]
     with checkpointer(tmp_path) as ckpt:
         assert ckpt.all_steps() == [2, 4, 6, 8]
         assert ckpt.latest_step() == 6
@@ -276,6 +409,53 @@ def test_policies_prune(tmp_path: Path) -> None:
         with pytest.raises(sk.CheckpointNotFound):
             ckpt.pin(77)
     assert [event.step for event in heard if isinstance(event, Pruned)][:3] == [1, 5, 6]
+
+
+def test_a_metric_that_no_save_has_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is probably misspelt: a warning at the first save without it suggests the near one, and all are kept."""
+    losses = {1: 3.0, 2: 2.0, 3: 4.0, 4: 1.0}
+    with checkpointer(tmp_path, every_steps=1, keep_last=1, keep_best=("val/loss", 1)) as ckpt:
+        for step, loss in losses.items():
+            ckpt.step(step, state_at(step), metrics={"val_loss": loss, "lr": 0.1})
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2, 3, 4]
+        with pytest.raises(sk.CheckpointNotFound, match="no checkpoint has the metric 'val/loss'") as caught:
+            ckpt.restore_best(empty_state())
+        assert "lr, val_loss" in str(caught.value)
+        ckpt.step(5, state_at(5), metrics={"val/loss": 9.0})  # those without it are still kept
+        ckpt.step(6, state_at(6), metrics={"val/loss": 8.0})
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2, 3, 4, 6]
+    [said] = [each.getMessage() for each in caplog.records if "no metric" in each.message]
+    assert said.startswith("step 1 has no metric 'val/loss'")
+    assert "it has 'val_loss', 'lr': is keep_best='val_loss' meant?" in said
+    with checkpointer(tmp_path, every_steps=1, keep_best=sk.KeepBest("val_loss", 2, keep_missing=False)) as ckpt:
+        ckpt.restore_latest(empty_state())
+        ckpt.step(7, state_at(7))
+        ckpt.wait()
+        assert ckpt.all_steps() == [2, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [("val/loss", "min"), ("evalLoss", "min"), ("test_perplexity", "min"), ("mean_squared_error", "min"),
+     ("acc", "max"), ("top5_acc1", "max"), ("valAccuracy", "max"), ("macro-F1", "max"), ("bleu4", "max"),
+     ("reward", "max"), ("score", ""), ("neg_mean_squared_error", ""), ("reward_loss", ""), ("lossless_ratio", "")],
+)  # fmt: skip
+def test_which_is_better_is_told_from_the_name_or_required(tmp_path: Path, metric: str, mode: Any) -> None:
+    """A name that says nothing, or two things, needs a mode: a wrong guess would keep the worst."""
+    if not mode:
+        for make in (lambda: sk.Checkpointer(tmp_path, keep_best=(metric, 2)), lambda: sk.KeepBest(metric)):
+            with pytest.raises(sk.StateError, match="lowest or the highest"):
+                make()
+        mode = "max"
+    best = sk.KeepBest(metric, mode=mode)
+    assert best.mode == mode
+    with checkpointer(tmp_path, every_steps=1, keep_best=best) as ckpt:
+        for step, value in enumerate([2.0, 1.0, 3.0], start=1):
+            ckpt.step(step, state_at(step), metrics={metric: value})
+        ckpt.wait()
+        assert ckpt.best_step() == (2 if mode == "min" else 3)
 
 
 def test_data_then_commit_then_pointer_then_prune(tmp_path: Path) -> None:

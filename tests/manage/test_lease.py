@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,9 +27,12 @@ from tests.manage.scene import Overriding, checkpointer, state_at, until
 
 HOLDER = """
 import sys
-from shardkeep.manage.lease import Lease
+from shardkeep.manage import lease as module
+from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
-lease = Lease(LocalStore(sys.argv[1]))
+if sys.argv[2]:
+    module.host_identity = lambda: sys.argv[2]
+lease = module.Lease(LocalStore(sys.argv[1]), Clock(lease_s=float(sys.argv[3])))
 lease.acquire()
 print("held", flush=True)
 sys.stdin.readline()
@@ -39,11 +44,10 @@ def held(lease: Lease) -> bool:
 
 
 @contextmanager
-def holder(root: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lease of a root."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+def holder(root: Path, host: str = "", lasts_s: float = 300.0) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lease of a root; with a host of its own, as if it ran on another machine."""
+    command = [sys.executable, "-c", HOLDER, str(root), host, str(lasts_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         try:
@@ -67,9 +71,9 @@ class SleepClock:
         return Lease(root, Clock(monotonic=lambda: self.now, sleep=self.sleep, lease_s=lasts_s), **more)
 
 
-def of_elsewhere(beat: int = 0) -> bytes:
+def of_elsewhere(beat: int = 0, **more: Any) -> bytes:
     said = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": beat}
-    return json.dumps(said).encode()
+    return json.dumps({**said, **more}).encode()
 
 
 def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
@@ -126,22 +130,68 @@ def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
     later.release()
 
 
-def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path) -> None:
-    """By the store's clock it has run out, but that clock may have jumped."""
+@pytest.mark.parametrize(
+    ("old_s", "says", "waits_s"),
+    [
+        (1e6, {"renewed_every_s": 4.0}, 6),
+        (1e6, {"renewed_every_s": 0.0}, 5),  # as often as this job renews its own, or less
+        (1e6, {}, 45),  # by a release that renewed each 30 s
+        (150, {}, 50),  # one term is an allowance for clocks that differ
+        (50, {}, 100),
+        (-1e6, {}, 100),
+    ],
+)
+def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path, old_s: float, says: Any, waits_s: int) -> None:
+    """By the store's clock it ran out long ago, but that clock may have jumped, and a living holder would renew it."""
     root = LocalStore(tmp_path)
+    for beat in (0, 1):
+        root.put(LEASE_NAME, of_elsewhere(beat, **says), replace=True)
+        os.utime(tmp_path / LEASE_NAME, (time.time() - old_s,) * 2)
+        alive = of_elsewhere(9, **says)
+        clock = SleepClock(lambda now, alive=alive: root.put(LEASE_NAME, alive, replace=True) if beat else None)  # noqa: B023
+        lease = clock.lease(root, lasts_s=100.0)
+        if beat:
+            with pytest.raises(sk.RootInUse, match="node7"):
+                lease.acquire()
+        else:
+            lease.acquire()
+            assert waits_s - 1 <= clock.now <= waits_s + 3
+        lease.release()
+
+
+@pytest.mark.parametrize("fate", ["killed", "alive"])
+def test_a_restore_counts_as_waiting_for_the_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture, fate: str) -> None:
+    """A killed job of another machine is not waited for again in the first save; a living one keeps its root."""
+    clock = Clock(lease_s=2.0)
+    with holder(tmp_path, "another machine", clock.lease_s) as process, checkpointer(tmp_path, clock=clock) as ckpt:
+        if fate == "killed":
+            process.kill()
+            process.wait()
+        else:
+            os.utime(tmp_path / LEASE_NAME, (1, 1))  # a clock that has jumped
+        assert ckpt.restore_latest({}) is None
+        if fate == "alive":
+            with pytest.raises(sk.RootInUse, match=f"process {process.pid} on"):
+                ckpt.save(1, state_at(1))
+            return
+        until(lambda: not [each for each in threading.enumerate() if each.name == "shardkeep-lease-watch"])
+        ckpt.save(1, state_at(1))
+        assert "taken over from process" in caplog.text
+        assert "waiting" not in caplog.text
+
+
+def test_waiting_for_a_lease_is_said_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    """For what, how long still, and how to skip it."""
+    root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
-    os.utime(tmp_path / LEASE_NAME, (1, 1))
     clock = SleepClock()
-    lease = clock.lease(root, lasts_s=100.0)
+    lease = clock.lease(root)
     lease.acquire()
-    assert 15 <= clock.now < 20
     lease.release()
-    os.utime(tmp_path)
-    root.put(LEASE_NAME, of_elsewhere(), replace=True)
-    os.utime(tmp_path / LEASE_NAME, (1, 1))
-    clock = SleepClock(lambda now: root.put(LEASE_NAME, of_elsewhere(2), replace=True))
-    with pytest.raises(sk.RootInUse):
-        clock.lease(root, lasts_s=100.0).acquire()
+    said = [each.getMessage() for each in caplog.records if "waiting for the lease" in each.message]
+    assert len(said) == 30
+    assert "of process 1 on node7, since then, which was not renewed for 290 s: it is free in 10 s" in said[29]
+    assert all("takeover=True" in each for each in said)
 
 
 RELEASED = json.dumps({**json.loads(of_elsewhere()), "contested": True, "released": True}).encode()
@@ -258,23 +308,30 @@ def leave_dead_lease(root: Root) -> None:
 
 def together(inner: Root, writers: int) -> Any:
     """Make a root in whose conditional `put` all writers wait for each other, once."""
-    barrier = Barrier(writers)
+    met: list[bool] = []
+    barrier = Barrier(writers, action=lambda: met.append(True))
 
     def put(name: str, data: bytes, **how: Any) -> None:
-        if how.get("over") is not None:
+        if how.get("over") is not None and not met:
             barrier.wait(20)
         inner.put(name, data, **how)
 
     return Overriding(inner, put=put)
 
 
-@pytest.mark.parametrize("kind", ["files", "memory"])
+@pytest.mark.parametrize("kind", ["files", "memory", "of another machine"])
 def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
-    """All have seen that its holder is gone, and write in one moment."""
+    """All have seen that its holder is gone, or that it was not renewed for a whole term, and write in one moment."""
     inner = LocalStore(tmp_path) if kind == "files" else MemoryStore()
-    leave_dead_lease(inner)
     root = together(inner, 4)
-    leases = [Lease(root) for _ in range(4)]
+    leases = [Lease(root, Clock(lease_s=1.0 if "another" in kind else 300.0)) for _ in range(4)]
+    if "another" in kind:
+        inner.put(LEASE_NAME, of_elsewhere())
+        for lease in leases:
+            lease.watch()
+        until(lambda: all(lease._watching and lease._watching.done() for lease in leases))
+    else:
+        leave_dead_lease(inner)
 
     def take(lease: Lease) -> str:
         try:
@@ -290,7 +347,8 @@ def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
     assert [held(lease) for lease in leases].count(True) == 1
     for lease in leases:
         lease.release()
-    assert not list(inner.list())
+    left = [json.loads(inner.get(info.name, limit=999))["released"] for info in inner.list()]
+    assert left == [True] * ("another" in kind)  # its holder may come back
 
 
 def test_a_renewal_does_not_undo_a_takeover() -> None:

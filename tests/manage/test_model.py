@@ -139,7 +139,7 @@ def wanted(made: list[Made], keep: dict[str, Any], off: timedelta) -> set[int]:
         found |= {each.step for each in made if each.step % keep["keep_every"] == 0}
     if keep["keep_best"]:
         _, count, mode = keep["keep_best"]
-        found |= set(ranked(made, mode)[:count])
+        found |= set(ranked(made, mode)[:count]) | {each.step for each in made if each.loss is None}
     if keep["keep_hours"] and off < timedelta(hours=keep["keep_hours"]):
         found |= {each.step for each in made}
     if not any(keep.values()):
@@ -376,6 +376,10 @@ class Machine(RuleBasedStateMachine):
     def restore_best(self, mode: Any) -> None:
         order = [(step, self.made[step]) for step in ranked(list(self.made.values()), mode)]
         assert self.job.ckpt.best_step("loss", mode) == (order[0][0] if order else None)
+        if self.made and all(each.loss is None for each in self.made.values()):
+            with pytest.raises(sk.CheckpointNotFound, match="metric 'loss'"):
+                self.job.ckpt.restore_best(blank(), "loss", mode)
+            return
         self.restore(order, lambda state: self.job.ckpt.restore_best(state, "loss", mode))
 
     @rule(data=st.data())

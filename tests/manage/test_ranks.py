@@ -24,8 +24,8 @@ def rank() -> int:
     return torch.distributed.get_rank()
 
 
-def job(root: Path, signalled: int, asked: int) -> tuple[list[int], list[int], bool]:
-    """Train a while; one rank gets a signal, one is asked for a save."""
+def job(root: Path, signalled: int, asked: int, ahead: bool) -> tuple[list[int], list[int], bool]:
+    """Train a while; one rank gets a signal, one is asked for a save; `ahead`: ask before each step whether it is saved."""
     saved, stop = [], []
     with checkpointer(root, every_steps=10, signals=("SIGUSR1",), keep_last=3) as ckpt:
         start = ckpt.restore_latest(empty_state()) or 0
@@ -35,19 +35,23 @@ def job(root: Path, signalled: int, asked: int) -> tuple[list[int], list[int], b
                 ckpt.request_save()
             if rank() == signalled and step == 15:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            if ckpt.step(step, state_at(step)) is not None:
+            if (not ahead or ckpt.should_save(step)) and ckpt.step(step, state_at(step)) is not None:
                 saved.append(step)
             if ckpt.should_stop:
                 stop.append(step)
                 break
+        ckpt.delete(saved[0])
+        assert saved[0] not in ckpt.all_steps()
         done = ckpt.latest_step() == saved[-1]
     return saved, stop, done
 
 
-@pytest.mark.parametrize(("signalled", "asked"), [(2, 3), (0, 0)])
-def test_all_ranks_save_the_same_steps(tmp_path: Path, rank_pool: RankPool, signalled: int, asked: int) -> None:
+@pytest.mark.parametrize(("signalled", "asked", "ahead"), [(2, 3, False), (2, 3, True), (0, 0, False)])
+def test_all_ranks_save_the_same_steps(
+    tmp_path: Path, rank_pool: RankPool, signalled: int, asked: int, ahead: bool
+) -> None:
     """A signal or a request on one rank makes all save, once, at the same step, and stop at the same one."""
-    results = rank_pool.run(4, job, tmp_path, signalled, asked)
+    results = rank_pool.run(4, job, tmp_path, signalled, asked, ahead)
     assert all(result == results[0] for result in results)
     saved, stop, done = results[0]
     assert saved[1] == 10
@@ -202,6 +206,46 @@ def test_a_root_in_use_is_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPo
             assert f"process {os.getpid()} on" in said
 
 
+def end_of_run(root: Path, how: str) -> str:
+    """End a run in which the last step is not saved; return what was raised."""
+    group = torch.distributed.new_group()
+    state: dict[str, Any] = {"w": torch.full((8,), float(rank())), "own": sk.PerRank(rank())}
+    try:
+        with checkpointer(root, every_steps=10, group=group) as ckpt:
+            for step in range(1, 13):
+                state["model"] = torch.nn.Linear(1, 1)
+                ckpt.step(step, state)
+            if how == "one fails" and rank() == 1:
+                raise ZeroDivisionError
+            if how == "the group ends":
+                torch.distributed.destroy_process_group(group)
+            if how == "gone" and rank() == 1:
+                del state["model"]
+    except (sk.CheckpointError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "steps", "said"),
+    [
+        ("clean", [10, 12], ("", "")),
+        ("one fails", [10], ("CheckpointError: rank 1: ZeroDivisionError: ", "ZeroDivisionError: ")),
+        ("the group ends", [10], ("", "")),
+        ("gone", [10], ("", "")),
+    ],
+)
+def test_all_ranks_save_the_last_step_or_none_does(
+    tmp_path: Path, rank_pool: RankPool, how: str, steps: list[int], said: tuple[str, str]
+) -> None:
+    """A rank that fails notifies the others, which would wait for it otherwise."""
+    for expected, heard in zip(said, rank_pool.run(2, end_of_run, tmp_path, how), strict=True):
+        assert heard.startswith(expected)
+        assert bool(heard) == bool(expected)
+    assert sorted(entry.step for entry in sk.Catalog(tmp_path)) == steps
+    assert sk.open(tmp_path / f"step-{steps[-1]}").record.world_size == 2
+
+
 # -- decisions themselves, by ranks in threads
 
 
@@ -260,7 +304,7 @@ def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     def main(world: World) -> list[int]:
         with checkpointer(tmp_path, every_steps=2, group=world, asynchronous=False) as ckpt:
-            train(ckpt, range(1, 6))
+            train(ckpt, range(1, 5))
             return ckpt.all_steps()
 
     assert run_thread_ranks(2, main)[0] == [2, 4]

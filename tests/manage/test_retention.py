@@ -39,7 +39,13 @@ POLICIES = st.lists(
     st.one_of(
         st.builds(KeepLast, st.integers(1, 5)),
         st.builds(KeepEvery, st.integers(1, 10)),
-        st.builds(KeepBest, st.sampled_from(["loss", "acc"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
+        st.builds(
+            KeepBest,
+            st.sampled_from(["loss", "acc"]),
+            st.integers(1, 3),
+            st.sampled_from(["min", "max", None]),
+            keep_missing=st.booleans(),
+        ),
         st.builds(KeepYounger, st.integers(1, 40)),
     ),
     max_size=3,
@@ -57,14 +63,17 @@ def kept_by(policy: Policy, mine: Entry, committed: list[Entry]) -> bool:
         return mine.saved_at is None or mine.saved_at > NOW - timedelta(seconds=policy.seconds)
     assert isinstance(policy, KeepBest)
     own = mine.metrics.get(policy.metric)
-    if own is None or math.isnan(own):
+    if own is None:
+        return policy.keep_missing or not any(policy.metric in each.metrics for each in committed)
+    if math.isnan(own):
         return False
     better = 0
     for each in committed:
         other = each.metrics.get(policy.metric)
         if other is None or math.isnan(other):
             continue
-        better += (other < own if policy.mode == "min" else other > own) or (other == own and each in newer)
+        lowest = policy.mode == "min" if policy.mode else policy.metric == "loss"
+        better += (other < own if lowest else other > own) or (other == own and each in newer)
     return better < policy.k
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+import shardkeep as sk
+from shardkeep import dcp
 from shardkeep.dist import kv as mailbox
 from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
-from shardkeep.errors import CheckpointError, RanksSilent
+from shardkeep.errors import CheckpointError, CheckpointException, RanksSilent
 from tests.ranks.outcome import Outcome, ask, ask_once, echo, rank
 from tests.support.rank_pool import RankPool
 
@@ -248,6 +255,69 @@ def test_a_missed_call_spoils_no_later_one(rank_pool: RankPool, skipping: list[i
     for number, said in enumerate(heard):
         fine = [f"0,1,2>{number}"] * 2
         assert said == (fine if number in skipping else ["RanksSilent", *fine])
+
+
+CALLS: dict[str, Callable[[Any, str], object]] = {
+    "save": lambda state, where: sk.save(state, where, options=sk.Options(timeout_s=TIMEOUT_S)),
+    "async_save": lambda state, where: sk.async_save(state, where, options=sk.Options(timeout_s=TIMEOUT_S)).result(),
+    "load": lambda state, where: sk.load(state, where, options=sk.Options(timeout_s=TIMEOUT_S)),
+    "dcp.save": lambda state, where: dcp.save(state, checkpoint_id=where),
+    "step": lambda state, where: sk.Checkpointer(where, options=sk.Options(timeout_s=TIMEOUT_S)).step(1, state),
+}
+
+
+def call_on_one_rank(caller: int, call: str, where: str) -> tuple[list[str], str]:
+    """Make a call on one rank only; return what was logged, and the error."""
+    lines, log, error_text = [], logging.getLogger("shardkeep"), ""
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        with mock.patch.object(mailbox, "LATE_S", 0.2), mock.patch.dict(os.environ, SHARDKEEP_TIMEOUT_S="1"):
+            if rank() == caller:
+                try:
+                    CALLS[call]({"w": torch.ones(4)}, where)
+                except CheckpointException as error:
+                    error_text = str(next(iter(error.failures.values()))[0])
+                except CheckpointError as error:
+                    error_text = str(error)
+                signs().set("done", "")
+            signs().wait(["done"])
+    finally:
+        log.removeHandler(handler)
+    return [line for line in lines if "still waiting" in line], error_text
+
+
+@pytest.mark.parametrize(
+    ("caller", "call"), [(0, "async_save"), (0, "load"), (0, "dcp.save"), (0, "step"), (1, "save")]
+)
+def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(
+    rank_pool: RankPool, tmp_path: Path, caller: int, call: str
+):
+    """The log names the ranks that have not called, seldom, and the error says that all of them must."""
+    lines, error = rank_pool.run(3, call_on_one_rank, caller, call, str(tmp_path / "a"))[caller]
+
+    assert 1 <= len(lines) <= 3  # at first, and after three times as long
+    away = "ranks 1-2" if caller == 0 else "rank 0"
+    assert f"still waiting for {away} after 0 s, this rank gives up after {1 if caller == 0 else 2} s" in lines[0]
+    assert "all ranks must make this call, not only some of them" in lines[0]
+    assert "hint: all ranks must make this call, not only some of them" in error
+
+
+def slow_part() -> list[str]:
+    """All ranks call, and one of them takes long for its part."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardkeep").addHandler(handler)
+    with mock.patch.object(mailbox, "LATE_S", 0.1):
+        ask_once(lambda: time.sleep(0.6 * (rank() == 1)) or b"", timeout_s=SOON_S)
+    logging.getLogger("shardkeep").removeHandler(handler)
+    return lines
+
+
+def test_a_slow_rank_that_has_called_is_no_news(rank_pool: RankPool):
+    assert rank_pool.run(3, slow_part) == [[]] * 3
 
 
 def ask_on_after_silence() -> list[Outcome]:

@@ -19,7 +19,7 @@ def train(model: torch.nn.Module, where: Path) -> int:
         exclude="rng",
         rename={re.compile(r"^module\."): ""},
         cast="model.*",
-        options=sk.Options(io_threads=4, host_budget_bytes=1 << 28, timeout_s=60.0),
+        options=sk.Options(io_threads=4, host_budget_bytes=1 << 28, staging_bytes="4GiB", timeout_s=60.0),
     )
     checkpoint: sk.Checkpoint = sk.open(where)
     part: torch.Tensor = checkpoint["model.weight"][3:7, ::2]

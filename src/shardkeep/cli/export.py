@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.runs import path_hints
+from shardkeep.options import parse_size
 
 if TYPE_CHECKING:
     from shardkeep.conversion.api import ConvertReport, ExportReport
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_NAMED = 4
 _MIN_TIMED_S = 0.5
 """Throughput is not shown for copies that take less."""
@@ -48,7 +47,7 @@ def export(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import export  # noqa: PLC0415 - imports torch, which --help does not need
 
     renames = [parse_rename(text) for text in args.rename or ()]
-    size = parse_size(args.shard_size)
+    size = parse_size(args.shard_size, "--shard-size")
     with _transfer("export", args.checkpoint) as progress:
         report = export(
             args.checkpoint,
@@ -104,7 +103,7 @@ def export(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import convert  # noqa: PLC0415 - imports torch, which --help does not need
 
-    size = parse_size(args.shard_size)
+    size = parse_size(args.shard_size, "--shard-size")
     with _transfer("convert", args.checkpoint) as progress:
         report = convert(
             args.checkpoint,
@@ -166,15 +165,6 @@ def _print_written(report: ExportReport | ConvertReport, what: str, *, native: b
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(map(out.printable, names[:_MAX_NAMED])) + rest
-
-
-def parse_size(text: str) -> float:
-    """Return the bytes of a size such as 5GB or 512MiB."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
-        raise out.UsageError(f"{text!r} is not a size", hint="write 500MB, 5GB or 2GiB")
-    base = 1024 if found[3] else 1000
-    return float(found[1]) * float(base ** " kmgt".index(found[2].lower() or " "))
 
 
 def parse_codecs(text: str | None) -> list[str] | None:

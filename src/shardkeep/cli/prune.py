@@ -75,8 +75,8 @@ class PrunePlan:
         "--keep-best",
         action="append",
         default=[],
-        metavar="METRIC:K[:max]",
-        help="the K lowest (highest) by a metric",
+        metavar="METRIC:K[:min|max]",
+        help="the K best by a metric, and those without it",
         group=_RULES,
     ),
     argument("--keep-hours", type=float, metavar="H", help="those saved in the last H hours", group=_RULES),
@@ -91,9 +91,9 @@ class PrunePlan:
 """,
 )
 def prune(args: argparse.Namespace) -> int:
-    rules = parse_rules(args)
     run = open_existing_run(args.root, args.template)
-    _check_metrics(rules.values(), run.entries)
+    _check_metrics([words.partition(":")[0] for words in args.keep_best], run.entries)
+    rules = parse_rules(args)
     planned = make_plan(run, rules, force=args.force)
     if job := running_holder(run.catalog.root):
         out.echo_err(f"a job is saving to this run: {out.printable(job)}", "yellow")
@@ -142,16 +142,17 @@ def _parse_best(words: str) -> KeepBest:
     found = re.fullmatch(r"([^:]+)(?::([1-9]\d*))?(?::(min|max))?", words)
     if found is None:
         raise out.UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
-    return KeepBest(found[1], int(found[2] or 1), "max" if found[3] == "max" else "min")
+    mode: Any = found[3]  # None: told from the name
+    return KeepBest(found[1], int(found[2] or 1), mode)
 
 
-def _check_metrics(policies: Iterable[Policy], entries: list[Entry]) -> None:
-    """Reject a metric that no checkpoint has, because a misspelt one would keep nothing."""
+def _check_metrics(metrics: Iterable[str], entries: list[Entry]) -> None:
+    """Reject a metric that no checkpoint has, because it is misspelt."""
     known = {name for entry in entries for name in entry.metrics}
-    for policy in policies:
-        if isinstance(policy, KeepBest) and policy.metric not in known and entries:
-            hint = out.did_you_mean(policy.metric, known, otherwise=f"they have {', '.join(sorted(known)) or 'none'}")
-            raise out.UsageError(f"no checkpoint has the metric {policy.metric!r}", hint=hint)
+    for metric in metrics:
+        if metric not in known and entries:
+            hint = out.did_you_mean(metric, known, otherwise=f"they have {', '.join(sorted(known)) or 'none'}")
+            raise out.UsageError(f"no checkpoint has the metric {metric!r}", hint=hint)
 
 
 # -- what to delete

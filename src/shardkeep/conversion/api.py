@@ -35,7 +35,7 @@ from shardkeep.layouts import native, orphans
 from shardkeep.layouts.safetensors import INDEX_NAME, tie_metadata
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model
 from shardkeep.layouts.torch import is_data, is_metadata
-from shardkeep.options import Options
+from shardkeep.options import Options, Size
 from shardkeep.state.patterns import Patterns, Renames
 from shardkeep.storage.base import Store, local_path, same_place
 from shardkeep.storage.resolve import open_store
@@ -102,7 +102,7 @@ def convert(
     layout: Layout = "native",
     *,
     drop: Patterns = None,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: Size = 5e9,
     overwrite: bool = False,
     allow_pickle: bool = False,
     codecs: Codecs = None,
@@ -122,7 +122,7 @@ def convert(
         to: where it goes: a path, a URL, or a store.
         layout: "native", "dcp" (torch's), or "safetensors".
         drop: names to leave out, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
-        max_shard_bytes: how large a safetensors file may be, if no tensor is larger alone.
+        max_shard_bytes: how large a safetensors file may be ("5GB"), if no tensor is larger alone.
         overwrite: replace a checkpoint of any layout; its files are removed once the new one is committed.
         allow_pickle: also convert pickled values, which "dcp" unpickles. Only for checkpoints you trust.
         codecs: compress or encrypt the files, as in `save`. Only for "native": no other program could read them.
@@ -219,7 +219,7 @@ def export(
     *,
     format: Literal["hf", "torch", "native"] = "hf",  # noqa: A002 - the user's word for it
     dtype: str | torch.dtype | None = None,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: Size = 5e9,
     include: Patterns = None,
     exclude: Patterns = None,
     rename: Renames = None,
@@ -246,7 +246,7 @@ def export(
             flat dict, which `torch.load(weights_only=True)` opens. "native": a checkpoint with a flat dict, which `load`
             and `open` read, and the command line.
         dtype: convert floating-point tensors of 16 to 64 bits to this dtype; others are not converted.
-        max_shard_bytes: how large a file of "hf" may be, if no tensor is larger alone.
+        max_shard_bytes: how large a file of "hf" may be ("5GB"), if no tensor is larger alone.
         include: only these names, as the checkpoint has them: a name, a dotted prefix, a glob, several, or a callable.
         exclude: not these names.
         rename: from a name without its prefix to the exported one, as in `load`: a mapping of names or dotted prefixes,

@@ -29,7 +29,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import decode_tree, leaf_keys
 from shardkeep.layouts import safetensors, safetensors_publish
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.options import Options
+from shardkeep.options import Options, Size, parse_size
 from shardkeep.storage.base import Store, is_name, is_single_file, local_path, with_any_names
 from shardkeep.storage.local import storage_errors
 from shardkeep.storage.resolve import open_store
@@ -42,7 +42,7 @@ def write_model(
     tensors: Mapping[str, pipeline.TensorPart],
     source: Source,
     *,
-    max_shard_bytes: float,
+    max_shard_bytes: Size,
     metadata: Mapping[str, str],
     config: str | None = None,
     overwrite: bool,
@@ -134,10 +134,10 @@ def model_files(folder: safetensors_publish.ModelDirectory) -> list[str]:
     return sorted(name for name in folder.files if name in named or _MODEL.fullmatch(name))
 
 
-def _groups(tensors: Mapping[str, pipeline.TensorPart], most_nbytes: float) -> list[list[str]]:
+def _groups(tensors: Mapping[str, pipeline.TensorPart], most: Size) -> list[list[str]]:
     """Divide tensors into files, in order; a tensor that is larger than a file may be has a file of its own."""
-    if not most_nbytes > 0:
-        raise StateError(f"max_shard_bytes={most_nbytes}", hint="give a number of bytes above 0")
+    if not (most_nbytes := parse_size(most, "max_shard_bytes")):
+        raise StateError(f"max_shard_bytes={most!r}", hint="give a size above 0")
     groups: list[list[str]] = [[]]
     held = 0
     for key, part in tensors.items():
@@ -183,7 +183,7 @@ def write_safetensors(
     store: Store,
     source: Source,
     *,
-    max_shard_bytes: float,
+    max_shard_bytes: Size,
     overwrite: bool,
     options: Options,
     progress: pipeline.Progress | None,

@@ -27,6 +27,8 @@ BATCH = 16
 """Keys read by one request, so that the answer stays within 64 MiB."""
 GRACE_S = 2.0
 """How long past its deadline a use of the store may take before its thread is abandoned."""
+LATE_S = 10.0
+"""After how long a wait is worth a word."""
 CHECKS_PER_S = 2000
 """How many checks a second all ranks together make in a long wait."""
 
@@ -61,13 +63,16 @@ class KVMailbox:
         # The key itself comes last, so that a reader that sees it finds every piece.
         self._set(key, _PIECES + str(len(starts)).encode())
 
-    def wait(self, keys: Sequence[str], within_s: float) -> bool:
-        """Wait until all `keys` are there; False when the time is up."""
-        began = time.monotonic()
+    def wait(self, keys: Sequence[str], within_s: float, late: Callable[[float], object] | None = None) -> bool:
+        """Wait until all `keys` are there; False when the time is up. `late` is called a few times in a long wait."""
+        began, late_s = time.monotonic(), LATE_S
         while not self._store.check(list(keys)):
             waited = time.monotonic() - began
             if waited >= within_s:
                 return False
+            if late is not None and waited >= late_s:
+                late(waited)
+                late_s *= 3  # seldom, because it may look at a key of each rank
             pause = min(self._slowest_s, max(self._quickest_s, waited / 4), within_s - waited)
             if self._stop.wait(pause):
                 raise StoreUnreachable("the caller has left")

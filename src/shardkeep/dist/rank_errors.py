@@ -14,6 +14,7 @@ import msgspec
 
 from shardkeep.errors import CheckpointError, Failure, error_class, failure_of
 
+ALL_CALL = "all ranks must make this call, not only some of them; a slow rank needs a larger Options(timeout_s=...)"
 MOST_GROUPS = 8
 """How many different failures a message contains; also how many keep their traceback and details."""
 MOST_CHARS = 16_000
@@ -91,11 +92,13 @@ def merge_failures(failures: dict[int, Failure], *, phase: str, title: str) -> G
     return _error(first.kind, message, title, groups, hint=first.hint, details=first.details)
 
 
-def merge_silence(silent: dict[int, str], failures: dict[int, Failure], *, phase: str, title: str) -> GroupError:
+def merge_silence(
+    silent: dict[int, str], failures: dict[int, Failure], *, phase: str, title: str, hint: str = ALL_CALL
+) -> GroupError:
     """Make the error of ranks that did not answer; `silent` has what is known of each."""
     groups = _group({rank: Failure("RanksSilent", text) for rank, text in silent.items()}) + _group(failures)
     message = _message(groups, f"during {phase!r} of {title}")
-    return _error("RanksSilent", message, title, groups, details={"ranks": sorted(silent)})
+    return _error("RanksSilent", message, title, groups, hint=hint, details={"ranks": sorted(silent)})
 
 
 def merge_disagreement(said: dict[int, str], failures: dict[int, Failure], *, title: str) -> GroupError:

@@ -18,13 +18,23 @@ The keys of a world, where CALL counts the calls of each rank and STEP the phase
 from __future__ import annotations
 
 import contextlib
+import logging
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from shardkeep.dist.kv import KVMailbox, StoreUnreachable, with_mailbox
-from shardkeep.dist.rank_errors import GroupError, describe_error, merge_disagreement, merge_failures, merge_silence
+from shardkeep.dist.rank_errors import (
+    ALL_CALL,
+    GroupError,
+    describe_error,
+    format_ranks,
+    merge_disagreement,
+    merge_failures,
+    merge_silence,
+)
 from shardkeep.errors import CheckpointError, Failure
 
 if TYPE_CHECKING:
@@ -79,6 +89,8 @@ decode_activity = msgspec.msgpack.Decoder(RankActivity).decode
 
 
 T = TypeVar("T")
+
+log = logging.getLogger("shardkeep")
 
 LINGER_S = 5.0
 """How long rank 0 waits at the end of a call for the others to read its answer."""
@@ -189,8 +201,8 @@ class Rendezvous:
         timeout_s = self._world.timeout_s
 
         def errand(mailbox: KVMailbox) -> tuple[dict[int, bytes], dict[int, bytes]]:
-            here = awaited
-            if not mailbox.wait(list(awaited.values()), timeout_s):
+            here, late = awaited, partial(self._report_absent, mailbox, awaited, timeout_s)
+            if not mailbox.wait(list(awaited.values()), timeout_s, late):
                 here = {rank: key for rank, key in awaited.items() if mailbox.there(key)}
             bodies = mailbox.take(list(here.values()))
             doing = {rank: _last_activity(mailbox, rank) for rank in awaited.keys() - here.keys()}
@@ -282,7 +294,7 @@ class Rendezvous:
         self._step += 1
 
         def errand(mailbox: KVMailbox) -> CoordinatorReply | bytes:
-            if not mailbox.wait([answer], timeout_s):
+            if not mailbox.wait([answer], timeout_s, partial(self._report_absent, mailbox, {0: answer}, timeout_s)):
                 failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
                 mailbox.put(mine, encode(replace(message, payload=b"", failure=failure, left=True, gave_up=True)))
                 return _last_activity(mailbox, 0)
@@ -356,7 +368,18 @@ class Rendezvous:
         text = f"cannot be reached: {lost}" if self._cut else str(lost)
         others = range(1, self._world.size) if self._world.rank == 0 else [0]
         own = {self._world.rank: message.failure} if message.failure else {}
-        return merge_silence(dict.fromkeys(others, text), own, phase=message.phase, title=self._title).error()
+        silent, hint = dict.fromkeys(others, text), "" if self._cut else ALL_CALL
+        return merge_silence(silent, own, phase=message.phase, title=self._title, hint=hint).error()
+
+    def _report_absent(self, mailbox: KVMailbox, awaited: dict[int, str], timeout_s: float, waited_s: float) -> None:
+        """Log which ranks have not begun this call, in a long wait for them; those that do their part are not named."""
+        if self._step > (self._world.rank > 0):  # in later phases all have
+            return
+        late = [rank for rank, key in awaited.items() if not mailbox.there(key)]
+        notes = {rank: _last_activity(mailbox, rank) for rank in late}
+        if absent := [rank for rank, note in notes.items() if not note or decode_activity(note).call < self._call]:
+            text = "%s: still waiting for %s after %.0f s, this rank gives up after %.0f s: %s"
+            log.warning(text, self._title, format_ranks(absent), waited_s, timeout_s, ALL_CALL)
 
     def _describe_silence(self, waited_s: float, note: bytes) -> str:
         """Describe a rank that does not answer by its last note, an encoded `RankActivity` or nothing."""

@@ -12,12 +12,15 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from typing_extensions import Self
 
+from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.codecs import Codecs
 from shardkeep.errors import (
@@ -39,7 +42,7 @@ from shardkeep.manage.decisions import Decision, RankContext
 from shardkeep.manage.replicate import ReplicationTerms
 from shardkeep.manage.restore import Restored, candidates, restore
 from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_policy, parse_best
-from shardkeep.manage.saves import PINNED, Saved, Saves
+from shardkeep.manage.saves import PINNED, Saved, Saves, StepState, UnsavedStep, why_not_to_save
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, same_place
 from shardkeep.storage.resolve import open_root
@@ -49,6 +52,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("shardkeep")
+
+_NOW = "now"
+"""The reason of a save that the caller asked for, whatever exists."""
+_NOTIFY_S = 2.0
+"""How long a rank that failed may take to notify the others, which may be at the end of their run."""
 
 OnError = Literal["raise", "warn"] | Callable[[BaseException], object]
 
@@ -83,6 +91,7 @@ class Checkpointer:
         at_steps: Iterable[int] = (),
         signals: Iterable[int | str] = (),
         request_file: str | None = "save-now",
+        save_last: bool | Literal["weights"] = True,
         template: str = "step-{step}",
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -119,10 +128,13 @@ class Checkpointer:
                 again. Needs the main thread.
             request_file: `step` saves when a file of this name appears in the root, and deletes it. None: do not look
                 for one. Without this, `every_minutes` and `signals`, ranks communicate only to save.
+            save_last: at the end of the `with` block, save the state that was given to the last `step`, if it was not saved.
+                Not if an exception ends the block, and not in `close`. "weights": save only the modules of that state.
             template: the name of a step's checkpoint.
             keep_last: keep this many of the newest.
             keep_every: keep those whose step is a multiple of it.
-            keep_best: keep the best by a metric: "loss", ("loss", 3), ("accuracy", 3, "max").
+            keep_best: keep the best by a metric: "loss", ("loss", 3), ("score", 3, "max"), or a `KeepBest`. Checkpoints
+                without the metric are kept too.
             keep_hours: keep those saved within this many hours.
             retention: a policy of your own. A checkpoint is kept if any of these wants it, if it is pinned, or if it is
                 the newest. Without any of them, all are kept.
@@ -161,6 +173,9 @@ class Checkpointer:
         max_in_flight, retries = _whole("max_in_flight", max_in_flight), _whole("retries", retries, least=0)
         at = sorted(map(_valid_step, at_steps))
         wanted_signals = schedule.parse_signals(signals)
+        if save_last not in (True, False, "weights"):
+            raise StateError(f"save_last={save_last!r}", hint='give True, False or "weights"')
+        arguments = [template, every_steps, at, every_minutes, request_file, save_last, asynchronous, max_in_flight]
         retry_policy = RetryPolicy(retries, sleep=clock.sleep)
         self._root = roots[0]
         self._tiers = Tiers(*(Catalog(RetryingRoot(each, retry_policy), template) for each in roots))
@@ -173,7 +188,7 @@ class Checkpointer:
             clock,
             group=group,
             timeout_s=options.timeout_s,
-            arguments=[template, every_steps, at, every_minutes, request_file, asynchronous, max_in_flight, len(roots)],
+            arguments=[*arguments, len(roots)],
         )
         policy = build_policy(
             last=None if keep_last is None else _whole("keep_last", keep_last),
@@ -200,6 +215,11 @@ class Checkpointer:
         )
         self._exchanges = bool(wanted_signals) or every_minutes is not None or request_file is not None
         """Whether ranks exchange decisions: not needed where only step numbers decide."""
+        self._save_last = save_last
+        self._decision: Decision | None = None
+        """What `should_save` found, until `step` or `save` follows it."""
+        self._unsaved: UnsavedStep | None = None
+        """What the last `step` was given, if no save was due."""
         self._last_restore: Restored | None = None
         self._should_stop = False
         self._closing = False
@@ -251,40 +271,23 @@ class Checkpointer:
             StateError: the step is lower than one that was restored or saved.
 
         """
-        self._check_open()
-        step = _valid_step(step)
-        self._saves.check(step)
-        why = self._schedule.reached(step)
-        if force:
-            why = "the caller forces it"
-        decision = Decision(step=step)
-        if self._exchanges:
-            decisions = self._ranks.decisions
-            if self._ranks.world.rank > 0 and (requested := self._requests.take()):
-                decisions.request(requested)
-            if decisions.reached():
-                decision = decisions.decision(step, partial(self._decide, step), schedule.REQUEST_KINDS)
-        why, stop = why or decision.why, decision.stop
-        errors = self._saves.end(decision.failed, decision.unpromoted)
-        if why and self._saves.is_last(step):
-            why = ""  # it exists
-            errors += self._saves.wait()
-        saved, durable = None, stop and not why
-        try:
-            if why:
-                saved = self._save(step, state, metrics, meta, why=why, errors=errors, wait=stop)
-                durable = stop and saved is not None
-        except CheckpointExists as error:
-            if PINNED not in error.details:
-                raise
-            # If this were raised, the job would end at this step each time that it is started.
-            log.warning("step %d is not saved, the next one that is due will be: %s", step, error.message)
-        finally:
-            self._should_stop = self._should_stop or durable
-            if stop and not durable:
-                self._requests.stop_again = True
-        self._errors.report_earlier(errors, saved)
-        return saved
+        made = self._decide_for(step)
+        given = StepState(made.step, state, metrics, meta)
+        unsaved = UnsavedStep.hold(given, self._ranks.world, weights_only=self._save_last == "weights")
+        self._decision = self._unsaved = None
+        why = "the caller forces it" if force else made.why
+        if not why and self._save_last and self._saves.last_step != made.step:
+            self._unsaved = unsaved
+        return self._save_if_due(made, given, why)
+
+    def should_save(self, step: int) -> bool:
+        """
+        Return whether `step` saves at this step, where it takes time to make the state. Call it on all ranks, before `step`.
+
+        If it returns True, and neither `step` nor `save` follows, the next step is due instead.
+        """
+        made = self._decide_for(step)
+        return bool(made.why) and not self._saves.is_last(made.step)
 
     def save(
         self,
@@ -301,13 +304,11 @@ class Checkpointer:
         `overwrite` replaces an existing checkpoint of this step. Without it, an existing one is an error, unless this job
         has gone back from it.
         """
-        self._check_open()
-        step = _valid_step(step)
-        self._saves.check(step)
-        errors: list[BaseException] = []
-        saved = self._save(step, state, metrics, meta, why="now", errors=errors, overwrite=overwrite)
-        self._errors.report_earlier(errors, saved)
-        return saved
+        step = self._valid_next(step)
+        made, self._decision, self._unsaved = self._decision, None, None
+        if made is None or made.step != step:
+            made = Decision(step=step)
+        return self._save_if_due(made, StepState(step, state, metrics, meta), _NOW, overwrite=overwrite)
 
     def request_save(self) -> None:
         """Make the next `step`, or one soon after, save. May be called on any rank, from any thread."""
@@ -321,30 +322,62 @@ class Checkpointer:
         """Whether a signal has reached any rank, and the checkpoint that it requested is durable; same on all ranks."""
         return self._should_stop
 
+    def _decide_for(self, step: int) -> Decision:
+        """Decide once whether a step is due: all ranks, by its number, or as rank 0 says. Steps go up."""
+        step = self._valid_next(step)
+        before = self._decision or Decision(step=-1)
+        if before.step == step:
+            return before
+        why, made = self._schedule.reached(step), Decision(step=step)
+        if self._exchanges:
+            decisions = self._ranks.decisions
+            if self._ranks.world.rank > 0 and (requested := self._requests.take()):
+                decisions.request(requested)
+            if decisions.reached():
+                made = decisions.decision(step, partial(self._decide, step), schedule.REQUEST_KINDS)
+        # What `should_save` found for an earlier step that was not saved is still due.
+        why, stop = why or made.why or before.why, made.stop or before.stop
+        self._decision = msgspec.structs.replace(made, why=why, stop=stop)
+        return self._decision
+
+    def _save_if_due(self, made: Decision, given: StepState, why: str, *, overwrite: bool = False) -> Saved | None:
+        """Save a step if there is a reason; one that exists only if the caller wants it now."""
+        errors, saved, stop = self._saves.end(made.failed, made.unpromoted), None, made.stop
+        if why not in ("", _NOW) and self._saves.is_last(made.step):
+            why = ""  # it exists
+            errors += self._saves.wait()
+        durable = stop and not why
+        try:
+            if why:
+                saved = self._save(given, why, errors, wait=stop, overwrite=overwrite)
+                durable = stop and saved is not None
+        except CheckpointExists as error:
+            if PINNED not in error.details or why == _NOW:
+                raise
+            # If this were raised, the job would end at this step each time that it is started.
+            log.warning("step %d is not saved, the next one that is due will be: %s", made.step, error.message)
+        finally:
+            self._should_stop = self._should_stop or durable
+            if stop and not durable:
+                self._requests.stop_again = True
+        self._errors.report_earlier(errors, saved)
+        return saved
+
     def _decide(self, step: int, requested: Collection[str]) -> Decision:
         why, stop = self._requests.why(requested)
         failed, unpromoted = self._saves.failed()
         return Decision(step=step, why=why, stop=stop, failed=failed, unpromoted=unpromoted)
 
     def _save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, Any] | None,
-        meta: Mapping[str, Any] | None,
-        *,
-        why: str,
-        errors: list[BaseException],
-        wait: bool = False,
-        overwrite: bool = False,
+        self, given: StepState, why: str, errors: list[BaseException], *, wait: bool, overwrite: bool
     ) -> Saved | None:
         errors += self._saves.make_room()
         try:
             with self._errors.kept(errors):
-                self._saves.begin(step)
+                self._saves.begin(given.step)
                 if self._ranks.world.rank == 0:
-                    log.info("saving step %d to %s: %s", step, self._root.url, why)
-                saved = self._saves.save(step, state, metrics, meta, overwrite=overwrite)
+                    log.info("saving step %d to %s: %s", given.step, self._root.url, why)
+                saved = self._saves.save(given, overwrite=overwrite)
                 if wait:
                     self._saves.wait_for(saved)
         except (RootInUse, LeaseLost, EarlierSaveFailed):
@@ -419,8 +452,17 @@ class Checkpointer:
         As in `restore_latest`, a damaged checkpoint is skipped, and the next best is tried.
         """
         best = self._best_by(metric, mode)
-        what = f"the best checkpoint by {best.metric}"
-        return self._restore(state, what, lambda: best.ranked(self._readable_committed()), load_options)
+
+        def choose() -> list[Entry]:
+            found = self._readable_committed()
+            known = {name for entry in found for name in entry.metrics}
+            if found and best.metric not in known:
+                where, have = " and ".join(self._tiers.urls), ", ".join(sorted(known)) or "none"
+                hint = f"they have {have}; restore_latest() needs no metric"
+                raise CheckpointNotFound(f"{where}: no checkpoint has the metric {best.metric!r}", hint=hint)
+            return best.ranked(found)
+
+        return self._restore(state, f"the best checkpoint by {best.metric}", choose, load_options)
 
     @property
     def last_restore(self) -> Restored | None:
@@ -437,6 +479,7 @@ class Checkpointer:
         may_skip: bool = True,
     ) -> int | None:
         self._check_open()
+        self._saves.watch_leases()
         errors = self._saves.wait()
         with self._errors.kept(errors):
             self._last_restore = found = restore(
@@ -454,6 +497,7 @@ class Checkpointer:
                 why = f": {found.why}" if found.why else ""
                 log.info("step %d is restored from %s%s", found.step, found.where, why)
             self._schedule.last = found.step
+            self._unsaved = None
             self._saves.restored(found)
             self._requests.restart_timer()
         self._errors.report_earlier(errors)
@@ -517,6 +561,25 @@ class Checkpointer:
         """Leave the checkpoint of a step to the policies again."""
         self._tiers.unpin(self._tiers.near.naming.name(_valid_step(step)))
 
+    def delete(self, step: int) -> None:
+        """
+        Delete the checkpoint of a step, in both roots if there are two, after all saves. Call it on all ranks.
+
+        Raises:
+            CheckpointNotFound: there is none.
+            StateError: it is pinned.
+            RootInUse: another job saves to this root.
+
+        """
+        self._check_open()
+        step = _valid_step(step)
+        errors = self._saves.wait()
+        with self._errors.kept(errors):
+            if self._saves.replicator is not None:
+                errors += self._saves.replicator.wait()
+            self._saves.delete(step, self._not_found)
+        self._errors.report_earlier(errors)
+
     def _exists(self, step: int) -> bool:
         return any(found.committed for found in self._tiers.find(step))
 
@@ -528,8 +591,9 @@ class Checkpointer:
     def _best_by(self, metric: str | None, mode: Mode | None) -> KeepBest:
         if metric is None and self._best is None:
             raise StateError("which metric?", hint='give metric="loss", or keep_best to the Checkpointer')
-        known = self._best if self._best is not None and metric in (None, self._best.metric) else None
-        return KeepBest(metric or (known.metric if known else ""), mode=mode or (known.mode if known else "min"))
+        if self._best is not None and metric in (None, self._best.metric):
+            return replace(self._best, mode=mode or self._best.mode)
+        return KeepBest(metric or "", mode=mode)
 
     def _not_found(self, step: int) -> CheckpointNotFound:
         have = ", ".join(map(str, self.all_steps()[-20:])) or "none"
@@ -603,13 +667,42 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            try:
+                self._end_run(None)
+            finally:
+                self.close()
             return
         try:
+            with suppress(CheckpointError):
+                self._end_run(error)
             # Other ranks may not get here, so nothing is begun that needs them.
             self._close(None, newest=False)
         except Exception as second:  # noqa: BLE001 - the first error is the important one
             log.error("%s: while %s was raised: %s", self._root.url, type(error).__name__, second)  # noqa: TRY400
+
+    def _end_run(self, error: BaseException | None) -> None:
+        """At the end of the block: save the last step if all ranks can; a rank that failed notifies the others."""
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is None or self._closing:
+            return
+        step, world, title = unsaved.held.step, unsaved.world, f"end of the run in {self._root.url}"
+        if not (reason := self._ranks.why_gone(world)):
+            if error is not None:
+                with rendezvous(replace(world, timeout_s=min(_NOTIFY_S, world.timeout_s)), title):
+                    raise CheckpointError(f"{type(error).__name__}: {error}")
+            with rendezvous(world, title) as meeting:
+                mine = msgspec.json.encode((step, unsaved.why_gone()))
+                reason = meeting.agree("end", lambda: mine, why_not_to_save).decode()
+        if not reason:
+            self._save_if_due(Decision(step=step), unsaved.given(), "the run ends")
+        elif world.rank == 0:
+            log.warning("%s: the last step, %d, is not saved: %s", self._root.url, step, reason)
+
+    def _valid_next(self, step: Any) -> int:
+        self._check_open()
+        number = _valid_step(step)
+        self._saves.check(number)
+        return number
 
     def _check_open(self) -> None:
         if self._closing:

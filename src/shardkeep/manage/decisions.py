@@ -235,6 +235,14 @@ class RankContext:
             self._world = current_world(self._group, timeout_s=self._timeout_s).with_prefix("checkpointers")
         return self._world
 
+    def why_gone(self, world: World) -> str:
+        """Return why the ranks that there were can do nothing together any more; empty if they can."""
+        try:
+            now = current_world(self._group, timeout_s=self._timeout_s)
+        except (RanksDisagree, ValueError, RuntimeError):  # torch does not know the group
+            now = None
+        return "" if now and now.size == world.size else "the process group no longer exists"
+
     @property
     def decisions(self) -> StepDecisions:
         """The decisions of the ranks; first used by all ranks at the same time, which compares their arguments."""

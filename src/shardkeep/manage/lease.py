@@ -4,8 +4,12 @@ The lease of a root: one job at a time saves to a root, and its rank 0 holds the
 The lease is a file in the root that its holder rewrites regularly. Reading a root needs no lease.
 
 - If the holder was a process of this machine that no longer exists, the lease is free.
-- If the holder is on another machine, a new job watches the lease with a monotonic clock. When the lease is renewed, the
-  new job is refused. When it was not renewed for as long as a lease lasts, the new job takes it over.
+- If the holder is on another machine, a new job watches the lease, from its restore on. When the lease is renewed, the new
+  job is refused. When it was not renewed for a whole term, by the monotonic clock of the new job since it first saw that
+  renewal, the new job takes it over. No clock of another machine is involved.
+- A lease that is two terms old or more by the clock of the store is watched only until a living holder would have renewed
+  it, so a clock that has jumped takes it from no living job. One term is an allowance for clocks that differ, because some
+  file systems give a file the time of the machine that writes it.
 - A job whose lease was taken over notices before its next commit at the latest, even if the other job has ended by
   then: a job that takes a lease from a holder that may come back marks it as contested, and a contested lease is never
   deleted, but marked as released.
@@ -24,6 +28,8 @@ import secrets
 import socket
 import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import datetime, timezone
 from weakref import WeakValueDictionary
@@ -33,19 +39,26 @@ import msgspec
 from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
 from shardkeep.manage.schedule import CLOCK, Clock
 from shardkeep.storage.base import Root, Store, Version
+from shardkeep.storage.cancel import spawn_daemon
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
 
 LEASE_NAME = "lease.json"
-_RENEWALS = 10
-"""How often a lease is renewed while it lasts."""
+_RENEWALS = 30
+"""How often a lease is renewed in a term."""
+_RENEWED_EVERY_S = 30.0
+"""How often a holder renews a lease that does not say it."""
+_LOOKS = 4 * _RENEWALS
+"""How often the lease is looked at in the background, at most."""
+_SAY_EVERY_S = 10.0
 _MAX_NBYTES = 4096
 _READS = 3
 """How often another job's lease is read, at most, until two answers agree."""
 _HOW_TO_TAKE = (
     "wait for that job to end, close its Checkpointer, or save to another root; takeover=True takes the root from it"
 )
+_HOW_TO_SKIP = "If that job has ended, Checkpointer(..., takeover=True) does not wait"
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +79,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a previous holder may come back, and must see then that the lease was taken."""
     released: bool = False
     """Whether the lease is free again. A previous holder still sees that it was taken."""
+    renewed_every_s: float = _RENEWED_EVERY_S
+    """How often its holder renews it."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.machine}, since {self.since}"
@@ -89,6 +104,9 @@ class Lease:
         """Why the lease was lost; empty while it was not."""
         self._written_s = 0.0
         """When the last successful write began, by the clock."""
+        self._watching: Future[None] | None = None
+        self._seen: tuple[bytes | None, float] = None, 0.0
+        """What was read last, and when it was first read, by the clock: it was not renewed since."""
         self.gone: set[str] = set()
         """Hosts whose lease expired: their saves are dead."""
         self._mine = Holder(
@@ -98,7 +116,13 @@ class Lease:
             pid=os.getpid(),
             started=process_start(os.getpid()),
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            renewed_every_s=self._lasts_s / _RENEWALS,
         )
+
+    def watch(self) -> None:
+        """Begin to watch the lease in the background, so that the time until `acquire` counts as waiting for it."""
+        if self._thread is None and not self._takeover and (self._watching is None or self._watching.done()):
+            self._watching = spawn_daemon(self._watch, "shardkeep-lease-watch")
 
     def acquire(self) -> None:
         """Acquire the lease and renew it from now on, or raise `RootInUse`; where it is held already, check it."""
@@ -130,7 +154,11 @@ class Lease:
         """Release the lease, if this job still holds it. Never raises; safe when called twice."""
         atexit.unregister(self.release)
         self._ended.set()
-        if self._thread is None or self._mine.pid != os.getpid():
+        if self._mine.pid != os.getpid():
+            return
+        if self._watching is not None:
+            futures.wait([self._watching], self._lasts_s / _RENEWALS)
+        if self._thread is None:
             return
         if self._thread is not threading.current_thread():
             self._thread.join(self._lasts_s / _RENEWALS)
@@ -184,25 +212,45 @@ class Lease:
 
     def _wait_for_expiry(self, seen: bytes, holder: Holder | None) -> bool:
         """Watch another machine's lease; return whether it expired; raise `RootInUse` when it is renewed."""
-        # It is watched for a while however old it looks, because the store's clock may have jumped.
-        renewal_s = self._lasts_s / _RENEWALS
-        wait_s = max(1.5 * renewal_s, self._lasts_s - self._age_s())
-        text = "%s is held by %s: waiting %.0f s to see whether the lease is renewed"
-        log.warning(text, self._root.url, holder or "an unknown job", wait_s)
-        until = self._clock() + wait_s
-        while self._clock() < until:
-            self._sleep(min(1.0, renewal_s / 4))
-            now = self._read()
-            if now is None:
-                return False
-            if now != seen:
-                renewed = _decoded(now)
-                if renewed and renewed.released:
-                    return False
-                raise RootInUse(
-                    f"{self._root.url}: another job saves here ({renewed or 'unreadable'})", hint=_HOW_TO_TAKE
-                )
-        return True
+        now, unchanged_s = self._look()
+        term_s = self._lasts_s
+        # Long enough to see a renewal, however old the lease looks, because the store's clock may have jumped.
+        renewed_every_s = holder.renewed_every_s if holder else _RENEWED_EVERY_S
+        enough_s = min(term_s, 1.5 * max(renewed_every_s, self._mine.renewed_every_s))
+        if unchanged_s < term_s:
+            enough_s = max(enough_s, unchanged_s + term_s - max(unchanged_s, self._age_s() - term_s))
+        said_s = -_SAY_EVERY_S
+        while now == seen:
+            left_s = enough_s - unchanged_s
+            if left_s <= 0:
+                return True
+            if unchanged_s >= said_s + _SAY_EVERY_S:
+                said_s = unchanged_s
+                text = "%s: waiting for the lease of %s, which was not renewed for %.0f s: it is free in %.0f s. %s"
+                log.warning(text, self._root.url, holder or "an unknown job", unchanged_s, left_s, _HOW_TO_SKIP)
+            self._sleep(min(1.0, term_s / 40, left_s))
+            now, unchanged_s = self._look()
+        renewed = _decoded(now or b"")
+        if now is None or (renewed and renewed.released):
+            return False
+        raise RootInUse(f"{self._root.url}: another job saves here ({renewed or 'unreadable'})", hint=_HOW_TO_TAKE)
+
+    def _look(self) -> tuple[bytes | None, float]:
+        """Read the lease, and return for how long it was not renewed, as far as this process has seen."""
+        # From the end of the first read to the beginning of this one: it may be longer, and never less. Another thread may
+        # look at the same time; what it notes is later, and shortens the time only.
+        now_s, seen = self._clock(), self._read()
+        if seen != self._seen[0]:
+            self._seen = seen, self._clock()
+        return seen, max(0.0, now_s - self._seen[1])
+
+    def _watch(self) -> None:
+        for _ in range(_LOOKS):
+            seen, unchanged_s = self._look()
+            holder = _decoded(seen or b"")
+            known = seen is None or unchanged_s >= self._lasts_s or (holder and holder.host == self._mine.host)
+            if known or self._thread is not None or self._ended.wait(self._lasts_s / _RENEWALS):
+                return
 
     def _age_s(self) -> float:
         """Return how old the lease is by the store's own clock, which the time of a new file shows."""

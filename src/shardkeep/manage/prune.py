@@ -187,18 +187,22 @@ class Pruner:
         return entries
 
     def _delete(self, entry: Entry) -> bool:
-        where = f"{self._root.url}/{entry.name}"
         self.lease.check()
         try:
             if is_pinned(self._root, entry.name):  # since the records were read
                 return False
-            self._root.remove(entry.name)
+            self.remove(entry, "retention")
         except CheckpointError as error:
-            self._report_failure(where, error, entry.step)
+            self._report_failure(f"{self._root.url}/{entry.name}", error, entry.step)
             return False
-        log.info("removed %s", where)
-        emit(Pruned, partial(Pruned, rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason="retention"))
         return True
+
+    def remove(self, entry: Entry, reason: str) -> None:
+        """Delete a checkpoint, for a reason that the event has."""
+        where = f"{self._root.url}/{entry.name}"
+        self._root.remove(entry.name)
+        log.info("removed %s", where)
+        emit(Pruned, partial(Pruned, rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason=reason))
 
     # -- what dead saves left ------------------------------------------------------------------------------------
 

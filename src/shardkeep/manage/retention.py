@@ -10,9 +10,10 @@ committed checkpoints are ever deleted: a damaged one may be repaired, and an un
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
@@ -20,6 +21,11 @@ from shardkeep.errors import StateError
 from shardkeep.manage.catalog import Entry, newest_first
 
 Mode = Literal["min", "max"]
+
+_LOWER = {"cer", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"}
+_HIGHER = {"acc", "accuracy", "auc", "auroc", "bleu", "f1", "iou", "precision", "psnr", "recall", "reward", "rouge"}
+_NEGATED = {"inverse", "minus", "neg", "negative"}
+"""Words of a metric's name after which a low error may be a high number, as in scikit-learn's neg_mean_squared_error."""
 
 
 class Policy(ABC):
@@ -93,17 +99,32 @@ class KeepEvery(Policy):
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """Keeps the `k` best by a metric; of equals the newest. A checkpoint without the metric, or with NaN, never counts."""
+    """
+    Keeps the `k` best by a metric; of equals the newest. NaN is never the best.
+
+    A checkpoint that was saved without the metric cannot be compared, and is kept.
+
+    Args:
+        metric: the name of a metric that is passed to `step` or `save`.
+        k: how many to keep.
+        mode: whether the lowest ("min") or the highest ("max") is the best. Needed unless the name says it, as "val_loss",
+            "error", "perplexity", "accuracy", "f1", "bleu" and "reward" do.
+        keep_missing: False leaves checkpoints without the metric to the other policies, once one has the metric. For runs
+            that save more often than they evaluate.
+
+    """
 
     metric: str
     k: int = 1
-    mode: Mode = "min"
+    mode: Mode | None = None
+    keep_missing: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.k < 1 or self.mode not in ("min", "max"):
+        if self.k < 1 or self.mode not in ("min", "max", None):
             raise StateError(
                 f"KeepBest({self.metric!r}, {self.k!r}, mode={self.mode!r})", hint='k is 1 or more, mode "min" or "max"'
             )
+        object.__setattr__(self, "mode", self.mode or _mode_of(self.metric))
 
     def ranked(self, entries: Iterable[Entry]) -> list[Entry]:
         """Return the entries that have the metric, the best first."""
@@ -113,8 +134,30 @@ class KeepBest(Policy):
         return sorted(by_age, key=lambda entry: sign * entry.metrics[self.metric])
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
-        """Return the `k` best."""
-        return {entry.name for entry in self.ranked(entries)[: self.k]}
+        """Return the `k` best, and those that cannot be compared."""
+        missing = {entry.name for entry in entries if self.metric not in entry.metrics}
+        # A metric that no checkpoint has is probably misspelt: nothing may be deleted because of it.
+        kept = missing if self.keep_missing or len(missing) == len(entries) else set()
+        return kept | {entry.name for entry in self.ranked(entries)[: self.k]}
+
+
+def compared_metrics(policy: Policy | None) -> set[str]:
+    """Return the metrics by which a policy compares checkpoints."""
+    parts = policy.policies if isinstance(policy, AnyOf) else ()
+    return {policy.metric} if isinstance(policy, KeepBest) else set().union(*map(compared_metrics, parts))
+
+
+def _mode_of(metric: str) -> Mode:
+    """Tell from a metric's name whether low or high numbers are better; raise `StateError` if it does not say."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(metric)).lower()
+    words = {word if word == "f1" else word.rstrip("0123456789") for word in re.findall(r"[a-z]+\d*", spaced)}
+    lower, higher = not words.isdisjoint(_LOWER), not words.isdisjoint(_HIGHER)
+    if lower == higher or words & _NEGATED:
+        raise StateError(
+            f"is the best {metric!r} the lowest or the highest? Its name does not say",
+            hint=f'give the mode, as in keep_best=({metric!r}, 3, "max") or KeepBest({metric!r}, mode="min")',
+        )
+    return "min" if lower else "max"
 
 
 @dataclass(frozen=True)

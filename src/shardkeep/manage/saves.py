@@ -10,22 +10,36 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
+
+import msgspec
+from torch import nn
+from torch.optim import Optimizer
 
 from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.world import World
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveReport
 from shardkeep.engine.save_session import SaveArguments
-from shardkeep.errors import CheckpointError, CheckpointExists, EarlierSaveFailed, StateError, StorageError
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointExists,
+    EarlierSaveFailed,
+    RanksDisagree,
+    StateError,
+    StorageError,
+)
 from shardkeep.events import Retried, emit
 from shardkeep.manage import catalog
 from shardkeep.manage.decisions import PendingTasks, RankContext
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.prune import Pruner
+from shardkeep.manage.prune import LATEST_NAME, Pruner
 from shardkeep.manage.replicate import ReplicationTerms, Replicator
 from shardkeep.manage.restore import Candidate, Restored
-from shardkeep.manage.retention import Policy
+from shardkeep.manage.retention import Policy, compared_metrics
 from shardkeep.saving import run_save, start_save
+from shardkeep.state.patterns import closest
 from shardkeep.storage.base import Root, Store
 from shardkeep.storage.cancel import run_with_deadline
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
@@ -102,6 +116,68 @@ def find_timeline(
     return Timeline(restored[0], after=restored[1], began_after=catalog.began_after(there, restored[0]))
 
 
+# -- the last step of a run ---------------------------------------------------------------------------------------
+
+
+class StepState(NamedTuple):
+    """What `step` or `save` was given."""
+
+    step: int
+    state: Mapping[str, Any]
+    metrics: Labels
+    meta: Labels
+
+
+class UnsavedStep(NamedTuple):
+    """What `step` was given and did not save, until the next one; its modules and optimizers are not kept alive."""
+
+    held: StepState
+    """With weak references to the modules and optimizers of the state."""
+    world: World
+
+    @classmethod
+    def hold(cls, given: StepState, world: World, *, weights_only: bool) -> UnsavedStep:
+        """Hold the state, or only the modules in it; raise `StateError` if there is none."""
+        state = given.state
+        if not isinstance(state, Mapping):
+            raise StateError(f"the state is a {type(state).__name__}", hint='give a dict, as in {"model": model}')
+        if weights_only and not (state := _modules_of(state)):
+            raise StateError(
+                'save_last="weights" saves the modules of the state, and there is none in it',
+                hint="put the module itself into the state, and not its state_dict()",
+            )
+        held = {key: ref(each) if isinstance(each, (nn.Module, Optimizer)) else each for key, each in state.items()}
+        return cls(given._replace(state=held), world)
+
+    def given(self) -> StepState:
+        """Return what was held."""
+        held = self.held.state.items()
+        return self.held._replace(state={key: each() if isinstance(each, ref) else each for key, each in held})
+
+    def why_gone(self) -> str:
+        """Return why it cannot be saved any more; empty if it can."""
+        gone = [key for key, each in self.given().state.items() if each is None and self.held.state[key] is not None]
+        return f"{', '.join(map(str, gone))} of its state no longer exists" if gone else ""
+
+
+def _modules_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {key: _modules_of(each) for key, each in state.items() if isinstance(each, Mapping)}
+    modules = {key: each for key, each in state.items() if isinstance(each, nn.Module) or inner.get(key)}
+    return {**modules, **{key: each for key, each in inner.items() if each}}
+
+
+def why_not_to_save(payloads: list[bytes]) -> list[bytes]:
+    """Decide on rank 0 whether all ranks can save the last step; the answer says why not."""
+    ends = [msgspec.json.decode(each, type=tuple[int, str]) for each in payloads]
+    if len(steps := {step for step, _ in ends}) > 1:
+        raise RanksDisagree(
+            f"ranks ended at the steps {sorted(steps)}, and the last one is not saved",
+            hint="call step() on all ranks, with the same steps in the same order",
+        )
+    reasons = [f"on rank {rank}, {reason}" for rank, (_, reason) in enumerate(ends) if reason]
+    return ["; ".join(reasons[:3]).encode()] * len(payloads)
+
+
 # -- saves --------------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +211,10 @@ class Saves:
         self._tiers, self._catalog = tiers, tiers.near
         self._ranks, self._retry_policy, self._max_in_flight = ranks, retry_policy, max_in_flight
         self._how, self._how_asynchronous = how, how_asynchronous
-        leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
-        self._lease = leases[catalog.NEAR]
+        self._compared = compared_metrics(policy) | compared_metrics(terms.policy if terms else None)
+        """Metrics that policies compare, without those that a save lacked, which was a warning."""
+        self._leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
+        self._lease = self._leases[catalog.NEAR]
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=self._unreplicated)
         self._session = secrets.token_hex(8)
         """Rank 0's is used by all ranks."""
@@ -150,11 +228,12 @@ class Saves:
                 ranks,
                 self._pruner,
                 terms,
-                lease=leases[catalog.FAR],
+                lease=self._leases[catalog.FAR],
                 options=how["options"],
                 retry_policy=retry_policy,
                 is_saving=lambda: self._in_call or self._pending.running(),
             )
+        self._pruners = [self._pruner, *([self.replicator.coordinator.pruner] if self.replicator else [])]
         self._timeline: Timeline | None = None
         """Where this job saves; None until `begin`, and again after a restore."""
         self._restored: Restored | None = None
@@ -164,14 +243,19 @@ class Saves:
 
     # -- what was restored, and what may be saved ----------------------------------------------------------------
 
+    def watch_leases(self) -> None:
+        """Begin to watch the leases of the roots: the time that a restore takes is not waited for again."""
+        if self._ranks.world.rank == 0:
+            for lease in self._leases:
+                lease.watch()
+
     def restored(self, restored: Restored) -> None:
         """Go on from a checkpoint."""
         self._restored = restored
         self._timeline = None
         self._last, self._highest = (restored.step, None), restored.step
-        self._pruner.distrusted = {each.name for each in restored.skipped if each.tier == catalog.NEAR}
-        if self.replicator is not None:
-            self.replicator.coordinator.pruner.distrusted = {e.name for e in restored.skipped if e.tier == catalog.FAR}
+        for tier, pruner in enumerate(self._pruners):
+            pruner.distrusted = {each.name for each in restored.skipped if each.tier == tier}
 
     def check(self, step: int) -> None:
         """Raise `StateError` for a step below the last one: it would count as older, and be deleted first."""
@@ -187,6 +271,11 @@ class Saves:
             return False
         saved = self._last[1]
         return not isinstance(saved, SaveHandle) or saved.outcome() is None
+
+    @property
+    def last_step(self) -> int | None:
+        """The step that was restored or saved last, even if its save has failed since."""
+        return None if self._last is None else self._last[0]
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -232,6 +321,11 @@ class Saves:
     # -- saving --------------------------------------------------------------------------------------------------
 
     @property
+    def _patient_world(self) -> World:
+        """The ranks, which wait longer for rank 0, because it may have to wait until the lease of a dead job expires."""
+        return replace(self._ranks.world, alone_s=2 * self._ranks.clock.lease_s)
+
+    @property
     def begun(self) -> bool:
         """Whether `begin` has succeeded since the last restore."""
         return self._timeline is not None
@@ -240,8 +334,6 @@ class Saves:
         """Before the first save, and the first after a restore: acquire the root, sweep it, and read what it has."""
         if self._timeline is not None:
             return
-        # Rank 0 may have to wait until the lease of a dead job expires.
-        world = replace(self._ranks.world, alone_s=2 * self._ranks.clock.lease_s)
         found: list[Timeline] = []
 
         def acquire(payloads: list[bytes]) -> list[bytes]:
@@ -252,15 +344,16 @@ class Saves:
             found.append(find_timeline(entries, restored, step, roots=self._tiers.urls))
             return [self._session.encode()] * len(payloads)
 
-        with rendezvous(world, f"begin to save step {step} to {self._root.url}") as meeting:
+        with rendezvous(self._patient_world, f"begin to save step {step} to {self._root.url}") as meeting:
             session = meeting.agree("begin", bytes, acquire)
         # Only after the meeting, so that all ranks begin again if one of them failed.
         self._timeline = next(iter(found), Timeline())
         if self.replicator is not None:
             self.replicator.begin(session.decode())
 
-    def save(self, step: int, state: Mapping[str, Any], metrics: Labels, meta: Labels, *, overwrite: bool) -> Saved:
+    def save(self, given: StepState, *, overwrite: bool) -> Saved:
         """Save, or begin to, after `begin`."""
+        step, state, metrics, meta = given
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
         name = self._catalog.naming.name(step)
@@ -281,6 +374,8 @@ class Saves:
         store = self._retrying(place, step, before_put)
         request = SaveArguments(where=store, step=step, meta=labels, overwrite=overwrite, check=check, **self._how)
         if first:
+            if refusal is None:
+                self._warn_of_missing_metrics(step, metrics or {})
             self._pruner.locks.acquire(name)
         other_failure: EarlierSaveFailed | None = None
         saved: Saved
@@ -312,6 +407,18 @@ class Saves:
             raise other_failure
         return saved
 
+    def _warn_of_missing_metrics(self, step: int, given: Mapping[str, Any]) -> None:
+        for name in sorted(self._compared - given.keys()):
+            self._compared.discard(name)
+            near = closest(name, given.keys())
+            log.warning(
+                "step %d has no metric %r, by which checkpoints are compared; it has %s%s. Checkpoints without it are kept",
+                step,
+                name,
+                ", ".join(map(repr, given)) or "none",
+                f": is keep_best={near!r} meant?" if near else "",
+            )
+
     def _may_overwrite(self, name: str, step: int, timeline: Timeline) -> bool:
         """Return whether to overwrite a checkpoint of this step; raise `CheckpointExists` where the save must not."""
         coordinator = None if self.replicator is None else self.replicator.coordinator
@@ -337,6 +444,31 @@ class Saves:
                 hint="save(..., overwrite=True) replaces it, or choose other roots",
             )
         return False
+
+    def delete(self, step: int, not_found: Callable[[int], CheckpointError]) -> None:
+        """Delete the checkpoint of a step from all roots, by rank 0; called by all ranks, when all saves have ended."""
+        name, root = self._catalog.naming.name(step), self._catalog.root
+
+        def remove(payloads: list[bytes]) -> list[bytes]:
+            for lease in self._leases:
+                lease.acquire()
+            found = [entry for entry in self._tiers.find(step) if entry.status != "unfinished"]
+            if not found:
+                raise not_found(step)
+            if any(entry.pinned for entry in found):
+                raise StateError(f"{self._root.url}/{name} is pinned, and is not deleted", hint=f"unpin({step}) first")
+            for entry in found:
+                self._pruners[entry.tier].remove(entry, "delete")
+            newest = next((entry.name for entry in self._catalog.entries() if entry.committed), None)
+            root.delete(LATEST_NAME) if newest is None else root.put(LATEST_NAME, f"{newest}\n".encode(), replace=True)
+            if self.replicator is not None:
+                self.replicator.coordinator.acquire_root()  # it knows what the far root has
+            return [b""] * len(payloads)
+
+        with rendezvous(self._patient_world, f"delete step {step} of {self._root.url}") as meeting:
+            meeting.agree("delete", bytes, remove)
+        if self.last_step == step:
+            self._last = None  # it may be saved again
 
     # -- stores --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
-from shardkeep.options import MIB
+from shardkeep.options import MIB, parse_size
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.object_config import (
     CREDENTIAL_HINTS,
@@ -213,6 +213,8 @@ def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str
 def _policy(given: dict[str, Any]) -> RequestPolicy:
     """Take our own options out of `given`."""
     mine = {key: given.pop(key) for key in RequestPolicy.__dataclass_fields__ if key in given}
+    if "part_bytes" in mine:
+        mine["part_bytes"] = int(parse_size(mine["part_bytes"], "part_bytes"))
     policy = RequestPolicy(**mine)
     for key in ("timeout_s", "retry_s", "requests", "part_bytes"):
         if not getattr(policy, key) > 0:

@@ -94,7 +94,9 @@ class _DistWrapper:
     def broadcast_object(self, object: T | None) -> T:  # noqa: A002 - torch's name
         """Return the coordinator's object, on all ranks."""
         mine = object if self.is_coordinator else None
-        return cast("T", self._exchange("broadcast", mine, lambda all_: [all_[self.coordinator_rank]] * len(all_)))
+        return cast(
+            "T", self._exchange("broadcast", lambda: mine, lambda all_: [all_[self.coordinator_rank]] * len(all_))
+        )
 
     def gather_object(self, object: T) -> list[T] | None:  # noqa: A002 - torch's name
         """Return the objects of all ranks on the coordinator, None on the others."""
@@ -104,12 +106,12 @@ class _DistWrapper:
             kept.extend(everything)
             return [None] * len(everything)
 
-        self._exchange("gather", object, keep)
+        self._exchange("gather", lambda: object, keep)
         return kept if self.is_coordinator else None
 
     def all_gather_object(self, object: T) -> list[T]:  # noqa: A002 - torch's name
         """Return the objects of all ranks, on all ranks."""
-        return cast("list[T]", self._exchange("all_gather", object, lambda all_: [all_] * len(all_)))
+        return cast("list[T]", self._exchange("all_gather", lambda: object, lambda all_: [all_] * len(all_)))
 
     def scatter_object(self, object_list: list[T] | None) -> T:
         """Return this rank's item of the coordinator's list."""
@@ -122,7 +124,8 @@ class _DistWrapper:
                 )
             return list(dealt)
 
-        return cast("T", self._exchange("scatter", object_list if self.is_coordinator else None, deal))
+        mine = object_list if self.is_coordinator else None
+        return cast("T", self._exchange("scatter", lambda: mine, deal))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +155,7 @@ class _DistWrapper:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._exchange("barrier", None, lambda everything: everything)
+        self._exchange("barrier", lambda: None, lambda everything: everything)
 
     def _step(self, step: str, work: Callable[[], Any], decide: Decide) -> Any:
         def judge(results: list[Any]) -> Sequence[Any]:
@@ -166,15 +169,18 @@ class _DistWrapper:
                 failures = {rank: errors.picklable_failure(failure) for rank, failure in failures.items()}
             return [errors.CheckpointException(step, failures)] * len(results)
 
-        mine: Any
         cause: BaseException | None = None
+
+        def attempt() -> Any:
+            nonlocal cause
+            try:
+                return work()
+            except BaseException as error:  # noqa: BLE001 - raised on all ranks
+                cause, failure = error, errors._wrap_exception(error)
+                return failure if self._world.solo else errors.picklable_failure(failure)
+
         try:
-            mine = work()
-        except BaseException as error:  # noqa: BLE001 - raised on all ranks
-            cause, failure = error, errors._wrap_exception(error)
-            mine = failure if self._world.solo else errors.picklable_failure(failure)
-        try:
-            answer = self._exchange(step, mine, judge)
+            answer = self._exchange(step, attempt, judge)
         except errors.CheckpointError as error:  # ranks that do not answer, have died, or are in another step
             named = error.ranks if isinstance(error, errors.RanksSilent) else list(error.by_rank)
             away = [(rank + self.coordinator_rank) % self._world.size for rank in named] or [self.rank]
@@ -185,13 +191,13 @@ class _DistWrapper:
             raise answer from cause
         return answer
 
-    def _exchange(self, step: str, mine: Any, decide: Decide) -> Any:
-        """Send an object to the coordinator, and return its answer for this rank."""
+    def _exchange(self, step: str, work: Callable[[], Any], decide: Decide) -> Any:
+        """Send an object to the coordinator, and return its answer for this rank; a rank at work has begun the step."""
         if self._world.solo:
-            return decide([mine])[0]
+            return decide([work()])[0]
 
         def send() -> bytes:
-            return pickle.dumps(mine)
+            return pickle.dumps(work())
 
         def reply(letters: list[bytes]) -> list[bytes]:
             size = len(letters)
