@@ -42,8 +42,10 @@ class VerifyReport:
     bytes_read: int
     seconds: float
     without_digests: int = 0
-    """Number of files without digests. Of safetensors files of other programs only headers and sizes are verified; of
-    files that torch wrote, the checksums in their archives."""
+    """Number of files without digests of ours. Files that torch wrote are compared with the checksums in their archives."""
+    without_checksums: int = 0
+    """Number of files among them that have no checksums at all, such as safetensors files of other programs: headers and
+    sizes were verified, and every byte was read, but there was nothing to compare it with."""
     undecoded: int = 0
     """Number of files without a key: their stored bytes match their digests, which are not signed."""
 
@@ -228,16 +230,18 @@ class Checkpoint(Mapping[str, Any]):
 
         """
         began = time.perf_counter()
-        _raise_if_any(self._store, [exc.message for exc in self._damage()])
+        uncompared: set[int] = set()
+        _raise_if_any(self._store, [exc.message for exc in self._damage(uncompared)])
         files = self.record.files
         return VerifyReport(
             files=len(files),
-            bytes_read=self.source.verifiable_nbytes(),
+            bytes_read=self.record.stored_nbytes,
             seconds=time.perf_counter() - began,
             without_digests=sum(not file.block_nbytes for file in files),
+            without_checksums=len(uncompared),
         )
 
-    def _damage(self) -> Iterator[errors.CheckpointError]:
+    def _damage(self, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
         for check in (self._check_unchanged, self._check_index):
             try:
                 check()
@@ -252,7 +256,7 @@ class Checkpoint(Mapping[str, Any]):
                 pass  # intact, but not to be rebuilt here
         for number in range(len(self.record.files)):
             try:
-                yield from self._damage_of_file(number)
+                yield from self._damage_of_file(number, uncompared)
             except errors.DamagedCheckpoint as exc:
                 yield exc
 
@@ -274,14 +278,16 @@ class Checkpoint(Mapping[str, Any]):
         self._check_sorted()
         self._tree()
 
-    def _damage_of_file(self, number: int) -> Iterator[errors.CheckpointError]:
-        if (damage := self.source.damage_without_digests(number)) is not None:
-            return damage
+    def _damage_of_file(self, number: int, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
+        """Read a file, and yield what is damaged; the file's number is added to `uncompared` if nothing could tell."""
         file = self.record.files[number]
+        if not file.block_nbytes and (damage := self.source.damage_by_form(number, uncompared)) is not None:
+            yield from damage
+            return
         threads, window = _limits(self._store, self._options, coded=file.chain is not None)
         # Headers are read and verified again; digests beside a file without a header were read when it was opened.
         digests = {} if file.header_nbytes else self.source.digests
-        return damage_of_file(
+        yield from damage_of_file(
             self.source.store,
             self.record.files,
             number,

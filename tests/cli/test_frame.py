@@ -15,7 +15,7 @@ import torch
 import shardkeep as sk
 from shardkeep.cli import main as frame
 from shardkeep.cli.main import SUMMARIES
-from shardkeep.cli.output import Table, did_you_mean, format_duration, format_size, printable, shorten_middle
+from shardkeep.cli.output import Table, did_you_mean, format_duration, format_size, printable, shorten, shorten_middle
 
 SHARDKEEP = [sys.executable, "-m", "shardkeep"]
 
@@ -125,7 +125,8 @@ LOOKING = [
     "du {run}/step-30",
     "cat {run}/step-30",
     "latest {run}",
-    "verify {run} --deep",
+    "verify {run}",
+    "verify {run} --quick",
     "prune {run} --keep-last 1 --dry-run",
     "diff {run}/step-30 {run}/step-30",
     "diff {run}/step-30 {run}/step-20 --keys-only",
@@ -175,7 +176,7 @@ def test_ctrl_c_ends_with_130(monkeypatch):
 def in_terminal(words, environment, command=SHARDKEEP):
     """Run a command whose output is a terminal, and return what it wrote there."""
     leader, follower = pty.openpty()
-    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", **environment}
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "PAGER": "cat", **environment}
     done = subprocess.run(
         [*command, *map(str, words)], stdout=follower, stderr=follower, env=env, timeout=60, check=False
     )
@@ -210,7 +211,7 @@ def test_long_work_shows_a_progress_bar(checkpoint):
     """Reading that takes long shows how far it is, on a terminal, and leaves nothing of the bar behind for stdout."""
     impatient = "import sys, shardkeep.cli.output as p; p._SHOW_AFTER_S = 0; from shardkeep.cli.main import main; "
     command = [sys.executable, "-c", impatient + "sys.exit(main())"]
-    code, seen = in_terminal(["verify", checkpoint, "--deep"], {}, command)
+    code, seen = in_terminal(["verify", checkpoint], {}, command)
     assert code == 0
     assert "step-30 ━" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
     assert "ok" in seen.splitlines()[-1]
@@ -247,7 +248,8 @@ def test_small_texts():
         "2 d",
     ]
     assert printable("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
-    assert shorten_middle("model.layers.0.weight", 11) == "model…eight"
+    assert shorten_middle("model-00000-of-00002-01a1.safetensors", 30) == "model-00000-of-….safetensors"
+    assert shorten("[0.00019635254915624216, 0.1]", 28) == "[0.00019635254915624216, …"
     assert did_you_mean("modle", ["model", "optim"]) == "did you mean model?"
     assert did_you_mean("x", ["model"], otherwise="no idea") == "no idea"
     many = [f"model.layers.{n}.weight" for n in range(5000)]
@@ -256,7 +258,7 @@ def test_small_texts():
 
 def test_tables_leave_out_what_is_empty(capsys):
     """A column that is empty in every row is not drawn, and numbers stand to the right."""
-    table = Table(("key", "note", "size"), right="size")
+    table = Table(("key", "note", "size"), right={"size"})
     table.add("a", "", "1")
     table.add("bb", "", "100", note="remark")
     table.print()

@@ -39,7 +39,7 @@ def run_url(request):
         (["cat", "{run}/step-30"], '"step": 30'),
         (["latest", "{run}"], "{run}/step-30"),
         (["verify", "{run}"], "3 of 3 checkpoints sound"),
-        (["verify", "{run}/step-30", "--deep"], "ok"),
+        (["verify", "{run}/step-30", "--quick"], "no data was read"),
         (["prune", "{run}", "--keep-last", "2", "--dry-run"], "1 checkpoint to delete"),
     ],
 )
@@ -87,7 +87,7 @@ def test_there_and_back(shardkeep, run_url, tmp_path):
     model = state_of(20)["model"]
     assert torch.equal(sk.open(tmp_path / "back")["model.embed.weight"][:], model["embed.weight"])
     assert torch.equal(sk.open(f"{away}hf")["layers.10.weight"][:], model["layers.10.weight"])
-    assert shardkeep("verify", f"{away}dcp", f"{away}hf", "--deep").code == 0
+    assert shardkeep("verify", f"{away}dcp", f"{away}hf").code == 0
 
 
 def test_prune(shardkeep, run_url):
@@ -98,7 +98,7 @@ def test_prune(shardkeep, run_url):
     assert shardkeep("prune", other, "--keep-last", "1", "--yes").code == 0
     assert [entry.step for entry in sk.Catalog(other).entries()] == [3]
     assert not [*sk.open_place(f"{other}/step-1").list(), *sk.open_place(f"{other}/step-2").list()]
-    assert shardkeep("verify", other, "--deep").code == 0
+    assert shardkeep("verify", other).code == 0
 
 
 def test_rotate(shardkeep, run_url, tmp_path, monkeypatch):

@@ -90,6 +90,31 @@ def test_pinned_ones_stay(shardkeep, run_dir):
     assert "pinned" in answer.out
 
 
+def test_other_names_are_left_alone(shardkeep, run_dir):
+    """Checkpoints of other names and of other programs stay, whatever the rules say, and the plan lists them."""
+    for name, step in (("best", 1), ("epoch=0-step=2", 2), ("iter_0000003", 3)):
+        sk.save({"w": torch.ones(3)}, run_dir / name, step=step)
+    sk.export(run_dir / "step-10", run_dir / "step-5")
+    answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes", "--force")
+    left = {place.name for place in run_dir.iterdir()}
+    assert (answer.code, left) == (0, {"best", "epoch=0-step=2", "iter_0000003", "step-5", "step-30"})
+    assert "manages checkpoints named step-{step}, and leaves the 4 others alone" in answer.out
+    assert sorted(shardkeep("prune", run_dir, "--keep-last", "1", "--json").json["unmanaged"]) == sorted(
+        left - {"step-30"}
+    )
+
+
+def test_a_checkpointer_deletes_only_its_own(run_dir):
+    """The retention of a Checkpointer neither counts nor deletes checkpoints of other names."""
+    for name in ("best", "final", "epoch=0-step=2", "iter_0000003"):
+        sk.save({"w": torch.ones(3)}, run_dir / name, step=99)
+    with sk.Checkpointer(run_dir, every_steps=1, keep_last=1) as checkpointer:
+        assert checkpointer.all_steps() == [10, 20, 30]
+        checkpointer.step(31, {"w": torch.zeros(3)})
+    left = {place.name for place in run_dir.iterdir() if place.is_dir()}
+    assert left == {"best", "final", "epoch=0-step=2", "iter_0000003", "step-31"}
+
+
 def test_a_damaged_newest_is_not_what_is_fallen_back_to(shardkeep, run_dir):
     """A checkpoint whose files are not all there counts for nothing: the newest good one stays beside it."""
     data_file(run_dir / "step-30").unlink()
@@ -118,7 +143,7 @@ def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
     assert [litter["name"] for litter in answer.json["swept"]] == ["step-40", "step-30"]
     assert steps(run_dir) == [10, 20, 30]
     assert len(list((run_dir / "step-30").glob("*.safetensors"))) == 2
-    assert shardkeep("verify", run_dir, "--deep").code == 0
+    assert shardkeep("verify", run_dir).code == 0
 
 
 def test_what_the_living_write_is_never_touched(shardkeep, run_dir):

@@ -185,6 +185,8 @@ def test_memory_is_bounded(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_bars_show_what_is_not_nothing():
-    """A bar is as long as its share, in eighths, and the smallest share is visible."""
-    assert [format_bar(share, 4) for share in (0, 1e-9, 0.5, 1)] == ["", "▏", "██", "████"]
+def test_bars_show_what_is_not_nothing(shardkeep, tmp_path):
+    """A bar is as long as its share, in eighths; a single number in a histogram is visible."""
+    assert [format_bar(share, 4) for share in (0, 1e-9, 0.3, 0.5, 1)] == ["", "", "█▎", "██", "████"]
+    sk.save({"t": torch.cat([torch.zeros(10_000), torch.ones(1)])}, tmp_path / "ck")
+    assert "┤▏" in shardkeep("show", tmp_path / "ck", "t").out

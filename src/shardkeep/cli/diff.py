@@ -81,6 +81,7 @@ class Difference:
   shardkeep diff step-500 hf --strip-prefix model. --ignore-dtype --rtol 1e-2
   shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
 """,
+    paged=True,
 )
 def diff(args: argparse.Namespace) -> int:
     if not (args.rtol >= 0 and args.atol >= 0):
@@ -136,7 +137,7 @@ def _compare(
             found.by_digests += 1
         else:
             to_read.append((one, other))
-    found.tensors = sorted(_compare_tensors(a, b, to_read, args), key=lambda changed: changed[0].key.encode())
+    found.tensors = sorted(_compare_tensors(a, b, to_read, args), key=lambda changed: out.natural_order(changed[0].key))
     found.equal += len(to_read) - len(found.tensors)
     return found
 
@@ -264,7 +265,7 @@ def _print_difference(found: Difference, args: argparse.Namespace) -> None:
     values = [(out.printable(item.key), _brief(before), _brief(after)) for item, before, after in found.values]
     _print_section("different values", out.Table(both, flexible="key", indent="  "), values, args.limit)
     columns = ("changed", "share", "max", "relative")
-    table = out.Table(("key", *columns), right=" ".join(columns), flexible="key", indent="  ")
+    table = out.Table(("key", *columns), right=columns, flexible="key", indent="  ")
     _print_section("different elements", table, list(starmap(_tensor_row, found.tensors)), args.limit, noun="tensor")
     if found.tensors:
         print(out.styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))

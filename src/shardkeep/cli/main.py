@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn
 
@@ -94,6 +95,8 @@ def parser_of(name: str, command: Command) -> Parser:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(*names, **more)
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
+    hidden = None if command.paged else argparse.SUPPRESS
+    parser.add_argument("--no-pager", action="store_true", help=hidden or "do not use $PAGER on a terminal")
     return parser
 
 
@@ -121,7 +124,7 @@ def _main(words: list[str]) -> int:
         return _run(words)
     except CheckpointError as error:
         text = out.wrap_lines(out.printable_lines(f"shardkeep: {error}"), stream=sys.stderr)
-        out.echo_err(out.styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
+        print(out.styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"), file=sys.stderr)
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise
@@ -145,6 +148,9 @@ def _run(words: list[str]) -> int:
     if asked in {"-V", "--version"}:
         print(f"shardkeep {__version__}")
         return 0
+    if asked == "--no-pager" and len(words) > 1:  # git takes it here
+        words = [*words[1:], asked]
+        asked = words[0]
     if asked not in SUMMARIES:
         every = f"`shardkeep` alone lists the commands; they are {', '.join(SUMMARIES)}"
         if asked.startswith("-"):
@@ -155,7 +161,8 @@ def _run(words: list[str]) -> int:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])
     except SystemExit:  # after --help
         return 0
-    return command.run(args)
+    with out.paging() if command.paged and not args.no_pager else nullcontext():
+        return command.run(args)
 
 
 def _overview() -> None:

@@ -1,9 +1,10 @@
 """
-`shardkeep prune`: delete the checkpoints of a run that no rule keeps, and orphan files of saves that died.
+`shardkeep prune`: delete the checkpoints of a run that no rule keeps, and orphan files of saves that died; `pin`, `unpin`.
 
-Nothing is deleted without a rule and a confirmation. The newest checkpoint and pinned ones are always kept. A checkpoint
-that a shallow check finds damaged is kept but does not count, so that no rule relies on it. A checkpoint that is being
-written is kept, and so is, without --force, one whose directory holds other files.
+Nothing is deleted without a rule and a confirmation. Only checkpoints whose names the template gives are managed; rules do
+not see the others. The newest checkpoint and pinned ones are always kept. A checkpoint that a shallow check finds damaged
+is kept but does not count, so that no rule relies on it. A checkpoint that is being written is kept, and so is, without
+--force, one whose directory holds other files.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class PrunePlan:
     deleted: list[Entry]
     """Oldest first."""
     orphans: list[OrphanFiles]
+    unmanaged: list[Entry]
+    """Left alone, whatever the rules say."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +86,7 @@ class PrunePlan:
     argument("-n", "--dry-run", action="store_true", help="show what would be deleted; delete nothing"),
     argument("-f", "--force", action="store_true", help="also delete other files beside a checkpoint"),
     argument("-y", "--yes", action="store_true", help="do not ask"),
-    argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"'),
+    argument("--template", metavar="NAME", help='manage checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep prune runs/a --keep-last 3 --dry-run
   shardkeep prune runs/a --keep-last 3 --keep-every 10000 --keep-best loss:2
@@ -93,7 +96,7 @@ class PrunePlan:
 def prune(args: argparse.Namespace) -> int:
     rules = parse_rules(args)
     run = open_existing_run(args.root, args.template)
-    _check_metrics(rules.values(), run.entries)
+    _check_metrics(rules.values(), [entry for entry in run.entries if entry.managed])
     planned = make_plan(run, rules, force=args.force)
     if job := running_holder(run.catalog.root):
         out.echo_err(f"a job is saving to this run: {out.printable(job)}", "yellow")
@@ -160,14 +163,16 @@ def _check_metrics(policies: Iterable[Policy], entries: list[Entry]) -> None:
 def make_plan(run: Run, rules: dict[str, Policy], *, force: bool = False) -> PrunePlan:
     """Decide what to do with every checkpoint."""
     with ThreadPoolExecutor(_THREADS) as threads:
-        entries = list(threads.map(lambda entry: _checked(run, entry), run.entries))
+        managed = [entry for entry in run.entries if entry.managed]
+        entries = list(threads.map(lambda entry: _checked(run, entry), managed))
         now = datetime.now(timezone.utc)
         _, unwanted = plan(entries, AnyOf(tuple(rules.values())), now)
         reasons = threads.map(lambda entry: _reason_to_spare(run, entry, force=force), unwanted)
         spared = {entry.name: reason for entry, reason in zip(unwanted, reasons, strict=True) if reason}
     committed = [entry for entry in entries if entry.committed]
     wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
-    planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [])
+    unmanaged = [entry for entry in run.entries if not entry.managed]
+    planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [], unmanaged)
     deleted = {entry.name for entry in planned.deleted}
     for entry in entries:
         if entry.name in deleted:
@@ -242,7 +247,7 @@ def find_orphans(run: Run, entry: Entry) -> OrphanFiles | None:
 
 
 def _print_plan(run: Run, planned: PrunePlan) -> None:
-    table = out.Table(("", "checkpoint", "size", "why"), right="size", flexible="why")
+    table = out.Table(("", "checkpoint", "size", "why"), right={"size"}, flexible="why")
     swept = {each.entry.name: each for each in planned.orphans}
     for entry, why in planned.kept:
         found = swept.get(entry.name)
@@ -255,7 +260,13 @@ def _print_plan(run: Run, planned: PrunePlan) -> None:
         others = foreign_files(run, entry)
         why = "no rule keeps it" + (f"; {others}" if others else "")
         table.add("delete", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why), style="red")
+    for entry in planned.unmanaged:
+        table.add("leave", out.printable(entry.name), out.format_size(entry.nbytes), "not managed", style="dim")
     table.print()
+    if planned.unmanaged:
+        others = out.format_count(len(planned.unmanaged), "other")
+        note = f"prune manages checkpoints named {run.catalog.naming.template}, and leaves the {others} alone"
+        print(out.styled(out.wrap_lines(note), "dim"))
     print(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
 
 
@@ -282,6 +293,7 @@ def _plan_json(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> 
             if entry.name not in failed
         ],
         "failed": failed,
+        "unmanaged": [entry.name for entry in planned.unmanaged],
     }
 
 
@@ -315,7 +327,7 @@ def _execute(run: Run, planned: PrunePlan, *, force: bool) -> dict[str, str]:
 
 def _delete_checkpoint(run: Run, entry: Entry, *, force: bool) -> str:
     """Delete a checkpoint, or return why not. It is checked again, because the plan may be minutes old."""
-    now = run.catalog.find(entry.step)
+    now = run.catalog.get(entry.name)
     same = ("status", "saved_at", "nbytes", "save_id")
     if now is None or now.pinned or any(getattr(now, name) != getattr(entry, name) for name in same):
         return "another process has changed, pinned or deleted it since"

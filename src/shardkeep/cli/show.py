@@ -22,6 +22,8 @@ _MAX_VALUES = 1_000_000
 _MAX_CHUNKS = 8
 _FIRST_VALUES = 6
 _BAR_WIDTH = 40
+_VISIBLE = 1 / 8
+"""The shortest bar, in characters."""
 _INDEX_PART = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?")
 
 
@@ -38,6 +40,7 @@ _INDEX_PART = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?")
   shardkeep show runs/a/step-500 model.layers.0.weight --slice="-4:"
   shardkeep show runs/a/step-500 step
 """,
+    paged=True,
 )
 def show(args: argparse.Namespace) -> int:
     if not 1 <= args.bins <= 1000:
@@ -147,7 +150,8 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         most = max(histogram.counts)
         print()
         for at, count in enumerate(histogram.counts):
-            bar = out.styled(out.format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
+            length = max(count / most, _VISIBLE / _BAR_WIDTH if count else 0)  # so that a single number is visible
+            bar = out.styled(out.format_bar(length, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
             begin = histogram.low + at * (histogram.high - histogram.low) / len(histogram.counts)
             print(f"  {begin:>11.4g} ┤{bar} {count:,}")
         print(f"  {histogram.high:>11.4g} ┘")

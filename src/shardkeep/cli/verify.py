@@ -1,13 +1,14 @@
 """
 `shardkeep verify`: check that checkpoints are what was saved, and list what is damaged. No torch.
 
-A shallow check looks at record, index, sizes and headers; a deep one reads every byte. `latest` and `prune` use it too.
+A deep check reads every byte; a shallow one looks at record, index, sizes and headers. `latest` and `prune` use that one.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import is_empty_directory, open_existing_run, split_path
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, split_path
 from shardkeep.engine.codecs import keys_for
 from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
@@ -34,6 +35,7 @@ OnRead = Callable[[int], None]
 """Called with a number of bytes that were read, from any thread."""
 _MIN_TIMED_S = 0.1
 """Throughput is not shown for checks that take less."""
+_INDENT = " " * 7
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ class CheckResult:
     """Why it could not be checked, because the store failed, which says nothing about the checkpoint."""
     files: int = 0
     nbytes: int = 0
-    """Bytes that were read and compared with their digests; in a shallow check, bytes of files of the right size."""
+    """Bytes that were read; in a shallow check, bytes of files of the right size."""
     without_digests: int = 0
-    """Files without digests, whose bytes can be read but not compared with anything."""
+    """Files without digests of ours."""
+    uncompared: int = 0
+    """Files among them that have no checksums of any kind: their bytes were read, and compared with nothing."""
     undecoded: int = 0
     """Encrypted files for which no key was given: the stored bytes were checked, but not the plain ones."""
     seconds: float = 0.0
@@ -87,7 +91,12 @@ def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
         return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
     if deep:
         report = checkpoint.verify()
-        return CheckResult(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
+        return CheckResult(
+            files=report.files,
+            nbytes=report.bytes_read,
+            without_digests=report.without_digests,
+            uncompared=report.without_checksums,
+        )
     files = checkpoint.record.files
     return CheckResult(
         list(shallow_problems(checkpoint)),
@@ -151,42 +160,56 @@ class _CountingReader(ReaderWrapper):
 
 
 @command(
-    argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them"),
-    argument("--deep", action="store_true", help="read every byte and compare it with its digest"),
-    argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"'),
+    argument("path", metavar="PATH", nargs="+", help="checkpoints, runs, or folders of runs"),
+    argument("--quick", action="store_true", help="look at records, indexes, sizes and headers only"),
+    argument("--deep", action="store_true", help=argparse.SUPPRESS),  # the default; scripts may still say it
+    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
-  shardkeep verify runs/a/step-500            record, index, sizes and headers
-  shardkeep verify runs/a/step-500 --deep     every byte
-  shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
+  shardkeep verify runs/a/step-500            read every byte of a checkpoint
+  shardkeep verify runs/a runs/b              every checkpoint of two runs
+  shardkeep verify runs --quick               sizes and headers of all runs
 """,
 )
 def verify(args: argparse.Namespace) -> int:
-    """Check all of them; 1 if one is damaged, 2 if one could not be checked and none is known to be damaged."""
-    targets = [target for path in args.path for target in _targets(path, args.template)]
-    documents: list[dict[str, Any]] = []
-    for path, nbytes, unfinished in targets:
-        if unfinished:
-            document = {"path": path, "status": "unfinished", "reason": unfinished}
-            text = f"{out.styled('skip', 'yellow')}  {out.printable(path)}  unfinished: {out.printable(unfinished)}"
-        else:
-            with out.ReadProgress(split_path(path)[1], nbytes) as progress:
-                result = check_checkpoint(path, deep=args.deep, on_read=progress.add)
-            document, text = _result_json(path, result, deep=args.deep), _result_text(path, result, deep=args.deep)
-        documents.append(document)
-        if not args.json:
-            print(text)
-    found = {document["status"] for document in documents}
-    worst = 1 if "damaged" in found else 2 if "unknown" in found else 0
+    """Check all of them; 1 if one is damaged, 2 if none is, but a path has nothing that could be checked."""
+    if args.quick and args.deep:
+        raise out.UsageError("--quick and --deep contradict each other", hint="every byte is read without --quick")
+    targets = {path: list(_targets(path, args.template)) for path in args.path}
+    results = {path: [_verify(*target, args) for target in below] for path, below in targets.items()}
+    documents = [document for found in results.values() for document in found]
+    unverified = [
+        path for path, found in results.items() if all(each["status"] in {"unfinished", "unknown"} for each in found)
+    ]
+    count = Counter(document["status"] for document in documents)
+    code = 1 if count["damaged"] else 2 if unverified or count["unknown"] else 0
     if args.json:
-        out.print_json({"sound": worst == 0, "deep": args.deep, "checkpoints": documents})
-    elif len(targets) > 1:
-        sound = sum(document["status"] == "sound" for document in documents)
-        print(f"\n{sound:,} of {out.format_count(len(targets), 'checkpoint')} sound")
-    elif not targets:
-        print("no checkpoint yet")
-    if not args.json and not args.deep and targets and worst == 0:
-        print(out.styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
-    return worst
+        out.print_json({"sound": code == 0 and not args.quick, "deep": not args.quick, "checkpoints": documents})
+    elif len(documents) > 1:
+        good = "not read" if args.quick else "sound"
+        words = [f"{count[status]:,} {text}" for status, text in _SUMMARY.items() if count[status] and status != good]
+        whole = f"{count[good]:,} of {out.format_count(len(documents), 'checkpoint')} {_SUMMARY[good]}"
+        print(out.wrap_lines("\n" + ", ".join([whole, *words])))
+    if args.quick and not args.json and not unverified:
+        print(out.styled("no data was read: without --quick, every byte is compared", "dim"))
+    for path in unverified:
+        why = "it has no checkpoint that could be" if results[path] else "there is no checkpoint in it"
+        out.echo_err(f"{out.printable(path)}: nothing was verified: {why}", "red")
+    return code
+
+
+def _verify(path: str, nbytes: int, unfinished: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Check one checkpoint, print the result, and return it as JSON."""
+    if unfinished:
+        document = {"path": path, "status": "unfinished", "reason": unfinished}
+        text = f"{out.styled('skip', 'yellow')}   {out.printable(path)}  unfinished: {out.printable(unfinished)}"
+    else:
+        with out.ReadProgress(split_path(path)[1], nbytes) as progress:
+            result = check_checkpoint(path, deep=not args.quick, on_read=progress.add)
+        document = _result_json(path, result, deep=not args.quick)
+        text = _result_text(path, result, document["status"], deep=not args.quick)
+    if not args.json:
+        print(text)
+    return document
 
 
 def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
@@ -194,11 +217,10 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
     try:
         record = find(open_store(path, direct=Options().direct_io)).record
     except CheckpointNotFound:
-        run = open_existing_run(path, template)
-        if not run.entries and not is_empty_directory(path):
-            raise
-        for entry in run.entries:
-            yield run.path_of(entry), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
+        found = open_checkpoint_or_run(path, template)
+        for run in (found, *found.runs) if isinstance(found, Run) else ():
+            for entry in run.entries:
+                yield run.path_of(entry), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
         return
     except CheckpointError:  # the check will report it
         yield path, 0, ""
@@ -206,41 +228,62 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
     yield path, record.stored_nbytes, ""
 
 
-def _result_text(path: str, result: CheckResult, *, deep: bool) -> str:
-    path = out.printable(path)
+_STYLES: dict[str, tuple[str, out.Style]] = {
+    "sound": ("ok", "green"),
+    "read": ("read", "yellow"),
+    "not read": ("quick", "yellow"),
+    "damaged": ("BAD", "red"),
+    "unknown": ("?", "red"),
+}
+"""The word for each status, and its colour. "ok" is for checkpoints whose every byte was compared with a checksum."""
+_SUMMARY = {
+    "sound": "sound",
+    "read": "read, with nothing to compare with",
+    "not read": "with the right sizes and headers",
+    "damaged": "damaged",
+    "unknown": "could not be checked",
+    "unfinished": "unfinished",
+}
+
+
+def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> str:
+    word, style = _STYLES[status]
+    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}"
     if result.problems:
-        lines = [f"{out.styled('BAD', 'red')}   {path}  {out.format_count(len(result.problems), 'problem')}"]
-        return "\n".join(lines + [out.wrap_lines(out.printable(problem), "      ") for problem in result.problems])
+        lines = [out.wrap_lines(out.printable(problem), _INDENT) for problem in result.problems]
+        return "\n".join([f"{line}  {out.format_count(len(result.problems), 'problem')}", *lines])
     if result.unknown:
-        return f"{out.styled('?', 'red')}     {path}  could not be checked: {out.printable(result.unknown)}"
+        return f"{line}\n{out.wrap_lines(f'could not be checked: {out.printable(result.unknown)}', _INDENT)}"
     files = out.format_count(result.files, "file")
     if deep:
         speed = out.format_speed(result.seconds, result.nbytes / 1e9 / (result.seconds or 1), _MIN_TIMED_S)
         text = f"{files}, {out.format_size(result.nbytes)} read{speed}"
-        doubt = "read, but there is nothing to compare with"
     else:
-        text = f"record, index, and {files} of {out.format_size(result.nbytes)} by size and header"
-        doubt = "only sizes and structure can be checked"
-    if result.without_digests:
-        text += f"\n      {out.format_count(result.without_digests, 'file has', 'files have')} no digests: {doubt}"
+        text = f"{files} of {out.format_size(result.nbytes)}: sizes and headers are right"
+    notes = []
+    if deep and (rest := result.without_digests - result.uncompared):
+        has = out.format_count(rest, "file has", "files have")
+        notes.append(f"{has} no digests: compared with the CRC-32 that torch stores")
+    if deep and result.uncompared:
+        has = out.format_count(result.uncompared, "file has", "files have")
+        notes.append(f"{has} no checksums: every byte was read, but there was nothing to compare it with")
     if result.undecoded:
-        text += (
-            f"\n      {out.format_count(result.undecoded, 'file is', 'files are')} encrypted and no key was given:"
-            " only the stored bytes were checked"
-        )
-    return f"{out.styled('ok', 'green')}    {path}  {text}"
+        has = out.format_count(result.undecoded, "file is", "files are")
+        notes.append(f"{has} encrypted and no key was given: only the stored bytes were checked")
+    return "\n".join([f"{line}  {text}", *(out.wrap_lines(note, _INDENT) for note in notes)])
 
 
 def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any]:
-    status = "damaged" if result.problems else "unknown" if result.unknown else "sound"
+    good = "not read" if not deep else "read" if result.uncompared else "sound"
     return {
         "path": path,
-        "status": status,
+        "status": "damaged" if result.problems else "unknown" if result.unknown else good,
         "problems": result.problems,
         "reason": result.unknown or None,
         "files": result.files,
         "nbytes": result.nbytes,
         "files_without_digests": result.without_digests,
+        "files_without_checksums": result.uncompared,
         "files_undecoded": result.undecoded,
         "seconds": result.seconds if deep else None,
     }

@@ -265,11 +265,9 @@ class TorchSource(Source):
         items = (item for item, _ in self._items_in(file))
         return list_keys(item.key for item in items if item.offset < end and item.offset + item.nbytes > at)
 
-    def damage_without_digests(self, file: int) -> Iterator[errors.CheckpointError] | None:
-        """Verify the checksums in the archives of a file without digests. What an extension changed cannot be verified."""
-        if self.record.files[file].block_nbytes:
-            return None
-        return bad_archives(self.files, [item for item, descriptors in self._items_in(file) if not descriptors])
+    def damage_by_form(self, file: int, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
+        """Verify the checksums in the archives of a file. What an extension changed is read, and cannot be verified."""
+        return bad_archives(self.files, list(self._items_in(file)), uncompared)
 
     def _items_in(self, file: int) -> Iterator[tuple[Item, tuple[str, ...]]]:
         """Yield the items of a file, and the stream extensions of each."""
@@ -278,6 +276,10 @@ class TorchSource(Source):
         for key, location in self.objects.items():
             if location.file == self.record.files[file].name:
                 yield self.files.item(location, key), location.descriptors
+
+    def value_nbytes(self, key: str) -> int:
+        """Return the size of an object's item."""
+        return self.objects[key].nbytes
 
     def position(self, chunk: int) -> tuple[int, int]:
         """Return the file of a chunk, and where its item begins."""
@@ -544,18 +546,22 @@ def _bytes(reader: BlobReader, offset: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[errors.CheckpointError]:
+def bad_archives(
+    files: ItemFiles, items: Sequence[tuple[Item, Sequence[str]]], uncompared: set[int]
+) -> Iterator[errors.CheckpointError]:
     """
     Compare archives with the CRC-32 checksums in them: all there is to verify where a file has no digests.
 
-    With `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
+    `items` come with their stream extensions. Files with bytes that have no checksum are added to `uncompared`. With
+    `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
     """
     buffer = memoryview(bytearray(WINDOW_NBYTES))
-    for item in items:
+    for item, extensions in items:
         name = files.entries[item.file].name
         try:
             with closing(files.store.open(name)) as reader:
-                bad = _bad_part(reader, item, f"{name} ({item.key!r} at offset {item.offset})", buffer)
+                where = f"{name} ({item.key!r} at offset {item.offset})"
+                bad = _bad_part(reader, item, where, buffer, uncompared, is_archive=not extensions)
         except errors.DamagedCheckpoint as exc:
             yield exc
             continue
@@ -570,18 +576,23 @@ def bad_archives(files: ItemFiles, items: Sequence[Item]) -> Iterator[errors.Che
             )
 
 
-def _bad_part(reader: BlobReader, item: Item, where: str, buffer: memoryview) -> ArchiveEntry | None:
+def _bad_part(
+    reader: BlobReader, item: Item, where: str, buffer: memoryview, uncompared: set[int], *, is_archive: bool
+) -> ArchiveEntry | None:
     def get(at: int, nbytes: int) -> bytes:
         return _bytes(reader, item.offset + at, max(0, min(nbytes, item.nbytes - at)))
 
-    for part in stored_parts(get, item.nbytes, where=where):
-        if part.crc and part.start + part.nbytes > item.nbytes:
+    whole = [ArchiveEntry(item.key, 0, item.nbytes, 0)]
+    for part in stored_parts(get, item.nbytes, where=where) if is_archive else whole:
+        if part.start + part.nbytes > item.nbytes:
             raise errors.MalformedFile(f"{item.key!r}: an archive with an entry that reaches out of it", key=item.key)
         crc = 0
-        for at in range(0, part.nbytes if part.crc else 0, len(buffer)):
+        for at in range(0, part.nbytes, len(buffer)):
             window = buffer[: min(len(buffer), part.nbytes - at)]
             reader.read_into(item.offset + part.start + at, window)
             crc = zlib.crc32(window, crc)
-        if crc != part.crc:
+        if part.nbytes and not part.crc:  # our writer does not know it in advance
+            uncompared.add(item.file)
+        elif crc != part.crc:
             return part
     return None
