@@ -41,6 +41,7 @@ def run_url(request):
         (["verify", "{run}"], "3 of 3 checkpoints sound"),
         (["verify", "{run}/step-30", "--quick"], "no data was read"),
         (["prune", "{run}", "--keep-last", "2", "--dry-run"], "1 checkpoint to delete"),
+        (["doctor", "{run}"], "safe, by "),
     ],
 )
 def test_looking(shardkeep, run_url, words, said):
@@ -48,6 +49,17 @@ def test_looking(shardkeep, run_url, words, said):
     answer = shardkeep(*(word.format(run=run_url) for word in words))
     assert answer.code == 0, answer.err
     assert said.format(run=run_url) in answer.out
+
+
+def test_any_name_and_folders(shardkeep, run_url):
+    """Checkpoints of any name are listed and verified, and a prefix of runs is listed as runs."""
+    folder = f"{run_url}-folder"
+    for name, step in (("epoch=3-step=300", 300), ("best one", 400)):
+        sk.save(state_of(1), f"{folder}/a/{name}", step=step)
+    assert shardkeep("ls", f"{folder}/a", "--names").out.splitlines() == ["best one", "epoch=3-step=300"]
+    assert shardkeep("ls", folder, "--names").out.splitlines() == ["a"]
+    assert "2 of 2 checkpoints sound" in shardkeep("verify", folder).out
+    assert shardkeep("pin", f"{run_url}/step-10").code == shardkeep("unpin", f"{run_url}/step-10").code == 0
 
 
 def test_what_is_not_there(shardkeep, run_url):

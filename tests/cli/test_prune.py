@@ -12,7 +12,6 @@ from shardkeep.cli import output
 from shardkeep.layouts import native
 from shardkeep.layouts.native import claim_name, new_save_id
 from shardkeep.layouts.orphans import Claim, holding_claim, make_claim
-from shardkeep.manage.catalog import pin
 from shardkeep.storage.local import host_identity
 from tests.cli.conftest import data_file
 
@@ -83,11 +82,23 @@ def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
 
 
 def test_pinned_ones_stay(shardkeep, run_dir):
-    """A pin keeps a checkpoint that no rule keeps, and is given as the reason."""
-    pin(sk.Catalog(run_dir).root, "step-10")
+    """A pin keeps a checkpoint that no rule keeps, and is given as the reason; unpinned, it goes."""
+    assert shardkeep("pin", run_dir / "step-10").out == f"{run_dir}/step-10: pinned\n"
+    assert "already pinned" in shardkeep("pin", run_dir / "step-10").out
+    assert [entry.pinned for entry in sk.Catalog(run_dir).entries()] == [False, False, True]
     answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
     assert steps(run_dir) == [10, 30]
     assert "pinned" in answer.out
+    assert shardkeep("unpin", run_dir / "step-10", "--json").json["pinned"] is False
+    assert shardkeep("prune", run_dir, "--keep-last", "1", "--yes").code == 0
+    assert steps(run_dir) == [30]
+
+
+def test_only_checkpoints_are_pinned(shardkeep, run_dir):
+    """A misspelt name or a run is an error, and nothing is pinned then."""
+    assert "did you mean step-10" in shardkeep("pin", run_dir / "step-20", run_dir / "step-1O").err
+    assert "it is a run; its latest checkpoint is" in shardkeep("pin", run_dir).err
+    assert not any(entry.pinned for entry in sk.Catalog(run_dir).entries())
 
 
 def test_other_names_are_left_alone(shardkeep, run_dir):

@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
 from safetensors.torch import save_file
 
 import shardkeep as sk

@@ -18,6 +18,8 @@ from shardkeep.opening import Checkpoint
 from shardkeep.state.patterns import matcher
 
 VALUE = "value"
+_MAX_VALUE_NBYTES = 1 << 20
+"""Values that take more to read are not listed; only torch's layout keeps values outside of the index."""
 
 
 class Chunk(NamedTuple):
@@ -101,16 +103,24 @@ def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
     return found
 
 
-def find_item(checkpoint: Checkpoint, key: str) -> Item:
-    """Return the item of a key; a `UsageError` names keys that are spelt alike or lie below it."""
-    if item := next(iter_items(checkpoint, key.__eq__), None):
-        return item
-    below = [name for name in checkpoint if name.startswith(f"{key}.")]
-    if below:
-        some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
-        raise out.UsageError(f"{key!r} is not a key, but a prefix of {out.format_count(len(below), 'key')}: {some}")
-    hint = out.did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
-    raise out.UsageError(f"the checkpoint has no key {key!r}", hint=hint)
+def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
+    """Return the item of a key, or those below a prefix; a `UsageError` names keys that are spelt alike."""
+    if found := list(iter_items(checkpoint, key.__eq__)) or list(iter_items(checkpoint, key_filter([], key))):
+        return found
+    parts = key.count(".") + 1
+    alike = {
+        ".".join(name.split(".")[:parts]) for name in checkpoint
+    }  # of the same depth, so that a prefix gets a prefix
+    anything = out.did_you_mean(key, checkpoint, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
+    raise out.UsageError(f"the checkpoint has no key {key!r}", hint=out.did_you_mean(key, alike, otherwise=anything))
+
+
+def value_text(checkpoint: Checkpoint, item: Item) -> str:
+    """Return a plain value as Python writes it, or the reason why it is not shown, in parentheses."""
+    if (nbytes := checkpoint.source.value_nbytes(item.key)) > _MAX_VALUE_NBYTES:
+        return f"({out.format_size(nbytes)}: `shardkeep show` reads it)"
+    value, why_not = plain_value(checkpoint, item.key)
+    return f"({why_not})" if why_not else out.printable(repr(value))
 
 
 def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,6 @@ from shardkeep.storage.resolve import open_store
 
 T = TypeVar("T")
 _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
-_MAX_VALUE_NBYTES = 1 << 20
-"""Values that take more to read are not shown; only other layouts than the native one keep values outside of the index."""
 
 
 @command(
@@ -218,7 +217,7 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     if args.names:
         _print_names(item.key for item in items)
         return 0
-    print(f"{out.styled(args.path, 'bold')}  {contents.summarize(checkpoint)}\n")
+    print(out.titled(out.printable(args.path), contents.summarize(checkpoint), "bold") + "\n")
     if args.tree:
         _print_tree(checkpoint, _build_tree(items), args.depth, by_size=args.sort == "size")
     elif args.long:
@@ -242,21 +241,14 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None
             size = "tied" if item.tied_to else out.format_size(item.nbytes)
             table.add(out.printable(item.key), item.dtype, out.format_shape(item.shape), size, f"{item.chunks:,}")
         else:
-            table.add(out.printable(item.key), item.dtype, _value_text(checkpoint, item), "", "")
+            table.add(out.printable(item.key), item.dtype, contents.value_text(checkpoint, item), "", "")
     table.print()
-
-
-def _value_text(checkpoint: Checkpoint, item: contents.Item) -> str:
-    if (nbytes := checkpoint.source.value_nbytes(item.key)) > _MAX_VALUE_NBYTES:
-        return f"({out.format_size(nbytes)}: `shardkeep show` reads it)"
-    value, why_not = contents.plain_value(checkpoint, item.key)
-    return f"({why_not})" if why_not else out.printable(repr(value))
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     for item in items:
-        text = item.description if item.is_tensor else _value_text(checkpoint, item)
-        print(f"{out.styled(out.printable(item.key), 'cyan')}  {text}")
+        text = item.description if item.is_tensor else contents.value_text(checkpoint, item)
+        print(out.titled(out.printable(item.key), text, "cyan"))
         contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
@@ -291,7 +283,7 @@ def _print_tree(checkpoint: Checkpoint, root: _Branch, depth: int | None, *, by_
             stack.append((indent, name, branch.below[name], level, at == 0))
 
     push(root, "", 1)
-    room = out.terminal_width()
+    room = out.terminal_width() or sys.maxsize
     while stack:  # not recursive, because a key may have thousands of dots
         indent, name, branch, level, last = stack.pop()
         while branch.leaf is None and len(branch.below) == 1:  # a branch without alternatives shares the line
@@ -300,12 +292,14 @@ def _print_tree(checkpoint: Checkpoint, root: _Branch, depth: int | None, *, by_
         leaf = branch.leaf
         text = f"{out.format_count(branch.keys, 'key')}, {out.format_size(branch.nbytes)}"
         if leaf is not None:
-            text = leaf.description if leaf.is_tensor else _value_text(checkpoint, leaf)
-        line = f"{indent}{'└─ ' if last else '├─ '}{out.printable(name)}  "
-        text = text if room is None else out.shorten(text, max(20, room - len(line)))
-        print(line + out.styled(text, "dim"))
+            text = leaf.description if leaf.is_tensor else contents.value_text(checkpoint, leaf)
+        line, below = f"{indent}{'└─ ' if last else '├─ '}{out.printable(name)}  ", indent + ("   " if last else "│  ")
+        if len(line) + min(len(text), 30) > room:  # the description gets a line of its own
+            print(line.rstrip())
+            line = below + "  "
+        print(line + out.styled(out.shorten(text, max(30, room - len(line))), "dim"))
         if depth is None or level < depth:
-            push(branch, indent + ("   " if last else "│  "), level + 1)
+            push(branch, below, level + 1)
 
 
 # -- latest

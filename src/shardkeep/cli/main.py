@@ -37,6 +37,8 @@ GROUPS = {
         "latest": ("ls", "print the path of the latest good checkpoint of a run"),
         "verify": ("verify", "check that checkpoints are what was saved"),
         "prune": ("prune", "delete old checkpoints by rules"),
+        "pin": ("prune", "keep checkpoints, whatever the rules say"),
+        "unpin": ("prune", "leave pinned checkpoints to the rules again"),
         "rotate": ("rotate", "wrap the keys of encrypted checkpoints with a new key"),
     },
     "Move": {
@@ -44,6 +46,7 @@ GROUPS = {
         "convert": ("export", "convert between shardkeep, torch DCP and safetensors"),
     },
     "Try": {
+        "doctor": ("doctor", "print versions, limits and what a store can do"),
         "bench": ("bench", "measure a disk or a store against its own limit"),
         "completion": ("completion", "print the completion script for your shell"),
     },

@@ -256,6 +256,12 @@ def wrap_lines(text: str, indent: str = "", stream: TextIO | None = None) -> str
     return "\n".join(lines)
 
 
+def titled(title: str, text: str, style: Style, stream: TextIO | None = None) -> str:
+    """Return a title in a colour and a text after it, wrapped together."""
+    whole = wrap_lines(f"{title}  {text}", stream=stream)
+    return styled(title, style, stream) + whole[len(title) :] if whole.startswith(title) else whole
+
+
 class _Wrapper(textwrap.TextWrapper):
     def _handle_long_word(
         self, reversed_chunks: list[str], cur_line: list[str], cur_len: int, width: int

@@ -22,17 +22,18 @@ from typing import Any, NamedTuple
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import Run, open_existing_run
+from shardkeep.cli.runs import Run, open_existing_run, path_hints, split_path
 from shardkeep.cli.verify import check_checkpoint
-from shardkeep.errors import CheckpointError, DamagedCheckpoint, UnsupportedVersion
+from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import save_id_of
 from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
+from shardkeep.manage import catalog
 from shardkeep.manage.catalog import Entry
 from shardkeep.manage.lease import running_holder
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
-from shardkeep.storage.base import REMOVING_NAME, local_path
+from shardkeep.storage.base import REMOVING_NAME, is_name, local_path
 from shardkeep.storage.local import storage_errors
 
 _THREADS = 8
@@ -117,6 +118,50 @@ def prune(args: argparse.Namespace) -> int:
     for name, why in failed.items():
         out.echo_err(f"could not delete {out.printable(name)}: {out.printable(why)}", "red")
     return 2 if failed else 0
+
+
+@command(
+    argument("checkpoint", metavar="CHECKPOINT", nargs="+", help="checkpoints of runs"),
+    examples="""
+  shardkeep pin runs/a/step-500                    no rule deletes it any more
+""",
+)
+def pin(args: argparse.Namespace) -> int:
+    """Pin checkpoints: neither `prune` nor the retention of a `Checkpointer` deletes them."""
+    return _pin(args, pinned=True)
+
+
+@command(
+    argument("checkpoint", metavar="CHECKPOINT", nargs="+", help="pinned checkpoints"),
+    examples="""
+  shardkeep unpin runs/a/step-500                  leave it to the rules again
+""",
+)
+def unpin(args: argparse.Namespace) -> int:
+    return _pin(args, pinned=False)
+
+
+def _pin(args: argparse.Namespace, *, pinned: bool) -> int:
+    found = []
+    for path in args.checkpoint:  # all of them, before any is pinned
+        parent, name = split_path(path)
+        run = Run(parent) if parent else None
+        if run is None or (entry := run.catalog.get(name)) is None:
+            with path_hints(path):
+                raise CheckpointNotFound(f"{path}: there is no checkpoint to {'pin' if pinned else 'unpin'}")
+        if not is_name(name):
+            hint = "no rule deletes it: rules are for names such as step-500"
+            raise out.UsageError(f"{path} cannot be pinned: no file can be named after it in every store", hint=hint)
+        found.append((path, run.catalog.root, entry))
+    for _, root, entry in found:
+        (catalog.pin if pinned else catalog.unpin)(root, entry.name)
+    if args.json:
+        out.print_json({"pinned": pinned, "checkpoints": args.checkpoint})
+    else:
+        for path, _, entry in found:
+            change = "" if entry.pinned != pinned else "already "
+            print(f"{out.printable(path)}: {change}{'pinned' if pinned else 'not pinned'}")
+    return 0
 
 
 # -- rules
