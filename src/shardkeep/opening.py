@@ -11,20 +11,21 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardkeep import errors
-from shardkeep.engine.reader import Source, explain_missing
+from shardkeep.engine.reader import Source, explain_missing, open_checked
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
 from shardkeep.engine.workers import divide_budget
 from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
-from shardkeep.format.record import Record
+from shardkeep.format.record import FileEntry, Record
 from shardkeep.format.values import Node, decode_tree, decode_value, leaf_keys, unflatten
 from shardkeep.options import Options
 from shardkeep.storage.base import Store, preferred_requests
@@ -40,6 +41,7 @@ class VerifyReport:
 
     files: int
     bytes_read: int
+    """Without `deep`, the bytes of the files, whose sizes were checked."""
     seconds: float
     without_digests: int = 0
     """Number of files without digests of ours. Files that torch wrote are compared with the checksums in their archives."""
@@ -220,9 +222,12 @@ class Checkpoint(Mapping[str, Any]):
             raise errors.MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
         return tree
 
-    def verify(self) -> VerifyReport:
+    def verify(self, *, deep: bool = True) -> VerifyReport:
         """
         Read and verify every byte of every file, and read the commit record and the index again.
+
+        Args:
+            deep: read every byte; otherwise check only the index, sizes and headers.
 
         Raises:
             DamagedCheckpoint: lists everything that is wrong.
@@ -231,7 +236,8 @@ class Checkpoint(Mapping[str, Any]):
         """
         began = time.perf_counter()
         uncompared: set[int] = set()
-        _raise_if_any(self._store, [exc.message for exc in self._damage(uncompared)])
+        damage = self._damage(uncompared) if deep else self._visible_damage()
+        _raise_if_any(self._store, [exc.message for exc in damage])
         files = self.record.files
         return VerifyReport(
             files=len(files),
@@ -259,6 +265,23 @@ class Checkpoint(Mapping[str, Any]):
                 yield from self._damage_of_file(number, uncompared)
             except errors.DamagedCheckpoint as exc:
                 yield exc
+
+    def _visible_damage(self) -> Iterator[errors.CheckpointError]:
+        """Yield the damage that index, sizes and headers show."""
+        source, files = self.source, self.record.files
+
+        def check(file: FileEntry | None) -> errors.CheckpointError | None:
+            try:
+                if file is None:
+                    source.check_index(self._owners())
+                else:
+                    open_checked(source.store, file, None if file.header_nbytes else source.digests)[0].close()
+            except errors.DamagedCheckpoint as exc:
+                return exc
+            return None
+
+        with ThreadPoolExecutor(self._options.io_threads, thread_name_prefix="shardkeep-verify") as pool:
+            yield from filter(None, pool.map(check, [None, *files]))
 
     def _check_unchanged(self) -> None:
         """Check that the store still has the record and the index that were opened."""

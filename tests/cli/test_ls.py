@@ -221,7 +221,10 @@ def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
     rows = [line.split() for line in shardkeep("ls", folder).out.splitlines()]
     assert [row[:4] for row in rows[1:3]] == [["group/seed-2", "1", "best", "30"], ["run", "3", "step-30", "30"]]
     document = shardkeep("ls", folder, "--json").json
-    assert (document["kind"], [run["latest"]["name"] for run in document["runs"]]) == ("runs", ["best", "step-30"])
+    assert (document["kind"], [run["latest"] for run in document["runs"]]) == (
+        "runs",
+        [f"{folder}/group/seed-2/best", f"{run_dir}/step-30"],
+    )
     verified = shardkeep("verify", folder)
     assert (verified.code, "4 of 4 checkpoints sound" in verified.out) == (0, True)
     assert "in 4 checkpoints of 2 runs" in shardkeep("du", folder).out

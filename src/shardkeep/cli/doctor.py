@@ -7,7 +7,6 @@ import errno
 import os
 import platform
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -20,25 +19,32 @@ from shardkeep.cli import output as out
 from shardkeep.cli.runs import suggest_path
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.options import Options, cores, physical_memory, settings_with
-from shardkeep.storage.base import (
-    Root,
-    free_nbytes,
-    innermost,
-    local_path,
-    part_nbytes_of,
-    preferred_requests,
-    verifies_uploads,
-)
+from shardkeep.storage import base
 from shardkeep.storage.local import available_memory, open_files
 from shardkeep.storage.resolve import open_root
 
-_PACKAGES = ("torch", "numpy", "xxhash", "msgspec", "rich")
-_EXTRAS = ("safetensors", "obstore", "fsspec", "backports.zstd", "lz4", "cryptography")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "xxhash",
+    "msgspec",
+    "rich",
+    "obstore",
+    "fsspec",
+    "backports.zstd",
+    "lz4",
+    "cryptography",
+)
 _PROBE_NBYTES = 4 << 20
 _LITTLE_NBYTES = 10 * 10**9
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "virtiofs")
-"""Types of network file systems begin with these; parallel ones, such as lustre, are no concern."""
-_IN_MEMORY = ("tmpfs", "ramfs")
+_REMARKS = {
+    **dict.fromkeys(
+        ("nfs", "cifs", "smb", "fuse", "9p"), "a network file system: each small request waits for the server"
+    ),
+    "overlay": "a container's own layer: slower than a volume, and gone with the container",
+    **dict.fromkeys(("tmpfs", "ramfs"), "memory of this machine, and lost when it restarts"),
+}
+"""What to know of a file system, by how its type begins."""
 
 Rows = dict[str, str]
 
@@ -52,30 +58,31 @@ Rows = dict[str, str]
 )
 def doctor(args: argparse.Namespace) -> int:
     """Print the report; 1 if the place cannot be used."""
+    slow = list(_slow_machine())
     sections = {"versions": _versions(), "machine": _machine(), "options": _options()}
-    slow, failed = list(_slow_machine()), ""
+    failed = ""
     if args.place is not None:
         root = open_root(args.place, direct=Options().direct_io)
-        path = local_path(root)
+        path = base.local_path(root)
         if path is not None and not os.path.isdir(path):
             raise out.UsageError(f"{args.place} is not a directory", hint=suggest_path(args.place))
-        rows = sections["place"] = {"url": root.url}
+        sections["place"] = {"url": root.url}
         try:
-            slow += _examine(root, rows)
+            slow += _examine(root, path, sections["place"])
         except CheckpointError as exc:
             failed = exc.message
     if args.json:
         out.print_json({**sections, "slow": slow, "failed": failed or None})
         return 1 if failed else 0
+    sections["what would be slow"] = dict.fromkeys(
+        slow or ["nothing that shows from here; `shardkeep bench` measures"], ""
+    )
     for title, rows in sections.items():
         print(out.styled(title, "bold"))
         table = out.Table(("name", "value"), flexible="value", indent="  ", show_headings=False)
         for name, value in rows.items():
-            table.add(name, out.printable(value))
+            table.add(name, out.printable(value)) if value else print(out.wrap_lines(out.printable(name), "  "))
         table.print()
-    print(out.styled("what would be slow", "bold"))
-    for line in slow or ["nothing that can be seen from here; `shardkeep bench PLACE` measures"]:
-        print(out.wrap_lines(out.printable(line), "  "))
     if failed:
         out.echo_err(out.printable(failed), "red")
     return 1 if failed else 0
@@ -86,13 +93,12 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _versions() -> Rows:
     found = {"shardkeep": __version__, "python": f"{platform.python_implementation()} {platform.python_version()}"}
-    missing = []
-    for name in (*_PACKAGES, *_EXTRAS):
+    for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            missing.append(name)
-    return {**found, "not installed": ", ".join(missing)} if missing else found
+            found[name] = "not installed"
+    return found
 
 
 def _machine() -> Rows:
@@ -115,21 +121,17 @@ def _machine() -> Rows:
 def _container_nbytes() -> int:
     """Return the memory limit of the control group that this process is in; 0 if there is none."""
     found = []
-    with suppress(OSError):
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            own = [line.strip().split(":", 2)[2].lstrip("/") for line in file]
-        for where in ("/sys/fs/cgroup", *(os.path.join("/sys/fs/cgroup", each) for each in own)):
+    with suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as groups:
+        for where in ("", *(line.strip().split(":", 2)[2].lstrip("/") for line in groups)):
             for name in ("memory.max", "memory/memory.limit_in_bytes"):
-                with suppress(OSError, ValueError), open(os.path.join(where, name), encoding="utf-8") as file:
+                with suppress(OSError, ValueError), open(os.path.join("/sys/fs/cgroup", where, name)) as file:
                     found.append(int(file.read()))  # "max" is no number
     return min((nbytes for nbytes in found if nbytes < 1 << 60), default=0)
 
 
 def _options() -> Rows:
-    options = Options()
-    rows = {each.name: str(getattr(options, each.name)) for each in fields(options) if each.name != "keys"}
-    for name in ("host_budget_bytes", "pinned_bytes", "staging_bytes"):
-        rows[name] = out.format_size(int(rows[name])) if rows[name] != "0" else "a fair share of free memory"
+    values = {each.name: getattr(Options(), each.name) for each in fields(Options) if each.name != "keys"}
+    rows = {name: out.format_size(value) if name.endswith("_bytes") else str(value) for name, value in values.items()}
     for name, value in sorted(settings_with(("SHARDKEEP_", "LOCAL_WORLD_SIZE")).items()):
         rows[f"${name}"] = "(a secret)" if name == "SHARDKEEP_KEY" else value
     return rows
@@ -138,7 +140,7 @@ def _options() -> Rows:
 def _slow_machine() -> Iterator[str]:
     if cores() < 4:
         yield f"{out.format_count(cores(), 'core')}: training, hashing and copying compete for them"
-    if (limit := _container_nbytes()) and limit < physical_memory():
+    if 0 < (limit := _container_nbytes()) < physical_memory():
         yield (
             f"the container may use {out.format_size(limit)} of {out.format_size(physical_memory())} of memory, and"
             " asynchronous saves go by what the machine has free: set SHARDKEEP_STAGING_BYTES"
@@ -148,21 +150,19 @@ def _slow_machine() -> Iterator[str]:
 # -- a place
 
 
-def _examine(root: Root, rows: Rows) -> Iterator[str]:
+def _examine(root: base.Root, path: str | None, rows: Rows) -> Iterator[str]:
     """Find out what a place can do, by writing and deleting a probe; fill `rows`, and yield what would be slow."""
-    path, kind = local_path(root), ""
     if path is not None:
         kind, mounted = _file_system(path)
         rows["file system"] = f"{kind or 'unknown'}, mounted at {mounted}"
-    free = free_nbytes(root)
-    if free is not None:
-        whole = f" of {out.format_size(shutil.disk_usage(path).total)}" if path is not None else ""
-        rows["free space"] = f"{out.format_size(free)}{whole}"
+        yield from (f"{kind} is {remark}" for begin, remark in _REMARKS.items() if kind.startswith(begin))
+    if (free := base.free_nbytes(root)) is not None:
+        rows["free space"] = out.format_size(free)
         if free < _LITTLE_NBYTES:
             yield f"only {out.format_size(free)} are free"
-    name, data = f"shardkeep-doctor-{secrets.token_hex(8)}", secrets.token_bytes(_PROBE_NBYTES)
+    name = f"shardkeep-doctor-{secrets.token_hex(8)}"
     try:
-        rows["a probe of 4 MB"] = _write_and_read(root, name, data)
+        rows["a probe of 4 MB"] = _write_and_read(root, name)
         if path is not None:
             with closing(open_files(os.path.join(path, name), os.O_RDONLY, direct=True)) as files:
                 rows["direct I/O"] = "yes" if files.direct is not None else "no"
@@ -170,52 +170,46 @@ def _examine(root: Root, rows: Rows) -> Iterator[str]:
     finally:
         root.delete(name)
     if path is None:
-        nbytes = part_nbytes_of(root)
-        rows["requests at once"] = f"{preferred_requests(root, Options().io_threads)}"
-        rows["uploads"] = (f"in parts of {out.format_size(nbytes)}" if nbytes else "whole") + (
-            ", verified by the service" if verifies_uploads(root) else ""
+        rows["requests at once"] = str(base.preferred_requests(root, Options().io_threads))
+        rows["uploads"] = (
+            f"in parts of {out.format_size(base.part_nbytes_of(root))}" if base.is_sequential(root) else "whole"
         )
-    if kind.startswith(_NETWORK):
-        yield f"{kind} is a network file system: each small request waits for the server"
-    if kind == "overlay":
-        yield "overlay is a container's own layer: slower than a volume, and gone with the container"
-    if kind.startswith(_IN_MEMORY):
-        yield f"{kind} is memory: fast, counted as memory of the container, and lost when the machine restarts"
-    elif rows.get("direct I/O") == "no":
+        rows["uploads are verified by the service"] = "yes" if base.verifies_uploads(root) else "not known"
+    if rows.get("direct I/O") == "no":
         yield "no direct I/O: data goes through the page cache, which takes CPU time and evicts other data"
-    if rows["commits"].startswith("no"):
+    if rows["commits"].startswith("not"):
         yield "no conditional puts: each commit waits a moment, and reads back whether another writer interfered"
 
 
-def _write_and_read(root: Root, name: str, data: bytes) -> str:
+def _write_and_read(root: base.Root, name: str) -> str:
+    data, into = secrets.token_bytes(_PROBE_NBYTES), bytearray(_PROBE_NBYTES)
     began = time.perf_counter()
     writer = root.create(name, len(data))
     try:
         writer.write_at(0, memoryview(data))
         writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    wrote, into = time.perf_counter(), bytearray(len(data))
+    finally:
+        writer.abandon()  # does nothing after a `finish` that succeeded
+    wrote = time.perf_counter()
     with closing(root.open(name)) as reader:
         reader.read_into(0, memoryview(into))
     read = time.perf_counter()
     if into != data:
-        raise StorageError(f"{root.url}: what was written is not what was read back", hint="do not save there")
+        raise StorageError(f"{root.url}: what was read back is not what was written", hint="do not save there")
     return f"written and made durable in {(wrote - began) * 1e3:.0f} ms, read back in {(read - wrote) * 1e3:.0f} ms"
 
 
-def _commits(root: Root, name: str) -> str:
+def _commits(root: base.Root, name: str) -> str:
     """Say what keeps two writers from replacing each other's commits."""
-    checks = getattr(innermost(root), "checks_conditions", None)
-    how = "by a lock" if checks is None else "by conditional puts" if checks(None) else ""
+    checks = getattr(base.innermost(root), "checks_conditions", None)
     try:
         root.put(name, b"")
     except StorageError as exc:
-        if exc.errno == errno.EEXIST:
-            return f"safe, {how}" if how else "not atomic: looks first, and reads back"
-        raise
-    return "no protection: a second writer replaces what the first one wrote"
+        if exc.errno != errno.EEXIST:
+            raise
+        how = "by a lock" if checks is None else "by conditional puts" if checks(None) else ""
+        return f"safe, {how}" if how else "not atomic: looks first, and reads back"
+    return "not protected: a second writer replaces what the first one wrote"
 
 
 def _file_system(path: str) -> tuple[str, str]:

@@ -95,12 +95,11 @@ def _part(item: Item) -> str:
     return "optimizer" if any("optim" in part for part in parts[:2]) else "model"
 
 
-def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: int) -> None:
-    """Print names, how many keys each has, sizes and states, up to a limit, which is 0 for all."""
+def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: int, *, counted: str = "keys") -> None:
+    """Print names, how many keys or checkpoints each has, sizes and states, up to a limit, which is 0 for all."""
     listed = rows[:limit] if limit > 0 else rows
-    right = {"keys", "checkpoints", "size", "share"}
-    count = "checkpoints" if what == "run" else "keys"
-    table = out.Table((what, count, "size", "share", "", "status"), right=right, flexible=what, optional=[""])
+    right = {counted, "size", "share"}
+    table = out.Table((what, counted, "size", "share", "", "status"), right=right, flexible=what, optional=[""])
     sizes = [nbytes for _, _, nbytes, _ in rows]
     total = sum(sizes)
     for name, keys, nbytes, status in listed:
@@ -124,21 +123,15 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
             for entry in run.entries
         ]
         runs = [{"path": path, "checkpoints": len(below[path]), "nbytes": nbytes} for path, nbytes in totals.items()]
-        kind = "runs" if run.runs and not run.entries else "run"
+        kind = "runs" if runs and not listed else "run"
         out.print_json({"kind": kind, "path": args.path, "nbytes": total, "checkpoints": listed, "runs": runs})
         return 0
-    if run.entries:
-        rows = [(each.name, "", sizes[each.name], "" if each.committed else each.status) for each in run.entries]
-        _print_shares("checkpoint", rows, args.limit)
-        print()
-    if run.runs:
-        _print_shares("run", [(path, f"{len(below[path]):,}", size, "") for path, size in totals.items()], args.limit)
-        print()
+    rows = [(each.name, "", sizes[each.name], "" if each.committed else each.status) for each in run.entries]
+    rows += [(path, f"{len(below[path]):,}", nbytes, "") for path, nbytes in totals.items()]
+    _print_shares("checkpoint" if sizes else "run", rows, args.limit, counted="checkpoints")
     count = out.format_count(len(sizes) + sum(map(len, below.values())), "checkpoint")
-    runs_too = f" of {out.format_count(len(below), 'run')}" if below else ""
-    print(
-        f"{out.styled(out.format_size(total), 'bold')} in {count}{runs_too}" if sizes or below else "no checkpoint yet"
-    )
+    of_runs = f" of {out.format_count(len(below), 'run')}" if below else ""
+    print(f"\n{out.styled(out.format_size(total), 'bold')} in {count}{of_runs}" if rows else "no checkpoint yet")
     return 0
 
 

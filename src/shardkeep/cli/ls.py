@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, TypeVar
@@ -84,42 +84,39 @@ def _list_run(run: Run, args: argparse.Namespace) -> int:
             f"{args.path} is a {what}, not a checkpoint: it has no keys",
             hint=f"`shardkeep ls {args.path}` lists what it has; choose one of them",
         )
-    latest = next((entry for entry in run.entries if entry.committed), None)
     entries = _select(run.entries, args, lambda entry: entry.name, lambda entry: entry.nbytes)
     runs = _select(run.runs, args, lambda each: each.path, lambda each: each.nbytes)
     if args.json:
-        document: dict[str, Any] = {"kind": "runs" if run.runs and not run.entries else "run", "path": args.path}
-        if document["kind"] == "run":
-            listed = [entry_json(run, entry) | {"latest": entry is latest} for entry in entries]
-            document |= {"template": run.catalog.naming.template, "latest": latest and run.path_of(latest)}
-            document |= {"checkpoints": listed}
-        out.print_json(document | {"runs": [_run_json(each) for each in runs]})
-    elif args.names:
-        _print_names([*(entry.name for entry in entries if entry.committed), *map(run.name_of, runs)])
-    elif not run.entries and not run.runs:
+        document = _run_json(run, entries) | {"runs": [_run_json(each, each.entries) for each in runs]}
+        out.print_json(document | ({"kind": "runs"} if runs and not entries else {}))
+        return 0
+    if args.names:
+        _print_names(entry.name for entry in entries if entry.committed)
+        _print_names(each.path.removeprefix(run.path_to("")) for each in runs)
+        return 0
+    if entries:
+        _print_run(entries, run.latest)
+        _print_rest(len(run.entries), args)
+        print(f"\n{_totals(run.entries)}" + ("\n" if runs else ""))
+    if runs:
+        _print_runs(run, runs)
+        _print_rest(len(run.runs), args)
+        every = [entry for each in run.runs for entry in each.entries]
+        print(f"\n{_totals(every)} of {out.format_count(len(run.runs), 'run')}")
+    if not entries and not runs:
         print("no checkpoint yet")
-    else:
-        if entries:
-            _print_run(entries, latest)
-            _print_rest(len(run.entries), args)
-            print(f"\n{_totals(run.entries)}")
-        if runs:
-            print("\n" if entries else "", end="")
-            _print_runs(run, runs)
-            _print_rest(len(run.runs), args)
-            every = [entry for each in run.runs for entry in each.entries]
-            print(f"\n{_totals(every)} of {out.format_count(len(run.runs), 'run')}")
     return 0
 
 
-def _totals(entries: Sequence[Entry]) -> str:
-    counts = [out.format_count(sum(entry.committed for entry in entries), "checkpoint"), *_doubtful(entries)]
-    return f"{out.styled(out.format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}"
+def _totals(entries: Iterable[Entry]) -> str:
+    known = list(entries)
+    counts = [out.format_count(sum(entry.committed for entry in known), "checkpoint"), *_doubtful(known)]
+    return f"{out.styled(out.format_size(sum(entry.nbytes for entry in known)), 'bold')} in {', '.join(counts)}"
 
 
 def _doubtful(entries: Iterable[Entry]) -> list[str]:
-    found = Counter(entry.status for entry in entries)
-    return [f"{found[status]:,} {status}" for status in ("damaged", "unfinished") if found[status]]
+    found: Counter[str] = Counter(entry.status for entry in entries)
+    return [f"{found[status]:,} {status}" for status in _STYLES if found[status]]
 
 
 def _print_run(entries: list[Entry], latest: Entry | None) -> None:
@@ -155,25 +152,19 @@ def _step(entry: Entry | None) -> str:
 
 
 def _age(entry: Entry | None) -> str:
-    if entry is None or entry.saved_at is None:
-        return ""
-    return out.format_duration((datetime.now(timezone.utc) - entry.saved_at).total_seconds())
+    when = entry.saved_at if entry else None
+    return out.format_duration((datetime.now(timezone.utc) - when).total_seconds()) if when else ""
 
 
 def _print_runs(folder: Run, runs: Iterable[Run]) -> None:
     columns = ("run", "checkpoints", "latest", "step", "size", "age", "")
     table = out.Table(columns, right={"checkpoints", "step", "size", "age"}, flexible="run")
     for run in runs:
-        latest = next((entry for entry in run.entries if entry.committed), None)
-        table.add(
-            out.printable(folder.name_of(run)),
-            f"{sum(entry.committed for entry in run.entries):,}",
-            out.printable(latest.name) if latest else "none",
-            _step(latest),
-            out.format_size(run.nbytes),
-            _age(latest),
-            ", ".join(_doubtful(run.entries)),
-        )
+        name = out.printable(run.path.removeprefix(folder.path_to("")))
+        latest = out.printable(run.latest.name) if run.latest else "none"
+        count = f"{sum(entry.committed for entry in run.entries):,}"
+        about = (_step(run.latest), out.format_size(run.nbytes), _age(run.latest))
+        table.add(name, count, latest, *about, ", ".join(_doubtful(run.entries)))
     table.print()
 
 
@@ -191,11 +182,10 @@ def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _run_json(run: Run) -> dict[str, Any]:
-    latest = next((entry for entry in run.entries if entry.committed), None)
-    found = Counter(entry.status for entry in run.entries)
-    counts = {"checkpoints": found["committed"], "unfinished": found["unfinished"], "damaged": found["damaged"]}
-    return {"path": run.path, "nbytes": run.nbytes, **counts, "latest": entry_json(run, latest) if latest else None}
+def _run_json(run: Run, entries: Iterable[Entry]) -> dict[str, Any]:
+    listed = [entry_json(run, entry) | {"latest": entry is run.latest} for entry in entries]
+    document = {"kind": "run", "path": run.path, "template": run.catalog.naming.template}
+    return document | {"latest": run.path_of(run.latest) if run.latest else None, "checkpoints": listed}
 
 
 # -- the keys of a checkpoint

@@ -54,13 +54,14 @@ class Run:
         return [found for run in below if self.levels for found in ([run] if run.entries else run.runs)]
 
     @property
+    def latest(self) -> Entry | None:
+        """The newest checkpoint, whether or not it is damaged."""
+        return next((entry for entry in self.entries if entry.committed), None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its checkpoints, by their records."""
         return sum(entry.nbytes for entry in self.entries)
-
-    def name_of(self, run: Run) -> str:
-        """Return the name of a run below it."""
-        return run.path.removeprefix(self.path_to(""))
 
     def path_of(self, entry: Entry) -> str:
         """Return the path of a checkpoint, relative if the user wrote a relative path."""
@@ -146,8 +147,8 @@ def suggest_path(where: str) -> str:
     """Suggest what was meant by a path without a checkpoint; empty if there is no suggestion."""
     try:
         run = Run(where)
-        if (entry := run.catalog.latest()) is not None:
-            return f"it is a run; its latest checkpoint is {run.path_of(entry)}"
+        if run.latest is not None:
+            return f"it is a run; its latest checkpoint is {run.path_of(run.latest)}"
         path = _local_path(where)
         if path is not None and os.path.isdir(path):
             return ""

@@ -7,24 +7,17 @@ A deep check reads every byte; a shallow one looks at record, index, sizes and h
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, split_path
 from shardkeep.engine.codecs import keys_for
-from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, KeyMissing, WrongKey
-from shardkeep.format.record import FileEntry
-from shardkeep.opening import Checkpoint, verify_stored
+from shardkeep.opening import VerifyReport, verify_stored
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
 from shardkeep.storage.base import BlobReader, Store, local_path, with_any_names
@@ -35,27 +28,18 @@ OnRead = Callable[[int], None]
 """Called with a number of bytes that were read, from any thread."""
 _MIN_TIMED_S = 0.1
 """Throughput is not shown for checks that take less."""
-_INDENT = " " * 7
+_NOTHING = VerifyReport(files=0, bytes_read=0, seconds=0.0)
 
 
-@dataclass(frozen=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """The result of checking one checkpoint."""
 
-    problems: list[str] = field(default_factory=list)
+    report: VerifyReport
+    """What was read; nothing if there is a problem."""
+    problems: Sequence[str] = ()
     """What is damaged, with the file and, if known, bytes and keys; or that none of the given keys decrypts it."""
     unknown: str = ""
     """Why it could not be checked, because the store failed, which says nothing about the checkpoint."""
-    files: int = 0
-    nbytes: int = 0
-    """Bytes that were read; in a shallow check, bytes of files of the right size."""
-    without_digests: int = 0
-    """Files without digests of ours."""
-    uncompared: int = 0
-    """Files among them that have no checksums of any kind: their bytes were read, and compared with nothing."""
-    undecoded: int = 0
-    """Encrypted files for which no key was given: the stored bytes were checked, but not the plain ones."""
-    seconds: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -65,66 +49,22 @@ class CheckResult:
 
 def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None) -> CheckResult:
     """Check one checkpoint. Damage is returned, not raised."""
-    began = time.perf_counter()
+    problems: list[str] = []
     try:
-        result = _check(where, deep=deep, on_read=on_read)
+        store = CountingStore(open_store(where, direct=Options().direct_io), on_read)
+        try:
+            return CheckResult(open_checkpoint(store if deep else where).verify(deep=deep))
+        except (KeyMissing, WrongKey) as exc:
+            if (
+                keys_for(Options()) is not None
+            ):  # a user who is about to discard an old key relies on this being a problem
+                wrong = "none of the given keys decrypts it: " if isinstance(exc, WrongKey) else ""
+                problems = [f"{wrong}{exc.message}"]
+            return CheckResult(verify_stored(store, deep=deep), problems)
     except (DamagedCheckpoint, CheckpointNotFound) as exc:
-        return CheckResult(problems=list(exc.details.get("problems", ())) or [exc.message])
+        return CheckResult(_NOTHING, [*problems, *(exc.details.get("problems") or [exc.message])])
     except CheckpointError as exc:
-        return CheckResult(unknown=exc.message)
-    return replace(result, seconds=time.perf_counter() - began)
-
-
-def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
-    store = CountingStore(open_store(where, direct=Options().direct_io), on_read)
-    try:
-        checkpoint = open_checkpoint(store if deep else where)
-    except (KeyMissing, WrongKey) as exc:
-        problems = []
-        if keys_for(Options()) is not None:  # a user who is about to discard an old key relies on this being a problem
-            wrong = "none of the given keys decrypts it: " if isinstance(exc, WrongKey) else ""
-            problems = [f"{wrong}{exc.message}"]
-        try:
-            report = verify_stored(store, deep=deep)
-        except DamagedCheckpoint as damaged:
-            return CheckResult(problems=[*problems, *(damaged.details.get("problems") or [damaged.message])])
-        return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
-    if deep:
-        report = checkpoint.verify()
-        return CheckResult(
-            files=report.files,
-            nbytes=report.bytes_read,
-            without_digests=report.without_digests,
-            uncompared=report.without_checksums,
-        )
-    files = checkpoint.record.files
-    return CheckResult(
-        list(shallow_problems(checkpoint)),
-        files=len(files),
-        nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
-        without_digests=sum(not file.block_nbytes for file in files),
-    )
-
-
-def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the problems that index, sizes and headers show."""
-    source = checkpoint.source
-    try:
-        source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
-    except DamagedCheckpoint as exc:
-        yield exc.message
-
-    def check(file: FileEntry) -> str:
-        try:
-            open_checked(source.store, file, None if file.header_nbytes else source.digests)[0].close()
-        except DamagedCheckpoint as exc:
-            return exc.message
-        return ""
-
-    files = checkpoint.record.files
-    if files:
-        with ThreadPoolExecutor(min(Options().io_threads, len(files))) as pool:
-            yield from filter(None, pool.map(check, files))
+        return CheckResult(_NOTHING, unknown=exc.message)
 
 
 # -- reads that are counted, for progress
@@ -186,8 +126,8 @@ def verify(args: argparse.Namespace) -> int:
         out.print_json({"sound": code == 0 and not args.quick, "deep": not args.quick, "checkpoints": documents})
     elif len(documents) > 1:
         good = "not read" if args.quick else "sound"
-        words = [f"{count[status]:,} {text}" for status, text in _SUMMARY.items() if count[status] and status != good]
-        whole = f"{count[good]:,} of {out.format_count(len(documents), 'checkpoint')} {_SUMMARY[good]}"
+        words = [f"{count[each]:,} {words[2]}" for each, words in _WORDS.items() if count[each] and each != good]
+        whole = f"{count[good]:,} of {out.format_count(len(documents), 'checkpoint')} {_WORDS[good][2]}"
         print(out.wrap_lines("\n" + ", ".join([whole, *words])))
     if args.quick and not args.json and not unverified:
         print(out.styled("no data was read: without --quick, every byte is compared", "dim"))
@@ -201,7 +141,7 @@ def _verify(path: str, nbytes: int, unfinished: str, args: argparse.Namespace) -
     """Check one checkpoint, print the result, and return it as JSON."""
     if unfinished:
         document = {"path": path, "status": "unfinished", "reason": unfinished}
-        text = f"{out.styled('skip', 'yellow')}   {out.printable(path)}  unfinished: {out.printable(unfinished)}"
+        text = _line(path, "unfinished", f"unfinished: {out.printable(unfinished)}")
     else:
         with out.ReadProgress(split_path(path)[1], nbytes) as progress:
             result = check_checkpoint(path, deep=not args.quick, on_read=progress.add)
@@ -228,62 +168,58 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
     yield path, record.stored_nbytes, ""
 
 
-_STYLES: dict[str, tuple[str, out.Style]] = {
-    "sound": ("ok", "green"),
-    "read": ("read", "yellow"),
-    "not read": ("quick", "yellow"),
-    "damaged": ("BAD", "red"),
-    "unknown": ("?", "red"),
+_WORDS: dict[str, tuple[str, out.Style, str]] = {
+    "sound": ("ok", "green", "sound"),
+    "read": ("read", "yellow", "read, with nothing to compare with"),
+    "not read": ("quick", "yellow", "with the right sizes and headers"),
+    "damaged": ("BAD", "red", "damaged"),
+    "unknown": ("?", "red", "could not be checked"),
+    "unfinished": ("skip", "yellow", "unfinished"),
 }
-"""The word for each status, and its colour. "ok" is for checkpoints whose every byte was compared with a checksum."""
-_SUMMARY = {
-    "sound": "sound",
-    "read": "read, with nothing to compare with",
-    "not read": "with the right sizes and headers",
-    "damaged": "damaged",
-    "unknown": "could not be checked",
-    "unfinished": "unfinished",
-}
+"""The word for each status, its colour, and what the summary says. Only what was compared byte by byte is "ok"."""
+
+
+def _line(path: str, status: str, text: str, notes: Iterable[str] = ()) -> str:
+    word, style, _ = _WORDS[status]
+    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}  {text}"
+    return "\n".join([line, *(out.wrap_lines(out.printable(note), " " * 7) for note in notes)])
 
 
 def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> str:
-    word, style = _STYLES[status]
-    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}"
     if result.problems:
-        lines = [out.wrap_lines(out.printable(problem), _INDENT) for problem in result.problems]
-        return "\n".join([f"{line}  {out.format_count(len(result.problems), 'problem')}", *lines])
+        return _line(path, status, out.format_count(len(result.problems), "problem"), result.problems)
     if result.unknown:
-        return f"{line}\n{out.wrap_lines(f'could not be checked: {out.printable(result.unknown)}', _INDENT)}"
-    files = out.format_count(result.files, "file")
-    if deep:
-        speed = out.format_speed(result.seconds, result.nbytes / 1e9 / (result.seconds or 1), _MIN_TIMED_S)
-        text = f"{files}, {out.format_size(result.nbytes)} read{speed}"
-    else:
-        text = f"{files} of {out.format_size(result.nbytes)}: sizes and headers are right"
+        return _line(path, status, "could not be checked", [result.unknown])
+    found, count = result.report, out.format_count
+    text = f"{count(found.files, 'file')} of {out.format_size(found.bytes_read)}: sizes and headers are right"
     notes = []
-    if deep and (rest := result.without_digests - result.uncompared):
-        has = out.format_count(rest, "file has", "files have")
-        notes.append(f"{has} no digests: compared with the CRC-32 that torch stores")
-    if deep and result.uncompared:
-        has = out.format_count(result.uncompared, "file has", "files have")
-        notes.append(f"{has} no checksums: every byte was read, but there was nothing to compare it with")
-    if result.undecoded:
-        has = out.format_count(result.undecoded, "file is", "files are")
+    if deep:
+        speed = out.format_speed(found.seconds, found.bytes_read / 1e9 / (found.seconds or 1), _MIN_TIMED_S)
+        text = f"{count(found.files, 'file')}, {out.format_size(found.bytes_read)} read{speed}"
+        if crc := found.without_digests - found.without_checksums:
+            has = count(crc, "file has", "files have")
+            notes.append(f"{has} no digests: compared with the CRC-32 that torch stores")
+        if found.without_checksums:
+            has = count(found.without_checksums, "file has", "files have")
+            notes.append(f"{has} no checksums: every byte was read, but there was nothing to compare it with")
+    if found.undecoded:
+        has = count(found.undecoded, "file is", "files are")
         notes.append(f"{has} encrypted and no key was given: only the stored bytes were checked")
-    return "\n".join([f"{line}  {text}", *(out.wrap_lines(note, _INDENT) for note in notes)])
+    return _line(path, status, text, notes)
 
 
 def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any]:
-    good = "not read" if not deep else "read" if result.uncompared else "sound"
+    found = result.report
+    good = "not read" if not deep else "read" if found.without_checksums else "sound"
     return {
         "path": path,
         "status": "damaged" if result.problems else "unknown" if result.unknown else good,
-        "problems": result.problems,
+        "problems": list(result.problems),
         "reason": result.unknown or None,
-        "files": result.files,
-        "nbytes": result.nbytes,
-        "files_without_digests": result.without_digests,
-        "files_without_checksums": result.uncompared,
-        "files_undecoded": result.undecoded,
-        "seconds": result.seconds if deep else None,
+        "files": found.files,
+        "nbytes": found.bytes_read,
+        "files_without_digests": found.without_digests,
+        "files_without_checksums": found.without_checksums,
+        "files_undecoded": found.undecoded,
+        "seconds": found.seconds if deep else None,
     }

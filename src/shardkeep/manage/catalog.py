@@ -37,7 +37,6 @@ from shardkeep.storage.base import (
     Root,
     SmallFiles,
     Store,
-    is_commit_marker,
     is_name,
 )
 from shardkeep.storage.resolve import open_root
@@ -300,7 +299,7 @@ class Naming:
 def template_of(name: str) -> str | None:
     """Guess the template of a name by its last number."""
     found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
-    if found is None:
+    if found is None or not is_name(name):
         return None
     before, digits, after = found.groups()
     width = f":0{len(digits)}d" if digits.startswith("0") and len(digits) > 1 else ""
@@ -310,7 +309,7 @@ def template_of(name: str) -> str | None:
 def guess_template(names: Iterable[str]) -> str:
     """Find the template that most names match; the default one if any name matches that, or if none has a number."""
     known = list(names)
-    templates = Counter(found for name in known if is_name(name) and (found := template_of(name)))
+    templates = Counter(found for name in known if (found := template_of(name)))
     if DEFAULT_TEMPLATE in templates or not templates:
         return DEFAULT_TEMPLATE
     likely = [template for template, _ in templates.most_common(5)]
@@ -428,16 +427,11 @@ class Catalog:
 
     def strangers(self) -> dict[str, str]:
         """Return a few checkpoints whose names do not match the template, each with a template that would match."""
-        found: dict[str, str] = {}
-        for name in sorted(self.root.places(), reverse=True):
-            template = template_of(name)
-            if template is None or self.naming.step(name) is not None:
-                continue
-            if any(is_commit_marker(info.name) for info in self.root.place(name).list()):
-                found[name] = template
-            if len(found) == _MAX_STRANGERS:
-                break
-        return found
+        others = [
+            entry.name for entry in Catalog(self.root) if entry.committed and self.naming.step(entry.name) is None
+        ]
+        found = {name: template for name in others if (template := template_of(name))}
+        return dict(list(found.items())[:_MAX_STRANGERS])
 
     def _look(self, name: str, *, pins: set[str]) -> Entry | None:
         store, step = self.root.place(name), self.naming.step(name)
