@@ -83,8 +83,8 @@ def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
 class _Pager(io.TextIOBase):
     """Writes to the user's pager. It starts with the first text, so that a progress bar can come before it."""
 
-    def __init__(self, words: list[str], encoding: str) -> None:
-        self._words, self._encoding = words, encoding
+    def __init__(self, words: list[str], screen: TextIO) -> None:
+        self._words, self._screen = words, screen
         self._process: subprocess.Popen[str] | None = None
 
     def isatty(self) -> bool:
@@ -94,8 +94,9 @@ class _Pager(io.TextIOBase):
         if self._process is None:
             # As git does: less ends by itself if all fits on the screen, shows colours, and leaves its last screen.
             env = {"LESS": "FRX", "LV": "-c", **os.environ}
-            how: dict[str, Any] = {"encoding": self._encoding, "errors": "backslashreplace", "env": env}
-            self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE, **how)  # noqa: S603 - the user's own
+            how: dict[str, Any] = {"encoding": self._screen.encoding, "errors": "backslashreplace", "env": env}
+            how |= {"stdin": subprocess.PIPE, "stdout": self._screen}
+            self._process = subprocess.Popen(self._words, **how)  # noqa: S603 - the user's own
         return cast("IO[str]", self._process.stdin).write(text)
 
     def finish(self) -> None:
@@ -118,7 +119,7 @@ def paging() -> Iterator[None]:
     if not wanted or shutil.which(words[0]) is None:
         yield
         return
-    pager = _Pager(words, sys.stdout.encoding)
+    pager = _Pager(words, sys.stdout)
     try:
         with redirect_stdout(pager):
             yield
