@@ -87,7 +87,7 @@ def test_layers_are_in_natural_order_and_sizes_too(shardkeep, tmp_path):
     answer = shardkeep("ls", tmp_path / "run" / "a-2", "--sort", "size", "--limit", 2)
     assert [line.split()[0] for line in answer.out.splitlines()[-3:]] == ["layers.10.w", "layers.2.w", "and"]
     assert shardkeep("ls", tmp_path / "run", "--sort", "name", "--names").out.split() == ["a-2", "a-10"]
-    assert shardkeep("ls", tmp_path / "run", "--limit", 1, "--names").out.split() == ["a-10"]
+    assert shardkeep("ls", tmp_path / "run", "--limit", 1, "--names").out.split() == ["a-2"]  # saved last
 
 
 def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
@@ -152,6 +152,9 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     (tmp_path / "empty").mkdir()
     answer = shardkeep("ls", tmp_path / "empty", "--json")
     assert (answer.code, answer.json["checkpoints"]) == (0, [])
+    (tmp_path / "other" / "things").mkdir(parents=True)
+    assert "no checkpoint, here or in the directories below" in shardkeep("ls", tmp_path / "other").err
+    assert "give its directory" in shardkeep("ls", run_dir / "step-30" / "shardkeep.json").err
     assert shardkeep("ls", run_dir, "model").code == 2
 
 
@@ -164,7 +167,7 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
         (["global_step9", "global_step10"], "global_step{step}"),
         (["step-000900", "step-001000"], "step-{step:06d}"),
         (["0", "100"], "{step}"),
-        (["logs"], "step-{step}"),
+        (["logs", "exp-1", "exp-2", "llama-7b"], "step-{step}"),
         ([], "step-{step}"),
     ],
 )
@@ -231,6 +234,7 @@ def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
     for words in (["latest", folder], ["prune", folder, "--keep-last", "1"]):
         answer = shardkeep(*words)
         assert (answer.code, f"give one of them: {folder}/group/seed-2" in answer.err) == (2, True)
+    assert f"it is a folder of runs, such as {folder}/group/seed-2" in shardkeep("show", folder, "model").err
 
 
 def test_du_adds_up_by_prefix(shardkeep, checkpoint):

@@ -114,20 +114,20 @@ def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: i
 def _du_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern:
         raise out.UsageError(f"{args.path} is no checkpoint: patterns are for the keys of one")
-    sizes, below = _sizes(run), {each.path: _sizes(each) for each in run.runs}
-    totals = {path: sum(each.values()) for path, each in below.items()}
+    sizes, below = _sizes(run), {run.name_of(each): _sizes(each) for each in run.runs}
+    totals = {name: sum(each.values()) for name, each in below.items()}
     total = sum(sizes.values()) + sum(totals.values())
     if args.json:
         listed = [
             {"name": entry.name, "step": entry.known_step, "status": entry.status, "nbytes": sizes[entry.name]}
             for entry in run.entries
         ]
-        runs = [{"path": path, "checkpoints": len(below[path]), "nbytes": nbytes} for path, nbytes in totals.items()]
+        runs = [{"name": name, "checkpoints": len(below[name]), "nbytes": nbytes} for name, nbytes in totals.items()]
         kind = "runs" if runs and not listed else "run"
         out.print_json({"kind": kind, "path": args.path, "nbytes": total, "checkpoints": listed, "runs": runs})
         return 0
     rows = [(each.name, "", sizes[each.name], "" if each.committed else each.status) for each in run.entries]
-    rows += [(path, f"{len(below[path]):,}", nbytes, "") for path, nbytes in totals.items()]
+    rows += [(name, f"{len(below[name]):,}", nbytes, "") for name, nbytes in totals.items()]
     _print_shares("checkpoint" if sizes else "run", rows, args.limit, counted="checkpoints")
     count = out.format_count(len(sizes) + sum(map(len, below.values())), "checkpoint")
     of_runs = f" of {out.format_count(len(below), 'run')}" if below else ""

@@ -92,7 +92,7 @@ def _list_run(run: Run, args: argparse.Namespace) -> int:
         return 0
     if args.names:
         _print_names(entry.name for entry in entries if entry.committed)
-        _print_names(each.path.removeprefix(run.path_to("")) for each in runs)
+        _print_names(map(run.name_of, runs))
         return 0
     if entries:
         _print_run(entries, run.latest)
@@ -160,7 +160,7 @@ def _print_runs(folder: Run, runs: Iterable[Run]) -> None:
     columns = ("run", "checkpoints", "latest", "step", "size", "age", "")
     table = out.Table(columns, right={"checkpoints", "step", "size", "age"}, flexible="run")
     for run in runs:
-        name = out.printable(run.path.removeprefix(folder.path_to("")))
+        name = out.printable(folder.name_of(run))
         latest = out.printable(run.latest.name) if run.latest else "none"
         count = f"{sum(entry.committed for entry in run.entries):,}"
         about = (_step(run.latest), out.format_size(run.nbytes), _age(run.latest))

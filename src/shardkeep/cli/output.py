@@ -212,7 +212,7 @@ def format_shape(shape: Sequence[int]) -> str:
 
 def format_speed(seconds: float, gb_per_s: float, at_least_s: float) -> str:
     """Return time and throughput as the end of a sentence; empty below `at_least_s`, where both mean little."""
-    return f" in {seconds:.1f} s, {gb_per_s:.2f} GB/s" if seconds >= at_least_s else ""
+    return f" in {seconds:.1f} s, {format_size(gb_per_s * 1e9)}/s" if seconds >= at_least_s else ""
 
 
 def format_bar(share: float, width: int) -> str:

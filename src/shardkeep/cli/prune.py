@@ -306,12 +306,9 @@ def _print_plan(run: Run, planned: PrunePlan) -> None:
         why = "no rule keeps it" + (f"; {others}" if others else "")
         table.add("delete", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why), style="red")
     for entry in planned.unmanaged:
-        table.add("leave", out.printable(entry.name), out.format_size(entry.nbytes), "not managed", style="dim")
+        why = "of another program" if entry.layout == "safetensors" else f"not named {run.catalog.naming.template}"
+        table.add("leave", out.printable(entry.name), out.format_size(entry.nbytes), f"not managed: {why}", style="dim")
     table.print()
-    if planned.unmanaged:
-        others = out.format_count(len(planned.unmanaged), "other")
-        note = f"prune manages checkpoints named {run.catalog.naming.template}, and leaves the {others} alone"
-        print(out.styled(out.wrap_lines(note), "dim"))
     print(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
 
 

@@ -63,6 +63,10 @@ class Run:
         """Bytes of all its checkpoints, by their records."""
         return sum(entry.nbytes for entry in self.entries)
 
+    def name_of(self, run: Run) -> str:
+        """Return the name of a run below it."""
+        return run.path.removeprefix(self.path_to(""))
+
     def path_of(self, entry: Entry) -> str:
         """Return the path of a checkpoint, relative if the user wrote a relative path."""
         return self.path_to(entry.name)
@@ -99,7 +103,11 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
             run = Run(where, template)
             if run.entries or run.runs or is_empty_directory(where):
                 return run
-            raise
+            path = _local_path(where)
+            if path is None or not os.path.isdir(path):
+                raise
+            only = f" named {template}" if template else ""
+            raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or in the directories below") from None
 
 
 def open_existing_run(where: str, template: str | None = None) -> Run:
@@ -149,6 +157,8 @@ def suggest_path(where: str) -> str:
         run = Run(where)
         if run.latest is not None:
             return f"it is a run; its latest checkpoint is {run.path_of(run.latest)}"
+        if run.runs:
+            return f"it is a folder of runs, such as {run.runs[0].path}"
         path = _local_path(where)
         if path is not None and os.path.isdir(path):
             return ""

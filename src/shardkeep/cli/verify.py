@@ -7,6 +7,7 @@ A deep check reads every byte; a shallow one looks at record, index, sizes and h
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -181,8 +182,11 @@ _WORDS: dict[str, tuple[str, out.Style, str]] = {
 
 def _line(path: str, status: str, text: str, notes: Iterable[str] = ()) -> str:
     word, style, _ = _WORDS[status]
-    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}  {text}"
-    return "\n".join([line, *(out.wrap_lines(out.printable(note), " " * 7) for note in notes)])
+    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}"
+    fits = 9 + len(path) + len(text) <= (out.terminal_width() or sys.maxsize)
+    below = [*([] if fits else [text]), *notes]
+    first = f"{line}  {text}" if fits else line
+    return "\n".join([first, *(out.wrap_lines(out.printable(note), " " * 7) for note in below)])
 
 
 def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> str:

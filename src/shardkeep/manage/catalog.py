@@ -307,8 +307,8 @@ def template_of(name: str) -> str | None:
 
 
 def guess_template(names: Iterable[str]) -> str:
-    """Find the template that most names match; the default one if any name matches that, or if none has a number."""
-    known = list(names)
+    """Find the template that most names match; the default one if any name matches that, or if none looks like a step."""
+    known = [name for name in names if _STEP_IN_NAME.fullmatch(name)]  # not exp-1, or llama-7b
     templates = Counter(found for name in known if (found := template_of(name)))
     if DEFAULT_TEMPLATE in templates or not templates:
         return DEFAULT_TEMPLATE
