@@ -211,8 +211,10 @@ def test_checkpoints_of_any_name_are_listed(shardkeep, mixed_run):
     assert catalog.find(300).name == "epoch=3-step=300"
     assert [entry.name for entry in sk.Catalog(mixed_run, "step-{step}").entries()] == NAMES[-3:]
     (mixed_run / "best" / "shardkeep.json").unlink()
-    unfinished = shardkeep("ls", mixed_run, "--json").json["checkpoints"]
-    assert [each["status"] for each in unfinished if each["name"] == "best"] == ["unfinished"]
+    (mixed_run / "step-7").mkdir()
+    (mixed_run / "step-7" / "notes.txt").touch()
+    listed = shardkeep("ls", mixed_run, "--json").json["checkpoints"]
+    assert [each["name"] for each in listed if each["status"] == "unfinished"] == ["best"]
 
 
 def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):

@@ -137,8 +137,8 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
 
 def _sizes(run: Run) -> dict[str, int]:
     """Return what the files of each checkpoint take, including those that a record does not name."""
-    places = {entry.name: run.catalog.root.place(entry.name) for entry in run.entries}
-    return {name: sum(info.nbytes for info in place.list()) for name, place in places.items()}
+    root = run.catalog.root  # which does not list links to files
+    return {each.name: sum(info.nbytes for info in root.place(each.name).list()) or each.nbytes for each in run.entries}
 
 
 def _percent(nbytes: int, total: int) -> str:

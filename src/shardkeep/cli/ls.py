@@ -207,7 +207,7 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     if args.names:
         _print_names(item.key for item in items)
         return 0
-    print(out.titled(out.printable(args.path), contents.summarize(checkpoint), "bold") + "\n")
+    print(out.titled(out.printable(args.path), f"  {contents.summarize(checkpoint)}", "bold") + "\n")
     if args.tree:
         _print_tree(checkpoint, _build_tree(items), args.depth, by_size=args.sort == "size")
     elif args.long:
@@ -238,7 +238,7 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None
 def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     for item in items:
         text = item.description if item.is_tensor else contents.value_text(checkpoint, item)
-        print(out.titled(out.printable(item.key), text, "cyan"))
+        print(out.titled(out.printable(item.key), f"  {text}", "cyan"))
         contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 

@@ -126,8 +126,8 @@ def _main(words: list[str]) -> int:
     try:
         return _run(words)
     except CheckpointError as error:
-        text = out.wrap_lines(out.printable_lines(f"shardkeep: {error}"), stream=sys.stderr)
-        print(out.styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"), file=sys.stderr)
+        text = out.titled("shardkeep:", out.printable_lines(f" {error}"), "red", sys.stderr)
+        print(text, file=sys.stderr)
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise

@@ -114,7 +114,9 @@ class _Pager(io.TextIOBase):
 @contextmanager
 def paging() -> Iterator[None]:
     """Send what is printed inside to $PAGER, or less, if stdout is a terminal, as git does."""
-    words = shlex.split(os.environ.get("PAGER", "less"))
+    words: list[str] = []
+    with suppress(ValueError):  # quotes that are not closed
+        words = shlex.split(os.environ.get("PAGER", "less"))
     wanted = is_terminal() and os.environ.get("TERM") != "dumb" and words not in ([], ["cat"])
     if not wanted or shutil.which(words[0]) is None:
         yield
@@ -258,8 +260,8 @@ def wrap_lines(text: str, indent: str = "", stream: TextIO | None = None) -> str
 
 
 def titled(title: str, text: str, style: Style, stream: TextIO | None = None) -> str:
-    """Return a title in a colour and a text after it, wrapped together."""
-    whole = wrap_lines(f"{title}  {text}", stream=stream)
+    """Return a title in a colour and the text after it, wrapped together."""
+    whole = wrap_lines(title + text, stream=stream)
     return styled(title, style, stream) + whole[len(title) :] if whole.startswith(title) else whole
 
 
@@ -337,7 +339,7 @@ class Table:
                 print(styled(line, style) if style else line)
             if note:
                 print(wrap_lines(note, self.indent + "  "))
-        if left_out:
+        if any(left_out):
             print(styled(wrap_lines(f"not shown, for lack of room: {', '.join(left_out)}", self.indent), "dim"))
 
     def _lines(self, cells: list[str], widths: dict[int, int], flexible: int, spills: int, room: int) -> Iterator[str]:
@@ -346,7 +348,7 @@ class Table:
         def start_of(column: int) -> int:
             return len(self.indent) + sum(width + 2 for at, width in widths.items() if at < column)
 
-        if len(cells[flexible]) > widths.get(flexible, room):
+        if flexible in widths and len(cells[flexible]) > widths[flexible]:
             if flexible == max(widths):
                 cells[flexible], *more = textwrap.wrap(cells[flexible], widths[flexible], break_on_hyphens=False)
             else:
@@ -358,9 +360,8 @@ class Table:
         yield from (" " * start_of(flexible) + line for line in more)
 
     def _line(self, cells: Sequence[str], widths: dict[int, int]) -> str:
-        right = self.right
-        texts = (f"{cells[at]:{'>' if self.headings[at] in right else '<'}{width}}" for at, width in widths.items())
-        return self.indent + "  ".join(texts).rstrip()
+        signs = {at: ">" if self.headings[at] in self.right else "<" for at in widths}
+        return self.indent + "  ".join(f"{cells[at]:{signs[at]}{width}}" for at, width in widths.items()).rstrip()
 
 
 class ReadProgress(ExitStack):

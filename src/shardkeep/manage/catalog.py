@@ -457,8 +457,8 @@ class Catalog:
             step = about.step if model.record.step is None else model.record.step
             found = entry_from_record(about.name, step, model.record, pinned=about.pinned, managed=False)
             return replace(found, layout="safetensors", record=None)
-        if not infos or not (about.managed or any(map(_is_of_save, infos))):
-            return None
+        if not infos or (self._lists_all and not any(map(_is_of_save, infos))):
+            return None  # a directory of something else
         return _of_torch_or_unfinished(store, infos, about)
 
 
