@@ -120,28 +120,8 @@ def prune(args: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-@command(
-    argument("checkpoint", metavar="CHECKPOINT", nargs="+", help="checkpoints of runs"),
-    examples="""
-  shardkeep pin runs/a/step-500                    no rule deletes it any more
-""",
-)
-def pin(args: argparse.Namespace) -> int:
-    """Pin checkpoints: neither `prune` nor the retention of a `Checkpointer` deletes them."""
-    return _pin(args, pinned=True)
-
-
-@command(
-    argument("checkpoint", metavar="CHECKPOINT", nargs="+", help="pinned checkpoints"),
-    examples="""
-  shardkeep unpin runs/a/step-500                  leave it to the rules again
-""",
-)
-def unpin(args: argparse.Namespace) -> int:
-    return _pin(args, pinned=False)
-
-
 def _pin(args: argparse.Namespace, *, pinned: bool) -> int:
+    """Pin checkpoints, so that neither `prune` nor the retention of a `Checkpointer` deletes them, or unpin them."""
     found = []
     for path in args.checkpoint:  # all of them, before any is pinned
         parent, name = split_path(path)
@@ -162,6 +142,11 @@ def _pin(args: argparse.Namespace, *, pinned: bool) -> int:
             change = "" if entry.pinned != pinned else "already "
             print(f"{out.printable(path)}: {change}{'pinned' if pinned else 'not pinned'}")
     return 0
+
+
+_CHECKPOINTS = argument("checkpoint", metavar="CHECKPOINT", nargs="+", help="checkpoints of runs")
+pin = command(_CHECKPOINTS, examples="  shardkeep pin runs/a/step-500")(partial(_pin, pinned=True))
+unpin = command(_CHECKPOINTS, examples="  shardkeep unpin runs/a/step-500")(partial(_pin, pinned=False))
 
 
 # -- rules

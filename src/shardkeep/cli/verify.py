@@ -208,7 +208,7 @@ def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> 
             notes.append(f"{has} no checksums: every byte was read, but there was nothing to compare it with")
     if found.undecoded:
         has = count(found.undecoded, "file is", "files are")
-        notes.append(f"{has} encrypted and no key was given: only the stored bytes were checked")
+        notes.append(f"{has} encrypted and no key was given" + ": only the stored bytes were checked" * deep)
     return _line(path, status, text, notes)
 
 
