@@ -11,20 +11,21 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardkeep import errors
-from shardkeep.engine.reader import Source, explain_missing
+from shardkeep.engine.reader import Source, explain_missing, open_checked
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
 from shardkeep.engine.workers import divide_budget
 from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
-from shardkeep.format.record import Record
+from shardkeep.format.record import FileEntry, Record
 from shardkeep.format.values import Node, decode_tree, decode_value, leaf_keys, unflatten
 from shardkeep.options import Options
 from shardkeep.state.patterns import did_you_mean
@@ -41,10 +42,13 @@ class VerifyReport:
 
     files: int
     bytes_read: int
+    """Without `deep`, the bytes of the files, whose sizes were checked."""
     seconds: float
     without_digests: int = 0
-    """Number of files without digests. Of safetensors files of other programs only headers and sizes are verified; of
-    files that torch wrote, the checksums in their archives."""
+    """Number of files without digests of ours. Files that torch wrote are compared with the checksums in their archives."""
+    without_checksums: int = 0
+    """Number of files among them that have no checksums at all, such as safetensors files of other programs: headers and
+    sizes were verified, and every byte was read, but there was nothing to compare it with."""
     undecoded: int = 0
     """Number of files without a key: their stored bytes match their digests, which are not signed."""
 
@@ -232,9 +236,12 @@ class Checkpoint(Mapping[str, Any]):
             raise errors.MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
         return tree
 
-    def verify(self) -> VerifyReport:
+    def verify(self, *, deep: bool = True) -> VerifyReport:
         """
         Read and verify every byte of every file, and read the commit record and the index again.
+
+        Args:
+            deep: read every byte; otherwise check only the index, sizes and headers.
 
         Raises:
             DamagedCheckpoint: lists everything that is wrong.
@@ -242,16 +249,19 @@ class Checkpoint(Mapping[str, Any]):
 
         """
         began = time.perf_counter()
-        _raise_if_any(self._store, [exc.message for exc in self._damage()])
+        uncompared: set[int] = set()
+        damage = self._damage(uncompared) if deep else self._visible_damage()
+        _raise_if_any(self._store, [exc.message for exc in damage])
         files = self.record.files
         return VerifyReport(
             files=len(files),
-            bytes_read=self.source.verifiable_nbytes(),
+            bytes_read=self.record.stored_nbytes,
             seconds=time.perf_counter() - began,
             without_digests=sum(not file.block_nbytes for file in files),
+            without_checksums=len(uncompared),
         )
 
-    def _damage(self) -> Iterator[errors.CheckpointError]:
+    def _damage(self, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
         for check in (self._check_unchanged, self._check_index):
             try:
                 check()
@@ -266,9 +276,26 @@ class Checkpoint(Mapping[str, Any]):
                 pass  # intact, but not to be rebuilt here
         for number in range(len(self.record.files)):
             try:
-                yield from self._damage_of_file(number)
+                yield from self._damage_of_file(number, uncompared)
             except errors.DamagedCheckpoint as exc:
                 yield exc
+
+    def _visible_damage(self) -> Iterator[errors.CheckpointError]:
+        """Yield the damage that index, sizes and headers show."""
+        source, files = self.source, self.record.files
+
+        def check(file: FileEntry | None) -> errors.CheckpointError | None:
+            try:
+                if file is None:
+                    source.check_index(self._owners())
+                else:
+                    open_checked(source.store, file, None if file.header_nbytes else source.digests)[0].close()
+            except errors.DamagedCheckpoint as exc:
+                return exc
+            return None
+
+        with ThreadPoolExecutor(self._options.io_threads, thread_name_prefix="shardkeep-verify") as pool:
+            yield from filter(None, pool.map(check, [None, *files]))
 
     def _check_unchanged(self) -> None:
         """Check that the store still has the record and the index that were opened."""
@@ -288,14 +315,16 @@ class Checkpoint(Mapping[str, Any]):
         self._check_sorted()
         self._tree()
 
-    def _damage_of_file(self, number: int) -> Iterator[errors.CheckpointError]:
-        if (damage := self.source.damage_without_digests(number)) is not None:
-            return damage
+    def _damage_of_file(self, number: int, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
+        """Read a file, and yield what is damaged; the file's number is added to `uncompared` if nothing could tell."""
         file = self.record.files[number]
+        if not file.block_nbytes and (damage := self.source.damage_by_form(number, uncompared)) is not None:
+            yield from damage
+            return
         threads, window = _limits(self._store, self._options, coded=file.chain is not None)
         # Headers are read and verified again; digests beside a file without a header were read when it was opened.
         digests = {} if file.header_nbytes else self.source.digests
-        return damage_of_file(
+        yield from damage_of_file(
             self.source.store,
             self.record.files,
             number,

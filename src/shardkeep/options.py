@@ -78,10 +78,14 @@ def _fair_threads() -> int:
     return min(8, max(4, cores() // local_ranks()))
 
 
+def physical_memory() -> int:
+    """Return the memory of this machine in bytes; 0 if it does not say."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+
+
 def _fair_pinned_nbytes() -> int:
     # With more, staging is faster, but other processes cannot use pinned memory.
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    return min(4096 * MIB, max(256 * MIB, whole // 32 // local_ranks()))
+    return min(4096 * MIB, max(256 * MIB, physical_memory() // 32 // local_ranks()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def script(shardkeep, tmp_path):
     ("line", "expected"),
     [
         ("shardkeep ve", {"verify"}),
-        ("shardkeep d", {"du", "diff"}),
+        ("shardkeep d", {"du", "diff", "doctor"}),
         ("shardkeep diff --keys", {"--keys-only"}),
         ("shardkeep completion ", {"bash", "zsh", "fish"}),
         ("shardkeep ls ru", {"run"}),

@@ -46,6 +46,22 @@ def test_a_copy_is_equal_without_reading(shardkeep, run_dir, checkpoint):
     assert "no difference" in shardkeep("diff", checkpoint, run_dir / "copy").out
 
 
+def test_a_run_alone_compares_its_last_two_steps(shardkeep, run_dir):
+    """diff RUN compares the last two steps, diff RUN PATTERN only some keys of them, diff RUN RUN the last of each."""
+    shutil.copytree(run_dir / "step-30", run_dir / "best")
+    whole = shardkeep("diff", run_dir, "--json").json
+    assert {whole["a"], whole["b"]} <= {f"{run_dir}/{name}" for name in ("step-20", "step-30", "best")}
+    assert whole == shardkeep("diff", run_dir / "step-20", whole["b"], "--json").json
+    some = shardkeep("diff", run_dir, "model.layers", "--json").json
+    assert {each["key"] for each in some["other_elements"]} == {"model.layers.0.weight", "model.layers.10.weight"}
+    answer = shardkeep("diff", run_dir, run_dir, "--json")
+    assert (answer.code, answer.json["a"]) == (0, whole["b"])
+    assert "needs B" in shardkeep("diff", run_dir / "step-20").err
+    shutil.rmtree(run_dir / "step-20")
+    shutil.rmtree(run_dir / "step-10")
+    assert "has 1 checkpoint, and 2 are needed" in shardkeep("diff", run_dir).err
+
+
 def test_digests_are_trusted_unless_read_is_given(shardkeep, run_dir, checkpoint):
     """Damage is found by `verify`; with --read it is an error that names the file, not a difference."""
     shutil.copytree(checkpoint, run_dir / "copy")

@@ -14,8 +14,9 @@ import torch
 
 import shardkeep as sk
 from shardkeep.cli import main as frame
+from shardkeep.cli import output
 from shardkeep.cli.main import SUMMARIES
-from shardkeep.cli.output import Table, did_you_mean, format_duration, format_size, printable, shorten_middle
+from shardkeep.cli.output import Table, did_you_mean, format_duration, format_size, printable, shorten, shorten_middle
 
 SHARDKEEP = [sys.executable, "-m", "shardkeep"]
 
@@ -86,7 +87,7 @@ def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, m
         (["--json", "ls"], "the command comes first"),
         (["ls", "x", "--jsno"], "did you mean --json"),
         (["ls"], "ls: needs PATH\n"),
-        (["diff", "a"], "diff: needs B\n"),
+        (["diff"], "diff: needs A"),
         (["convert", "a", "b"], "convert: needs --to\n"),
         (["completion", "powershell"], "fish"),
         (["show", "x", "y", "--bins", "many"], "invalid int value"),
@@ -125,12 +126,16 @@ LOOKING = [
     "du {run}/step-30",
     "cat {run}/step-30",
     "latest {run}",
-    "verify {run} --deep",
+    "verify {run}",
+    "verify {run} --quick",
     "prune {run} --keep-last 1 --dry-run",
     "diff {run}/step-30 {run}/step-30",
     "diff {run}/step-30 {run}/step-20 --keys-only",
     "show {run}/step-30 step",
     "completion bash",
+    "doctor {run}",
+    "pin {run}/step-10",
+    "unpin {run}/step-10",
 ]
 
 
@@ -175,7 +180,7 @@ def test_ctrl_c_ends_with_130(monkeypatch):
 def in_terminal(words, environment, command=SHARDKEEP):
     """Run a command whose output is a terminal, and return what it wrote there."""
     leader, follower = pty.openpty()
-    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", **environment}
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "PAGER": "cat", **environment}
     done = subprocess.run(
         [*command, *map(str, words)], stdout=follower, stderr=follower, env=env, timeout=60, check=False
     )
@@ -206,14 +211,102 @@ def test_colours_only_on_a_terminal_and_not_against_the_users_will(checkpoint, s
     assert "\x1b[" not in shardkeep("ls", checkpoint).out
 
 
+PAGER = {"PAGER": "sed s/^/paged:/"}
+
+
+def test_output_is_paged_on_a_terminal(checkpoint):
+    """Looking goes through $PAGER, in colour and in lines of the terminal's width."""
+    code, seen = in_terminal(["ls", checkpoint, "-l"], PAGER)
+    assert (code, "\x1b[" in seen) == (0, True)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", seen).splitlines()
+    assert all(line.startswith("paged:") for line in lines)
+    assert max(map(len, lines)) <= len("paged:") + 80
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "terminal"),
+    [
+        (["ls", "{it}"], PAGER, False),
+        (["ls", "{it}", "--no-pager"], PAGER, True),
+        (["--no-pager", "ls", "{it}"], PAGER, True),
+        (["verify", "{it}"], PAGER, True),
+        (["ls", "{it}"], {"PAGER": ""}, True),
+        (["ls", "{it}"], {"PAGER": "no-such-program"}, True),
+        (["ls", "{it}"], {**PAGER, "TERM": "dumb"}, True),
+    ],
+)
+def test_output_is_not_paged(checkpoint, capfd, monkeypatch, words, environment, terminal):
+    """In a pipe, against the user's will, of commands that act, or without a pager, output comes as it is."""
+    monkeypatch.setattr(output, "is_terminal", lambda stream=None: terminal)
+    for name, value in {"TERM": "xterm", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert frame.main([word.format(it=checkpoint) for word in words]) == 0
+    seen = capfd.readouterr().out
+    assert ("paged:" in seen, "step-30" in seen) == (False, True)
+
+
+def test_a_pager_that_is_closed_early_is_no_error(checkpoint, capfd, monkeypatch):
+    """The user may quit the pager before all was written."""
+    monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
+    monkeypatch.setenv("PAGER", "true")
+    monkeypatch.setenv("TERM", "xterm")
+    assert frame.main(["ls", str(checkpoint), "--long"]) in {0, 141}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def wide_run(tmp_path_factory):
+    """A run whose keys, values and metrics do not fit into 80 columns."""
+    root = tmp_path_factory.mktemp("wide") / "a-run-with-quite-a-long-name"
+    for step in (10, 20):
+        names = [f"model.decoder.layers.{n}.self_attention.query_key_value_projection.weight" for n in (2, 10)]
+        state = {name: torch.full((128, 256), step / n) for n, name in enumerate(names, 3)}
+        state["config"] = {"description": "words " * 30, "lr": step * 3.14159265358979e-05}
+        metrics = {f"validation/perplexity_of_set_{n}": 1.23456789 * n * step for n in range(6)}
+        sk.save(state, root / f"step-{step}", step=step, meta={"metrics": metrics})
+    next((root / "step-10").glob("*.safetensors")).write_bytes(b"")
+    return root
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ls {run}",
+        "ls {run}/step-20",
+        "ls {run}/step-20 --tree",
+        "ls {run}/step-20 --long",
+        "du {run}/step-20 --depth 0",
+        "show {run}/step-20 model",
+        "diff {run} --keys-only",
+        "diff {run} config",
+        "verify {run}",
+        "prune {run} --keep-last 1 --dry-run",
+        "doctor {run}",
+    ],
+)
+def test_no_word_or_number_is_cut_in_two(shardkeep, wide_run, words, monkeypatch):
+    """In 80 columns, lines fit, and every word and number is one that a pipe gets, too."""
+    monkeypatch.chdir(wide_run.parent)
+    arguments = words.format(run=wide_run.name).split()
+    piped = shardkeep(*arguments).out
+    monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
+    for name, value in {"COLUMNS": "80", "NO_COLOR": "1", "PAGER": "cat"}.items():
+        monkeypatch.setenv(name, value)
+    seen = shardkeep(*arguments).out
+    assert max(map(len, seen.splitlines())) <= 80, seen
+    shown = re.sub(r"\d+ (?:m?s|GB)\b|not shown, for lack of room:", "", seen)
+    assert set(re.findall(r"\w+", shown)) <= set(re.findall(r"\w+", piped)), seen
+
+
 def test_long_work_shows_a_progress_bar(checkpoint):
     """Reading that takes long shows how far it is, on a terminal, and leaves nothing of the bar behind for stdout."""
     impatient = "import sys, shardkeep.cli.output as p; p._SHOW_AFTER_S = 0; from shardkeep.cli.main import main; "
     command = [sys.executable, "-c", impatient + "sys.exit(main())"]
-    code, seen = in_terminal(["verify", checkpoint, "--deep"], {}, command)
+    code, seen = in_terminal(["verify", checkpoint], {}, command)
     assert code == 0
-    assert "step-30 ━" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
-    assert "ok" in seen.splitlines()[-1]
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    assert "step-30 ━" in plain
+    assert "ok  " in plain[plain.rindex("━") :]
 
 
 def test_errors_fit_the_terminal(run_dir):
@@ -222,6 +315,35 @@ def test_errors_fit_the_terminal(run_dir):
     assert code == 2
     assert max(map(len, seen.splitlines())) <= 80
     assert "  hint: did you mean model.layers.10.weight" in seen
+
+
+def test_doctor_says_what_a_bug_report_needs(shardkeep, run_dir, monkeypatch):
+    """Versions, limits, options without secrets, what the place can do; its probe is gone afterwards."""
+    monkeypatch.setenv("SHARDKEEP_KEY", "very-secret")
+    monkeypatch.setenv("SHARDKEEP_IO_THREADS", "3")
+    before = sorted(run_dir.rglob("*"))
+    answer = shardkeep("doctor", run_dir, "--json")
+    assert sorted(run_dir.rglob("*")) == before
+    found = answer.json
+    assert (answer.code, found["failed"], "secret" in answer.out.replace("(a secret)", "")) == (0, None, False)
+    assert (found["versions"]["shardkeep"], found["versions"]["torch"]) == (sk.__version__, torch.__version__)
+    assert found["options"]["io_threads"] == found["options"]["$SHARDKEEP_IO_THREADS"] == "3"
+    assert {"memory", "memory of the container", "open files"} <= found["machine"].keys()
+    assert {"file system", "free space", "direct I/O", "commits"} <= found["place"].keys()
+    text = shardkeep("doctor", run_dir).out
+    assert all(part in text for part in ("versions\n", "  cores ", "place\n", "what would be slow\n"))
+
+
+def test_doctor_of_a_place_that_cannot_be_used(shardkeep, tmp_path, monkeypatch):
+    """A place that refuses to write is reported, with exit code 1; one that does not exist is a mistake."""
+
+    def refuse(store, name, nbytes):
+        raise sk.StorageError("the disk is tired")
+
+    monkeypatch.setattr(sk.LocalStore, "create", refuse)
+    answer = shardkeep("doctor", tmp_path)
+    assert (answer.code, "the disk is tired" in answer.err, "free space" in answer.out) == (1, True, True)
+    assert shardkeep("doctor", tmp_path / "nothing").code == 2
 
 
 def test_letters_a_terminal_lacks_are_spelt_out(checkpoint):
@@ -247,7 +369,8 @@ def test_small_texts():
         "2 d",
     ]
     assert printable("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
-    assert shorten_middle("model.layers.0.weight", 11) == "model…eight"
+    assert shorten_middle("model-00000-of-00002-01a1.safetensors", 30) == "model-00000-of-….safetensors"
+    assert shorten("[0.00019635254915624216, 0.1]", 28) == "[0.00019635254915624216, …"
     assert did_you_mean("modle", ["model", "optim"]) == "did you mean model?"
     assert did_you_mean("x", ["model"], otherwise="no idea") == "no idea"
     many = [f"model.layers.{n}.weight" for n in range(5000)]
@@ -256,7 +379,7 @@ def test_small_texts():
 
 def test_tables_leave_out_what_is_empty(capsys):
     """A column that is empty in every row is not drawn, and numbers stand to the right."""
-    table = Table(("key", "note", "size"), right="size")
+    table = Table(("key", "note", "size"), right={"size"})
     table.add("a", "", "1")
     table.add("bb", "", "100", note="remark")
     table.print()

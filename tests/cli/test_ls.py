@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardkeep as sk
-from shardkeep.cli.runs import guess_template
+from shardkeep.manage.catalog import guess_template
 from tests.cli.conftest import state_of
 
 
@@ -26,7 +26,8 @@ def test_a_run_is_a_table_of_its_checkpoints(shardkeep, run_dir):
         ["step-20", "20", "committed"],
         ["step-10", "10", "damaged"],
     ]
-    assert rows[1][-3:] == ["loss", "1.5", "latest"]
+    assert answer.out.splitlines()[0].split()[-2:] == ["loss", "marks"]
+    assert rows[1][-2:] == ["1.5", "latest"]
     assert "no commit record" in answer.out
     assert "does not end in its own checksum" in answer.out
 
@@ -74,10 +75,27 @@ def test_only_the_keys_asked_for(shardkeep, checkpoint, words, expected):
     assert answer.code == (0 if expected else 2)
 
 
+def test_layers_are_in_natural_order_and_sizes_too(shardkeep, tmp_path):
+    """Layer 2 comes before layer 10, everywhere; --sort size has the largest first, --limit as many as asked for."""
+    layers = {f"layers.{n}.w": torch.ones(n + 1) for n in (10, 2, 0, 1)}
+    sk.save(layers, tmp_path / "run" / "a-10")
+    sk.save({key: value + 1 for key, value in layers.items()}, tmp_path / "run" / "a-2")
+    expected = [f"layers.{n}.w" for n in (0, 1, 2, 10)]
+    assert shardkeep("ls", tmp_path / "run" / "a-2", "--names").out.split() == expected
+    changed = shardkeep("diff", tmp_path / "run" / "a-2", tmp_path / "run" / "a-10", "--json").json["other_elements"]
+    assert [each["key"] for each in changed] == expected
+    answer = shardkeep("ls", tmp_path / "run" / "a-2", "--sort", "size", "--limit", 2)
+    assert [line.split()[0] for line in answer.out.splitlines()[-3:]] == ["layers.10.w", "layers.2.w", "and"]
+    assert shardkeep("ls", tmp_path / "run", "--sort", "name", "--names").out.split() == ["a-2", "a-10"]
+    assert shardkeep("ls", tmp_path / "run", "--limit", 1, "--names").out.split() == ["a-2"]  # saved last
+
+
 def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
-    """The tree sorts layers by number, joins what has no branches, and counts tied bytes once."""
+    """The tree has shapes and values, sorts layers by number, joins what has no branches, and counts tied bytes once."""
     lines = shardkeep("ls", checkpoint, "--tree").out.splitlines()
     assert "├─ model  5 keys, 14.5 kB" in lines
+    assert "│     ├─ 0.weight  bfloat16 [32, 32], 2.05 kB" in lines
+    assert "├─ betas  (0.9, 0.95)" in lines
     text = "\n".join(lines)
     assert text.index("─ 0.weight") < text.index("─ 10  2 keys")
     shallow = shardkeep("ls", checkpoint, "--tree", "--depth", "1").out
@@ -104,7 +122,8 @@ def test_checkpoints_of_other_programs(shardkeep, tmp_path):
     listed = shardkeep("ls", tmp_path / "dcp", "--json").json
     assert listed["format"] == "torch.distributed.checkpoint"
     assert [item["key"] for item in listed["items"]] == ["model.w", "step"]
-    assert "7" in shardkeep("ls", tmp_path / "dcp", "--long").out.splitlines()[-1]
+    for words in ([], ["--long"], ["--tree"]):
+        assert shardkeep("ls", tmp_path / "dcp", *words).out.splitlines()[-1].split()[-1] == "7"
     [item] = shardkeep("ls", tmp_path / "hf", "--long", "--json").json["items"]
     assert (item["shape"], item["dtype"]) == ([3, 4], "float32")
     place = item["chunks"][0]
@@ -133,6 +152,9 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     (tmp_path / "empty").mkdir()
     answer = shardkeep("ls", tmp_path / "empty", "--json")
     assert (answer.code, answer.json["checkpoints"]) == (0, [])
+    (tmp_path / "other" / "things").mkdir(parents=True)
+    assert "no checkpoint, here or in the directories below" in shardkeep("ls", tmp_path / "other").err
+    assert "give its directory" in shardkeep("ls", run_dir / "step-30" / "shardkeep.json").err
     assert shardkeep("ls", run_dir, "model").code == 2
 
 
@@ -145,7 +167,7 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
         (["global_step9", "global_step10"], "global_step{step}"),
         (["step-000900", "step-001000"], "step-{step:06d}"),
         (["0", "100"], "{step}"),
-        (["logs"], "step-{step}"),
+        (["logs", "exp-1", "exp-2", "llama-7b"], "step-{step}"),
         ([], "step-{step}"),
     ],
 )
@@ -154,11 +176,67 @@ def test_names_of_other_trainers_are_recognised(names, template):
     assert guess_template(names) == template
 
 
-def test_other_names_are_listed(shardkeep, run_dir):
-    """A run whose checkpoints are called otherwise is listed all the same."""
-    for step in (10, 20, 30):
-        (run_dir / f"step-{step}").rename(run_dir / f"iter_{step:07d}")
-    assert shardkeep("ls", run_dir, "--names").out.split() == ["iter_0000030", "iter_0000020", "iter_0000010"]
+NAMES = ["final", "checkpoint-500", "epoch=3-step=300", "iter_0000200", "best", "step-30", "step-20", "step-10"]
+"""Checkpoints of a run, by step, the newest first; the names of some do not say the step."""
+
+
+@pytest.fixture
+def mixed_run(run_dir):
+    """A run with checkpoints of all kinds of names and layouts, and directories that are none."""
+    for name, step in zip(NAMES, (600, 500, 300, 200, 40), strict=False):
+        sk.save({"w": torch.ones(4)}, run_dir / name, step=step)
+    sk.convert(run_dir / "step-10", run_dir / "from dcp", "dcp")
+    sk.export(run_dir / "step-10", run_dir / "hf-model")
+    (run_dir / "logs" / "old").mkdir(parents=True)
+    (run_dir / "logs" / "events.out").write_text("x")
+    (run_dir / ".cache").mkdir()
+    return run_dir
+
+
+def test_checkpoints_of_any_name_are_listed(shardkeep, mixed_run):
+    """ls, verify, latest, du and sk.Catalog see every checkpoint, ordered by the step in its record."""
+    assert shardkeep("ls", mixed_run, "--names").out.splitlines()[:8] == NAMES
+    listed = shardkeep("ls", mixed_run, "--json").json["checkpoints"]
+    assert [(each["step"], each["layout"]) for each in listed][:2] == [(600, "native"), (500, "native")]
+    assert {(each["name"], each["step"], each["layout"]) for each in listed[8:]} == {
+        ("from dcp", None, "torch"),
+        ("hf-model", None, "safetensors"),
+    }
+    assert shardkeep("latest", mixed_run).out == f"{mixed_run}/final\n"
+    verified = shardkeep("verify", mixed_run)
+    assert (verified.code, "9 of 10 checkpoints sound, 1 read, with nothing to compare" in verified.out) == (0, True)
+    assert {each["name"] for each in shardkeep("du", mixed_run, "--json").json["checkpoints"]} > set(NAMES)
+    catalog = sk.Catalog(mixed_run)
+    assert [entry.name for entry in catalog.entries()][:8] == NAMES
+    assert catalog.find(300).name == "epoch=3-step=300"
+    assert [entry.name for entry in sk.Catalog(mixed_run, "step-{step}").entries()] == NAMES[-3:]
+    (mixed_run / "best" / "shardkeep.json").unlink()
+    (mixed_run / "step-7").mkdir()
+    (mixed_run / "step-7" / "notes.txt").touch()
+    listed = shardkeep("ls", mixed_run, "--json").json["checkpoints"]
+    assert [each["name"] for each in listed if each["status"] == "unfinished"] == ["best"]
+
+
+def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
+    """Runs in a folder, or one level deeper, are listed, verified and added up; other commands ask for one of them."""
+    folder = run_dir.parent
+    shutil.copytree(run_dir / "step-30", folder / "group" / "seed-2" / "best")
+    (folder / "notes").mkdir()
+    assert shardkeep("ls", folder, "--names").out.split() == ["group/seed-2", "run"]
+    rows = [line.split() for line in shardkeep("ls", folder).out.splitlines()]
+    assert [row[:4] for row in rows[1:3]] == [["group/seed-2", "1", "best", "30"], ["run", "3", "step-30", "30"]]
+    document = shardkeep("ls", folder, "--json").json
+    assert (document["kind"], [run["latest"] for run in document["runs"]]) == (
+        "runs",
+        [f"{folder}/group/seed-2/best", f"{run_dir}/step-30"],
+    )
+    verified = shardkeep("verify", folder)
+    assert (verified.code, "4 of 4 checkpoints sound" in verified.out) == (0, True)
+    assert "in 4 checkpoints of 2 runs" in shardkeep("du", folder).out
+    for words in (["latest", folder], ["prune", folder, "--keep-last", "1"]):
+        answer = shardkeep(*words)
+        assert (answer.code, f"give one of them: {folder}/group/seed-2" in answer.err) == (2, True)
+    assert f"it is a folder of runs, such as {folder}/group/seed-2" in shardkeep("show", folder, "model").err
 
 
 def test_du_adds_up_by_prefix(shardkeep, checkpoint):
@@ -175,6 +253,25 @@ def test_du_adds_up_by_prefix(shardkeep, checkpoint):
     assert document["parts"]["optimizer"]["nbytes"] == optim
     deep = {prefix["name"] for prefix in shardkeep("du", checkpoint, "--depth", 3, "--json").json["prefixes"]}
     assert {"model.layers.10.*", "optim.mask", "step"} <= deep
+
+
+def test_du_is_in_proportion(shardkeep, tmp_path):
+    """Bars are as long as shares, what is next to nothing has none, and generators' state is not counted as model."""
+    state = {
+        "model": torch.zeros(3000),
+        "optim": torch.zeros(1000),
+        "rng": sk.RNG(),
+        "ema": {"rng_state": torch.ones(1)},
+    }
+    sk.save(state, tmp_path / "ck")
+    lines = shardkeep("du", tmp_path / "ck").out.partition("\n\n")[0].splitlines()
+    rows = {line.split()[0]: line.split()[4:] for line in lines[1:]}
+    for share, *bar in rows.values():
+        assert abs(len("".join(bar)) - 20 * float(share.strip("<%")) / 100) <= 1
+    assert rows["ema.rng_state"] == ["<0.1%"]
+    parts = shardkeep("du", tmp_path / "ck", "--json").json["parts"]
+    assert parts["model"]["nbytes"] == 12_000
+    assert parts["rng"]["nbytes"] > 5000
 
 
 def test_du_of_a_run_counts_every_file(shardkeep, run_dir):

@@ -39,8 +39,9 @@ def run_url(request):
         (["cat", "{run}/step-30"], '"step": 30'),
         (["latest", "{run}"], "{run}/step-30"),
         (["verify", "{run}"], "3 of 3 checkpoints sound"),
-        (["verify", "{run}/step-30", "--deep"], "ok"),
+        (["verify", "{run}/step-30", "--quick"], "no data was read"),
         (["prune", "{run}", "--keep-last", "2", "--dry-run"], "1 checkpoint to delete"),
+        (["doctor", "{run}"], "safe, by "),
     ],
 )
 def test_looking(shardkeep, run_url, words, said):
@@ -48,6 +49,17 @@ def test_looking(shardkeep, run_url, words, said):
     answer = shardkeep(*(word.format(run=run_url) for word in words))
     assert answer.code == 0, answer.err
     assert said.format(run=run_url) in answer.out
+
+
+def test_any_name_and_folders(shardkeep, run_url):
+    """Checkpoints of any name are listed and verified, and a prefix of runs is listed as runs."""
+    folder = f"{run_url}-folder"
+    for name, step in (("epoch=3-step=300", 300), ("best one", 400)):
+        sk.save(state_of(1), f"{folder}/a/{name}", step=step)
+    assert shardkeep("ls", f"{folder}/a", "--names").out.splitlines() == ["best one", "epoch=3-step=300"]
+    assert shardkeep("ls", folder, "--names").out.splitlines() == ["a"]
+    assert "2 of 2 checkpoints sound" in shardkeep("verify", folder).out
+    assert shardkeep("pin", f"{run_url}/step-10").code == shardkeep("unpin", f"{run_url}/step-10").code == 0
 
 
 def test_what_is_not_there(shardkeep, run_url):
@@ -87,7 +99,7 @@ def test_there_and_back(shardkeep, run_url, tmp_path):
     model = state_of(20)["model"]
     assert torch.equal(sk.open(tmp_path / "back")["model.embed.weight"][:], model["embed.weight"])
     assert torch.equal(sk.open(f"{away}hf")["layers.10.weight"][:], model["layers.10.weight"])
-    assert shardkeep("verify", f"{away}dcp", f"{away}hf", "--deep").code == 0
+    assert shardkeep("verify", f"{away}dcp", f"{away}hf").code == 0
 
 
 def test_prune(shardkeep, run_url):
@@ -98,7 +110,7 @@ def test_prune(shardkeep, run_url):
     assert shardkeep("prune", other, "--keep-last", "1", "--yes").code == 0
     assert [entry.step for entry in sk.Catalog(other).entries()] == [3]
     assert not [*sk.open_place(f"{other}/step-1").list(), *sk.open_place(f"{other}/step-2").list()]
-    assert shardkeep("verify", other, "--deep").code == 0
+    assert shardkeep("verify", other).code == 0
 
 
 def test_rotate(shardkeep, run_url, tmp_path, monkeypatch):

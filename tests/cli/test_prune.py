@@ -12,7 +12,6 @@ from shardkeep.cli import output
 from shardkeep.layouts import native
 from shardkeep.layouts.native import claim_name, new_save_id
 from shardkeep.layouts.orphans import Claim, holding_claim, make_claim
-from shardkeep.manage.catalog import pin
 from shardkeep.storage.local import host_identity
 from tests.cli.conftest import data_file
 
@@ -83,11 +82,49 @@ def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
 
 
 def test_pinned_ones_stay(shardkeep, run_dir):
-    """A pin keeps a checkpoint that no rule keeps, and is given as the reason."""
-    pin(sk.Catalog(run_dir).root, "step-10")
+    """A pin keeps a checkpoint that no rule keeps, and is given as the reason; unpinned, it goes."""
+    assert shardkeep("pin", run_dir / "step-10").out == f"{run_dir}/step-10: pinned\n"
+    assert "already pinned" in shardkeep("pin", run_dir / "step-10").out
+    assert [entry.pinned for entry in sk.Catalog(run_dir).entries()] == [False, False, True]
     answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes")
     assert steps(run_dir) == [10, 30]
     assert "pinned" in answer.out
+    assert shardkeep("unpin", run_dir / "step-10", "--json").json["pinned"] is False
+    assert shardkeep("prune", run_dir, "--keep-last", "1", "--yes").code == 0
+    assert steps(run_dir) == [30]
+
+
+def test_only_checkpoints_are_pinned(shardkeep, run_dir):
+    """A misspelt name or a run is an error, and nothing is pinned then."""
+    assert "did you mean step-10" in shardkeep("pin", run_dir / "step-20", run_dir / "step-1O").err
+    assert "it is a run; its latest checkpoint is" in shardkeep("pin", run_dir).err
+    assert not any(entry.pinned for entry in sk.Catalog(run_dir).entries())
+
+
+def test_other_names_are_left_alone(shardkeep, run_dir):
+    """Checkpoints of other names and of other programs stay, whatever the rules say, and the plan lists them."""
+    for name, step in (("best", 1), ("epoch=0-step=2", 2), ("iter_0000003", 3)):
+        sk.save({"w": torch.ones(3)}, run_dir / name, step=step)
+    sk.export(run_dir / "step-10", run_dir / "step-5")
+    answer = shardkeep("prune", run_dir, "--keep-last", "1", "--yes", "--force")
+    left = {place.name for place in run_dir.iterdir()}
+    assert (answer.code, left) == (0, {"best", "epoch=0-step=2", "iter_0000003", "step-5", "step-30"})
+    assert answer.out.count("not managed: not named step-{step}") == 3
+    assert answer.out.count("not managed: of another program") == 1
+    assert sorted(shardkeep("prune", run_dir, "--keep-last", "1", "--json").json["unmanaged"]) == sorted(
+        left - {"step-30"}
+    )
+
+
+def test_a_checkpointer_deletes_only_its_own(run_dir):
+    """The retention of a Checkpointer neither counts nor deletes checkpoints of other names."""
+    for name in ("best", "final", "epoch=0-step=2", "iter_0000003"):
+        sk.save({"w": torch.ones(3)}, run_dir / name, step=99)
+    with sk.Checkpointer(run_dir, every_steps=1, keep_last=1) as checkpointer:
+        assert checkpointer.all_steps() == [10, 20, 30]
+        checkpointer.step(31, {"w": torch.zeros(3)})
+    left = {place.name for place in run_dir.iterdir() if place.is_dir()}
+    assert left == {"best", "final", "epoch=0-step=2", "iter_0000003", "step-31"}
 
 
 def test_a_damaged_newest_is_not_what_is_fallen_back_to(shardkeep, run_dir):
@@ -118,7 +155,7 @@ def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
     assert [litter["name"] for litter in answer.json["swept"]] == ["step-40", "step-30"]
     assert steps(run_dir) == [10, 20, 30]
     assert len(list((run_dir / "step-30").glob("*.safetensors"))) == 2
-    assert shardkeep("verify", run_dir, "--deep").code == 0
+    assert shardkeep("verify", run_dir).code == 0
 
 
 def test_what_the_living_write_is_never_touched(shardkeep, run_dir):

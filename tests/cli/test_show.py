@@ -144,11 +144,32 @@ def test_people_see_where_and_what(shardkeep, checkpoint):
 
 
 def test_a_key_that_is_not_there(shardkeep, checkpoint):
-    """A misspelt key is guessed at, a prefix says what lies below it."""
+    """A misspelt key or prefix is guessed at."""
     assert "did you mean model.embed.weight" in shardkeep("show", checkpoint, "model.embd.weight").err
-    answer = shardkeep("show", checkpoint, "model.layers")
-    assert answer.code == 2
-    assert "a prefix of 3 keys" in answer.err
+    assert "did you mean model.layers, model.head" in shardkeep("show", checkpoint, "model.layer").err
+
+
+def test_a_prefix_shows_all_below_it(shardkeep, checkpoint):
+    """One line for each key below a prefix, with the statistics that the key alone has; values too."""
+    answer = shardkeep("show", checkpoint, "model.layers", "--json")
+    keys = [f"model.layers.{each}" for each in ("0.weight", "10.bias", "10.weight")]
+    assert [item["key"] for item in answer.json["items"]] == keys
+    for item in answer.json["items"]:
+        assert item["statistics"] == shardkeep("show", checkpoint, item["key"], "--json").json["statistics"]
+    text = shardkeep("show", checkpoint, "model.layers").out.splitlines()
+    assert [line.split()[0] for line in text] == ["model.layers", "key", "0.weight", "10.bias", "10.weight"]
+    assert text[3].split()[1:] == ["float32", "[32]", "0", "0", "0", "0"]
+    assert "elements" not in shardkeep("show", checkpoint, "model", "--no-stats").out
+    assert "is a prefix of 3 keys" in shardkeep("show", checkpoint, "model.layers", "--slice", "0").err
+
+
+def test_a_prefix_shows_alarms(shardkeep, tmp_path):
+    """NaN and infinities below a prefix are counted, and values are shown."""
+    sk.save({"m": {"a": torch.tensor([1.0, math.nan, math.inf]), "lr": 0.5}}, tmp_path / "ck")
+    lines = shardkeep("show", tmp_path / "ck", "m").out.splitlines()
+    assert lines[1].split() == ["key", "dtype", "shape", "min", "max", "mean", "std", "NaN", "Inf"]
+    assert lines[2].split() == ["a", "float32", "[3]", "1", "1", "1", "0", "1", "1"]
+    assert lines[3].split() == ["lr", "value", "0.5"]
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.tensor(2.5), torch.full((3,), math.nan)], ids=repr)
@@ -185,6 +206,8 @@ def test_memory_is_bounded(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_bars_show_what_is_not_nothing():
-    """A bar is as long as its share, in eighths, and the smallest share is visible."""
-    assert [format_bar(share, 4) for share in (0, 1e-9, 0.5, 1)] == ["", "▏", "██", "████"]
+def test_bars_show_what_is_not_nothing(shardkeep, tmp_path):
+    """A bar is as long as its share, in eighths; a single number in a histogram is visible."""
+    assert [format_bar(share, 4) for share in (0, 1e-9, 0.3, 0.5, 1)] == ["", "", "█▎", "██", "████"]
+    sk.save({"t": torch.cat([torch.zeros(10_000), torch.ones(1)])}, tmp_path / "ck")
+    assert "┤▏" in shardkeep("show", tmp_path / "ck", "t").out

@@ -10,46 +10,50 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
+import shardkeep as sk
 from shardkeep.cli.verify import CountingStore
 from shardkeep.storage.local import LocalStore
 from tests.cli.conftest import data_file, flip
 
 
 def test_a_good_run_is_sound(shardkeep, run_dir):
-    """All checkpoints of a run, and single ones, pass both checks; the quick one says that it looked at headers only."""
-    for words in ([run_dir], [run_dir, "--deep"], [run_dir / "step-10", run_dir / "step-20", "--deep"]):
+    """All checkpoints of a run, and single ones, pass both checks; the quick one never says "ok" or "sound"."""
+    for words in ([run_dir], [run_dir, "--deep"], [run_dir / "step-10", run_dir / "step-20"]):
         answer = shardkeep("verify", *words, "--json")
-        assert answer.code == 0
+        assert (answer.code, answer.json["sound"], answer.json["deep"]) == (0, True, True)
         assert {found["status"] for found in answer.json["checkpoints"]} == {"sound"}
-    quick, deep = shardkeep("verify", run_dir).out, shardkeep("verify", run_dir, "--deep").out
-    assert "3 of 3 checkpoints sound" in quick
-    assert "no damage found in sizes and headers; --deep reads every byte" in quick
-    assert "--deep" not in deep
+    whole, quick = shardkeep("verify", run_dir).out, shardkeep("verify", run_dir, "--quick").out
+    assert "3 of 3 checkpoints sound" in whole
+    assert "3 of 3 checkpoints with the right sizes and headers" in quick
+    assert "no data was read: without --quick, every byte is compared" in quick
+    assert not {"ok", "sound"} & set(quick.split())
+    answer = shardkeep("verify", run_dir, "--quick", "--json")
+    assert (answer.code, answer.json["sound"], answer.json["checkpoints"][0]["status"]) == (0, False, "not read")
+    assert shardkeep("verify", run_dir, "--quick", "--deep").code == 2
 
 
-def test_deep_reads_every_byte(shardkeep, checkpoint):
+def test_every_byte_is_read(shardkeep, checkpoint):
     """Every byte of every data file is read and counted."""
     counted = []
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    from shardkeep import open as open_checkpoint
-
-    open_checkpoint(CountingStore(LocalStore(checkpoint), counted.append)).verify()
+    sk.open(CountingStore(LocalStore(checkpoint), counted.append)).verify()
     assert sum(counted) >= stored
-    assert shardkeep("verify", checkpoint, "--deep", "--json").json["checkpoints"][0]["nbytes"] >= stored
+    assert shardkeep("verify", checkpoint, "--json").json["checkpoints"][0]["nbytes"] >= stored
 
 
 @pytest.mark.parametrize("offset", [4096, 9000, -1])
-def test_a_flipped_bit_is_found_deep(shardkeep, checkpoint, offset):
-    """Only --deep finds a flipped bit of tensor data, and names file, bytes and keys."""
+def test_a_flipped_bit_is_found(shardkeep, checkpoint, offset):
+    """A flipped bit of tensor data is found unless --quick is given, with file, bytes and keys."""
     file = data_file(checkpoint)
     flip(file, offset)
-    assert shardkeep("verify", checkpoint).code == 0
-    answer = shardkeep("verify", checkpoint, "--deep")
+    assert shardkeep("verify", checkpoint, "--quick").code == 0
+    answer = shardkeep("verify", checkpoint)
     assert answer.code == 1
     assert file.name in answer.out
     assert "they hold 'model." in answer.out
-    document = shardkeep("verify", checkpoint, "--deep", "--json")
+    document = shardkeep("verify", checkpoint, "--json")
     assert (document.code, document.json["sound"], len(document.json["checkpoints"][0]["problems"])) == (1, False, 1)
 
 
@@ -70,9 +74,9 @@ def damage(checkpoint, how):
 
 @pytest.mark.parametrize("how", ["cut", "gone", "header", "index", "record"])
 def test_damage_that_shows_without_reading(shardkeep, run_dir, checkpoint, how):
-    """Cut, lost and changed files are found without --deep; `latest` skips such a checkpoint and says why."""
+    """Cut, lost and changed files are found with --quick, too; `latest` skips such a checkpoint and says why."""
     damage(checkpoint, how)
-    for words in ([], ["--deep"]):
+    for words in ([], ["--quick"]):
         assert shardkeep("verify", checkpoint, *words).code == 1
     answer = shardkeep("verify", run_dir, "--json")
     assert [found["status"] for found in answer.json["checkpoints"]] == ["damaged", "sound", "sound"]
@@ -107,15 +111,37 @@ def test_a_store_that_fails_proves_nothing(shardkeep, checkpoint, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_checkpoints_say_what_cannot_be_checked(shardkeep, tmp_path):
-    """Files without digests are reported as such; a truncated one is still damaged."""
+def test_torchs_checkpoints_are_compared_with_their_crc(shardkeep, tmp_path):
+    """Files without digests are compared with the CRC-32 in torch's archives, which find a flipped bit; --quick does not."""
     dcp.save({"w": torch.randn(2000), "step": 1}, checkpoint_id=tmp_path / "dcp")
-    answer = shardkeep("verify", tmp_path / "dcp", "--deep")
+    answer = shardkeep("verify", tmp_path / "dcp")
     assert answer.code == 0
-    assert "1 file has no digests" in answer.out
+    assert "1 file has no digests: compared with the CRC-32 that torch stores" in answer.out
     [file] = (tmp_path / "dcp").glob("*.distcp")
+    flip(file, file.stat().st_size // 2)
+    assert shardkeep("verify", tmp_path / "dcp", "--quick").code == 0
+    answer = shardkeep("verify", tmp_path / "dcp")
+    assert (answer.code, "another CRC-32 than their archive says; they hold 'w'" in answer.out) == (1, True)
     os.truncate(file, file.stat().st_size // 2)
-    assert shardkeep("verify", tmp_path / "dcp", "--deep").code == 1
+    assert shardkeep("verify", tmp_path / "dcp", "--quick").code == 1
+
+
+def test_files_without_checksums_are_read_and_not_called_ok(shardkeep, tmp_path):
+    """Every byte of a Hugging Face model is read, and the output says that there was nothing to compare it with."""
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.randn(20_000)}, tmp_path / "hf" / "model.safetensors")
+    read = []
+    report = sk.open(CountingStore(LocalStore(tmp_path / "hf"), read.append)).verify()
+    assert (report.without_digests, report.without_checksums) == (1, 1)
+    assert sum(read) > report.bytes_read >= 80_000
+    answer = shardkeep("verify", tmp_path / "hf")
+    assert answer.code == 0
+    assert "1 file has no checksums: every byte was read, but there was nothing to compare it with" in answer.out
+    assert "ok" not in answer.out.split()
+    assert shardkeep("verify", tmp_path / "hf", "--json").json["checkpoints"][0]["status"] == "read"
+    with (tmp_path / "hf" / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert shardkeep("verify", tmp_path / "hf").code == 1
 
 
 @pytest.mark.parametrize("there", ["nothing", "empty", "only bad"])
@@ -141,7 +167,15 @@ def test_latest_in_a_script(run_dir):
 
 
 def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
-    """A place that does not exist, or holds something else, is an error and not a pass."""
+    """A place that does not exist, is empty, or holds something else or an unfinished save alone, is not a pass."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "step-5").mkdir(parents=True)
+    (tmp_path / "run" / "step-5" / f"model-00000-of-00001-{'a' * 20}.safetensors").touch()
+    for words in (["empty"], ["run"], ["run", "--quick"]):
+        answer = shardkeep("verify", tmp_path / words[0], *words[1:])
+        assert (answer.code, "nothing was verified" in answer.err) == (2, True)
+        answer = shardkeep("verify", tmp_path / words[0], "--json")
+        assert (answer.code, answer.json["sound"]) == (2, False)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
     assert shardkeep("verify", tmp_path / "missing").code == 2

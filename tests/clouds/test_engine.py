@@ -109,7 +109,7 @@ def test_many_checkpoints_and_the_command_line(
         monkeypatch.setenv(name, value)
     for words, said in [
         (["ls", root.url], "2 checkpoints"),
-        (["verify", root.url, "--deep"], "2 of 2 checkpoints sound"),
+        (["verify", root.url], "2 of 2 checkpoints sound"),
         (["prune", root.url, "--keep-last", "1", "--yes"], "step-3"),
         (["latest", root.url], f"{root.url}/step-4"),
     ]:

@@ -330,15 +330,15 @@ def test_the_command_line_verifies_with_a_key_and_without(tmp_path, monkeypatch,
         code = main(["verify", where, *words])
         return code, capsys.readouterr().out
 
-    for words in ((), ("--deep",)):
+    for words in ((), ("--quick",)):
         code, said = verify(*words)
         assert (code, "2 files are encrypted and no key was given" in said) == (0, True)
     monkeypatch.setenv("SHARDKEEP_KEY", key)
-    code, said = verify("--deep")
+    code, said = verify()
     assert (code, "no key" in said) == (0, False)
     [name] = [file.name for file in data_files(sk.LocalStore(where)) if file.name.startswith("model")]
     flip(sk.LocalStore(where), name, 5000)
-    assert verify("--deep")[0] == 1
+    assert verify()[0] == 1
     monkeypatch.delenv("SHARDKEEP_KEY")
-    code, said = verify("--deep")
+    code, said = verify()
     assert (code, name in said) == (1, True)

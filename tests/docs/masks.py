@@ -17,7 +17,7 @@ _MASKS = [
     (r"\(pid \d+\)", "(pid <pid>)"),
     (r"process \d+ on \S+,", "process <pid> on <machine>,"),
     (r"\b\d+(\.\d+)? (?:s|ms|min|h|d)\b", "<span>"),
-    (r"\b\d+(\.\d+)? GB/s", "<speed>"),
+    (r"\b\d+(\.\d+)? [kMG]?B/s", "<speed>"),
     (r"(?: in|,) <span>, <speed>$", ""),  # said only of what took a while
     (r" \(<span> by earlier saves\)", ""),
     (r"\bshardkeep \d+\.\d+\.\d+\w*", "shardkeep <version>"),

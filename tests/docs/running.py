@@ -161,7 +161,7 @@ def in_terminal(words: list[str]) -> tuple[int, str]:
     remarks = io.StringIO()
     try:
         with (
-            mock.patch.dict(os.environ, {"COLUMNS": COLUMNS, "NO_COLOR": "1"}),
+            mock.patch.dict(os.environ, {"COLUMNS": COLUMNS, "NO_COLOR": "1", "PAGER": "cat"}),
             os.fdopen(child, "w", encoding="utf-8") as out,
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(remarks),

@@ -113,8 +113,8 @@ def test_a_thousand_steps_are_listed_in_order() -> None:
     record = root.place("step-0").get("shardkeep.json", limit=1 << 20)
     for step in range(1, 1000):
         root.place(f"step-{step}").put("shardkeep.json", record)
-    assert [entry.step for entry in Catalog(root).entries()] == list(range(999, -1, -1))
-    assert next(iter(Catalog(root))).step == 999
+    assert [entry.step for entry in Catalog(root, "step-{step}").entries()] == list(range(999, -1, -1))
+    assert next(iter(Catalog(root, "step-{step}"))).step == 999
 
 
 def test_looking_needs_no_torch(tmp_path: Path) -> None:

@@ -65,21 +65,21 @@ def test_a_plain_checkpoint(bucket: S3Server, capsys: pytest.CaptureFixture[str]
     record = read_record(store)
     [file] = [file for file in record.files if file.name.startswith("model")]
     assert file.blocks is not None
-    assert verify(store.url, capsys, "--deep")[0] == 0
+    assert verify(store.url, capsys)[0] == 0
 
     at = file.header_nbytes + file.block_nbytes + 5
     good = flip(store, file.name, at)
-    code, said = verify(store.url, capsys, "--deep")
+    code, said = verify(store.url, capsys)
     assert code == 1
     begin, end = at - 5, at - 5 + file.block_nbytes
     assert f"{file.name}: bytes {begin} to {end}" in said
     assert "model.w" in said
-    assert verify(store.url, capsys)[0] == 0  # which says that it did not read every byte
+    assert verify(store.url, capsys, "--quick")[0] == 0  # which says that it did not read every byte
     store.put(file.name, good, replace=True)
 
     for name, deep_says in ((file.blocks, "from byte 0 on"), (record.index.name, "is not what was saved")):
         good = flip(store, name, 40)
-        for more, says in (((), ""), (("--deep",), deep_says)):
+        for more, says in ((("--quick",), ""), ((), deep_says)):
             code, said = verify(store.url, capsys, *more)
             assert (code, name in said, says in said) == (1, True, True), said
         store.put(name, good, replace=True)
@@ -87,11 +87,11 @@ def test_a_plain_checkpoint(bucket: S3Server, capsys: pytest.CaptureFixture[str]
     for name in (file.name, file.blocks, record.index.name):
         good = bytes(store.get(name, limit=1 << 30))
         store.delete(name)
-        for more in ((), ("--deep",)):
+        for more in ((), ("--quick",)):
             code, said = verify(store.url, capsys, *more)
             assert (code, name in said, "missing" in said or "is gone" in said) == (1, True, True), said
         store.put(name, good)
-    assert verify(store.url, capsys, "--deep")[0] == 0
+    assert verify(store.url, capsys)[0] == 0
 
 
 def test_an_encrypted_checkpoint_without_its_key(bucket: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,30 +100,30 @@ def test_an_encrypted_checkpoint_without_its_key(bucket: S3Server, capsys: pytes
     record = read_record(store)
     first, second = (file.name for file in record.files)
     sizes = record.at_rest
-    code, said = verify(store.url, capsys, "--deep")
+    code, said = verify(store.url, capsys)
     assert code == 0
     assert "no key was given" in said
 
     goods = {first: flip(store, first, 100), second: flip(store, second, sizes[second] - 30)}
-    code, said = verify(store.url, capsys, "--deep")
+    code, said = verify(store.url, capsys)
     assert code == 1
     assert "2 problems" in said
     assert f"{first}: bytes 8 to " in said
     table_at = sizes[second] - table_nbytes(2)  # of the header, and of the data
     assert f"{second}: the table of frames has checksum" in said
     assert f"from byte {table_at} on" in said
-    code, said = verify(store.url, capsys)
+    code, said = verify(store.url, capsys, "--quick")
     assert (code, first in said, second in said) == (1, False, True)
     for name, good in goods.items():
         store.put(name, good, replace=True)
 
     good = flip(store, record.index.name, 0)
-    code, said = verify(store.url, capsys, "--deep")
+    code, said = verify(store.url, capsys)
     assert (code, f"{record.index.name}: bytes 0 to 8" in said) == (1, True)
     store.put(record.index.name, good, replace=True)
 
     store.delete(first)
-    for more in ((), ("--deep",)):
+    for more in ((), ("--quick",)):
         code, said = verify(store.url, capsys, *more)
         assert (code, f"{first}: the file is missing" in said) == (1, True)
 

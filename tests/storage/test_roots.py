@@ -47,6 +47,18 @@ def test_places_are_named_and_blobs_of_the_root_are_none(root: Root) -> None:
     assert root.place("step-1").url == f"{root.url}/step-1"
 
 
+def test_other_programs_name_places_as_they_like(root: Root) -> None:
+    """Directories named by a logger or by hand are listed, read and removed, though no blob can have such a name."""
+    for name in ("epoch=3-step=300.ckpt", "best model (v2)", "2026-01-02T10:11:12"):
+        fill(root, name, "a")
+        assert list(root.places()) == [name]
+        assert [info.name for info in root.place(name).list()] == ["a"]
+        root.remove(name)
+        assert list(root.places()) == []
+        with pytest.raises(MalformedFile):
+            root.put(name, b"x")
+
+
 def test_a_removed_place_is_gone(root: Root) -> None:
     """What was removed can be made anew, and the other places stay."""
     fill(root, "step-1", RECORD_NAME, "data")

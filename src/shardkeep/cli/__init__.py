@@ -18,9 +18,11 @@ class Command:
     run: _Run
     """Does the work and returns the exit code: 0 success, 1 something is wrong or different, 2 could not run."""
     arguments: tuple[Argument, ...]
-    """What its parser takes. `main` adds `--json`."""
+    """What its parser takes. `main` adds `--json` and `--no-pager`."""
     examples: str
     """Lines for the end of its help, each indented by two spaces."""
+    paged: bool = False
+    """Whether its output goes through the user's pager on a terminal."""
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -28,6 +30,6 @@ def argument(*names: str, **options: Any) -> Argument:
     return names, options
 
 
-def command(*arguments: Argument, examples: str) -> Callable[[_Run], Command]:
+def command(*arguments: Argument, examples: str, paged: bool = False) -> Callable[[_Run], Command]:
     """Make a function the subcommand of its name."""
-    return lambda run: Command(run, arguments, examples)
+    return lambda run: Command(run, arguments, examples, paged)

@@ -114,7 +114,7 @@ def bench(args: argparse.Namespace) -> int:
     print(f"{printable(url)}: a checkpoint of {format_size(nbytes)}, median of {args.rounds}\n")
     raw = results[0]
     share = "of-disk" if on_disk else "of-plain"
-    table = Table(["GB/s", "write", share, "read", share], right=f"write {share} read")
+    table = Table(["GB/s", "write", share, "read", share], right={"write", share, "read"})
     for each in results:
         speeds = ((each.write_gb_per_s, raw.write_gb_per_s), (each.read_gb_per_s, raw.read_gb_per_s))
         table.add(_TITLES[each.name], *(cell for own, of in speeds for cell in (f"{own:.2f}", f"{own / of:.0%}")))

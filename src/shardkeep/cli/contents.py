@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from shardkeep.cli import output as out
+from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.errors import CheckpointError
 from shardkeep.format import dtypes
 from shardkeep.format.boxes import Box
@@ -16,6 +18,8 @@ from shardkeep.opening import Checkpoint
 from shardkeep.state.patterns import matcher
 
 VALUE = "value"
+_MAX_VALUE_NBYTES = 1 << 20
+"""Values that take more to read are not listed; only torch's layout keeps values outside of the index."""
 
 
 class Chunk(NamedTuple):
@@ -65,17 +69,16 @@ class Item:
 
 
 def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
-    """Yield the items of a checkpoint, sorted by key."""
+    """Yield the items of a checkpoint, sorted by key, with numbers in natural order."""
     index = checkpoint.index
     tensors, values = index.keys.all(), index.value_keys.all()
     columns = (index.tensors.dtype, index.tensors.ndim, index.tensors.shape, index.tensors.alias)
     codes, ndims, shapes, owners = (column.tolist() for column in columns)
     ends, value_ends = [*index.chunk_ends.tolist(), 0], [*index.value_data.ends.tolist(), 0]
-    both = [(raw, row, True) for row, raw in enumerate(tensors)] + [(raw, row, False) for row, raw in enumerate(values)]
-    for raw, row, is_tensor in sorted(both):
-        key = raw.decode()
-        if wanted is not None and not wanted(key):
-            continue
+    named = [(raw.decode(), row, True) for row, raw in enumerate(tensors)]
+    named += [(raw.decode(), row, False) for row, raw in enumerate(values)]
+    named = [each for each in named if wanted is None or wanted(each[0])]
+    for key, row, is_tensor in sorted(named, key=lambda each: out.natural_order(each[0])):
         if not is_tensor:  # torch's layout stores values elsewhere: their size is 0 here
             yield Item(key, row, VALUE, nbytes=value_ends[row] - value_ends[row - 1])
             continue
@@ -100,12 +103,20 @@ def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
     return found
 
 
-def find_item(checkpoint: Checkpoint, key: str) -> Item:
-    """Return the item of a key; a `UsageError` names keys that are spelt alike or lie below it."""
-    if item := next(iter_items(checkpoint, key.__eq__), None):
-        return item
+def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
+    """Return the item of a key, or those below a prefix; a `UsageError` names keys that are spelt alike."""
+    if found := list(iter_items(checkpoint, key.__eq__)) or list(iter_items(checkpoint, key_filter([], key))):
+        return found
     missing = checkpoint.missing_key(key)
     raise out.UsageError(missing.message, hint=missing.hint or "`shardkeep ls CHECKPOINT` lists its keys")
+
+
+def value_text(checkpoint: Checkpoint, item: Item) -> str:
+    """Return a plain value as Python writes it, or the reason why it is not shown, in parentheses."""
+    if (nbytes := checkpoint.source.value_nbytes(item.key)) > _MAX_VALUE_NBYTES:
+        return f"({out.format_size(nbytes)}: `shardkeep show` reads it)"
+    value, why_not = plain_value(checkpoint, item.key)
+    return f"({why_not})" if why_not else out.printable(repr(value))
 
 
 def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
@@ -131,14 +142,15 @@ def summarize(checkpoint: Checkpoint) -> str:
     step = f"step {record.step}, " if record.step is not None else ""
     try:
         age_s = (datetime.now(timezone.utc) - datetime.fromisoformat(record.saved_at)).total_seconds()
-        age = f"{out.format_duration(age_s)} ago "
+        age = f"{out.format_duration(age_s)} ago"
     except (ValueError, TypeError):  # no valid time, or no time zone
         age = ""
     holds = [out.format_count(totals.tensors, "tensor")] + (
         [out.format_count(totals.values, "value")] if totals.values else []
     )
+    ranks = "" if record.format == SAFETENSORS else f" by {out.format_count(record.world_size, 'rank')}"
     return (
-        f"{record.format}, {step}saved {age}by {out.format_count(record.world_size, 'rank')}\n"
+        f"{record.format}, {step}saved {age}{ranks}\n"
         f"{', '.join(holds)}, {out.format_size(totals.tensor_bytes)};"
         f" {out.format_count(len(record.files), 'file')} of {out.format_size(record.stored_nbytes)}"
     )
@@ -179,10 +191,7 @@ def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, 
 def print_chunks(chunks: Sequence[Chunk]) -> None:
     """Print box, size and location of each chunk; on a terminal, names of files are shortened to fit."""
     widest = max((len(str(chunk.box)) for chunk in chunks), default=0)
-    room = out.terminal_width()
+    room = out.terminal_width() or sys.maxsize
     for chunk in chunks:
         line, place = f"  {str(chunk.box).ljust(widest)}  {out.format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
-        name = out.printable(chunk.file)
-        print(
-            line + (name if room is None else out.shorten_middle(name, max(12, room - len(line) - len(place)))) + place
-        )
+        print(line + out.shorten_middle(out.printable(chunk.file), max(12, room - len(line) - len(place))) + place)

@@ -19,9 +19,9 @@ import numpy as np
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.contents import Item, iter_items, key_filter, plain_value
-from shardkeep.cli.runs import open_with_hints
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_with_hints
 from shardkeep.engine.reader import open_checked
-from shardkeep.errors import StorageError
+from shardkeep.errors import CheckpointNotFound, StorageError
 from shardkeep.format.boxes import ITEMSIZES, segment_starts
 from shardkeep.format.data_file import DIGEST_NBYTES
 from shardkeep.format.record import FORMAT as NATIVE
@@ -63,8 +63,8 @@ class Difference:
 
 
 @command(
-    argument("a", metavar="A", help="a checkpoint"),
-    argument("b", metavar="B", help="another one"),
+    argument("a", metavar="A", help="a checkpoint, or a run: its last two checkpoints, if B is not given"),
+    argument("b", metavar="B", nargs="?", help="another checkpoint, or a run: its last checkpoint"),
     argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
     argument("--prefix", metavar="KEY", help="only keys that begin with this"),
     argument(
@@ -78,14 +78,16 @@ class Difference:
     argument("--limit", type=int, default=20, metavar="N", help="lines of each kind (20; 0: all)"),
     examples="""
   shardkeep diff runs/a/step-500 runs/b/step-500
+  shardkeep diff runs/a --keys-only
   shardkeep diff step-500 hf --strip-prefix model. --ignore-dtype --rtol 1e-2
   shardkeep diff runs/a/step-500 runs/a/step-600 'model.*.weight' --keys-only
 """,
+    paged=True,
 )
 def diff(args: argparse.Namespace) -> int:
     if not (args.rtol >= 0 and args.atol >= 0):
         raise out.UsageError("--rtol and --atol must be 0 or more")
-    a, b = open_with_hints(args.a), open_with_hints(args.b)
+    a, b = _open_both(args)
     wanted = key_filter(args.pattern, args.prefix)
     strip = args.strip_prefix
     in_a = {item.key[len(strip) :]: item for item in iter_items(a, wanted) if item.key.startswith(strip)}
@@ -103,6 +105,38 @@ def diff(args: argparse.Namespace) -> int:
     else:
         _print_difference(found, args)
     return 1 if found.count else 0
+
+
+def _open_both(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint]:
+    """Open what is compared, and put its paths into `args`: of a run the last checkpoint, of one run alone the last two."""
+    one = open_checkpoint_or_run(args.a)
+    try:
+        other = None if args.b is None else open_checkpoint_or_run(args.b)
+    except CheckpointNotFound:
+        if not isinstance(one, Run):
+            raise
+        other, args.pattern = None, [args.b, *args.pattern]
+    if other is None:
+        if not isinstance(one, Run):
+            raise out.UsageError("diff: needs B", hint="of a run alone, the last two checkpoints are compared")
+        args.a, args.b = _last(one, 1), _last(one, 0)
+        return open_with_hints(args.a), open_with_hints(args.b)
+    if isinstance(one, Run):
+        args.a = _last(one, 0)
+        one = open_with_hints(args.a)
+    if isinstance(other, Run):
+        args.b = _last(other, 0)
+        other = open_with_hints(args.b)
+    return one, other
+
+
+def _last(run: Run, back: int) -> str:
+    """Return the path of the last checkpoint of a run, or of one before it; of several of one step only one counts."""
+    steps = {entry.name if entry.known_step is None else entry.step: entry for entry in run.entries if entry.committed}
+    if len(steps) <= back:
+        have = out.format_count(len(steps), "checkpoint")
+        raise out.UsageError(f"{run.path} has {have}, and {back + 1} are needed", hint=f"`shardkeep ls {run.path}`")
+    return run.path_of(list(steps.values())[back])
 
 
 def _compare(
@@ -136,7 +170,7 @@ def _compare(
             found.by_digests += 1
         else:
             to_read.append((one, other))
-    found.tensors = sorted(_compare_tensors(a, b, to_read, args), key=lambda changed: changed[0].key.encode())
+    found.tensors = sorted(_compare_tensors(a, b, to_read, args), key=lambda changed: out.natural_order(changed[0].key))
     found.equal += len(to_read) - len(found.tensors)
     return found
 
@@ -264,7 +298,7 @@ def _print_difference(found: Difference, args: argparse.Namespace) -> None:
     values = [(out.printable(item.key), _brief(before), _brief(after)) for item, before, after in found.values]
     _print_section("different values", out.Table(both, flexible="key", indent="  "), values, args.limit)
     columns = ("changed", "share", "max", "relative")
-    table = out.Table(("key", *columns), right=" ".join(columns), flexible="key", indent="  ")
+    table = out.Table(("key", *columns), right=columns, flexible="key", indent="  ")
     _print_section("different elements", table, list(starmap(_tensor_row, found.tensors)), args.limit, noun="tensor")
     if found.tensors:
         print(out.styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))

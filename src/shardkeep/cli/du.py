@@ -1,8 +1,9 @@
-"""`shardkeep du`: what takes the space, by prefix of the keys or by checkpoint of a run. Reads no tensor data."""
+"""`shardkeep du`: what takes the space, by prefix of the keys, checkpoint of a run, or run of a folder. Reads no tensors."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,23 +14,25 @@ from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.opening import Checkpoint
 
 _BAR_WIDTH = 20
-
+_RNG = re.compile(r"(?:^|_)rng(?:_|$)|rng_?states?$|random_states?$")
 
 Shares = dict[str, tuple[int, int]]
 """The number of keys, and their bytes, by name."""
 
 
 @command(
-    argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints"),
+    argument("path", metavar="PATH", help="a checkpoint, the directory of a run's checkpoints, or a folder of runs"),
     argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
     argument("--depth", type=int, default=2, metavar="N", help="dotted parts of a prefix (2; 0: whole keys)"),
     argument("--limit", type=int, default=30, metavar="N", help="lines (30; 0: all)"),
-    argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"'),
+    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep du runs/a/step-500
   shardkeep du runs/a/step-500 --depth 3 --limit 10
   shardkeep du runs/a                              by checkpoint
+  shardkeep du runs                                by run
 """,
+    paged=True,
 )
 def du(args: argparse.Namespace) -> int:
     if args.depth < 0:
@@ -59,9 +62,10 @@ def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         out.print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
         return 0
     _print_shares("prefix", [(name, f"{keys:,}", nbytes, "") for name, (keys, nbytes) in shares.items()], args.limit)
-    named = [(name, parts[name][1]) for name in ("model", "optimizer", "values") if name in parts]
+    named = [(name, parts[name][1]) for name in ("model", "optimizer", "rng", "values") if name in parts]
     split = ", ".join(f"{name} {out.format_size(nbytes)} ({_percent(nbytes, total)})" for name, nbytes in named)
-    print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(items), 'key')}\n{split}")
+    print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(items), 'key')}")
+    print(out.wrap_lines(split))
     if not args.pattern:
         print(f"{out.format_count(len(checkpoint.record.files), 'file')} and the index take {out.format_size(stored)}")
     return 0
@@ -82,20 +86,24 @@ def _prefix(key: str, depth: int) -> str:
 
 
 def _part(item: Item) -> str:
-    """Return what an item belongs to: an optimizer, which is recognised by its name, the model, or plain values."""
+    """Return what an item belongs to: by its name, random number generators or an optimizer; the model, or plain values."""
+    parts = item.key.lower().split(".")
+    if any(_RNG.search(part) for part in parts):
+        return "rng"
     if not item.is_tensor:
         return "values"
-    return "optimizer" if any("optim" in part for part in item.key.lower().split(".")[:2]) else "model"
+    return "optimizer" if any("optim" in part for part in parts[:2]) else "model"
 
 
-def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: int) -> None:
-    """Print names, how many keys each has, sizes and states, up to a limit, which is 0 for all."""
+def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: int, *, counted: str = "keys") -> None:
+    """Print names, how many keys or checkpoints each has, sizes and states, up to a limit, which is 0 for all."""
     listed = rows[:limit] if limit > 0 else rows
-    table = out.Table((what, "keys", "size", "share", "", "status"), right="keys size share", flexible=what)
+    right = {counted, "size", "share"}
+    table = out.Table((what, counted, "size", "share", "", "status"), right=right, flexible=what, optional=[""])
     sizes = [nbytes for _, _, nbytes, _ in rows]
-    most, total = max(sizes, default=0) or 1, sum(sizes)
+    total = sum(sizes)
     for name, keys, nbytes, status in listed:
-        bar = out.format_bar(nbytes / most, _BAR_WIDTH)
+        bar = out.format_bar(nbytes / (total or 1), _BAR_WIDTH)
         table.add(out.printable(name), keys, out.format_size(nbytes), _percent(nbytes, total), bar, status)
     table.print()
     if len(rows) > len(listed):
@@ -105,23 +113,34 @@ def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: i
 
 def _du_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern:
-        raise out.UsageError(f"{args.path} is a run: patterns are for the keys of one checkpoint")
-    # Of all files, including those that a record does not name.
-    places = {entry.name: run.catalog.root.place(entry.name) for entry in run.entries}
-    sizes = {name: sum(info.nbytes for info in place.list()) for name, place in places.items()}
-    total = sum(sizes.values())
+        raise out.UsageError(f"{args.path} is no checkpoint: patterns are for the keys of one")
+    sizes, below = _sizes(run), {run.name_of(each): _sizes(each) for each in run.runs}
+    totals = {name: sum(each.values()) for name, each in below.items()}
+    total = sum(sizes.values()) + sum(totals.values())
     if args.json:
         listed = [
-            {"name": entry.name, "step": entry.step, "status": entry.status, "nbytes": sizes[entry.name]}
+            {"name": entry.name, "step": entry.known_step, "status": entry.status, "nbytes": sizes[entry.name]}
             for entry in run.entries
         ]
-        out.print_json({"kind": "run", "path": args.path, "nbytes": total, "checkpoints": listed})
+        runs = [{"name": name, "checkpoints": len(below[name]), "nbytes": nbytes} for name, nbytes in totals.items()]
+        kind = "runs" if runs and not listed else "run"
+        out.print_json({"kind": kind, "path": args.path, "nbytes": total, "checkpoints": listed, "runs": runs})
         return 0
     rows = [(each.name, "", sizes[each.name], "" if each.committed else each.status) for each in run.entries]
-    _print_shares("checkpoint", rows, args.limit)
-    print(f"\n{out.styled(out.format_size(total), 'bold')} in {out.format_count(len(run.entries), 'checkpoint')}")
+    rows += [(name, f"{len(below[name]):,}", nbytes, "") for name, nbytes in totals.items()]
+    _print_shares("checkpoint" if sizes else "run", rows, args.limit, counted="checkpoints")
+    count = out.format_count(len(sizes) + sum(map(len, below.values())), "checkpoint")
+    of_runs = f" of {out.format_count(len(below), 'run')}" if below else ""
+    print(f"\n{out.styled(out.format_size(total), 'bold')} in {count}{of_runs}" if rows else "no checkpoint yet")
     return 0
 
 
+def _sizes(run: Run) -> dict[str, int]:
+    """Return what the files of each checkpoint take, including those that a record does not name."""
+    root = run.catalog.root  # which does not list links to files
+    return {each.name: sum(info.nbytes for info in root.place(each.name).list()) or each.nbytes for each in run.entries}
+
+
 def _percent(nbytes: int, total: int) -> str:
-    return f"{nbytes / (total or 1):.1%}"
+    share = nbytes / (total or 1)
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shardkeep.cli import argument, command, contents
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_run, path_hints, reject_checkpoint, suggest_path
+from shardkeep.cli.runs import Run, one_run, open_checkpoint_or_run, path_hints, suggest_path
 from shardkeep.cli.verify import check_checkpoint
 from shardkeep.engine.sources import find
 from shardkeep.format.record import FORMAT as NATIVE
@@ -23,50 +25,49 @@ from shardkeep.options import Options
 from shardkeep.state.patterns import prefixes_of
 from shardkeep.storage.resolve import open_store
 
+T = TypeVar("T")
 _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
-_MAX_VALUE_WIDTH = 24
 
 
 @command(
-    argument("path", metavar="PATH", help="a checkpoint, or the directory of a run's checkpoints"),
+    argument("path", metavar="PATH", help="a checkpoint, the directory of a run's checkpoints, or a folder of runs"),
     argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
     argument("--prefix", metavar="KEY", help="only keys that begin with this"),
     argument("-l", "--long", action="store_true", help="show where every chunk is stored"),
     argument("--names", action="store_true", help="print only names, one per line, for scripts"),
-    argument("--tree", action="store_true", help="print a tree with sizes"),
+    argument("--tree", action="store_true", help="print a tree with shapes and sizes"),
     argument("--depth", type=int, metavar="N", help="depth of the tree"),
-    argument("--template", metavar="NAME", help='how checkpoints of the run are named: "step-{step}"'),
+    argument("--sort", choices=("name", "size"), help="by name, or the largest first"),
+    argument("--limit", type=int, default=0, metavar="N", help="lines (0: all)"),
+    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep ls runs/a                              the checkpoints of a run
+  shardkeep ls runs                                the runs in a folder
   shardkeep ls runs/a/step-500                     the keys of one
   shardkeep ls runs/a/step-500 'model.*.weight'    keys that match a glob
+  shardkeep ls runs/a/step-500 --sort size --limit 5
   shardkeep ls runs/a/step-500 --tree --depth 2
 """,
+    paged=True,
 )
 def ls(args: argparse.Namespace) -> int:
     found = open_checkpoint_or_run(args.path, args.template)
     return _list_run(found, args) if isinstance(found, Run) else _list_keys(found, args)
 
 
-# -- the checkpoints of a run
+def _select(rows: Iterable[T], args: argparse.Namespace, name: Callable[[T], str], size: Callable[[T], int]) -> list[T]:
+    """Return the rows that `--sort` and `--limit` ask for, in order; how many are left out is printed at the end."""
+    found = list(rows)
+    if args.sort:
+        found.sort(key=lambda row: out.natural_order(name(row)))
+    if args.sort == "size":
+        found.sort(key=size, reverse=True)
+    return found[: args.limit] if args.limit > 0 else found
 
 
-def _list_run(run: Run, args: argparse.Namespace) -> int:
-    if args.pattern or args.prefix or args.tree or args.long:
-        raise out.UsageError(
-            f"{args.path} is a run, not a checkpoint: it has no keys",
-            hint=f"`shardkeep ls {args.path}` lists its checkpoints; choose one of them",
-        )
-    latest = next((entry for entry in run.entries if entry.committed), None)
-    if args.json:
-        listed = [entry_json(run, entry) | {"latest": entry is latest} for entry in run.entries]
-        document = {"kind": "run", "path": args.path, "template": run.catalog.naming.template}
-        out.print_json(document | {"latest": latest and run.path_of(latest), "checkpoints": listed})
-    elif args.names:
-        _print_names(entry.name for entry in run.entries if entry.committed)
-    else:
-        _print_run(run.entries, latest)
-    return 0
+def _print_rest(count: int, args: argparse.Namespace) -> None:
+    if 0 < args.limit < count:
+        print(out.styled(f"and {count - args.limit:,} more (--limit 0 lists them)", "dim"))
 
 
 def _print_names(names: Iterable[str]) -> None:
@@ -74,40 +75,106 @@ def _print_names(names: Iterable[str]) -> None:
         print(out.printable(name))
 
 
+# -- the checkpoints of a run, and the runs of a folder
+
+
+def _list_run(run: Run, args: argparse.Namespace) -> int:
+    if args.pattern or args.prefix or args.tree or args.long:
+        what = "run" if run.entries else "folder of runs"
+        raise out.UsageError(
+            f"{args.path} is a {what}, not a checkpoint: it has no keys",
+            hint=f"`shardkeep ls {args.path}` lists what it has; choose one of them",
+        )
+    entries = _select(run.entries, args, lambda entry: entry.name, lambda entry: entry.nbytes)
+    runs = _select(run.runs, args, lambda each: each.path, lambda each: each.nbytes)
+    if args.json:
+        document = _run_json(run, entries) | {"runs": [_run_json(each, each.entries) for each in runs]}
+        out.print_json(document | ({"kind": "runs"} if runs and not entries else {}))
+        return 0
+    if args.names:
+        _print_names(entry.name for entry in entries if entry.committed)
+        _print_names(map(run.name_of, runs))
+        return 0
+    if entries:
+        _print_run(entries, run.latest)
+        _print_rest(len(run.entries), args)
+        print(f"\n{_totals(run.entries)}" + ("\n" if runs else ""))
+    if runs:
+        _print_runs(run, runs)
+        _print_rest(len(run.runs), args)
+        every = [entry for each in run.runs for entry in each.entries]
+        print(f"\n{_totals(every)} of {out.format_count(len(run.runs), 'run')}")
+    if not entries and not runs:
+        print("no checkpoint yet")
+    return 0
+
+
+def _totals(entries: Iterable[Entry]) -> str:
+    known = list(entries)
+    counts = [out.format_count(sum(entry.committed for entry in known), "checkpoint"), *_doubtful(known)]
+    return f"{out.styled(out.format_size(sum(entry.nbytes for entry in known)), 'bold')} in {', '.join(counts)}"
+
+
+def _doubtful(entries: Iterable[Entry]) -> list[str]:
+    found: Counter[str] = Counter(entry.status for entry in entries)
+    return [f"{found[status]:,} {status}" for status in _STYLES if found[status]]
+
+
 def _print_run(entries: list[Entry], latest: Entry | None) -> None:
+    columns = ("name", "step", "status", "size", "age", "ranks", "format")
+    names = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
+    metrics = [f"{name} (metric)" if name in (*columns, "marks") else out.printable(name) for name in names]
     table = out.Table(
-        ("name", "step", "status", "size", "age", "ranks", "format", "metrics", "marks"),
-        right="step size age ranks",
-        flexible="metrics",
+        (*columns, *metrics, "marks"),
+        right={"step", "size", "age", "ranks", *metrics},
+        flexible="name",
+        optional=[*reversed(metrics), "ranks", "format"],
     )
     for entry in entries:
         marks = [word for word, holds in (("latest", entry is latest), ("pinned", entry.pinned)) if holds]
-        style = _STYLES.get(entry.status) or ("green" if entry is latest else None)
-        age = (datetime.now(timezone.utc) - entry.saved_at).total_seconds() if entry.saved_at else None
         table.add(
             out.printable(entry.name),
-            str(entry.step),
+            _step(entry),
             entry.status,
             out.format_size(entry.nbytes) if entry.nbytes else "",
-            out.format_duration(age) if age is not None else "",
+            _age(entry),
             str(entry.record.world_size) if entry.record else "",
             entry.layout if entry.layout not in {"native", None} else "",
-            "  ".join(f"{out.printable(name)} {value:.4g}" for name, value in entry.metrics.items()),
+            *(f"{entry.metrics[name]:.4g}" if name in entry.metrics else "" for name in names),
             ", ".join(marks),
-            style=style,
+            style=_STYLES.get(entry.status) or ("green" if entry is latest else None),
             note=out.printable(entry.reason),
         )
     table.print()
-    counts = [out.format_count(sum(entry.committed for entry in entries), "checkpoint")]
-    counts += [f"{count:,} {status}" for status in _STYLES if (count := sum(e.status == status for e in entries))]
-    print(f"\n{out.styled(out.format_size(sum(entry.nbytes for entry in entries)), 'bold')} in {', '.join(counts)}")
+
+
+def _step(entry: Entry | None) -> str:
+    return "" if entry is None or entry.known_step is None else str(entry.step)
+
+
+def _age(entry: Entry | None) -> str:
+    when = entry.saved_at if entry else None
+    return out.format_duration((datetime.now(timezone.utc) - when).total_seconds()) if when else ""
+
+
+def _print_runs(folder: Run, runs: Iterable[Run]) -> None:
+    columns = ("run", "checkpoints", "latest", "step", "size", "age", "")
+    table = out.Table(columns, right={"checkpoints", "step", "size", "age"}, flexible="run")
+    for run in runs:
+        name = out.printable(folder.name_of(run))
+        latest = out.printable(run.latest.name) if run.latest else "none"
+        count = f"{sum(entry.committed for entry in run.entries):,}"
+        about = (_step(run.latest), out.format_size(run.nbytes), _age(run.latest))
+        table.add(name, count, latest, *about, ", ".join(_doubtful(run.entries)))
+    table.print()
 
 
 def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
     """Describe a checkpoint of a run as JSON."""
-    named = ("name", "step", "status", "layout", "nbytes", "metrics", "pinned")
+    named = ("name", "status", "layout", "nbytes", "metrics", "pinned", "managed")
     return {
         **{name: getattr(entry, name) for name in named},
+        "step": entry.known_step,
         "path": run.path_of(entry),
         "reason": entry.reason or None,
         "saved_at": entry.saved_at.isoformat() if entry.saved_at else None,
@@ -116,16 +183,23 @@ def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
     }
 
 
+def _run_json(run: Run, entries: Iterable[Entry]) -> dict[str, Any]:
+    listed = [entry_json(run, entry) | {"latest": entry is run.latest} for entry in entries]
+    document = {"kind": "run", "path": run.path, "template": run.catalog.naming.template}
+    return document | {"latest": run.path_of(run.latest) if run.latest else None, "checkpoints": listed}
+
+
 # -- the keys of a checkpoint
 
 
 def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    items = list(contents.iter_items(checkpoint, contents.key_filter(args.pattern, args.prefix)))
-    if not items and (args.pattern or args.prefix):
+    every = list(contents.iter_items(checkpoint, contents.key_filter(args.pattern, args.prefix)))
+    if not every and (args.pattern or args.prefix):
         asked = args.prefix or args.pattern[0]
         known = prefixes_of(checkpoint)
         hint = out.did_you_mean(asked, known, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
         raise out.UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
+    items = _select(every, args, lambda item: item.key, lambda item: item.own_nbytes)
     if args.json:
         found = [contents.item_json(checkpoint, item, chunks=args.long) for item in items]
         out.print_json(
@@ -135,37 +209,38 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     if args.names:
         _print_names(item.key for item in items)
         return 0
-    print(f"{out.styled(args.path, 'bold')}  {contents.summarize(checkpoint)}\n")
+    print(out.titled(out.printable(args.path), f"  {contents.summarize(checkpoint)}", "bold") + "\n")
     if args.tree:
-        _print_tree(_build_tree(items), args.depth)
+        _print_tree(checkpoint, _build_tree(items), args.depth, by_size=args.sort == "size")
     elif args.long:
         _print_long(checkpoint, items)
     else:
         _print_table(checkpoint, items)
+    _print_rest(len(every), args)
     return 0
 
 
 def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
-    table = out.Table(("key", "dtype", "shape", "size", "chunks"), right="size chunks", flexible="key")
+    table = out.Table(
+        ("key", "dtype", "shape", "size", "chunks"),
+        right={"size", "chunks"},
+        flexible="key",
+        optional=["chunks"],
+        spills="shape",
+    )
     for item in items:
         if item.is_tensor:
             size = "tied" if item.tied_to else out.format_size(item.nbytes)
             table.add(out.printable(item.key), item.dtype, out.format_shape(item.shape), size, f"{item.chunks:,}")
-        else:  # other layouts keep values in files, which a listing does not read
-            text = _value_text(checkpoint, item) if checkpoint.record.format == NATIVE else ""
-            table.add(out.printable(item.key), item.dtype, out.shorten(text, _MAX_VALUE_WIDTH), "", "")
+        else:
+            table.add(out.printable(item.key), item.dtype, contents.value_text(checkpoint, item), "", "")
     table.print()
-
-
-def _value_text(checkpoint: Checkpoint, item: contents.Item) -> str:
-    value, why_not = contents.plain_value(checkpoint, item.key)
-    return f"({why_not})" if why_not else out.printable(repr(value))
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     for item in items:
-        text = item.description if item.is_tensor else _value_text(checkpoint, item)
-        print(f"{out.styled(out.printable(item.key), 'cyan')}  {text}")
+        text = item.description if item.is_tensor else contents.value_text(checkpoint, item)
+        print(out.titled(out.printable(item.key), f"  {text}", "cyan"))
         contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
@@ -189,29 +264,34 @@ def _build_tree(items: Iterable[contents.Item]) -> _Branch:
     return root
 
 
-def _print_tree(root: _Branch, depth: int | None) -> None:
+def _print_tree(checkpoint: Checkpoint, root: _Branch, depth: int | None, *, by_size: bool) -> None:
     stack: list[tuple[str, str, _Branch, int, bool]] = []
 
-    def natural_order(name: str) -> tuple[bool, int, str]:
-        """Sort numbers as numbers, so that layer 10 comes after layer 9."""
-        is_number = name.isascii() and name.isdigit() and len(name) < 19
-        return not is_number, int(name) if is_number else 0, name
-
     def push(branch: _Branch, indent: str, level: int) -> None:
-        for at, name in enumerate(sorted(branch.below, key=natural_order, reverse=True)):
+        names = sorted(branch.below, key=out.natural_order)
+        if by_size:
+            names.sort(key=lambda name: -branch.below[name].nbytes)
+        for at, name in enumerate(reversed(names)):
             stack.append((indent, name, branch.below[name], level, at == 0))
 
     push(root, "", 1)
+    room = out.terminal_width() or sys.maxsize
     while stack:  # not recursive, because a key may have thousands of dots
         indent, name, branch, level, last = stack.pop()
         while branch.leaf is None and len(branch.below) == 1:  # a branch without alternatives shares the line
             [(more, branch)] = branch.below.items()
             name = f"{name}.{more}"
         leaf = branch.leaf
-        text = leaf.what if leaf else f"{out.format_count(branch.keys, 'key')}, {out.format_size(branch.nbytes)}"
-        print(f"{indent}{'└─ ' if last else '├─ '}{out.printable(name)}  {out.styled(text, 'dim')}")
+        text = f"{out.format_count(branch.keys, 'key')}, {out.format_size(branch.nbytes)}"
+        if leaf is not None:
+            text = leaf.description if leaf.is_tensor else contents.value_text(checkpoint, leaf)
+        line, below = f"{indent}{'└─ ' if last else '├─ '}{out.printable(name)}  ", indent + ("   " if last else "│  ")
+        if len(line) + min(len(text), 30) > room:  # the description gets a line of its own
+            print(line.rstrip())
+            line = below + "  "
+        print(line + out.styled(out.shorten(text, max(30, room - len(line))), "dim"))
         if depth is None or level < depth:
-            push(branch, indent + ("   " if last else "│  "), level + 1)
+            push(branch, below, level + 1)
 
 
 # -- latest
@@ -219,7 +299,7 @@ def _print_tree(root: _Branch, depth: int | None) -> None:
 
 @command(
     argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
-    argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"'),
+    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep latest runs/a
   python evaluate.py --from "$(shardkeep latest runs/a)"
@@ -227,8 +307,7 @@ def _print_tree(root: _Branch, depth: int | None) -> None:
 )
 def latest(args: argparse.Namespace) -> int:
     """Print the path alone on stdout; if there is none, print nothing there and return 1."""
-    reject_checkpoint(args.root)
-    run = open_run(args.root, args.template)  # a directory that does not exist has no checkpoint yet
+    run = one_run(args.root, args.template)  # a directory that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None
     for entry in run.entries:
@@ -260,6 +339,7 @@ def latest(args: argparse.Namespace) -> int:
   shardkeep cat runs/a/step-500
   shardkeep cat runs/a/step-500 --json | jq .meta
 """,
+    paged=True,
 )
 def cat(args: argparse.Namespace) -> int:
     """Print the commit record as it is stored, or what shardkeep derives for a checkpoint of another format."""

@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn
 
@@ -36,6 +37,8 @@ GROUPS = {
         "latest": ("ls", "print the path of the latest good checkpoint of a run"),
         "verify": ("verify", "check that checkpoints are what was saved"),
         "prune": ("prune", "delete old checkpoints by rules"),
+        "pin": ("prune", "keep checkpoints, whatever the rules say"),
+        "unpin": ("prune", "leave pinned checkpoints to the rules again"),
         "rotate": ("rotate", "wrap the keys of encrypted checkpoints with a new key"),
     },
     "Move": {
@@ -43,6 +46,7 @@ GROUPS = {
         "convert": ("export", "convert between shardkeep, torch DCP and safetensors"),
     },
     "Try": {
+        "doctor": ("doctor", "print versions, limits and what a store can do"),
         "bench": ("bench", "measure a disk or a store against its own limit"),
         "completion": ("completion", "print the completion script for your shell"),
     },
@@ -94,6 +98,8 @@ def parser_of(name: str, command: Command) -> Parser:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(*names, **more)
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
+    hidden = None if command.paged else argparse.SUPPRESS
+    parser.add_argument("--no-pager", action="store_true", help=hidden or "do not use $PAGER on a terminal")
     return parser
 
 
@@ -120,8 +126,8 @@ def _main(words: list[str]) -> int:
     try:
         return _run(words)
     except CheckpointError as error:
-        text = out.wrap_lines(out.printable_lines(f"shardkeep: {error}"), stream=sys.stderr)
-        out.echo_err(out.styled("shardkeep:", "red", sys.stderr) + text.removeprefix("shardkeep:"))
+        text = out.titled("shardkeep:", out.printable_lines(f" {error}"), "red", sys.stderr)
+        print(text, file=sys.stderr)
         failed = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (BrokenPipeError, KeyboardInterrupt):
         raise
@@ -145,6 +151,9 @@ def _run(words: list[str]) -> int:
     if asked in {"-V", "--version"}:
         print(f"shardkeep {__version__}")
         return 0
+    if asked == "--no-pager" and len(words) > 1:  # git takes it here
+        words = [*words[1:], asked]
+        asked = words[0]
     if asked not in SUMMARIES:
         every = f"`shardkeep` alone lists the commands; they are {', '.join(SUMMARIES)}"
         if asked.startswith("-"):
@@ -155,7 +164,8 @@ def _run(words: list[str]) -> int:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])
     except SystemExit:  # after --help
         return 0
-    return command.run(args)
+    with out.paging() if command.paged and not args.no_pager else nullcontext():
+        return command.run(args)
 
 
 def _overview() -> None:

@@ -1,9 +1,10 @@
 """
-`shardkeep prune`: delete the checkpoints of a run that no rule keeps, and orphan files of saves that died.
+`shardkeep prune`: delete the checkpoints of a run that no rule keeps, and orphan files of saves that died; `pin`, `unpin`.
 
-Nothing is deleted without a rule and a confirmation. The newest checkpoint and pinned ones are always kept. A checkpoint
-that a shallow check finds damaged is kept but does not count, so that no rule relies on it. A checkpoint that is being
-written is kept, and so is, without --force, one whose directory holds other files.
+Nothing is deleted without a rule and a confirmation. Only checkpoints whose names the template gives are managed; rules do
+not see the others. The newest checkpoint and pinned ones are always kept. A checkpoint that a shallow check finds damaged
+is kept but does not count, so that no rule relies on it. A checkpoint that is being written is kept, and so is, without
+--force, one whose directory holds other files.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from typing import Any, NamedTuple
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import Run, open_existing_run
+from shardkeep.cli.runs import Run, open_existing_run, path_hints, split_path
 from shardkeep.cli.verify import check_checkpoint
-from shardkeep.errors import CheckpointError, DamagedCheckpoint, UnsupportedVersion
+from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import save_id_of
 from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
+from shardkeep.manage import catalog
 from shardkeep.manage.catalog import Entry
 from shardkeep.manage.lease import running_holder
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
-from shardkeep.storage.base import REMOVING_NAME, local_path
+from shardkeep.storage.base import REMOVING_NAME, is_name, local_path
 from shardkeep.storage.local import storage_errors
 
 _THREADS = 8
@@ -60,6 +62,8 @@ class PrunePlan:
     deleted: list[Entry]
     """Oldest first."""
     orphans: list[OrphanFiles]
+    unmanaged: list[Entry]
+    """Left alone, whatever the rules say."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +87,7 @@ class PrunePlan:
     argument("-n", "--dry-run", action="store_true", help="show what would be deleted; delete nothing"),
     argument("-f", "--force", action="store_true", help="also delete other files beside a checkpoint"),
     argument("-y", "--yes", action="store_true", help="do not ask"),
-    argument("--template", metavar="NAME", help='how its checkpoints are named: "step-{step}"'),
+    argument("--template", metavar="NAME", help='manage checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep prune runs/a --keep-last 3 --dry-run
   shardkeep prune runs/a --keep-last 3 --keep-every 10000 --keep-best loss:2
@@ -92,7 +96,8 @@ class PrunePlan:
 )
 def prune(args: argparse.Namespace) -> int:
     run = open_existing_run(args.root, args.template)
-    _check_metrics([words.partition(":")[0] for words in args.keep_best], run.entries)
+    managed = [entry for entry in run.entries if entry.managed]
+    _check_metrics([words.partition(":")[0] for words in args.keep_best], managed)
     rules = parse_rules(args)
     planned = make_plan(run, rules, force=args.force)
     if job := running_holder(run.catalog.root):
@@ -114,6 +119,35 @@ def prune(args: argparse.Namespace) -> int:
     for name, why in failed.items():
         out.echo_err(f"could not delete {out.printable(name)}: {out.printable(why)}", "red")
     return 2 if failed else 0
+
+
+def _pin(args: argparse.Namespace, *, pinned: bool) -> int:
+    """Pin checkpoints, so that neither `prune` nor the retention of a `Checkpointer` deletes them, or unpin them."""
+    found = []
+    for path in args.checkpoint:  # all of them, before any is pinned
+        parent, name = split_path(path)
+        run = Run(parent) if parent else None
+        if run is None or (entry := run.catalog.get(name)) is None:
+            with path_hints(path):
+                raise CheckpointNotFound(f"{path}: there is no checkpoint to {'pin' if pinned else 'unpin'}")
+        if not is_name(name):
+            hint = "no rule deletes it: rules are for names such as step-500"
+            raise out.UsageError(f"{path} cannot be pinned: no file can be named after it in every store", hint=hint)
+        found.append((path, run.catalog.root, entry))
+    for _, root, entry in found:
+        (catalog.pin if pinned else catalog.unpin)(root, entry.name)
+    if args.json:
+        out.print_json({"pinned": pinned, "checkpoints": args.checkpoint})
+    else:
+        for path, _, entry in found:
+            change = "" if entry.pinned != pinned else "already "
+            print(f"{out.printable(path)}: {change}{'pinned' if pinned else 'not pinned'}")
+    return 0
+
+
+_CHECKPOINTS = argument("checkpoint", metavar="CHECKPOINT", nargs="+", help="checkpoints of runs")
+pin = command(_CHECKPOINTS, examples="  shardkeep pin runs/a/step-500")(partial(_pin, pinned=True))
+unpin = command(_CHECKPOINTS, examples="  shardkeep unpin runs/a/step-500")(partial(_pin, pinned=False))
 
 
 # -- rules
@@ -161,14 +195,16 @@ def _check_metrics(metrics: Iterable[str], entries: list[Entry]) -> None:
 def make_plan(run: Run, rules: dict[str, Policy], *, force: bool = False) -> PrunePlan:
     """Decide what to do with every checkpoint."""
     with ThreadPoolExecutor(_THREADS) as threads:
-        entries = list(threads.map(lambda entry: _checked(run, entry), run.entries))
+        managed = [entry for entry in run.entries if entry.managed]
+        entries = list(threads.map(lambda entry: _checked(run, entry), managed))
         now = datetime.now(timezone.utc)
         _, unwanted = plan(entries, AnyOf(tuple(rules.values())), now)
         reasons = threads.map(lambda entry: _reason_to_spare(run, entry, force=force), unwanted)
         spared = {entry.name: reason for entry, reason in zip(unwanted, reasons, strict=True) if reason}
     committed = [entry for entry in entries if entry.committed]
     wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
-    planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [])
+    unmanaged = [entry for entry in run.entries if not entry.managed]
+    planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [], unmanaged)
     deleted = {entry.name for entry in planned.deleted}
     for entry in entries:
         if entry.name in deleted:
@@ -243,7 +279,7 @@ def find_orphans(run: Run, entry: Entry) -> OrphanFiles | None:
 
 
 def _print_plan(run: Run, planned: PrunePlan) -> None:
-    table = out.Table(("", "checkpoint", "size", "why"), right="size", flexible="why")
+    table = out.Table(("", "checkpoint", "size", "why"), right={"size"}, flexible="why")
     swept = {each.entry.name: each for each in planned.orphans}
     for entry, why in planned.kept:
         found = swept.get(entry.name)
@@ -256,6 +292,9 @@ def _print_plan(run: Run, planned: PrunePlan) -> None:
         others = foreign_files(run, entry)
         why = "no rule keeps it" + (f"; {others}" if others else "")
         table.add("delete", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why), style="red")
+    for entry in planned.unmanaged:
+        why = "of another program" if entry.layout == "safetensors" else f"not named {run.catalog.naming.template}"
+        table.add("leave", out.printable(entry.name), out.format_size(entry.nbytes), f"not managed: {why}", style="dim")
     table.print()
     print(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
 
@@ -283,6 +322,7 @@ def _plan_json(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> 
             if entry.name not in failed
         ],
         "failed": failed,
+        "unmanaged": [entry.name for entry in planned.unmanaged],
     }
 
 
@@ -316,7 +356,7 @@ def _execute(run: Run, planned: PrunePlan, *, force: bool) -> dict[str, str]:
 
 def _delete_checkpoint(run: Run, entry: Entry, *, force: bool) -> str:
     """Delete a checkpoint, or return why not. It is checked again, because the plan may be minutes old."""
-    now = run.catalog.find(entry.step)
+    now = run.catalog.get(entry.name)
     same = ("status", "saved_at", "nbytes", "save_id")
     if now is None or now.pinned or any(getattr(now, name) != getattr(entry, name) for name in same):
         return "another process has changed, pinned or deleted it since"

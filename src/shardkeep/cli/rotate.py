@@ -13,8 +13,8 @@ from shardkeep.errors import CheckpointError, StateError
 
 
 @command(
-    argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them"),
-    argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"'),
+    argument("path", metavar="PATH", nargs="+", help="checkpoints, runs, or folders of runs"),
+    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a      put the new key first
   SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a/step-500
@@ -25,7 +25,8 @@ def rotate(args: argparse.Namespace) -> int:
     for path in args.path:
         found = open_checkpoint_or_run(path, args.template)
         if isinstance(found, Run):
-            documents += [_rotate(found.path_of(entry), alone=False) for entry in found.entries if entry.committed]
+            pairs = [(run, entry) for run in (found, *found.runs) for entry in run.entries if entry.committed]
+            documents += [_rotate(run.path_of(entry), alone=False) for run, entry in pairs]
         else:
             documents.append(_rotate(path, alone=True))
     failed = [each for each in documents if each["status"] == "failed"]

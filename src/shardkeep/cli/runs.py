@@ -1,60 +1,79 @@
-"""Find what a path or URL on the command line means: a checkpoint, or a run, which is a directory of checkpoints."""
+"""
+Find what a path or URL on the command line means: a checkpoint, a run, which is a directory of checkpoints, or a folder of
+runs.
+"""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardkeep.cli.output import UsageError, did_you_mean
+from shardkeep.cli.output import UsageError, did_you_mean, natural_order
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.manage.catalog import Catalog, Entry, Naming, template_of
+from shardkeep.manage.catalog import Catalog, Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
-from shardkeep.options import Options
-from shardkeep.storage.base import local_path
+from shardkeep.storage.base import is_single_file, local_path
 from shardkeep.storage.resolve import open_root, open_store
 
-DEFAULT_TEMPLATE = "step-{step}"
+_LEVELS = 2
+"""How deep below a folder runs are found: runs/a and runs/group/a."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A directory of checkpoints."""
+    """A directory of checkpoints, or of runs."""
 
     path: str
     """As the user wrote it."""
-    catalog: Catalog
+    template: str | None = None
+    """Lists only checkpoints of these names; None: all."""
+    levels: int = _LEVELS
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """What reads it."""
+        return Catalog(self.path, self.template)
 
     @cached_property
     def entries(self) -> list[Entry]:
         """All checkpoints and unfinished saves, newest first. Only their commit records are read."""
         return self.catalog.entries()
 
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs below it, if it is a folder of runs: directories with checkpoints that are no checkpoints themselves."""
+        taken = {entry.name for entry in self.entries}
+        names = [name for name in self.catalog.root.places() if name not in taken and not name.startswith(".")]
+        below = [Run(self.path_to(name), self.template, self.levels - 1) for name in sorted(names, key=natural_order)]
+        return [found for run in below if self.levels for found in ([run] if run.entries else run.runs)]
+
+    @property
+    def latest(self) -> Entry | None:
+        """The newest checkpoint, whether or not it is damaged."""
+        return next((entry for entry in self.entries if entry.committed), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its checkpoints, by their records."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def name_of(self, run: Run) -> str:
+        """Return the name of a run below it."""
+        return run.path.removeprefix(self.path_to(""))
+
     def path_of(self, entry: Entry) -> str:
         """Return the path of a checkpoint, relative if the user wrote a relative path."""
-        return f"{self.path.rstrip('/')}/{entry.name}"
+        return self.path_to(entry.name)
 
-
-def open_run(path: str, template: str | None = None) -> Run:
-    """Open a directory of checkpoints; without a template, guess how they are named."""
-    root = open_root(path, direct=Options().direct_io)
-    return Run(path, Catalog(root, template or guess_template(root.places())))
-
-
-def guess_template(names: Iterable[str]) -> str:
-    """Find the template that most names match; the default one if any name matches that, or if none has a number."""
-    known = list(names)
-    templates = Counter(template for name in known if (template := template_of(name)))
-    if DEFAULT_TEMPLATE in templates or not templates:
-        return DEFAULT_TEMPLATE
-    likely = [template for template, _ in templates.most_common(5)]
-    return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
+    def path_to(self, name: str) -> str:
+        """Return the path of a directory in it."""
+        return f"{self.path.rstrip('/')}/{name}"
 
 
 @contextmanager
@@ -79,14 +98,20 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
         try:
             return open_checkpoint(where)
         except CheckpointNotFound:
-            run = open_run(where, template)
-            if run.entries or is_empty_directory(where):
+            if is_single_file(open_store(where, direct=False)):
+                raise
+            run = Run(where, template)
+            if run.entries or run.runs or is_empty_directory(where):
                 return run
-            raise
+            path = _local_path(where)
+            if path is None or not os.path.isdir(path):
+                raise
+            only = f" named {template}" if template else ""
+            raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or in the directories below") from None
 
 
 def open_existing_run(where: str, template: str | None = None) -> Run:
-    """Open a run, which may have no checkpoint yet; a path that does not exist, or is a checkpoint, is an error."""
+    """Open a run, which may have no checkpoint yet; what does not exist, a checkpoint, or a folder of runs is an error."""
     path = _local_path(where)
     if path is None:
         root = open_root(where, direct=False)
@@ -95,12 +120,20 @@ def open_existing_run(where: str, template: str | None = None) -> Run:
     elif not os.path.isdir(path):
         what = "is not a directory" if os.path.exists(path) else "does not exist"
         raise UsageError(f"{where}: {what}", hint=suggest_path(where))
-    reject_checkpoint(where)
-    return open_run(where, template)
+    return one_run(where, template)
 
 
-def reject_checkpoint(where: str) -> None:
-    """Raise a `UsageError` if a checkpoint is at this path, where the command needs a run."""
+def one_run(where: str, template: str | None = None) -> Run:
+    """Open a run, which need not exist; raise a `UsageError` for a checkpoint, or for a folder of runs."""
+    _reject_checkpoint(where)
+    run = Run(where, template)
+    if not run.entries and run.runs:
+        names = ", ".join(each.path for each in run.runs[:3]) + (", …" if len(run.runs) > 3 else "")
+        raise UsageError(f"{where} is a folder of {len(run.runs)} runs, not a run", hint=f"give one of them: {names}")
+    return run
+
+
+def _reject_checkpoint(where: str) -> None:
     store = open_store(where, direct=False)
     for name in (RECORD_NAME, METADATA_NAME):
         try:
@@ -121,9 +154,11 @@ def is_empty_directory(where: str) -> bool:
 def suggest_path(where: str) -> str:
     """Suggest what was meant by a path without a checkpoint; empty if there is no suggestion."""
     try:
-        run = open_run(where)
-        if (entry := run.catalog.latest()) is not None:
-            return f"it is a run; its latest checkpoint is {run.path_of(entry)}"
+        run = Run(where)
+        if run.latest is not None:
+            return f"it is a run; its latest checkpoint is {run.path_of(run.latest)}"
+        if run.runs:
+            return f"it is a folder of runs, such as {run.runs[0].path}"
         path = _local_path(where)
         if path is not None and os.path.isdir(path):
             return ""

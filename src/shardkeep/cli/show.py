@@ -1,15 +1,16 @@
-"""`shardkeep show`: one tensor or value of a checkpoint, with statistics that are computed in bounded memory."""
+"""`shardkeep show`: tensors and values of a checkpoint, with statistics that are computed in bounded memory."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import Item, find_item, item_json, print_chunks, stored_chunks
+from shardkeep.cli.contents import Item, find_items, item_json, print_chunks, stored_chunks, value_text
 from shardkeep.cli.runs import open_with_hints
 from shardkeep.errors import UnsupportedLeaf
 from shardkeep.format.boxes import parse_index
@@ -22,28 +23,34 @@ _MAX_VALUES = 1_000_000
 _MAX_CHUNKS = 8
 _FIRST_VALUES = 6
 _BAR_WIDTH = 40
+_VISIBLE = 1 / 8
+"""The shortest bar, in characters."""
 _INDEX_PART = re.compile(r"\s*(-?\d*)\s*(?::\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?)?")
 
 
 @command(
     argument("checkpoint", metavar="CHECKPOINT"),
-    argument("key", metavar="KEY"),
+    argument("key", metavar="KEY", help="a key, or a dotted prefix of keys"),
     argument("--slice", metavar="INDEX", help='print these values, indexed as in Python: "3:7, ::2"'),
     argument("--bins", type=int, default=12, metavar="N", help="bars of the histogram (12)"),
     argument("--chunks", action="store_true", help="list all chunks, not only the first few"),
     argument("--no-stats", action="store_true", help="read no data: only type and location"),
     examples="""
   shardkeep show runs/a/step-500 model.layers.0.weight
+  shardkeep show runs/a/step-500 model.layers                a line for each
   shardkeep show runs/a/step-500 model.layers.0.weight --slice "3:7, ::2"
   shardkeep show runs/a/step-500 model.layers.0.weight --slice="-4:"
   shardkeep show runs/a/step-500 step
 """,
+    paged=True,
 )
 def show(args: argparse.Namespace) -> int:
     if not 1 <= args.bins <= 1000:
         raise out.UsageError(f"--bins {args.bins}: give 1 to 1000")
     checkpoint = open_with_hints(args.checkpoint)
-    item = find_item(checkpoint, args.key)
+    item, *others = find_items(checkpoint, args.key)
+    if others or item.key != args.key:
+        return _show_prefix(checkpoint, [item, *others], args)
     found = checkpoint[args.key]
     if item.is_tensor:
         return (_show_tensor if args.slice is None else _show_slice)(checkpoint, item, found, args)
@@ -105,6 +112,68 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
     return 0
 
 
+# -- all keys below a prefix
+
+
+def _show_prefix(checkpoint: Checkpoint, items: list[Item], args: argparse.Namespace) -> int:
+    """Print statistics of each tensor, and each value, below a prefix."""
+    if args.slice is not None or args.chunks:
+        raise out.UsageError(
+            f"{args.key!r} is a prefix of {out.format_count(len(items), 'key')}, and not a tensor",
+            hint=f"give one of them, such as {items[0].key}",
+        )
+    found = {} if args.no_stats else _statistics_of(checkpoint, [item for item in items if item.is_tensor])
+    if args.json:
+        listed = [item_json(checkpoint, item, chunks=False) | _statistics_json(found.get(item.key)) for item in items]
+        out.print_json({"prefix": args.key, "items": listed})
+        return 0
+    total = sum(item.own_nbytes for item in items)
+    print(
+        f"{out.styled(out.printable(args.key), 'bold')}  {out.format_count(len(items), 'key')}, {out.format_size(total)}"
+    )
+    columns = ("min", "max", "mean", "std")
+    table = out.Table(
+        ("key", "dtype", "shape", *columns, "NaN", "Inf"),
+        right={*columns, "NaN", "Inf"},
+        flexible="key",
+        optional=["dtype"],
+        spills="shape",
+        indent="  ",
+    )
+    for item in items:
+        name = out.printable(item.key.removeprefix(args.key.rstrip(".") + "."))
+        if not item.is_tensor:
+            table.add(name, item.dtype, value_text(checkpoint, item), *[""] * 6)
+            continue
+        numbers, bad = [""] * 4, [0, 0]
+        if (each := found.get(item.key)) is not None:
+            numbers = ["-" if value is None else f"{value:.4g}" for value in (each.min, each.max, each.mean, each.std)]
+            bad = [each.nan, each.positive_inf + each.negative_inf]
+        style: out.Style | None = "red" if any(bad) else None
+        cells = (f"{count:,}" if count else "" for count in bad)
+        table.add(name, item.dtype, out.format_shape(item.shape), *numbers, *cells, style=style)
+    table.print()
+    return 0
+
+
+def _statistics_of(checkpoint: Checkpoint, items: list[Item]) -> dict[str, Statistics]:
+    from shardkeep.cli import tensors  # noqa: PLC0415 - torch only where values are read
+
+    found = {}
+    with out.ReadProgress("reading", sum(item.nbytes for item in items)) as progress:
+        for item in items:
+            with suppress(UnsupportedLeaf):  # no arithmetic
+                found[item.key] = tensors.compute_statistics(checkpoint[item.key], progress.add)
+    return found
+
+
+def _statistics_json(found: Statistics | None) -> dict[str, Any]:
+    if found is None:
+        return {"statistics": None}
+    public = {name: value for name, value in vars(found).items() if not name.startswith("_")}
+    return {"statistics": {**public, "std": found.std, "norm": found.norm}}
+
+
 # -- whole tensors
 
 
@@ -122,13 +191,8 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
             why_not = exc.message
         first = list(map(out.format_number, tensors.first_values(stored, _FIRST_VALUES).tolist()))
     if args.json:
-        document = item_json(checkpoint, item, chunks=True) | {"statistics": None, "histogram": None}
-        if statistics is not None:
-            public = {name: value for name, value in vars(statistics).items() if not name.startswith("_")}
-            document["statistics"] = {**public, "std": statistics.std, "norm": statistics.norm}
-        if histogram is not None:
-            document["histogram"] = vars(histogram)
-        out.print_json(document)
+        document = item_json(checkpoint, item, chunks=True) | _statistics_json(statistics)
+        out.print_json(document | {"histogram": vars(histogram) if histogram is not None else None})
         return 0
     print(out.styled(out.printable(item.key), "bold"))
     print(f"  {item.description}")
@@ -147,7 +211,8 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         most = max(histogram.counts)
         print()
         for at, count in enumerate(histogram.counts):
-            bar = out.styled(out.format_bar(count / most, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
+            length = max(count / most, _VISIBLE / _BAR_WIDTH if count else 0)  # so that a single number is visible
+            bar = out.styled(out.format_bar(length, _BAR_WIDTH).ljust(_BAR_WIDTH), "cyan")
             begin = histogram.low + at * (histogram.high - histogram.low) / len(histogram.counts)
             print(f"  {begin:>11.4g} ┤{bar} {count:,}")
         print(f"  {histogram.high:>11.4g} ┘")

@@ -1,29 +1,24 @@
 """
 `shardkeep verify`: check that checkpoints are what was saved, and list what is damaged. No torch.
 
-A shallow check looks at record, index, sizes and headers; a deep one reads every byte. `latest` and `prune` use it too.
+A deep check reads every byte; a shallow one looks at record, index, sizes and headers. `latest` and `prune` use that one.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import is_empty_directory, open_existing_run, split_path
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, split_path
 from shardkeep.engine.codecs import keys_for
-from shardkeep.engine.reader import open_checked
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, KeyMissing, WrongKey
-from shardkeep.format.record import FileEntry
-from shardkeep.opening import Checkpoint, verify_stored
+from shardkeep.opening import VerifyReport, verify_stored
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.options import Options
 from shardkeep.storage.base import BlobReader, Store, local_path, with_any_names
@@ -34,24 +29,18 @@ OnRead = Callable[[int], None]
 """Called with a number of bytes that were read, from any thread."""
 _MIN_TIMED_S = 0.1
 """Throughput is not shown for checks that take less."""
+_NOTHING = VerifyReport(files=0, bytes_read=0, seconds=0.0)
 
 
-@dataclass(frozen=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """The result of checking one checkpoint."""
 
-    problems: list[str] = field(default_factory=list)
+    report: VerifyReport
+    """What was read; nothing if there is a problem."""
+    problems: Sequence[str] = ()
     """What is damaged, with the file and, if known, bytes and keys; or that none of the given keys decrypts it."""
     unknown: str = ""
     """Why it could not be checked, because the store failed, which says nothing about the checkpoint."""
-    files: int = 0
-    nbytes: int = 0
-    """Bytes that were read and compared with their digests; in a shallow check, bytes of files of the right size."""
-    without_digests: int = 0
-    """Files without digests, whose bytes can be read but not compared with anything."""
-    undecoded: int = 0
-    """Encrypted files for which no key was given: the stored bytes were checked, but not the plain ones."""
-    seconds: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -61,61 +50,22 @@ class CheckResult:
 
 def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None) -> CheckResult:
     """Check one checkpoint. Damage is returned, not raised."""
-    began = time.perf_counter()
+    problems: list[str] = []
     try:
-        result = _check(where, deep=deep, on_read=on_read)
+        store = CountingStore(open_store(where, direct=Options().direct_io), on_read)
+        try:
+            return CheckResult(open_checkpoint(store if deep else where).verify(deep=deep))
+        except (KeyMissing, WrongKey) as exc:
+            if (
+                keys_for(Options()) is not None
+            ):  # a user who is about to discard an old key relies on this being a problem
+                wrong = "none of the given keys decrypts it: " if isinstance(exc, WrongKey) else ""
+                problems = [f"{wrong}{exc.message}"]
+            return CheckResult(verify_stored(store, deep=deep), problems)
     except (DamagedCheckpoint, CheckpointNotFound) as exc:
-        return CheckResult(problems=list(exc.details.get("problems", ())) or [exc.message])
+        return CheckResult(_NOTHING, [*problems, *(exc.details.get("problems") or [exc.message])])
     except CheckpointError as exc:
-        return CheckResult(unknown=exc.message)
-    return replace(result, seconds=time.perf_counter() - began)
-
-
-def _check(where: str, *, deep: bool, on_read: OnRead) -> CheckResult:
-    store = CountingStore(open_store(where, direct=Options().direct_io), on_read)
-    try:
-        checkpoint = open_checkpoint(store if deep else where)
-    except (KeyMissing, WrongKey) as exc:
-        problems = []
-        if keys_for(Options()) is not None:  # a user who is about to discard an old key relies on this being a problem
-            wrong = "none of the given keys decrypts it: " if isinstance(exc, WrongKey) else ""
-            problems = [f"{wrong}{exc.message}"]
-        try:
-            report = verify_stored(store, deep=deep)
-        except DamagedCheckpoint as damaged:
-            return CheckResult(problems=[*problems, *(damaged.details.get("problems") or [damaged.message])])
-        return CheckResult(problems, files=report.files, nbytes=report.bytes_read, undecoded=report.undecoded)
-    if deep:
-        report = checkpoint.verify()
-        return CheckResult(files=report.files, nbytes=report.bytes_read, without_digests=report.without_digests)
-    files = checkpoint.record.files
-    return CheckResult(
-        list(shallow_problems(checkpoint)),
-        files=len(files),
-        nbytes=sum(nbytes for file in files for _, nbytes in file.at_rest),
-        without_digests=sum(not file.block_nbytes for file in files),
-    )
-
-
-def shallow_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the problems that index, sizes and headers show."""
-    source = checkpoint.source
-    try:
-        source.check_index(np.unique(np.asarray(checkpoint.index.tensors.alias, np.int64)))
-    except DamagedCheckpoint as exc:
-        yield exc.message
-
-    def check(file: FileEntry) -> str:
-        try:
-            open_checked(source.store, file, None if file.header_nbytes else source.digests)[0].close()
-        except DamagedCheckpoint as exc:
-            return exc.message
-        return ""
-
-    files = checkpoint.record.files
-    if files:
-        with ThreadPoolExecutor(min(Options().io_threads, len(files))) as pool:
-            yield from filter(None, pool.map(check, files))
+        return CheckResult(_NOTHING, unknown=exc.message)
 
 
 # -- reads that are counted, for progress
@@ -151,42 +101,56 @@ class _CountingReader(ReaderWrapper):
 
 
 @command(
-    argument("path", metavar="PATH", nargs="+", help="checkpoints, or directories of them"),
-    argument("--deep", action="store_true", help="read every byte and compare it with its digest"),
-    argument("--template", metavar="NAME", help='how checkpoints of a run are named: "step-{step}"'),
+    argument("path", metavar="PATH", nargs="+", help="checkpoints, runs, or folders of runs"),
+    argument("--quick", action="store_true", help="look at records, indexes, sizes and headers only"),
+    argument("--deep", action="store_true", help=argparse.SUPPRESS),  # the default; scripts may still say it
+    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
-  shardkeep verify runs/a/step-500            record, index, sizes and headers
-  shardkeep verify runs/a/step-500 --deep     every byte
-  shardkeep verify runs/a runs/b --deep       every checkpoint of two runs
+  shardkeep verify runs/a/step-500            read every byte of a checkpoint
+  shardkeep verify runs/a runs/b              every checkpoint of two runs
+  shardkeep verify runs --quick               sizes and headers of all runs
 """,
 )
 def verify(args: argparse.Namespace) -> int:
-    """Check all of them; 1 if one is damaged, 2 if one could not be checked and none is known to be damaged."""
-    targets = [target for path in args.path for target in _targets(path, args.template)]
-    documents: list[dict[str, Any]] = []
-    for path, nbytes, unfinished in targets:
-        if unfinished:
-            document = {"path": path, "status": "unfinished", "reason": unfinished}
-            text = f"{out.styled('skip', 'yellow')}  {out.printable(path)}  unfinished: {out.printable(unfinished)}"
-        else:
-            with out.ReadProgress(split_path(path)[1], nbytes) as progress:
-                result = check_checkpoint(path, deep=args.deep, on_read=progress.add)
-            document, text = _result_json(path, result, deep=args.deep), _result_text(path, result, deep=args.deep)
-        documents.append(document)
-        if not args.json:
-            print(text)
-    found = {document["status"] for document in documents}
-    worst = 1 if "damaged" in found else 2 if "unknown" in found else 0
+    """Check all of them; 1 if one is damaged, 2 if none is, but a path has nothing that could be checked."""
+    if args.quick and args.deep:
+        raise out.UsageError("--quick and --deep contradict each other", hint="every byte is read without --quick")
+    targets = {path: list(_targets(path, args.template)) for path in args.path}
+    results = {path: [_verify(*target, args) for target in below] for path, below in targets.items()}
+    documents = [document for found in results.values() for document in found]
+    unverified = [
+        path for path, found in results.items() if all(each["status"] in {"unfinished", "unknown"} for each in found)
+    ]
+    count = Counter(document["status"] for document in documents)
+    code = 1 if count["damaged"] else 2 if unverified or count["unknown"] else 0
     if args.json:
-        out.print_json({"sound": worst == 0, "deep": args.deep, "checkpoints": documents})
-    elif len(targets) > 1:
-        sound = sum(document["status"] == "sound" for document in documents)
-        print(f"\n{sound:,} of {out.format_count(len(targets), 'checkpoint')} sound")
-    elif not targets:
-        print("no checkpoint yet")
-    if not args.json and not args.deep and targets and worst == 0:
-        print(out.styled("no damage found in sizes and headers; --deep reads every byte", "dim"))
-    return worst
+        out.print_json({"sound": code == 0 and not args.quick, "deep": not args.quick, "checkpoints": documents})
+    elif len(documents) > 1:
+        good = "not read" if args.quick else "sound"
+        words = [f"{count[each]:,} {words[2]}" for each, words in _WORDS.items() if count[each] and each != good]
+        whole = f"{count[good]:,} of {out.format_count(len(documents), 'checkpoint')} {_WORDS[good][2]}"
+        print(out.wrap_lines("\n" + ", ".join([whole, *words])))
+    if args.quick and not args.json and not unverified:
+        print(out.styled("no data was read: without --quick, every byte is compared", "dim"))
+    for path in unverified:
+        why = "it has no checkpoint that could be" if results[path] else "there is no checkpoint in it"
+        out.echo_err(f"{out.printable(path)}: nothing was verified: {why}", "red")
+    return code
+
+
+def _verify(path: str, nbytes: int, unfinished: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Check one checkpoint, print the result, and return it as JSON."""
+    if unfinished:
+        document = {"path": path, "status": "unfinished", "reason": unfinished}
+        text = _line(path, "unfinished", f"unfinished: {out.printable(unfinished)}")
+    else:
+        with out.ReadProgress(split_path(path)[1], nbytes) as progress:
+            result = check_checkpoint(path, deep=not args.quick, on_read=progress.add)
+        document = _result_json(path, result, deep=not args.quick)
+        text = _result_text(path, result, document["status"], deep=not args.quick)
+    if not args.json:
+        print(text)
+    return document
 
 
 def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
@@ -194,11 +158,10 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
     try:
         record = find(open_store(path, direct=Options().direct_io)).record
     except CheckpointNotFound:
-        run = open_existing_run(path, template)
-        if not run.entries and not is_empty_directory(path):
-            raise
-        for entry in run.entries:
-            yield run.path_of(entry), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
+        found = open_checkpoint_or_run(path, template)
+        for run in (found, *found.runs) if isinstance(found, Run) else ():
+            for entry in run.entries:
+                yield run.path_of(entry), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
         return
     except CheckpointError:  # the check will report it
         yield path, 0, ""
@@ -206,41 +169,61 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
     yield path, record.stored_nbytes, ""
 
 
-def _result_text(path: str, result: CheckResult, *, deep: bool) -> str:
-    path = out.printable(path)
+_WORDS: dict[str, tuple[str, out.Style, str]] = {
+    "sound": ("ok", "green", "sound"),
+    "read": ("read", "yellow", "read, with nothing to compare with"),
+    "not read": ("quick", "yellow", "with the right sizes and headers"),
+    "damaged": ("BAD", "red", "damaged"),
+    "unknown": ("?", "red", "could not be checked"),
+    "unfinished": ("skip", "yellow", "unfinished"),
+}
+"""The word for each status, its colour, and what the summary says. Only what was compared byte by byte is "ok"."""
+
+
+def _line(path: str, status: str, text: str, notes: Iterable[str] = ()) -> str:
+    word, style, _ = _WORDS[status]
+    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}"
+    fits = 9 + len(path) + len(text) <= (out.terminal_width() or sys.maxsize)
+    below = [*([] if fits else [text]), *notes]
+    first = f"{line}  {text}" if fits else line
+    return "\n".join([first, *(out.wrap_lines(out.printable(note), " " * 7) for note in below)])
+
+
+def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> str:
     if result.problems:
-        lines = [f"{out.styled('BAD', 'red')}   {path}  {out.format_count(len(result.problems), 'problem')}"]
-        return "\n".join(lines + [out.wrap_lines(out.printable(problem), "      ") for problem in result.problems])
+        return _line(path, status, out.format_count(len(result.problems), "problem"), result.problems)
     if result.unknown:
-        return f"{out.styled('?', 'red')}     {path}  could not be checked: {out.printable(result.unknown)}"
-    files = out.format_count(result.files, "file")
+        return _line(path, status, "could not be checked", [result.unknown])
+    found, count = result.report, out.format_count
+    text = f"{count(found.files, 'file')} of {out.format_size(found.bytes_read)}: sizes and headers are right"
+    notes = []
     if deep:
-        speed = out.format_speed(result.seconds, result.nbytes / 1e9 / (result.seconds or 1), _MIN_TIMED_S)
-        text = f"{files}, {out.format_size(result.nbytes)} read{speed}"
-        doubt = "read, but there is nothing to compare with"
-    else:
-        text = f"record, index, and {files} of {out.format_size(result.nbytes)} by size and header"
-        doubt = "only sizes and structure can be checked"
-    if result.without_digests:
-        text += f"\n      {out.format_count(result.without_digests, 'file has', 'files have')} no digests: {doubt}"
-    if result.undecoded:
-        text += (
-            f"\n      {out.format_count(result.undecoded, 'file is', 'files are')} encrypted and no key was given:"
-            " only the stored bytes were checked"
-        )
-    return f"{out.styled('ok', 'green')}    {path}  {text}"
+        speed = out.format_speed(found.seconds, found.bytes_read / 1e9 / (found.seconds or 1), _MIN_TIMED_S)
+        text = f"{count(found.files, 'file')}, {out.format_size(found.bytes_read)} read{speed}"
+        if crc := found.without_digests - found.without_checksums:
+            has = count(crc, "file has", "files have")
+            notes.append(f"{has} no digests: compared with the CRC-32 that torch stores")
+        if found.without_checksums:
+            has = count(found.without_checksums, "file has", "files have")
+            notes.append(f"{has} no checksums: every byte was read, but there was nothing to compare it with")
+    if found.undecoded:
+        has = count(found.undecoded, "file is", "files are")
+        notes.append(f"{has} encrypted and no key was given" + ": only the stored bytes were checked" * deep)
+    return _line(path, status, text, notes)
 
 
 def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any]:
-    status = "damaged" if result.problems else "unknown" if result.unknown else "sound"
+    found = result.report
+    good = "not read" if not deep else "read" if found.without_checksums else "sound"
     return {
         "path": path,
-        "status": status,
-        "problems": result.problems,
+        "status": "damaged" if result.problems else "unknown" if result.unknown else good,
+        "problems": list(result.problems),
         "reason": result.unknown or None,
-        "files": result.files,
-        "nbytes": result.nbytes,
-        "files_without_digests": result.without_digests,
-        "files_undecoded": result.undecoded,
-        "seconds": result.seconds if deep else None,
+        "files": found.files,
+        "nbytes": found.bytes_read,
+        "files_without_digests": found.without_digests,
+        "files_without_checksums": found.without_checksums,
+        "files_undecoded": found.undecoded,
+        "seconds": found.seconds if deep else None,
     }

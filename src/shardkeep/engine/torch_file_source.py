@@ -123,10 +123,10 @@ class TorchFileSource(Source):
                 found.append(int(np.searchsorted(self.index.chunk_ends, row, "right")))
         return list_keys(self.index.keys.raw(row).decode() for row in found) or "no tensor"
 
-    def damage_without_digests(self, file: int) -> Iterator[errors.CheckpointError]:
+    def damage_by_form(self, file: int, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
         """Compare the entries of a file with the CRC-32 checksums in its directory."""
         entry = self.record.files[file]
-        return bad_archives(self.files, [Item(file, 0, entry.nbytes, entry.name)], self.keys_at)
+        return bad_archives(self.files, [(Item(file, 0, entry.nbytes, entry.name), ())], self.keys_at, uncompared)
 
     def position(self, chunk: int) -> tuple[int, int]:
         """Return the file of a chunk, and where its storage begins there, header included."""

@@ -269,12 +269,9 @@ class TorchSource(Source):
         items = (item for item, _ in self._items_in(file))
         return list_keys(item.key for item in items if item.offset < end and item.offset + item.nbytes > at)
 
-    def damage_without_digests(self, file: int) -> Iterator[errors.CheckpointError] | None:
-        """Verify the checksums in the archives of a file without digests. What an extension changed cannot be verified."""
-        if self.record.files[file].block_nbytes:
-            return None
-        items = [item for item, descriptors in self._items_in(file) if not descriptors]
-        return bad_archives(self.files, items, self.keys_at)
+    def damage_by_form(self, file: int, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
+        """Verify the checksums in the archives of a file. What an extension changed is read, and cannot be verified."""
+        return bad_archives(self.files, list(self._items_in(file)), self.keys_at, uncompared)
 
     def _items_in(self, file: int) -> Iterator[tuple[Item, tuple[str, ...]]]:
         """Yield the items of a file, and the stream extensions of each."""
@@ -283,6 +280,10 @@ class TorchSource(Source):
         for key, location in self.objects.items():
             if location.file == self.record.files[file].name:
                 yield self.files.item(location, key), location.descriptors
+
+    def value_nbytes(self, key: str) -> int:
+        """Return the size of an object's item."""
+        return self.objects[key].nbytes
 
     def position(self, chunk: int) -> tuple[int, int]:
         """Return the file of a chunk, and where its item begins."""
@@ -547,15 +548,18 @@ def _bytes(reader: BlobReader, offset: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def bad_archives(files: ItemFiles, items: Sequence[Item], keys_at: KeysAt) -> Iterator[errors.CheckpointError]:
+def bad_archives(
+    files: ItemFiles, items: Sequence[tuple[Item, Sequence[str]]], keys_at: KeysAt, uncompared: set[int]
+) -> Iterator[errors.CheckpointError]:
     """
     Compare archives in a file with the CRC-32 checksums in them: all there is to verify where a file has no digests.
 
-    With `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
+    `items` come with their stream extensions. The file is added to `uncompared` if some of its bytes have no checksum. With
+    `torch.serialization.set_crc32_options(False)` torch writes wrong ones; such a file looks damaged.
     """
     if not items:
         return
-    name, found, parts = files.entries[items[0].file].name, list[errors.CheckpointError](), list[ArchiveEntry]()
+    name, found, parts = files.entries[items[0][0].file].name, list[errors.CheckpointError](), list[ArchiveEntry]()
 
     def check(part: ArchiveEntry, buffer: memoryview) -> bool:
         crc = 0
@@ -563,9 +567,11 @@ def bad_archives(files: ItemFiles, items: Sequence[Item], keys_at: KeysAt) -> It
             window = buffer[: min(len(buffer), part.nbytes - at)]
             reader.read_into(part.start + at, window)
             crc = zlib.crc32(window, crc)
-        if crc != part.crc:
+        if part.nbytes and not part.crc:  # our writer does not know it in advance
+            uncompared.add(items[0][0].file)
+        elif crc != part.crc:
             start, stop = part.start, part.start + part.nbytes
-            keys = keys_at(items[0].file, start, stop)
+            keys = keys_at(items[0][0].file, start, stop)
             found.append(
                 errors.ChecksumMismatch(
                     f"{name}: bytes {start} to {stop} ({part.name}) have another CRC-32 than their archive says; they hold {keys}",
@@ -578,22 +584,22 @@ def bad_archives(files: ItemFiles, items: Sequence[Item], keys_at: KeysAt) -> It
         return True
 
     with closing(files.store.open(name)) as reader:
-        for item in items:
+        for item, extensions in items:
+            where = f"{name} ({item.key!r} at {item.offset})"
+            entries = [ArchiveEntry(item.key, 0, item.nbytes, 0)]
             try:
-                entries = stored_parts(
-                    view_of(reader, item), item.nbytes, where=f"{name} ({item.key!r} at {item.offset})"
-                )
+                if not extensions:
+                    entries = stored_parts(view_of(reader, item), item.nbytes, where=where)
             except errors.DamagedCheckpoint as exc:
                 found.append(exc)
                 continue
-            if any(entry.crc and entry.start + entry.nbytes > item.nbytes for entry in entries):
+            if any(entry.start + entry.nbytes > item.nbytes for entry in entries):
                 why = f"{name}: an archive with an entry that reaches out of it ({item.key!r})"
                 found.append(errors.MalformedFile(why, file=name, key=item.key))
-            else:  # a checksum of 0 means that torch was configured to write none
-                parts += [entry._replace(start=item.offset + entry.start) for entry in entries if entry.crc]
+            else:
+                parts += [entry._replace(start=item.offset + entry.start) for entry in entries]
         options = Options()
-        threads, window = divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[
-            :2
-        ]
+        requests = preferred_requests(files.store, options.io_threads)
+        threads, window = divide_budget(requests, options.host_budget_bytes)[:2]
         run_workers(parts, check, threads=min(threads, len(parts)) or 1, buffer_nbytes=window)
     yield from found

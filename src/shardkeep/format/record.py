@@ -211,6 +211,10 @@ def _members(record: Record) -> dict[str, Any]:
     return {key: value for key, value in members.items() if value or key not in ("chains", "mac")}
 
 
+# Made once, here: the process crashes if two threads are the first to decode a struct that holds other structs.
+_decode = msgspec.json.Decoder(Record).decode
+
+
 def decode_record(data: bytes, where: str) -> Record:
     """Check and decode a record; `where` is named in errors."""
     head, mark, _ = data.rpartition(b',\n  "checksum":')
@@ -232,7 +236,7 @@ def decode_record(data: bytes, where: str) -> Record:
             )
         if peek["version"] < 1:
             raise MalformedFile(f"{where}: there never was a format version {peek['version']}", file=RECORD_NAME)
-        record = msgspec.convert(peek, Record)
+        record = _decode(data)
     except CheckpointError:
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as exc:

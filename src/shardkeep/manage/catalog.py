@@ -1,6 +1,8 @@
 """
 The checkpoints of a root, found by their commit records alone: no index, data file or torch is needed.
 
+A `Checkpointer` manages the checkpoints whose names its template gives. `Catalog` without a template lists all others, too.
+
 The commit records are authoritative. The `latest` file of a root is a hint for people and scripts, and is never read here.
 
 `Entry` describes one checkpoint. `Naming` maps steps to names and back. `newest_first` orders entries by timeline and
@@ -12,27 +14,29 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
+from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StateError, StorageError
 from shardkeep.format.record import Record
 from shardkeep.layouts import orphans
-from shardkeep.layouts.native import record_in
+from shardkeep.layouts.native import record_in, save_id_of
 from shardkeep.layouts.torch import METADATA_NAME, is_data, is_metadata
 from shardkeep.options import Options
 from shardkeep.storage.base import (
     REMOVING_NAME,
+    BlobInfo,
     Deletes,
     ReadableStore,
     Root,
     SmallFiles,
     Store,
-    is_commit_marker,
     is_name,
 )
 from shardkeep.storage.resolve import open_root
@@ -52,6 +56,11 @@ _TEMPLATE_HINT = (
     'a template has the step in it once, as in "step-{step}" or "step-{step:08d}", and otherwise letters, digits, ._-'
 )
 _MAX_STEP = (1 << 63) - 1
+_STEP_IN_NAME = re.compile(
+    r"(?:.*(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?([0-9]{1,18})(?:\.\w+)?", re.IGNORECASE
+)
+"""Names by which other programs give a step: checkpoint-500, iter_0000200, epoch=3-step=300.ckpt."""
+DEFAULT_TEMPLATE = "step-{step}"
 _PIN_PREFIX = "pin."
 _MAX_PIN_NBYTES = 4096
 _THREADS = 16
@@ -59,7 +68,7 @@ _THREADS = 16
 _MAX_STRANGERS = 3
 
 Status = Literal["committed", "unfinished", "damaged"]
-Layout = Literal["native", "torch"]
+Layout = Literal["native", "torch", "safetensors"]
 
 
 # -- one checkpoint -----------------------------------------------------------------------------------------------
@@ -72,6 +81,7 @@ class Entry:
     name: str
     """The name of its directory in the root."""
     step: int
+    """The step; -1 if neither the record nor the name says."""
     status: Status
     """committed: it exists. unfinished: it is being written, or its save never finished. damaged: its record is unreadable."""
     reason: str = ""
@@ -91,6 +101,8 @@ class Entry:
     """The commit record of a native checkpoint."""
     problem: CheckpointError | None = field(default=None, repr=False)
     """The error that reading the record of a damaged checkpoint raised."""
+    managed: bool = True
+    """Whether the template gives its name. Retention never deletes any other checkpoint."""
     tier: int = 0
     """In a Checkpointer with two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
 
@@ -98,6 +110,11 @@ class Entry:
     def committed(self) -> bool:
         """Whether it exists as a checkpoint."""
         return self.status == "committed"
+
+    @property
+    def known_step(self) -> int | None:
+        """The step; None where it is not known."""
+        return self.step if self.step >= 0 else None
 
     @property
     def age(self) -> tuple[int, int]:
@@ -115,7 +132,7 @@ class Entry:
         return self.timeline, self.save_id
 
 
-def entry_from_record(name: str, step: int, record: Record, *, pinned: bool) -> Entry:
+def entry_from_record(name: str, step: int, record: Record, *, pinned: bool, managed: bool = True) -> Entry:
     """Describe a committed checkpoint by its record."""
     timeline, origin = record.meta.get(TIMELINE), None
     match record.meta.get(BEGAN_AFTER):
@@ -138,6 +155,7 @@ def entry_from_record(name: str, step: int, record: Record, *, pinned: bool) -> 
         timeline=timeline if type(timeline) is int and timeline > 0 else 0,
         began_after=origin,
         record=record,
+        managed=managed,
     )
 
 
@@ -206,8 +224,10 @@ def newest_first(entries: Iterable[Entry]) -> list[Entry]:
         if origin is not None and origin[0] < timeline:
             timeline, step = origin[0], min(step, origin[1])
 
-    def order(entry: Entry) -> tuple[bool, int, int, str]:
-        return entry.step <= reach.get(entry.timeline, -1), entry.timeline, entry.step, entry.name
+    def order(entry: Entry) -> tuple[bool, int, int, float, str]:
+        # Only where the step is not known does the order depend on a clock.
+        saved_s = entry.saved_at.timestamp() if entry.step < 0 and entry.saved_at else 0.0
+        return entry.step <= reach.get(entry.timeline, -1), entry.timeline, entry.step, saved_s, entry.name
 
     return sorted(known, key=order, reverse=True)
 
@@ -279,11 +299,21 @@ class Naming:
 def template_of(name: str) -> str | None:
     """Guess the template of a name by its last number."""
     found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
-    if found is None:
+    if found is None or not is_name(name):
         return None
     before, digits, after = found.groups()
     width = f":0{len(digits)}d" if digits.startswith("0") and len(digits) > 1 else ""
     return f"{before}{{step{width}}}{after}"
+
+
+def guess_template(names: Iterable[str]) -> str:
+    """Find the template that most names match; the default one if any name matches that, or if none looks like a step."""
+    known = [name for name in names if _STEP_IN_NAME.fullmatch(name)]  # not exp-1, or llama-7b
+    templates = Counter(found for name in known if (found := template_of(name)))
+    if DEFAULT_TEMPLATE in templates or not templates:
+        return DEFAULT_TEMPLATE
+    likely = [template for template, _ in templates.most_common(5)]
+    return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
 
 
 def pinned(root: SmallFiles) -> set[str]:
@@ -331,36 +361,46 @@ class Catalog:
 
     """
 
-    def __init__(self, root: str | os.PathLike[str] | Root, template: str = "step-{step}") -> None:
+    def __init__(self, root: str | os.PathLike[str] | Root, template: str | None = None) -> None:
         """
         Open a root for reading.
 
         Args:
             root: a path, a URL, or a root.
-            template: how its checkpoints are named; directories with other names are ignored.
+            template: list only the checkpoints of these names, as `Checkpointer` does: "step-{step}". By default every
+                checkpoint is listed, whatever its name and layout.
 
         Raises:
             StateError: the template does not contain the step once.
 
         """
         self.root = open_root(root, direct=Options().direct_io)
-        self.naming = Naming(template)
+        self._lists_all = template is None
+        if template is not None:
+            self.naming = Naming(template)
+
+    @cached_property
+    def naming(self) -> Naming:
+        """How the checkpoints of a `Checkpointer` are named here; without a template, guessed from all names."""
+        return Naming(guess_template(self.root.places()))
 
     def __repr__(self) -> str:
-        return f"Catalog({self.root.url!r}, {self.naming.template!r})"
+        return f"Catalog({self.root.url!r}{'' if self._lists_all else f', {self.naming.template!r}'})"
 
     def __iter__(self) -> Iterator[Entry]:
         """Read all entries, the highest step first."""
-        pins = pinned(self.root)
-        found = [(step, name) for name in self.root.places() if (step := self.naming.step(name)) is not None]
-        steps, names = zip(*sorted(found, reverse=True), strict=True) if found else ((), ())
+        look = partial(self._look, pins=pinned(self.root))
+        names = [
+            name
+            for name in self.root.places()
+            if self.naming.step(name) is not None or (self._lists_all and not name.startswith("."))
+        ]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkeep-catalog") as threads:
-            look = partial(self._look, pins=pins)
             try:
-                entries = threads.map(look, steps, names)
+                entries = threads.map(look, names)
             except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-                entries = map(look, steps, names)
-            yield from (entry for entry in entries if entry)
+                entries = map(look, names)
+            yield from sorted(filter(None, entries), key=lambda entry: entry.step, reverse=True)
 
     def entries(self) -> list[Entry]:
         """
@@ -376,40 +416,58 @@ class Catalog:
 
     def find(self, step: int) -> Entry | None:
         """Return the entry of a step."""
-        name = self.naming.name(step)
-        return self._look(step, name, pins=pinned(self.root))
+        found = self.get(self.naming.name(step))
+        if found is None and self._lists_all:
+            found = next((entry for entry in self.entries() if entry.step == step), None)
+        return found
+
+    def get(self, name: str) -> Entry | None:
+        """Return the entry of a name."""
+        return self._look(name, pins=pinned(self.root))
 
     def strangers(self) -> dict[str, str]:
         """Return a few checkpoints whose names do not match the template, each with a template that would match."""
-        found: dict[str, str] = {}
-        for name in sorted(self.root.places(), reverse=True):
-            template = template_of(name)
-            if template is None or self.naming.step(name) is not None:
-                continue
-            if any(is_commit_marker(info.name) for info in self.root.place(name).list()):
-                found[name] = template
-            if len(found) == _MAX_STRANGERS:
-                break
-        return found
+        others = [
+            entry.name for entry in Catalog(self.root) if entry.committed and self.naming.step(entry.name) is None
+        ]
+        found = {name: template for name in others if (template := template_of(name))}
+        return dict(list(found.items())[:_MAX_STRANGERS])
 
-    def _look(self, step: int, name: str, *, pins: set[str]) -> Entry | None:
-        store = self.root.place(name)
+    def _look(self, name: str, *, pins: set[str]) -> Entry | None:
+        store, step = self.root.place(name), self.naming.step(name)
+        managed = step is not None
+        if step is None:
+            number = _STEP_IN_NAME.fullmatch(name)
+            step = int(number[1]) if number else -1
+        about = Entry(name=name, step=step, status="committed", pinned=name in pins, managed=managed)
         try:
             try:
                 record = record_in(store)
             except BlobNotFound:
-                return _without_record(store, name, step, is_pinned=name in pins)
-            return entry_from_record(name, step, record, pinned=name in pins)
+                return self._without_record(store, about)
+            step = record.step if self._lists_all and record.step is not None else step
+            return entry_from_record(name, step, record, pinned=about.pinned, managed=managed)
         except CheckpointError as exc:
-            return Entry(name=name, step=step, status="damaged", reason=exc.message, pinned=name in pins, problem=exc)
+            return replace(about, status="damaged", reason=exc.message, problem=exc)
+
+    def _without_record(self, store: Store, about: Entry) -> Entry | None:
+        """Describe a directory without a commit record; None for one that has nothing to do with checkpoints."""
+        infos = {info.name: info for info in store.list()}
+        if self._lists_all and METADATA_NAME not in infos and (model := find_safetensors(store)) is not None:
+            step = about.step if model.record.step is None else model.record.step
+            found = entry_from_record(about.name, step, model.record, pinned=about.pinned, managed=False)
+            return replace(found, layout="safetensors", record=None)
+        if not infos or (self._lists_all and not any(map(_is_of_save, infos))):
+            return None  # a directory of something else
+        return _of_torch_or_unfinished(store, infos, about)
 
 
-def _without_record(store: Store, name: str, step: int, *, is_pinned: bool) -> Entry | None:
-    """Describe a directory that has no commit record: a checkpoint in torch's layout, or an unfinished save."""
-    infos = {info.name: info for info in store.list()}
-    if not infos:
-        return None
-    entry = Entry(name=name, step=step, status="committed", pinned=is_pinned)
+def _is_of_save(name: str) -> bool:
+    """Return whether a file is written by saves of a checkpoint, and by little else."""
+    return name == REMOVING_NAME or save_id_of(name) is not None or is_data(name) or is_metadata(name)
+
+
+def _of_torch_or_unfinished(store: Store, infos: Mapping[str, BlobInfo], entry: Entry) -> Entry:
     metadata = infos.get(METADATA_NAME)
     if metadata is not None and metadata.nbytes:
         ours = [info.nbytes for info in infos.values() if is_data(info.name) or is_metadata(info.name)]

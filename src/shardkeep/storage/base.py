@@ -39,6 +39,7 @@ DEFAULT_PART_NBYTES = 8 << 20
 """How much of an open blob a sequential store is assumed to buffer if it does not say."""
 _NAME = re.compile(r"(?!\.tmp-)(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,250}")
 """No separators, no directory references, and no name that a store uses for its temporary files."""
+_PLACE = re.compile(r"(?!-)(?!\.tmp-)(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]{1,251}")
 
 
 _SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
@@ -62,6 +63,16 @@ def check_name(name: str) -> str:
         message = f"{name!r} is not a blob name: up to 251 letters, digits, '.', '_' or '-', no '-' first"
         raise MalformedFile(message, name=name)
     return name
+
+
+def is_place_name(name: str) -> bool:
+    """Return whether a directory of this name can be listed and read: other programs choose names with `=` or spaces."""
+    return _PLACE.fullmatch(name) is not None
+
+
+def check_place(name: str) -> str:
+    """Return the name of a place below a root, or raise `MalformedFile` if it could reach outside the root."""
+    return name if is_place_name(name) else check_name(name)
 
 
 def check_below(name: str) -> str:
@@ -213,7 +224,11 @@ class Root(Store, Protocol):
     """
 
     def places(self) -> Iterator[str]:
-        """Name all places below, in no order, without reading them. A root that does not exist has none."""
+        """
+        Name all places below, in no order, without reading them. A root that does not exist has none.
+
+        Other programs may have named them, so a place's name need not be a valid name of a blob (`is_place_name`).
+        """
 
     def place(self, name: str) -> Store:
         """Return a place below, which need not exist."""

@@ -246,7 +246,7 @@ class FsspecStore(ConditionalPuts):
             return None
 
     def list(self) -> Iterator[base.BlobInfo]:
-        files = [(name, info) for name, info in self._level() if info.get("type") == "file"]
+        files = [(name, info) for name, info in self._level("file") if base.is_name(name)]
         found = [base.BlobInfo(name, int(info["size"]), _modified_s(info)) for name, info in files]
         return iter(sorted(found, key=lambda blob: blob.name))
 
@@ -275,19 +275,21 @@ class FsspecStore(ConditionalPuts):
     # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
-        return iter([name for name, info in self._level() if info.get("type") == "directory"])
+        return iter([name for name, _ in self._level("directory") if base.is_place_name(name)])
 
     def place(self, name: str) -> FsspecStore:
-        return FsspecStore(self.fs, self.path_of(name), f"{self.url}/{name}", settle_s=self._settle_s)
+        path = f"{self._path}/{base.check_place(name)}"
+        return FsspecStore(self.fs, path, f"{self.url}/{name}", settle_s=self._settle_s)
 
     def remove(self, name: str) -> None:
-        base.delete_contents(self.place(name))
+        place = self.place(name)
+        base.delete_contents(place)
         with suppress(BlobNotFound), fs_errors("cannot remove", self.url, name):
-            if self.fs.exists(self.path_of(name)):
-                self.fs.rm(self.path_of(name), recursive=True)
+            if self.fs.exists(place._path):
+                self.fs.rm(place._path, recursive=True)
 
     def drop_empty(self, name: str) -> None:
-        path = self.path_of(name)
+        path = self.place(name)._path
         with suppress(BlobNotFound), fs_errors("cannot remove", self.url, name):
             if self.fs.isdir(path) and not self.fs.ls(path):
                 self.fs.rmdir(path)
@@ -295,8 +297,8 @@ class FsspecStore(ConditionalPuts):
     def path_of(self, name: str) -> str:
         return f"{self._path}/{base.check_name(name)}"
 
-    def _level(self) -> Sequence[tuple[str, dict[str, Any]]]:
-        """Return what is here under a blob's name."""
+    def _level(self, kind: str) -> Sequence[tuple[str, dict[str, Any]]]:
+        """Return what is here of a kind, by name."""
         with fs_errors("cannot list", self.url):
             self.fs.invalidate_cache(self._path)
             try:
@@ -306,8 +308,7 @@ class FsspecStore(ConditionalPuts):
         # `ls` of a file lists the file itself.
         itself = self.fs._strip_protocol(self._path)
         level = [info for info in level if self.fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
-        named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level]
-        return [(name, info) for name, info in named if base.is_name(name)]
+        return [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level if info.get("type") == kind]
 
 
 def open_again(

@@ -22,7 +22,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Literal
@@ -655,16 +655,16 @@ class LocalStore:
                     digest.update(piece)
                 return base.Version(digest.hexdigest(), str(os.fstat(file.fileno()).st_mtime_ns))
 
-    def _entries(self) -> list[os.DirEntry[str]]:
-        """Return what is in the directory under a blob's name; nothing if it was never made."""
+    def _entries(self, is_name: Callable[[str], bool]) -> list[os.DirEntry[str]]:
+        """Return what is in the directory under such names; nothing if it was never made."""
         with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
-            return [entry for entry in entries if base.is_name(entry.name)]
+            return [entry for entry in entries if is_name(entry.name)]
         return []
 
     def list(self) -> Iterator[base.BlobInfo]:
         found = []
         with storage_errors("cannot list", self.url):
-            for entry in self._entries():
+            for entry in self._entries(base.is_name):
                 with suppress(FileNotFoundError):  # deleted since
                     if entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
@@ -691,13 +691,13 @@ class LocalStore:
 
     def places(self) -> Iterator[str]:
         with storage_errors("cannot list", self.url):
-            return iter([entry.name for entry in self._entries() if entry.is_dir()])
+            return iter([entry.name for entry in self._entries(base.is_place_name) if entry.is_dir()])
 
     def place(self, name: str) -> LocalStore:
-        return LocalStore(os.path.join(self.url, base.check_name(name)), direct=self._direct, durable=self._durable)
+        return LocalStore(os.path.join(self.url, base.check_place(name)), direct=self._direct, durable=self._durable)
 
     def remove(self, name: str) -> None:
-        path = self._path_of(name)
+        path = os.path.join(self._path, base.check_place(name))
         with storage_errors("cannot remove", self.url, name), suppress(FileNotFoundError):
             if os.path.islink(path):
                 os.unlink(path)
@@ -708,7 +708,7 @@ class LocalStore:
             sync_directory(self._path)
 
     def drop_empty(self, name: str) -> None:
-        path = self._path_of(name)
+        path = os.path.join(self._path, base.check_place(name))
         with storage_errors("cannot remove", self.url, name), suppress(FileNotFoundError, NotADirectoryError):
             try:
                 os.rmdir(path)

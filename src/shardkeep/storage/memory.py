@@ -126,7 +126,7 @@ class MemoryStore:
 
     def place(self, name: str) -> MemoryStore:
         with self._lock:
-            return self._places.setdefault(base.check_name(name), MemoryStore(f"{self.url}/{name}"))
+            return self._places.setdefault(base.check_place(name), MemoryStore(f"{self.url}/{name}"))
 
     def remove(self, name: str) -> None:
         place = self.place(name)
@@ -136,4 +136,4 @@ class MemoryStore:
 
     def drop_empty(self, name: str) -> None:
         """Do nothing: a place without blobs does not exist."""
-        base.check_name(name)
+        base.check_place(name)

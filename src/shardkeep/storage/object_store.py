@@ -289,10 +289,10 @@ class ObjectStore(ConditionalPuts):
 
     def places(self) -> Iterator[str]:
         found = [path.rstrip("/").removeprefix(self.prefix) for path in self._level()["common_prefixes"]]
-        return iter([name for name in found if base.is_name(name)])
+        return iter([name for name in found if base.is_place_name(name)])
 
     def place(self, name: str) -> ObjectStore:
-        return ObjectStore(self.bucket, f"{self.prefix}{base.check_name(name)}/", f"{self.url}/{name}")
+        return ObjectStore(self.bucket, f"{self.prefix}{base.check_place(name)}/", f"{self.url}/{name}")
 
     def remove(self, name: str) -> None:
         place = self.place(name)
@@ -308,7 +308,7 @@ class ObjectStore(ConditionalPuts):
 
     def drop_empty(self, name: str) -> None:
         """Do nothing: a prefix without objects does not exist."""
-        base.check_name(name)
+        base.check_place(name)
 
 
 def open_again(

@@ -230,7 +230,7 @@ def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
 
     with closing(reader):
         archive = view_of(reader, item)(0, len(ZIP)) == ZIP
-        for bad in bad_archives(files, [item], keys_at) if archive else ():
+        for bad in bad_archives(files, [(item, ())], keys_at, set()) if archive else ():
             raise bad
         how = {"archive": archive, "mmap": archive and not blob}
         state = load_safely(opened, where, {"file": where}, map_location="cpu", **how)
