@@ -80,7 +80,7 @@ def test_parts_are_read_as_torch_slices_them(tmp_path_factory, tensor, data):
     """A slice of a part of a larger tensor, with any steps, and as the memory of another layout is filled with it."""
     where = tmp_path_factory.mktemp("slices") / "file.pt"
     torch.save({"t": tensor}, where)
-    steps = [st.slices(n).filter(lambda s: (s.step or 1) > 0) for n in tensor.shape]
+    steps = [st.slices(n).filter(lambda s: 0 < (s.step or 1) < 1 << 60) for n in tensor.shape]
     picked = tuple(data.draw(st.tuples(*steps)))
     stored = torch.load(where)["t"]
     assert bits(sk.open(where)["t"][picked]) == bits(stored[picked])

@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     with (
         open(folder / f"rank-{rank}.log", "w", buffering=1) as log,
         sk.Checkpointer(folder / "stop", signals=("SIGTERM",)) as stop,
-        sk.Checkpointer(folder / "look", signals=("SIGUSR1",)) as look,
+        sk.Checkpointer(folder / "look", signals=("SIGUSR1",), save_last=False) as look,
     ):
         log.write(f"pid {os.getpid()}\n")
         for step in range(1, MOST_STEPS):

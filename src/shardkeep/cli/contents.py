@@ -107,8 +107,10 @@ def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
     """Return the item of a key, or those below a prefix; a `UsageError` names keys that are spelt alike."""
     if found := list(iter_items(checkpoint, key.__eq__)) or list(iter_items(checkpoint, key_filter([], key))):
         return found
-    missing = checkpoint.missing_key(key)
-    raise out.UsageError(missing.message, hint=missing.hint or "`shardkeep ls CHECKPOINT` lists its keys")
+    parts = key.count(".") + 1
+    alike = {".".join(name.split(".")[:parts]) for name in checkpoint}  # also prefixes, if that is what was meant
+    hint = out.did_you_mean(key, {*alike, *checkpoint}, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
+    raise out.UsageError(checkpoint.missing_key(key).message, hint=hint)
 
 
 def value_text(checkpoint: Checkpoint, item: Item) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
@@ -52,6 +53,7 @@ from shardkeep.state.leaves import ShardedBox, is_dtensor
 from shardkeep.storage import file_systems
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter}
+_ATOMS = {int, float, bool, str, bytes, type(None)}
 _PLANNER = tuple(name for name in vars(DefaultLoadPlanner) if callable(getattr(DefaultLoadPlanner, name)))
 _READER = tuple(name for name in vars(FileSystemReader) if callable(getattr(FileSystemReader, name)))
 
@@ -210,10 +212,10 @@ class _StoredNames:
                 stream, descriptors = io.BytesIO(data), source.objects[name].descriptors
                 if descriptors:
                     stream = io.BytesIO(source.undo(-1, descriptors, stream).read(-1))
-                try:  # plain values need no torch
-                    made[name] = read_object(stream.getvalue(), where=f"{name!r}")
-                except CheckpointError:
-                    made[name] = load_object(stream, key=name)
+                plain: Any = _ATOMS
+                with suppress(CheckpointError):  # numbers and text need no torch
+                    plain = read_object(stream.getvalue(), where=f"{name!r}")
+                made[name] = plain if type(plain) in _ATOMS else load_object(stream, key=name)
         return made
 
 
