@@ -13,68 +13,86 @@ torch already, what saves need is imported at once, so that the first save does 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from shardkeep._version import __version__
 
-if TYPE_CHECKING:
-    from shardkeep.codecs.base import CodecConfig
-    from shardkeep.codecs.chain import register_codec
-    from shardkeep.codecs.keys import KeyRing, KeySource, new_key
-    from shardkeep.conversion.api import ConvertReport, ExportReport, convert, export
-    from shardkeep.conversion.rotate import rotate_keys
-    from shardkeep.engine.queue import SaveHandle, SaveProgress
-    from shardkeep.engine.report import LoadReport, SaveReport
-    from shardkeep.errors import (
-        BlobNotFound,
-        CheckpointError,
-        CheckpointExists,
-        CheckpointNotFound,
-        ChecksumMismatch,
-        DamagedCheckpoint,
-        EarlierSaveFailed,
-        Failure,
-        InvalidShards,
-        KeyCollision,
-        KeyMissing,
-        LeaseLost,
-        MalformedFile,
-        NotAuthentic,
-        NotPromoted,
-        PickleRefused,
-        RanksDisagree,
-        RanksSilent,
-        ReplicasDiffer,
-        RootInUse,
-        SaveCancelled,
-        StateError,
-        StateMismatch,
-        StorageError,
-        StorageFull,
-        UnsupportedLeaf,
-        UnsupportedVersion,
-        WriterDied,
-        WrongKey,
-        WrongSize,
+if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+    # isort: off
+    from shardkeep.codecs.base import CodecConfig as CodecConfig
+    from shardkeep.codecs.chain import register_codec as register_codec
+    from shardkeep.codecs.keys import KeyRing as KeyRing, KeySource as KeySource, new_key as new_key
+    from shardkeep.conversion.api import (
+        ConvertReport as ConvertReport,
+        ExportReport as ExportReport,
+        convert as convert,
+        export as export,
     )
-    from shardkeep.events import on_event
-    from shardkeep.loading import load
-    from shardkeep.manage.catalog import Catalog
-    from shardkeep.manage.checkpointer import Checkpointer
-    from shardkeep.manage.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger
-    from shardkeep.opening import Checkpoint, StoredTensor, VerifyReport, open, verify_stored  # noqa: A004 - sk.open
-    from shardkeep.options import Options
-    from shardkeep.reports.progress import show_progress
-    from shardkeep.reports.trace import trace
-    from shardkeep.saving import async_save, finish_saves, save
-    from shardkeep.state.leaves import PerRank, ShardedBox
-    from shardkeep.state.stored import RNG
-    from shardkeep.storage.local import LocalStore
-    from shardkeep.storage.memory import MemoryStore
-    from shardkeep.storage.resolve import open_place
+    from shardkeep.conversion.rotate import rotate_keys as rotate_keys
+    from shardkeep.engine.queue import SaveHandle as SaveHandle, SaveProgress as SaveProgress
+    from shardkeep.engine.report import LoadReport as LoadReport, SaveReport as SaveReport
+    from shardkeep.errors import (
+        BlobNotFound as BlobNotFound,
+        CheckpointError as CheckpointError,
+        CheckpointExists as CheckpointExists,
+        CheckpointNotFound as CheckpointNotFound,
+        ChecksumMismatch as ChecksumMismatch,
+        DamagedCheckpoint as DamagedCheckpoint,
+        EarlierSaveFailed as EarlierSaveFailed,
+        Failure as Failure,
+        InvalidShards as InvalidShards,
+        KeyCollision as KeyCollision,
+        KeyMissing as KeyMissing,
+        LeaseLost as LeaseLost,
+        MalformedFile as MalformedFile,
+        NotAuthentic as NotAuthentic,
+        NotPromoted as NotPromoted,
+        PickleRefused as PickleRefused,
+        RanksDisagree as RanksDisagree,
+        RanksSilent as RanksSilent,
+        ReplicasDiffer as ReplicasDiffer,
+        RootInUse as RootInUse,
+        SaveCancelled as SaveCancelled,
+        StateError as StateError,
+        StateMismatch as StateMismatch,
+        StorageError as StorageError,
+        StorageFull as StorageFull,
+        UnsupportedLeaf as UnsupportedLeaf,
+        UnsupportedVersion as UnsupportedVersion,
+        WriterDied as WriterDied,
+        WrongKey as WrongKey,
+        WrongSize as WrongSize,
+    )
+    from shardkeep.events import on_event as on_event
+    from shardkeep.loading import load as load
+    from shardkeep.manage.catalog import Catalog as Catalog
+    from shardkeep.manage.checkpointer import Checkpointer as Checkpointer
+    from shardkeep.manage.retention import (
+        KeepAll as KeepAll,
+        KeepBest as KeepBest,
+        KeepEvery as KeepEvery,
+        KeepLast as KeepLast,
+        KeepYounger as KeepYounger,
+    )
+    from shardkeep.opening import (
+        Checkpoint as Checkpoint,
+        StoredTensor as StoredTensor,
+        VerifyReport as VerifyReport,
+        open as open,  # noqa: A004 - sk.open
+        verify_stored as verify_stored,
+    )
+    from shardkeep.options import Options as Options
+    from shardkeep.reports.progress import show_progress as show_progress
+    from shardkeep.reports.trace import trace as trace
+    from shardkeep.saving import async_save as async_save, finish_saves as finish_saves, save as save
+    from shardkeep.state.leaves import PerRank as PerRank, ShardedBox as ShardedBox
+    from shardkeep.state.stored import RNG as RNG
+    from shardkeep.storage.local import LocalStore as LocalStore
+    from shardkeep.storage.memory import MemoryStore as MemoryStore
+    from shardkeep.storage.resolve import open_place as open_place
+    # isort: on
 
 _HOMES = {
     "codecs.base": "CodecConfig",
@@ -84,6 +102,12 @@ _HOMES = {
     "conversion.rotate": "rotate_keys",
     "engine.queue": "SaveHandle SaveProgress",
     "engine.report": "LoadReport SaveReport",
+    "errors": (
+        "BlobNotFound CheckpointError CheckpointExists CheckpointNotFound ChecksumMismatch DamagedCheckpoint "
+        "EarlierSaveFailed Failure InvalidShards KeyCollision KeyMissing LeaseLost MalformedFile NotAuthentic NotPromoted "
+        "PickleRefused RanksDisagree RanksSilent ReplicasDiffer RootInUse SaveCancelled StateError StateMismatch "
+        "StorageError StorageFull UnsupportedLeaf UnsupportedVersion WriterDied WrongKey WrongSize"
+    ),
     "events": "on_event",
     "loading": "load",
     "manage.catalog": "Catalog",
@@ -100,96 +124,20 @@ _HOMES = {
     "storage.memory": "MemoryStore",
     "storage.resolve": "open_place",
 }
-"""The module of each public name, which is imported when the name is first used; other names are those of errors."""
+"""The public names of each module, which is imported when one of them is first used."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "RNG",
-    "BlobNotFound",
-    "Catalog",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointExists",
-    "CheckpointNotFound",
-    "Checkpointer",
-    "ChecksumMismatch",
-    "CodecConfig",
-    "ConvertReport",
-    "DamagedCheckpoint",
-    "EarlierSaveFailed",
-    "ExportReport",
-    "Failure",
-    "InvalidShards",
-    "KeepAll",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "KeepYounger",
-    "KeyCollision",
-    "KeyMissing",
-    "KeyRing",
-    "KeySource",
-    "LeaseLost",
-    "LoadReport",
-    "LocalStore",
-    "MalformedFile",
-    "MemoryStore",
-    "NotAuthentic",
-    "NotPromoted",
-    "Options",
-    "PerRank",
-    "PickleRefused",
-    "RanksDisagree",
-    "RanksSilent",
-    "ReplicasDiffer",
-    "RootInUse",
-    "SaveCancelled",
-    "SaveHandle",
-    "SaveProgress",
-    "SaveReport",
-    "ShardedBox",
-    "StateError",
-    "StateMismatch",
-    "StorageError",
-    "StorageFull",
-    "StoredTensor",
-    "UnsupportedLeaf",
-    "UnsupportedVersion",
-    "VerifyReport",
-    "WriterDied",
-    "WrongKey",
-    "WrongSize",
-    "__version__",
-    "async_save",
-    "convert",
-    "export",
-    "finish_saves",
-    "load",
-    "new_key",
-    "on_event",
-    "open",
-    "open_place",
-    "register_codec",
-    "rotate_keys",
-    "save",
-    "show_progress",
-    "trace",
-    "verify_stored",
-]
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - all are strings
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name, "errors")
-    if name not in __all__:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
-    # Without the cycle collector: a full collection, which imports can trigger, scans all of torch and takes longer than they do.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        value = getattr(importlib.import_module(f"shardkeep.{home}"), name)
-    finally:
-        if enabled:
-            gc.enable()
+    from shardkeep.options import collector_paused  # noqa: PLC0415 - when it is first needed
+
+    # A full collection, which imports can trigger, scans all of torch and takes longer than they do.
+    with collector_paused():
+        value = getattr(importlib.import_module(f"shardkeep.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 

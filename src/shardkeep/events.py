@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection
 import msgspec
 from typing_extensions import Self
 
+from shardkeep.display import format_seconds
+
 log = logging.getLogger("shardkeep")
 
 
@@ -26,7 +28,7 @@ class Span(msgspec.Struct, frozen=True):
     name: str
     """
     Of a save: "queue" (waiting for earlier saves), "describe", "plan" (until every rank has its write plan), "stage", "write",
-    "wait" (until the other ranks have written), "commit". Of a load: "open", "plan", "read", "exchange", "place".
+    "wait" (until the other ranks have written), "commit". Of a load: "open", "plan", "read", "place".
     """
     begin_s: float
     """Seconds since the call; for another rank, since rank 0's call, so it may be negative."""
@@ -59,7 +61,7 @@ class Slowest(msgspec.Struct, frozen=True):
     """The median of all ranks for that phase."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, {self.phase} {self.seconds:.2f} s (median {self.median_s:.2f} s)"
+        return f"rank {self.rank}, {self.phase} {format_seconds(self.seconds)} (median {format_seconds(self.median_s)})"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
@@ -317,9 +319,9 @@ def on_event(callback: Callback, *, kinds: Collection[type[Event]] | None = None
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
-        >>> heard = []
+        >>> where, heard = tempfile.mkdtemp() + "/step-1", []
         >>> with sk.on_event(heard.append):
-        ...     report = sk.save({"w": torch.ones(4)}, tempfile.mkdtemp() + "/step-1", step=1)
+        ...     report = sk.save({"w": torch.ones(4)}, where)
         >>> [type(event).__name__ for event in heard]
         ['SaveBegan', 'SaveWritten', 'SaveCommitted']
 

@@ -15,13 +15,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.load_session import LoadSession, MatchedState
-from shardkeep.engine.match import LoadFilter, NativeTarget
+from shardkeep.engine.match import LoadFilter, LoadSummary, NativeTarget
 from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, find_slowest
 from shardkeep.options import Options
+from shardkeep.plan.load_plan import tensor_nbytes
 from shardkeep.state.patterns import Patterns, Renames
 from shardkeep.storage.base import Store
 from shardkeep.storage.resolve import open_on_all_ranks
@@ -55,8 +57,8 @@ def load(
             where they are; optimizers and objects with `load_state_dict` get their saved state.
         where: a path, a URL, or a store.
         strict: missing and unexpected keys are an error, as are plain values of another kind and patterns that match
-            no name; otherwise missing and unexpected keys are reported. Different shapes and dtypes are always an
-            error.
+            no name; otherwise missing and unexpected keys are reported, and such patterns are a warning. Different
+            shapes and dtypes are always an error, as is a load that fills none of the state's tensors.
         include: load only these names: a name, a dotted prefix, a glob, several of them, or a callable.
         exclude: do not load these.
         rename: from a name in the checkpoint to its name in the state: a mapping of names or dotted prefixes, pairs
@@ -89,14 +91,13 @@ def load(
     load_filter = LoadFilter(include, exclude, rename, cast)
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
         target = NativeTarget(state, load_filter, world, store.url, allow_pickle, strict)
-        session = LoadSession(target, store, world, ranks, phases, options, group)
+        session = LoadSession(target, store, world, ranks, phases, options)
         matched, bytes_read, received = session.load(session.open())
-    missing, unexpected = msgspec.msgpack.decode(matched.answer, type=tuple[list[str], list[str]])
+    summary = msgspec.msgpack.decode(matched.answer, type=LoadSummary)
     report = replace(
         load_report(store.url, matched, phases, bytes_read=bytes_read, bytes_received=received),
-        missing=missing,
-        unexpected=unexpected,
         cast=matched.found[0].cast,
+        **msgspec.structs.asdict(summary),
     )
     events.finished(report)
     return report
@@ -105,8 +106,9 @@ def load(
 def load_report(
     where: str, matched: MatchedState, phases: Phases, *, bytes_read: int, bytes_received: int
 ) -> LoadReport:
-    """Return the report of a load in which all keys were found."""
-    ranks_phases, record = phases.all_ranks(), matched.source.record
+    """Return the report of a load in which all keys were found, and that counts the tensors of this rank."""
+    ranks_phases, record, index = phases.all_ranks(), matched.source.record, matched.source.index
+    filled = np.array(list(matched.tensors.values()), np.int64)
     return LoadReport(
         where=where,
         save_id=record.save_id,
@@ -114,6 +116,8 @@ def load_report(
         meta=record.meta,
         missing=[],
         unexpected=[],
+        tensors=len(matched.tensors),
+        bytes_filled=tensor_nbytes(index, filled),
         bytes_read=bytes_read,
         bytes_received=bytes_received,
         seconds=phases.now(),

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardkeep import errors
+from shardkeep.display import OneLine, format_count, format_seconds, format_size, html_table
 from shardkeep.engine.reader import Source, explain_missing, open_checked
 from shardkeep.engine.sources import find
 from shardkeep.engine.verify import damage_of_file, stored_damage
@@ -28,16 +30,18 @@ from shardkeep.format.index import Index
 from shardkeep.format.record import FileEntry, Record
 from shardkeep.format.values import Node, decode_tree, decode_value, leaf_keys, unflatten
 from shardkeep.options import Options
-from shardkeep.state.patterns import did_you_mean
+from shardkeep.state.patterns import did_you_mean_pattern
 from shardkeep.storage.base import Store, preferred_requests
 from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
     import torch
 
+_MOST_IN_NOTEBOOK = 20
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class VerifyReport(OneLine):
     """What `Checkpoint.verify` read without finding damage."""
 
     files: int
@@ -51,6 +55,15 @@ class VerifyReport:
     sizes were verified, and every byte was read, but there was nothing to compare it with."""
     undecoded: int = 0
     """Number of files without a key: their stored bytes match their digests, which are not signed."""
+    deep: bool = True
+    """Whether every byte was read; otherwise only sizes and headers were checked."""
+
+    def __str__(self) -> str:
+        files = format_count(self.files, "file")
+        done = f"read all of {files}" if self.deep else f"checked sizes and headers of {files}"
+        lacking = {"nothing to compare with": self.without_checksums, "no key to decrypt": self.undecoded}
+        notes = "".join(f"; {format_count(count, 'file')} had {what}" for what, count in lacking.items() if count)
+        return f"{done}, {format_size(self.bytes_read)} in {format_seconds(self.seconds)}: no damage found{notes}"
 
 
 def open(where: str | os.PathLike[str] | Store, *, options: Options | None = None) -> Checkpoint:  # noqa: A001 - sk.open
@@ -101,6 +114,7 @@ def verify_stored(
         bytes_read=record.stored_nbytes,
         seconds=time.perf_counter() - began,
         undecoded=sum(file.chain is not None for file in record.files),
+        deep=deep,
     )
 
 
@@ -125,8 +139,9 @@ class Checkpoint(Mapping[str, Any]):
             self.source: Source = found.open(options)
             """What it is read from, for tools that look at files and offsets."""
         except errors.WrongSize as exc:
-            if isinstance(exc.__cause__, errors.BlobNotFound):
-                raise explain_missing(store, found.record.index.name) from exc
+            name = found.record.index.name
+            if isinstance(exc.__cause__, errors.BlobNotFound) and exc.details.get("file") == name:
+                raise explain_missing(store, name) from exc
             raise
         self.record: Record = self.source.record
         self.index: Index = self.source.index
@@ -182,16 +197,21 @@ class Checkpoint(Mapping[str, Any]):
         below = [name for name in self if name.startswith(f"{key}.")]
         if below:
             some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
-            many = "1 key" if len(below) == 1 else f"{len(below):,} keys"
-            return errors.MissingKey(f"{key!r} is not a key, but a prefix of {many}: {some}")
-        return errors.MissingKey(f"the checkpoint has no key {key!r}", hint=did_you_mean(str(key), self), key=str(key))
+            return errors.MissingKey(f"{key!r} is not a key, but a prefix of {format_count(len(below), 'key')}: {some}")
+        hint = did_you_mean_pattern(str(key), self)
+        return errors.MissingKey(f"the checkpoint has no key {key!r}", hint=hint, key=str(key))
 
     def __repr__(self) -> str:
-        totals = self.record.totals
-        return (
-            f"<Checkpoint {self._store.url}: {totals.tensors} tensors, {totals.values} values,"
-            f" {totals.tensor_bytes / 1e9:.3f} GB, saved {self.record.saved_at} by {self.record.world_size} ranks>"
-        )
+        totals, ranks = self.record.totals, format_count(self.record.world_size, "rank")
+        holds = f"{format_count(totals.tensors, 'tensor')}, {format_count(totals.values, 'value')}"
+        size = format_size(totals.tensor_bytes)
+        return f"<Checkpoint {self._store.url}: {holds}, {size}, saved {self.record.saved_at} by {ranks}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, self[name]) for name in islice(self.index.tensor_rows, _MOST_IN_NOTEBOOK)]
+        shown = [(name, each.stored_dtype.name, each.shape, format_size(each.nbytes)) for name, each in rows]
+        more = len(self) - len(shown)
+        return html_table(repr(self)[1:-1], shown + ([(f"and {format_count(more, 'more name')}",)] if more else []))
 
     def read(self, row: int, picks: tuple[AxisSlice, ...]) -> torch.Tensor:
         """Read a part of a tensor; slicing a `StoredTensor` is easier."""
@@ -259,6 +279,7 @@ class Checkpoint(Mapping[str, Any]):
             seconds=time.perf_counter() - began,
             without_digests=sum(not file.block_nbytes for file in files),
             without_checksums=len(uncompared),
+            deep=deep,
         )
 
     def _damage(self, uncompared: set[int]) -> Iterator[errors.CheckpointError]:

@@ -15,10 +15,37 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardkeep.errors import StateError
+import msgspec
+
+from shardkeep.errors import BadValue, StateError
 
 MIB = 1 << 20
+_NO_LIMIT_NBYTES = 1 << 60
+"""What control groups of version 1 report if there is no limit is more than this."""
 T = TypeVar("T")
+
+VARIABLES = {
+    "SHARDKEEP_IO_THREADS": "`Options.io_threads`",
+    "SHARDKEEP_HOST_BUDGET_BYTES": "`Options.host_budget_bytes`",
+    "SHARDKEEP_TIMEOUT_S": "`Options.timeout_s`",
+    "SHARDKEEP_PINNED_BYTES": "`Options.pinned_bytes`",
+    "SHARDKEEP_STAGING_BYTES": "`Options.staging_bytes`",
+    "SHARDKEEP_ALLOW_PICKLE": "`Options.allow_pickle`",
+    "SHARDKEEP_DIRECT_IO": "`Options.direct_io`",
+    "SHARDKEEP_KEEP_CACHED": "`Options.keep_cached`",
+    "SHARDKEEP_SHARE_READS": "`Options.share_reads`",
+    "SHARDKEEP_KEY_FILE": "The path of a file with keys for encrypted checkpoints, if `Options.keys` is None.",
+    "SHARDKEEP_KEY": "The key itself, if neither `Options.keys` nor `SHARDKEEP_KEY_FILE` is set.",
+    "SHARDKEEP_DCP_INSTALL": "1: `shardkeep.dcp` takes the place of torch's module in this process. `python -m shardkeep.dcp`"
+    " sets it for child processes.",
+    "PYTHONPATH": "`python -m shardkeep.dcp` adds a folder to it for child processes.",
+    "LOCAL_WORLD_SIZE": "How many ranks share this machine, and so its cores and memory. torchrun sets it.",
+    "WORLD_SIZE": "How many ranks the launcher started: named in errors of a program that has no process group. torchrun sets it.",
+    "NO_COLOR": "The command line prints no colours if it is set.",
+    "TERM": "The command line prints no colours and uses no pager if it is `dumb`.",
+    "PAGER": "What long output of the command line goes through on a terminal.",
+}
+"""Every environment variable that is read, and its meaning; those of object stores are in `storage/object_config`."""
 
 Size = str | float
 """A number of bytes, or a text such as "5GB" (powers of ten), "512MiB" or "2GiB" (powers of two)."""
@@ -31,14 +58,20 @@ def per_process(make: Callable[[], T]) -> Callable[[], T]:
     return lambda: made(os.getpid())
 
 
-def _env_int(name: str, default: int) -> int:
+def _env_int(name: str, default: int, accepted: str = "a whole number, such as 4") -> int:
     raw = os.environ.get(name, "")
     if not raw:
         return default
     try:
         return int(raw)
-    except ValueError as exc:
-        raise ValueError(f"environment variable {name} is {raw!r}, which is not a whole number") from exc
+    except ValueError:
+        raise BadValue(
+            f"the environment variable {name} is {raw!r}, expected {accepted}", hint="correct it, or unset it"
+        ) from None
+
+
+def _env_flag(name: str, default: int) -> bool:
+    return _env_int(name, default, "0 or 1") != 0
 
 
 def parse_size(size: Size, name: str) -> float:
@@ -83,9 +116,56 @@ def physical_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 
+def available_memory(root: str = "/") -> int:
+    """Return how many bytes of memory this process may still use; a cautious guess if the system does not say."""
+    available = 4 << 30
+    with suppress(OSError, KeyError, ValueError), open(os.path.join(root, "proc/meminfo"), encoding="utf-8") as file:
+        available = int(dict(line.split(":", 1) for line in file)["MemAvailable"].split()[0]) << 10
+    if root == "/" and not _container_memory():  # it does not change in the life of a process
+        return available
+    return min([available, *(free for _, free in _memory_groups(root))])
+
+
+def container_memory(root: str = "/") -> int:
+    """Return the memory limit of this process's container, that is of its control groups; 0 if there is none."""
+    return min((limit for limit, _ in _memory_groups(root)), default=0)
+
+
+_container_memory = per_process(container_memory)
+
+
+def _memory_groups(root: str) -> Iterator[tuple[int, int]]:
+    """Yield limit and free bytes of the control groups (v1 or v2) that limit this process: its own, and those above it."""
+    groups: list[str] = []
+    with suppress(OSError), open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as file:
+        groups = file.read().splitlines()
+    for controllers, path in (line.split(":", 2)[1:] for line in groups):
+        if controllers == "":
+            top, names = "", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # A container may see its own group as the top one, whatever its path says.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            group = os.path.join(root, "sys/fs/cgroup", top, *parts[:depth])
+            with suppress(OSError, ValueError):
+                limit, used = (int(_read_text(os.path.join(group, name))) for name in names[:2])  # "max" is no number
+                stat = dict(line.split() for line in _read_text(os.path.join(group, "memory.stat")).splitlines())
+                if limit < _NO_LIMIT_NBYTES:
+                    yield limit, max(0, limit - used + int(stat.get(names[2], 0)))  # the page cache gives way
+
+
+def _read_text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
 def _fair_pinned_nbytes() -> int:
     # With more, staging is faster, but other processes cannot use pinned memory.
-    return min(4096 * MIB, max(256 * MIB, physical_memory() // 32 // local_ranks()))
+    memory = min(physical_memory(), _container_memory() or physical_memory())
+    return min(4096 * MIB, max(256 * MIB, memory // 32 // local_ranks()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +188,28 @@ class Options:
     pinned_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_PINNED_BYTES", _fair_pinned_nbytes()))
     """
     Most pinned memory that this process keeps for copies from and to accelerators; half of the state at most. By default
-    the ranks of a machine share a 32nd of its memory, up to 4 GiB each.
+    the ranks of a machine share a 32nd of its memory, or of their container's, up to 4 GiB each.
     """
     staging_bytes: int = field(default_factory=lambda: _env_size("SHARDKEEP_STAGING_BYTES", 0))
     """
     Most host memory that asynchronous saves copy the state to. 0: as much as needed, up to a fair share of what the machine has
     free. If the state takes more, staging waits for the disk.
     """
-    allow_pickle: bool = field(default_factory=lambda: _env_int("SHARDKEEP_ALLOW_PICKLE", 0) != 0)
+    allow_pickle: bool = field(default_factory=lambda: _env_flag("SHARDKEEP_ALLOW_PICKLE", 0))
     """Unpickle objects of any class in checkpoints of torch's layout. Only for checkpoints you trust."""
-    direct_io: bool = field(default_factory=lambda: _env_int("SHARDKEEP_DIRECT_IO", 1) != 0)
-    """Use O_DIRECT on local disks where it works."""
-    share_reads: bool = field(default_factory=lambda: _env_int("SHARDKEEP_SHARE_READS", 0) != 0)
+    direct_io: bool = field(default_factory=lambda: _env_flag("SHARDKEEP_DIRECT_IO", 1))
+    """Use O_DIRECT on local disks where it works and is better: for writes, and for reads if memory is short."""
+    keep_cached: bool = field(default_factory=lambda: _env_flag("SHARDKEEP_KEEP_CACHED", 1))
     """
-    Let ranks that load the same bytes each read a part of them, and send it to the others over gloo. It pays off if storage
-    is slower than the network, from about four replicas up.
+    After a save to a local disk, keep the newest checkpoint in the page cache, if it takes at most a quarter of the available
+    memory: a restart then loads it from memory.
+    """
+    share_reads: bool | None = field(
+        default_factory=lambda: _env_flag("SHARDKEEP_SHARE_READS", 0) if setting("SHARDKEEP_SHARE_READS") else None
+    )
+    """
+    Let ranks that load the same bytes each fetch a part of them, and pass it on to the others over TCP. None: if the store is
+    an object store or a network file system.
     """
     keys: Any = field(default=None, repr=False)
     """
@@ -142,7 +229,8 @@ class Options:
             staging_bytes: Size = ...,
             allow_pickle: bool = ...,
             direct_io: bool = ...,
-            share_reads: bool = ...,
+            keep_cached: bool = ...,
+            share_reads: bool | None = ...,
             keys: Any = ...,
         ) -> None: ...
 
@@ -179,3 +267,17 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def decodable(kind: type[S]) -> type[S]:
+    """
+    Decorate a struct that holds other structs and is decoded, so that any number of threads may be the first to do so.
+
+    Otherwise the process may crash: msgspec looks at the inner structs when the outer one is first decoded, and a second
+    thread would use what is not complete yet.
+    """
+    msgspec.msgpack.Decoder(kind)
+    return kind

@@ -1,7 +1,5 @@
 """States to save, and how to compare them bit for bit."""
 
-from __future__ import annotations
-
 import enum
 import random
 from collections import OrderedDict

@@ -1,20 +1,15 @@
 """What is asked of accelerators."""
 
-from __future__ import annotations
-
-from typing import NoReturn
-
-import pytest
 import torch
 
 import shardkeep as sk
 from tests.engine.samples import bits
 
 
-def test_a_state_in_host_memory_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_in_host_memory_asks_no_accelerator(monkeypatch):
     """torch refuses CUDA to whatever is forked after the first question, be it only whether there is a device."""
 
-    def refuse(*_: object, **__: object) -> NoReturn:
+    def refuse(*_, **__):
         raise AssertionError("an accelerator was asked")
 
     for name in ("is_available", "device_count", "current_device_index", "current_stream", "synchronize"):

@@ -78,7 +78,8 @@ def test_it_is_a_mapping_of_flat_names(opened):
     [
         ("model.layers.0.wieght", "did you mean model.layers.0.weight"),
         ("modle.layers.1.bias", "did you mean model.layers.1.bias"),
-        ("setp", r"did you mean step\?"),
+        ("setp", r"did you mean step or steps\?"),
+        ("modle", r"did you mean model\?"),
         ("layers.0.weight", "did you mean model.layers.0.weight"),
         ("model.layers", "prefix of 4 keys: model.layers.0.bias, "),
         ("nothing like it", "no key 'nothing like it'$"),

@@ -1,5 +1,7 @@
 """Real processes over gloo: DTensor, FSDP2, TP, HSDP, ShardedTensor, subgroups, from any number of ranks to any other."""
 
+import contextlib
+import logging
 import random
 import warnings
 
@@ -11,8 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import shardkeep as sk
+from shardkeep import dcp
+from shardkeep.engine.sources import identity_of
 from tests.engine.samples import bits
 
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(8,), (2, 4), (2, 2, 2)]}
@@ -40,8 +45,8 @@ def distributed(seed, *, blank):
     return state
 
 
-def save_distributed(where, seed):
-    return sk.save({**distributed(seed, blank=False), "step": 3}, where, check_replicas=True).bytes_total
+def save_distributed(where, seed, **more):
+    return sk.save({**distributed(seed, blank=False), "step": 3}, where, check_replicas=True, **more).bytes_total
 
 
 def load_distributed(where, seed):
@@ -49,6 +54,13 @@ def load_distributed(where, seed):
     sk.load(state, where)
     expected = distributed(seed, blank=False)
     return state["step"] == 3 and all(bits(state[key].to_local()) == bits(expected[key].to_local()) for key in expected)
+
+
+def test_a_long_record_is_read_by_every_rank(rank_pool, tmp_path):
+    """Rank 0 sends the others a long commit record neither whole nor in part: they read it from the store."""
+    rank_pool.run(2, save_distributed, tmp_path / "ck", 1, meta={"note": "x" * 100_000})
+    assert identity_of(sk.open(tmp_path / "ck").record)[2] == b""
+    assert rank_pool.run(2, load_distributed, tmp_path / "ck", 2) == [True, True]
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 3), (3, 4), (4, 2), (4, 8), (8, 3)])
@@ -213,3 +225,96 @@ def meta_model(where):
 def test_dtensors_on_meta_are_materialised(rank_pool, tmp_path):
     """A meta DTensor becomes a real one of the same placements."""
     assert rank_pool.run(2, meta_model, tmp_path / "ck") == [True, True]
+
+
+class OwnFiles(dcp.FileSystemWriter):
+    """A writer that is not ours alone, so that the save goes item by item."""
+
+    def write_data(self, plan, planner):
+        return super().write_data(plan, planner)
+
+
+def managed(state, where):
+    with sk.Checkpointer(where, every_steps=1) as checkpointer:
+        checkpointer.step(1, state)
+
+
+DOORS = {
+    "save": lambda state, where: sk.save(state, where / "step-1"),
+    "async_save": lambda state, where: sk.async_save(state, where / "step-1").result(),
+    "Checkpointer": managed,
+    "dcp.save": lambda state, where: dcp.save(state, checkpoint_id=where / "step-1"),
+    "dcp.async_save": lambda state, where: dcp.async_save(state, checkpoint_id=where / "step-1").result(),
+    "item by item": lambda state, where: dcp.save(state, storage_writer=OwnFiles(where / "step-1")),
+}
+
+
+@contextlib.contextmanager
+def warnings_logged():
+    """Give the list of warnings that are logged meanwhile."""
+    said, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("shardkeep").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("shardkeep").removeHandler(handler)
+
+
+class Normed(nn.Module):
+    """Statistics of twelve layers, and codes that take 64 MiB: a forward pass changes all of them."""
+
+    def __init__(self, codes):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(12)))
+        self.register_buffer("codes", torch.zeros(codes))
+
+    def forward(self, x):
+        self.codes += x.mean()
+        return self.layers(x)
+
+
+def save_normed(where, door, form, codes):
+    """Train under DDP on data that differs by rank, and save; return this rank's state and what was logged."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Normed(codes))
+    torch.manual_seed(1 + dist.get_rank())
+    model(torch.randn(16, 8)).sum().backward()
+    with warnings_logged() as said:
+        DOORS[door]({"model": model if form == "module" else model.state_dict()}, where)
+    return {name: bits(tensor) for name, tensor in model.module.state_dict().items()}, said
+
+
+@pytest.mark.parametrize("form", ["module", "state dict"])
+@pytest.mark.parametrize("door", DOORS)
+def test_buffers_that_differ_between_ranks_come_from_the_lowest_rank(rank_pool, tmp_path, door, form):
+    """As DDP broadcasts them, and without a warning; of a module in the state also large ones, which else are divided."""
+    large = form == "module" and door != "item by item"
+    [(expected, said), (other, _)] = rank_pool.run(2, save_normed, tmp_path, door, form, 16 << 20 if large else 0)
+    assert said == []
+    differ = {name for name in expected if expected[name] != other[name]}
+    assert len(differ) == (25 if large else 24)
+    saved = sk.open(tmp_path / "step-1").to_dict()["model"]
+    assert {name.removeprefix("module."): bits(tensor) for name, tensor in saved.items()} == expected
+
+
+def save_diverged(where, door):
+    torch.manual_seed(dist.get_rank())
+    names = ["first", "second", "third", "fourth"]
+    state = {"model": {name: torch.randn(3 << 20) for name in names}, "same": torch.ones(4), "own": {}}
+    state["own"][str(dist.get_rank())] = torch.randn(2)
+    with warnings_logged() as said:
+        DOORS[door](state, where)
+    return {name: bits(tensor) for name, tensor in state["model"].items()}, said
+
+
+@pytest.mark.parametrize("door", list(DOORS)[:-1])
+def test_parameters_that_differ_between_ranks_are_warned_of(rank_pool, tmp_path, door):
+    """The first of them are named, with the ranks. What is saved is one rank's, not parts of each."""
+    [(expected, said), (_, elsewhere)] = rank_pool.run(2, save_diverged, tmp_path, door)
+    [warning] = said
+    assert all(f"'model.{name}': ranks 0 and 1" in warning for name in ("first", "fourth", "second"))
+    assert "and 1 more" in warning
+    assert not elsewhere
+    saved = sk.open(tmp_path / "step-1").to_dict()["model"]
+    assert {name: bits(tensor) for name, tensor in saved.items()} == expected

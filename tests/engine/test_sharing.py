@@ -1,14 +1,15 @@
-"""Loads in which ranks read for each other, over real ranks: the same bits, fewer reads, and every failure told to all."""
-
-from __future__ import annotations
+"""Loads in which ranks read for each other, over real ranks: the same bits, fewer reads, and no rank waits for a lost one."""
 
 import contextlib
-import logging
 import os
 import random
 import signal
+import socket
+import threading
+import time
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardkeep as sk
-from shardkeep.engine.shared_reads import Exchange
-from shardkeep.errors import ChecksumMismatch, RanksSilent
-from shardkeep.plan import save_plan, sharing
+from shardkeep import dcp
+from shardkeep.dist.world import World
+from shardkeep.engine import peers
+from shardkeep.errors import ChecksumMismatch
+from shardkeep.storage.local import LocalStore
 from tests.dcp.sides import quietly
 from tests.engine.samples import bits, random_tensor
 
@@ -31,29 +34,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+# On a machine that does much else, messages between ranks may take longer than reads from a cache: that is not looked at here.
+sharing_anyway = mock.patch.object(peers, "_MEASURED", 1 << 30)
+
+
 def shared(**kwargs):
-    """Options of a load whose messages are small, so that there are many."""
+    """Options of a load with little memory, so that ranges are small and do not all fit."""
     return sk.Options(share_reads=True, host_budget_bytes=2 << 20, **kwargs)
-
-
-@contextlib.contextmanager
-def small_slices():
-    """Cut tensors of a few kilobytes over ranks, as large ones are."""
-    with mock.patch.object(save_plan, "SLICE_NBYTES", 5000), mock.patch.object(sharing, "SLICE_NBYTES", 5000):
-        yield
-
-
-@contextlib.contextmanager
-def logged():
-    """The lines that shardkeep logs."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shardkeep").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("shardkeep").removeHandler(handler)
 
 
 def full_tensors(seed):
@@ -77,10 +64,10 @@ def laid_out(full, rng):
 
 
 def blank_of(seed):
-    """An empty state of a random layout, the same on every rank but for what each rank has for itself."""
+    """An empty state of a random layout, the same on every rank."""
     rng = random.Random(seed)
     state = {key: laid_out(torch.zeros_like(full), rng) for key, full in full_tensors(seed // 10).items()}
-    return {**state, "own": sk.PerRank({"rng": torch.zeros(3)}), "step": 0}
+    return {**state, "step": 0}
 
 
 def local(state):
@@ -88,34 +75,42 @@ def local(state):
     return bits({key: each.to_local() if hasattr(each, "to_local") else each for key, each in state.items()})
 
 
+@sharing_anyway
 def load_layouts(folder, seeds):
     received = 0
     for seed in seeds:
         full = full_tensors(seed // 10)
         where = f"{folder}/{seed}"
-        own = {"rng": torch.full((3,), float(dist.get_rank()))}
         rng = random.Random(seed)
         saved = {key: laid_out(each, rng) for key, each in full.items()}
+        own = {"rng": torch.full((3,), float(dist.get_rank()))}
         sk.save({**saved, "own": sk.PerRank(own), "step": seed}, where)
         plain, together = blank_of(seed + 1), blank_of(seed + 1)
-        sk.load(plain, where)
-        with small_slices():
-            received += sk.load(together, where, options=shared()).bytes_received
+        sk.load(plain, where, strict=False)
+        # The same on all ranks, or on some of them: every rank has one partner, or reads for itself.
+        together["own"] = sk.PerRank({"rng": torch.zeros(3)}) if seed % 20 else 0
+        received += sk.load(together, where, strict=False, options=shared()).bytes_received
+        read = together.pop("own")
+        assert not seed % 20 or read.value["rng"].tolist() == own["rng"].tolist()
         assert local(together) == local(plain)
         assert together["step"] == seed
-        assert together["own"].value["rng"].tolist() == own["rng"].tolist()
+        everywhere = {key: torch.zeros_like(each) for key, each in full.items()}
+        received += sk.load(everywhere, where, strict=False, options=shared()).bytes_received
+        assert bits(everywhere) == bits(full)
     return received
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_layout_loads_as_without_sharing(rank_pool, tmp_path, ranks):
     """
-    Random meshes, placements, strides and dtypes: what ranks get from each other is bit for bit what they would read.
+    Random meshes, placements, strides and dtypes: what ranks get from each other is bit for bit what they would read,
+    also if only some of them want the same.
     """
-    received = rank_pool.run(ranks, load_layouts, str(tmp_path), range(ranks * 100, ranks * 100 + 40, 10))
+    received = rank_pool.run(ranks, load_layouts, str(tmp_path), range(ranks * 100, ranks * 100 + 30, 10))
     assert min(received) > 0
 
 
+@sharing_anyway
 def load_replicas(where, options, group_of=None):
     group = dist.new_group(group_of) if group_of else None
     if group_of and dist.get_rank() not in group_of:
@@ -133,27 +128,67 @@ def replicas(where):
 
 
 def test_replicas_are_read_once(rank_pool, tmp_path):
-    """
-    Four replicas read a quarter each, of large tensors and of small ones, and get the rest from each other; without
-    the option each reads all.
-    """
+    """Four replicas fetch each byte once in all, and get the rest from each other; on a local disk that is not the default."""
     nbytes = replicas(tmp_path / "ck")
-    read = rank_pool.run(4, load_replicas, tmp_path / "ck", sk.Options(share_reads=True))
-    assert sum(each for each, _ in read) < 1.2 * nbytes
-    assert max(each for each, _ in read) < 0.4 * nbytes
-    # 24 MB over four ranks are cut; the rest comes from the others, and every byte has one reader.
-    assert sum(got for _, got in read) == 3 * nbytes
+    read = rank_pool.run(4, load_replicas, tmp_path / "ck", sk.Options(share_reads=True, host_budget_bytes=64 << 20))
+    assert all(own + got > nbytes for own, got in read)
+    assert sum(own for own, _ in read) < 1.1 * nbytes
     alone = rank_pool.run(2, load_replicas, tmp_path / "ck", sk.Options())
     assert all(each >= nbytes and got == 0 for each, got in alone)
 
 
+@sharing_anyway
+def count_fetches(where, environment):
+    """Load from a bucket, and count what this rank asked the bucket for."""
+    os.environ.update(environment)
+    fetched = []
+    fetch = peers.Peers._timed
+
+    def counted(self, alone, into):
+        fetched.append(len(into))
+        fetch(self, alone, into)
+
+    with mock.patch.object(peers.Peers, "_timed", counted):
+        state = {"w": torch.zeros(6 << 20), "b": torch.zeros(1000)}
+        report = sk.load(state, where)
+    assert state["w"].eq(1).all()
+    return sum(fetched), report.bytes_received
+
+
+def test_a_bucket_is_read_once(rank_pool, s3_server, s3_root):
+    """On an object store, sharing is the default: four ranks fetch each byte once."""
+    sk.save({"w": torch.ones(6 << 20), "b": torch.ones(1000)}, s3_root)
+    fetched = rank_pool.run(4, count_fetches, s3_root, s3_server.environment)
+    nbytes = (6 << 20) * 4 + 4000
+    assert nbytes <= sum(own for own, _ in fetched) <= 1.1 * nbytes
+    assert sum(received for _, received in fetched) >= 2.9 * nbytes
+
+
+@sharing_anyway
+def load_by_dcp(where):
+    os.environ["SHARDKEEP_SHARE_READS"] = "1"
+    state = {"w": torch.zeros(3 << 20), "b": torch.zeros(1000)}
+    with mock.patch.object(peers.Peers, "close", autospec=True, side_effect=peers.Peers.close) as closed:
+        quietly(dcp.load, state, checkpoint_id=where)
+    del os.environ["SHARDKEEP_SHARE_READS"]
+    assert state["w"].eq(1).all()
+    [call] = closed.call_args_list
+    return call.args[0].received_nbytes
+
+
+def test_the_drop_in_shares_too(rank_pool, tmp_path):
+    """`dcp.load` goes through the same session."""
+    quietly(dcp.save, {"w": torch.ones(3 << 20), "b": torch.ones(1000)}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    assert min(rank_pool.run(3, load_by_dcp, tmp_path / "ck")) > 0
+
+
 def test_a_subgroup_shares_by_its_own_ranks(rank_pool, tmp_path):
-    """Ranks 3 and 1 of four load together: messages go by their numbers in the group."""
+    """Ranks 3 and 1 of four load together."""
     nbytes = replicas(tmp_path / "ck")
     heard = rank_pool.run(4, load_replicas, tmp_path / "ck", shared(), group_of=[1, 3])
     assert heard[0] is None
     assert heard[2] is None
-    assert sum(heard[rank][1] for rank in (1, 3)) == nbytes
+    assert sum(heard[rank][1] for rank in (1, 3)) > 0.5 * nbytes
 
 
 class Net(nn.Module):
@@ -164,6 +199,7 @@ class Net(nn.Module):
         self.down.weight = nn.Parameter(self.up.weight.detach().t().contiguous())
 
 
+@sharing_anyway
 def load_objects(where):
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
@@ -173,8 +209,7 @@ def load_objects(where):
     tied = net.up.weight
     state = {"net": net, "opt": optimizer, "lazy": wanted.weight.detach(), "tied": tied}
     saw = tied._version
-    with small_slices():
-        report = sk.load(state, where, options=shared())
+    report = sk.load(state, where, options=shared())
     assert tied._version > saw
     return report.bytes_received > 0, bits({**net.state_dict(), "lazy": state["lazy"]}), str(optimizer.state_dict())
 
@@ -191,35 +226,10 @@ def test_modules_optimizers_and_meta_tensors(rank_pool, tmp_path):
     assert rank_pool.run(3, load_objects, tmp_path / "ck") == [expected] * 3
 
 
-def load_unlike(where):
-    rank = dist.get_rank()
-    one = torch.zeros(40, 50)
-    # Rank 0 has views of one memory for two tensors, rank 1 another dtype, the others nothing of the kind.
-    state = {"a": one, "b": one[:20] if rank == 0 else torch.zeros(20, 50)}
-    state["c"] = torch.zeros(3000, dtype=torch.float64 if rank == 1 else torch.float32)
-    with torch.inference_mode():
-        state["d"] = torch.zeros(3000)
-    state["e"] = torch.zeros(3000, requires_grad=rank == 2)
-    report = sk.load(state, where, cast=True, options=shared())
-    assert report.cast == ({"c": "float32 -> float64"} if rank == 1 else {})
-    return [state[key].double().mean().item() for key in "abcde"], report.bytes_received
-
-
-def test_ranks_whose_tensors_are_of_another_kind_read_for_themselves(rank_pool, tmp_path):
-    """Memory that is filled twice on one rank never reaches another, and what is converted is not sent."""
-    values = {"a": torch.full((40, 50), 1.0), "b": torch.full((20, 50), 2.0)}
-    sk.save({**values, **{key: torch.full((3000,), n + 3.0) for n, key in enumerate("cde")}}, tmp_path / "ck")
-    heard = rank_pool.run(4, load_unlike, tmp_path / "ck")
-    for rank, (means, received) in enumerate(heard):
-        assert means[2:] == [3.0, 4.0, 5.0]
-        assert rank == 0 or means[:2] == [1.0, 2.0]
-        assert received > 0 or rank < 2
-
-
+@sharing_anyway
 def load_torchs(where):
     state = {"w": torch.zeros(3000, 100), "b": torch.zeros(7), "step": 0}
-    with small_slices():
-        report = sk.load(state, where, options=shared())
+    report = sk.load(state, where, options=shared())
     return bits(state), report.bytes_received
 
 
@@ -229,7 +239,7 @@ def test_checkpoints_of_torchs_layout(rank_pool, tmp_path):
     quietly(theirs.save, state, checkpoint_id=tmp_path / "ck", no_dist=True)
     heard = rank_pool.run(3, load_torchs, tmp_path / "ck")
     assert [each for each, _ in heard] == [bits(state)] * 3
-    assert sum(received for _, received in heard) == 2 * (3000 * 100 + 7) * 4
+    assert sum(received for _, received in heard) > 0.9 * 2 * (3000 * 100 + 7) * 4
 
 
 # Failures
@@ -239,122 +249,170 @@ def load_damaged(where):
     state = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20), "c": torch.zeros(1 << 20)}
     with pytest.raises(ChecksumMismatch) as told:
         sk.load(state, where, options=shared())
-    return sorted(told.value.by_rank), str(told.value)
+    return str(told.value)
 
 
-def test_damage_that_one_rank_finds_is_told_to_all(rank_pool, tmp_path):
-    """A broken block is read by one rank alone: all fail, before any of them waits for bytes that will not come."""
+def test_damage_is_found_on_every_rank(rank_pool, tmp_path):
+    """A broken block that a peer sends is read again from the store; it is damaged there too, and every rank says so."""
     sk.save({key: torch.full((1 << 20,), n + 1.0) for n, key in enumerate("abc")}, tmp_path / "ck")
     [file] = (tmp_path / "ck").glob("*.safetensors")
     with open(file, "r+b") as data:
         data.seek(-3_000_000, os.SEEK_END)
         data.write(b"\x7f")
     heard = rank_pool.run(3, load_damaged, tmp_path / "ck")
-    assert {len(ranks) for ranks, _ in heard} == {1}
-    assert len({text for _, text in heard}) == 1
+    assert len(set(heard)) == 1
+    assert "read twice, the same both times" in heard[0]
+    assert "'c'" in heard[0]
 
 
-def signs():
-    """Where ranks of a test leave signs for each other."""
-    return dist.PrefixStore("signs", dist.distributed_c10d._get_default_store())
+@sharing_anyway
+def change_on_the_way(where):
+    receive = peers._receive_into
+
+    def broken(connection, into):
+        receive(connection, into)
+        if len(into) > 1000:
+            into[500] ^= 1
+
+    state = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
+    with mock.patch.object(peers, "_receive_into", broken):
+        sk.load(state, where, options=shared())
+    return [state[key].unique().tolist() for key in "ab"]
+
+
+def test_what_a_network_changes_is_read_from_the_store(rank_pool, tmp_path):
+    """What comes from a peer is verified as what comes from the store, and read from there if it is wrong."""
+    sk.save({"a": torch.full((1 << 20,), 1.0), "b": torch.full((1 << 20,), 2.0)}, tmp_path / "ck")
+    assert rank_pool.run(2, change_on_the_way, tmp_path / "ck") == [[[1.0], [2.0]]] * 2
+
+
+def load_over_a_slow_network(where):
+    receive = peers._receive_into
+
+    def slowly(connection, into):
+        receive(connection, into)
+        if len(into) > 1000:
+            time.sleep(0.2)
+
+    state = {"w": torch.zeros(6 << 20)}
+    with mock.patch.object(peers, "_receive_into", slowly), mock.patch.object(peers, "_MEASURED", 2):
+        report = sk.load(state, where, options=shared(io_threads=1))
+    assert state["w"].eq(1).all()
+    return report.bytes_received
+
+
+def test_a_network_that_is_slower_than_the_store_is_noticed(rank_pool, tmp_path):
+    """After a few ranges, ranks read for themselves."""
+    sk.save({"w": torch.ones(6 << 20)}, tmp_path / "ck")
+    assert all(
+        0 < received < (6 << 20) * 4 / 4 for received in rank_pool.run(2, load_over_a_slow_network, tmp_path / "ck")
+    )
 
 
 def lose_a_rank(where, how):
-    state = {f"t{n}": torch.zeros(100_000) for n in range(9)}
-    if dist.get_rank() == 2:
-        begin, left = Exchange._begin, [3]
+    rank = dist.get_rank()
+    state = {f"t{n}": torch.zeros(300_000) for n in range(9)}
+    lend = peers._Shelf.lend
 
-        def fail(self, step):
-            left[0] -= 1
-            if left[0] == 0:
-                if how == "dies":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                signs().wait(["told 0", "told 1"])
-            return begin(self, step)
+    def fail(self, *args):
+        if threading.current_thread().name == "shardkeep-peer":  # another rank asks
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1.5)
+        return lend(self, *args)
 
-        with mock.patch.object(Exchange, "_begin", fail), contextlib.suppress(sk.CheckpointError):
-            sk.load(state, where, options=shared(timeout_s=2))
-        return None
-    with pytest.raises(RanksSilent) as told:
-        sk.load(state, where, options=shared(timeout_s=2))
-    signs().set(f"told {dist.get_rank()}", "")
-    return told.value.ranks, str(told.value)
+    failing = mock.patch.object(peers._Shelf, "lend", fail) if rank == 2 else contextlib.nullcontext()
+    limits = mock.patch.multiple(peers, _LEAST_ANSWER_S=0.3, _MOST_ANSWER_S=0.3, _MEASURED=1 << 30)
+    with failing, limits, contextlib.suppress(sk.CheckpointError) if how == "dies" else contextlib.nullcontext():
+        sk.load(state, where, options=shared(timeout_s=5))
+    return [each.unique().tolist() for each in state.values()]
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_rank_that_is_lost_in_the_exchange_is_named(rank_pool, tmp_path, how):
-    """A rank dies, or hangs, while ranks send each other what they read: all others raise, and name it."""
-    sk.save({f"t{n}": torch.full((100_000,), n + 1.0) for n in range(9)}, tmp_path / "ck")
+def test_no_rank_waits_for_a_peer_that_is_lost(rank_pool, tmp_path, how):
+    """A rank dies, or hangs, while others ask it for what it reads: they read that for themselves, and have all of it."""
+    sk.save({f"t{n}": torch.full((300_000,), n + 1.0) for n in range(9)}, tmp_path / "ck")
     outcomes = rank_pool.outcomes(3, lose_a_rank, tmp_path / "ck", how)
     assert bool(outcomes[2].died) == (how == "dies")
-    for outcome in outcomes[:2]:
+    for outcome in outcomes[: 2 if how == "dies" else 3]:
         assert outcome.error is None, outcome.trace
-        ranks, text = outcome.value
-        assert 2 in ranks
-        assert "rank 2" in text
+        assert outcome.value == [[n + 1.0] for n in range(9)]
 
 
-def fail_to_copy(where):
-    state = {"a": torch.zeros(500, 400).t(), "b": torch.zeros(300)}
-    failing = mock.patch.object(Exchange, "_copy", side_effect=RuntimeError("no room on the device"))
-    with failing if dist.get_rank() == 1 else contextlib.nullcontext(), pytest.raises(Exception) as told:  # noqa: PT011
-        sk.load(state, where, options=shared())
-    return type(told.value).__name__, list(told.value.by_rank), "no room on the device" in str(told.value)
-
-
-def test_a_rank_that_cannot_copy_keeps_nobody_waiting(rank_pool, tmp_path):
-    """One rank fails on its own in the middle of the exchange: it goes on for the others, and then all fail."""
-    sk.save({"a": torch.ones(400, 500), "b": torch.ones(300)}, tmp_path / "ck")
-    heard = rank_pool.run(3, fail_to_copy, tmp_path / "ck")
-    assert [each[1:] for each in heard] == [([1], True)] * 3
-
-
-# Where nothing is shared
-
-
-def load_with_log(where, on_ranks):
-    options = shared() if dist.get_rank() in on_ranks else sk.Options()
-    state = {"w": torch.zeros(1000)}
-    with logged() as lines:
-        report = sk.load(state, where, options=options)
+@sharing_anyway
+def load_with_options(where, on_ranks):
+    state = {"w": torch.zeros(1 << 20)}
+    report = sk.load(state, where, options=shared() if dist.get_rank() in on_ranks else sk.Options())
     assert state["w"].eq(1).all()
-    return report.bytes_received, [line for line in lines if "not shared" in line]
+    return report.bytes_received > 0
 
 
 @pytest.mark.parametrize(
-    ("backend", "on_ranks", "said"),
-    [
-        ("gloo", [0], "rank 1: share_reads is not set"),
-        ("gloo", [1], "rank 0: share_reads is not set"),
-        ("fake", [0, 1], "rank 0: the process group's backend for the CPU is fake, not gloo"),
-        ("cuda:gloo", [0, 1], "rank 0: the process group (cuda:gloo) has no backend for the CPU"),
-        ("gloo", [], ""),
-    ],
+    ("backend", "on_ranks"), [("gloo", [0, 2]), ("gloo", [1]), ("fake", [0, 1, 2]), ("cuda:gloo", [0, 1, 2])]
 )
-def test_one_line_says_why_nothing_is_shared(rank_pool, tmp_path, backend, on_ranks, said):
-    """
-    Where some ranks were not asked to share, or have nothing to send through, each reads for itself, and rank 0 says so.
-    """
-    sk.save({"w": torch.ones(1000)}, tmp_path / "ck")
-    heard = rank_pool.run(2, load_with_log, tmp_path / "ck", on_ranks, backend=backend)
-    assert [received for received, _ in heard] == [0, 0]
-    assert heard[0][1] == ([f"reads are not shared: {said}"] if said else [])
-    assert heard[1][1] == []
+def test_ranks_that_were_asked_to_share_do(rank_pool, tmp_path, backend, on_ranks):
+    """Sharing needs no backend of the process group. A rank that was not asked to, or is the only one, reads for itself."""
+    sk.save({"w": torch.ones(1 << 20)}, tmp_path / "ck")
+    heard = rank_pool.run(3, load_with_options, tmp_path / "ck", on_ranks, backend=backend)
+    assert heard == [rank in on_ranks and len(on_ranks) > 1 for rank in range(3)]
 
 
-def test_a_process_alone_shares_nothing(tmp_path):
-    """Without a process group the option only makes for a line in the log."""
-    sk.save({"w": torch.ones(10)}, tmp_path / "ck")
-    state = {"w": torch.zeros(10)}
-    with logged() as lines:
-        assert sk.load(state, tmp_path / "ck", options=shared()).bytes_received == 0
-    assert "reads are not shared: rank 0: there is only one rank" in lines
-    assert state["w"].eq(1).all()
+def test_only_the_team_is_answered(tmp_path):
+    """A connection without the token, or with another one, gets nothing."""
+    store = LocalStore(tmp_path)
+    store.put("blob", b"secret")
+    party = peers.Peers(store, World(0, 2), room_nbytes=1 << 20)
+    offer = msgspec.msgpack.decode(party.offer(b"the same"), type=peers.Offer)
+    party.join(msgspec.msgpack.encode(peers.Team([offer, offer], [0, 1], 0)))
+    ask = peers._REQUEST.pack(0, 6, 4) + b"blob"
+    heard = []
+    for token in (offer.token, b"x" * len(offer.token)):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", offer.port), timeout=20) as connection,
+        ):
+            connection.sendall(token + ask)
+            connection.shutdown(socket.SHUT_WR)
+            with connection.makefile("rb") as answer:
+                heard.append(answer.read())
+    party.close()
+    assert heard[0] == peers._ANSWER.pack(True) + b"secret"
+    assert heard[1:] in ([], [b""])
+
+
+def test_a_shelf_is_bounded():
+    """Ranges are fetched once, kept until all have them, and dropped, oldest first, when there is no room."""
+    shelf = peers._Shelf(room_nbytes=300, takers=2)
+    fetched, most = [], [0]
+
+    def fetch(name):
+        def into(data):
+            fetched.append(name)
+            most[0] = max(most[0], shelf._nbytes)
+            data[:] = name.encode() * len(data)
+
+        return into
+
+    def take(name):
+        with shelf.lend(peers._Range(name, 0, 100), fetch(name)) as data:
+            assert bytes(data) == name.encode() * 100
+
+    threads = [threading.Thread(target=take, args=("a",)) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert fetched == ["a"]
+    for name in "bcdebe":
+        take(name)
+    assert fetched == ["a", *"bcdeb"]
+    assert most[0] <= 300
 
 
 # On an accelerator
 
 
+@sharing_anyway
 def load_on_device(where):
     state = {"w": torch.zeros(700, 900, device=DEVICE), "b": torch.zeros(9, device=DEVICE), "c": torch.zeros(40)}
     report = sk.load(state, where, options=shared())

@@ -3,24 +3,20 @@
 import fcntl
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from shardkeep.storage.local import LocalStore, cached_bytes, open_files
+from shardkeep.storage.local import cached_bytes, open_files
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux about its own files")
 MIB = 1 << 20
 
 
-def failing(
-    name: str, number: int, monkeypatch: pytest.MonkeyPatch, *, when: Callable[..., bool] | None = None
-) -> None:
+def failing(name, number, monkeypatch, *, when=None):
     """Make a call of the `os` module fail."""
     real = getattr(os, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         if when is None or when(*args):
             raise OSError(number, os.strerror(number))
         return real(*args, **kwargs)
@@ -28,18 +24,18 @@ def failing(
     monkeypatch.setattr(os, name, call)
 
 
-def is_direct(fd: int, *_: Any) -> bool:
+def is_direct(fd, *_):
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def drop_cached(store: LocalStore, name: str, start: int, end: int) -> None:
+def drop_cached(store, name, start, end):
     """Make part of a file cold, as far as the system obliges."""
     fd = os.open(os.path.join(store.url, name), os.O_RDONLY)
     os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 
 
-def cached(store: LocalStore, name: str) -> int:
+def cached(store, name):
     fd = os.open(os.path.join(store.url, name), os.O_RDONLY)
     found = cached_bytes(fd, 0, 1 << 40)
     direct = open_files(os.path.join(store.url, name), os.O_RDONLY, direct=True)

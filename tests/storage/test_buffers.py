@@ -8,7 +8,7 @@ from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, address_of, aligne
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 << 20])
-def test_buffers_are_aligned_and_exact(nbytes: int) -> None:
+def test_buffers_are_aligned_and_exact(nbytes):
     """A buffer starts on a page, has the asked length, is zero and writable."""
     buffer = aligned_buffer(nbytes)
     assert nbytes == len(buffer)
@@ -19,7 +19,7 @@ def test_buffers_are_aligned_and_exact(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 65536, 65537, 1 << 20])
-def test_copy(nbytes: int) -> None:
+def test_copy(nbytes):
     """Small and large copies give the same bytes, from read-only memory too; lengths that differ are an error."""
     src = memoryview(bytes(i % 251 for i in range(nbytes)))
     dst = bytearray(nbytes)
@@ -29,7 +29,7 @@ def test_copy(nbytes: int) -> None:
         copy(memoryview(dst), memoryview(bytes(nbytes + 2)))
 
 
-def test_flat() -> None:
+def test_flat():
     """A contiguous buffer of any item type is seen as bytes; one with gaps is refused."""
     assert len(flat(memoryview(bytearray(40)).cast("f"))) == 40
     assert len(flat(memoryview(bytearray(6)).cast("B", (2, 3)))) == 6
@@ -37,7 +37,7 @@ def test_flat() -> None:
         flat(memoryview(bytearray(10))[::2])
 
 
-def test_pool_reuses_while_held() -> None:
+def test_pool_reuses_while_held():
     """A held pool lends the same memory again; the last release frees it."""
     pool = ScratchPool(8192)
     hold = pool.retained()
@@ -51,12 +51,12 @@ def test_pool_reuses_while_held() -> None:
     assert pool._free == []
 
 
-def test_pool_never_lends_twice_at_once() -> None:
+def test_pool_never_lends_twice_at_once():
     """Threads at the same time get different buffers."""
     pool = ScratchPool(4096)
     hold = pool.retained()
 
-    def mark(i: int) -> bool:
+    def mark(i):
         with pool.lease() as buffer:
             buffer[:] = bytes([i % 256]) * 4096
             return buffer == bytes([i % 256]) * 4096

@@ -2,14 +2,12 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardkeep.storage import buffers as aligned
 from shardkeep.storage import local as files
-from shardkeep.storage.base import Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
@@ -21,10 +19,10 @@ class InDirectory(StoreContract):
     MANY = 20  # a disk lists without pages
 
     @pytest.fixture(autouse=True)
-    def _place(self, tmp_path: Path) -> None:
+    def _place(self, tmp_path):
         self.path = tmp_path / "made" / "when-needed"
 
-    def make_store(self) -> Store:
+    def make_store(self):
         return LocalStore(self.path)
 
 
@@ -33,12 +31,12 @@ class TestLocalDirect(InDirectory):
 
 
 class TestRetrying(InDirectory):
-    def make_store(self) -> Store:
+    def make_store(self):
         return RetryingStore(LocalStore(self.path), RetryPolicy(3, sleep=lambda _: None))
 
 
 class TestLocalBuffered(InDirectory):
-    def make_store(self) -> Store:
+    def make_store(self):
         return LocalStore(self.path, direct=False)
 
 
@@ -46,7 +44,7 @@ class TestLocalOnABareSystem(InDirectory):
     """As on Windows: no O_DIRECT, no positioned reads or writes, no fdatasync, no directory handles."""
 
     @pytest.fixture(autouse=True)
-    def _bare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _bare(self, monkeypatch):
         for name in ("preadv", "pread", "pwrite", "pwritev", "fdatasync", "O_DIRECTORY", "O_DIRECT", "RWF_NOWAIT"):
             monkeypatch.delattr(os, name, raising=False)
         for name in ("MAP_ANONYMOUS", "MADV_HUGEPAGE"):
@@ -56,12 +54,12 @@ class TestLocalOnABareSystem(InDirectory):
 
 
 class TestMemory(StoreContract):
-    def make_store(self) -> Store:
+    def make_store(self):
         return MemoryStore()
 
 
 class TestFaultyWithoutFault(StoreContract):
-    def make_store(self) -> Store:
+    def make_store(self):
         return FaultyStore(MemoryStore())
 
 
@@ -70,7 +68,7 @@ class TestOnTmpfs(InDirectory):
     """Shared memory is a place like any other."""
 
     @pytest.fixture(autouse=True)
-    def _place(self, tmp_path: Path) -> Iterator[None]:
+    def _place(self, tmp_path):
         self.path = Path("/dev/shm") / f"shardkeep-{os.getpid()}-{tmp_path.name}"
         yield
         for file in self.path.glob("*"):

@@ -3,12 +3,10 @@
 import errno
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 
 from shardkeep.errors import BlobNotFound, StorageError, StorageFull
-from shardkeep.storage.base import Store
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import VERBS, FaultyStore, InjectedCrash
 from shardkeep.testing.store_contract import raises_errno, read_blob, write_blob
@@ -16,7 +14,7 @@ from shardkeep.testing.store_contract import raises_errno, read_blob, write_blob
 DATA = bytes(range(100))
 
 
-def work(store: Store) -> None:
+def work(store):
     """Use every verb once, in the order of `VERBS`, then delete what remains."""
     write_blob(store, "a", DATA)
     read_blob(store, "a")
@@ -27,7 +25,7 @@ def work(store: Store) -> None:
     store.version("b")
 
 
-def test_operations_are_recorded_in_order() -> None:
+def test_operations_are_recorded_in_order():
     """Without a fault all passes through, and the log says what was asked; a slow operation succeeds."""
     store, start = FaultyStore(MemoryStore(), "slow", at=0, delay_s=0.05), time.perf_counter()
     work(store)
@@ -43,7 +41,7 @@ def test_operations_are_recorded_in_order() -> None:
     ("fault", "error", "number"),
     [("error", StorageError, errno.EIO), ("full", StorageFull, errno.ENOSPC), ("short", StorageError, errno.EIO)],
 )
-def test_errors_strike_once_at_their_turn(fault: Any, error: type[StorageError], number: int, at: int) -> None:
+def test_errors_strike_once_at_their_turn(fault, error, number, at):
     """The n-th operation fails with that errno; those before and after work."""
     store = FaultyStore(MemoryStore(), fault, at=at)
 
@@ -53,7 +51,7 @@ def test_errors_strike_once_at_their_turn(fault: Any, error: type[StorageError],
     store.put("later", b"1")
 
 
-def test_only_chosen_verbs_are_counted() -> None:
+def test_only_chosen_verbs_are_counted():
     """`at` counts the operations of the given verbs alone; the log has all."""
     store = FaultyStore(MemoryStore(), at=1, verbs={"put"})
     store.put("a", b"1")
@@ -64,7 +62,7 @@ def test_only_chosen_verbs_are_counted() -> None:
     assert store.operations == ["put a", "delete a", "put b"]
 
 
-def test_short_write_and_read_move_half() -> None:
+def test_short_write_and_read_move_half():
     """A short write leaves the first half behind, a short read fills it."""
     inner = MemoryStore()
     writer = FaultyStore(inner, "short", at=0, verbs={"write_at"}).create("a", 100)
@@ -79,7 +77,7 @@ def test_short_write_and_read_move_half() -> None:
     assert DATA[:25] + bytes(25) == into
 
 
-def test_truncate_and_flip_are_silent() -> None:
+def test_truncate_and_flip_are_silent():
     """A lying disk drops half or flips a bit of what is written, and says all is well."""
     inner = MemoryStore()
     write_blob(FaultyStore(inner, "truncate", at=0, verbs={"write_at"}), "cut", DATA)
@@ -94,7 +92,7 @@ def test_truncate_and_flip_are_silent() -> None:
     assert DATA[:50] == read_blob(inner, "half")
 
 
-def test_flip_on_read_harms_only_the_reader() -> None:
+def test_flip_on_read_harms_only_the_reader():
     """A bit flipped on the way in is still right in the store."""
     inner = MemoryStore()
     write_blob(inner, "a", DATA)
@@ -104,7 +102,7 @@ def test_flip_on_read_harms_only_the_reader() -> None:
 
 
 @pytest.mark.parametrize("at", range(len(VERBS)))
-def test_crash_ends_everything(at: int) -> None:
+def test_crash_ends_everything(at):
     """After a crash every verb raises, and nothing in the store changes any more."""
     inner = MemoryStore()
     store = FaultyStore(inner, "crash", at=at)
@@ -118,7 +116,7 @@ def test_crash_ends_everything(at: int) -> None:
     assert left == [(blob.name, blob.nbytes) for blob in inner.list()]
 
 
-def test_the_dead_do_not_clean_up() -> None:
+def test_the_dead_do_not_clean_up():
     """After a crash `abandon` leaves the partial blob; without one it removes it."""
     inner = MemoryStore()
     writer = FaultyStore(inner, "crash", at=1).create("a", 3)

@@ -4,7 +4,6 @@ import errno
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -16,7 +15,7 @@ from shardkeep.errors import StorageError
 from shardkeep.storage import fsspec as fsspec_files
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.fsspec import FsspecStore, FsspecWriter
+from shardkeep.storage.fsspec import FsspecStore
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
 
@@ -25,7 +24,7 @@ COUNT = 50
 
 
 @pytest.fixture
-def store() -> Iterator[FsspecStore]:
+def store():
     """A place in the memory of this process."""
     fs, path = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
     yield FsspecStore(fs, path, f"memory:/{path}", settle_s=0.0)
@@ -33,14 +32,14 @@ def store() -> Iterator[FsspecStore]:
         fs.rm(path, recursive=True)
 
 
-def created(store: FsspecStore, pieces: int, *, scope: CancelScope | None = None) -> tuple[FsspecWriter, MemoryBudget]:
+def created(store, pieces, *, scope=None):
     """Begin a blob, with room for so many pieces that come early."""
     room = MemoryBudget(pieces * PIECE)
     with (scope or CancelScope(budget=room)).active():
         return store.create("a", COUNT * PIECE), room
 
 
-def test_a_write_too_far_ahead_waits_for_the_gap_to_be_filled(store: FsspecStore) -> None:
+def test_a_write_too_far_ahead_waits_for_the_gap_to_be_filled(store):
     """With room for two early pieces the third one waits, and all are written once the first comes."""
     data = sample(COUNT * PIECE)
     writer, room = created(store, 2)
@@ -62,13 +61,13 @@ def test_a_write_too_far_ahead_waits_for_the_gap_to_be_filled(store: FsspecStore
     assert read_blob(store, "a") == data
 
 
-def test_threads_that_take_pieces_in_turn_need_no_more_room_than_there_is(store: FsspecStore) -> None:
+def test_threads_that_take_pieces_in_turn_need_no_more_room_than_there_is(store):
     """As the engine writes: the thread with the next piece never waits, so the write ends even with an empty budget."""
     data = sample(COUNT * PIECE)
     writer, _ = created(store, 0)
     turns, lock = iter(range(0, len(data), PIECE)), threading.Lock()
 
-    def work() -> None:
+    def work():
         while True:
             with lock:
                 at = next(turns, None)
@@ -83,9 +82,7 @@ def test_threads_that_take_pieces_in_turn_need_no_more_room_than_there_is(store:
     assert read_blob(store, "a") == data
 
 
-def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
-    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(store, monkeypatch):
     """If the gap is not filled, the error says where it is and how many bytes may wait; nothing is left behind."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(store, "budget", MemoryBudget(2 * PIECE))
@@ -103,7 +100,7 @@ def test_a_thread_that_writes_far_ahead_alone_is_told_of_the_bound(
     assert store.budget.take(2 * PIECE) is not None
 
 
-def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_terms_that_promise_order_it_goes_on_in_the_end(store, monkeypatch):
     """The next bytes may have to wait for these ones to be taken: then the room does not count, after a while."""
     monkeypatch.setattr(fsspec_files, "_PATIENCE_S", 0.01)
     monkeypatch.setattr(fsspec_files, "_POLL_S", 0.001)
@@ -116,7 +113,7 @@ def test_on_terms_that_promise_order_it_goes_on_in_the_end(store: FsspecStore, m
 
 
 @pytest.mark.parametrize("way", ["given up", "abandoned"])
-def test_a_waiting_write_raises_at_the_end(store: FsspecStore, way: str) -> None:
+def test_a_waiting_write_raises_at_the_end(store, way):
     """When other work fails, or the file is abandoned, a thread that waits for its turn raises."""
     scope = CancelScope(budget=MemoryBudget(0))
     writer, _ = created(store, 0, scope=scope)
@@ -130,7 +127,7 @@ def test_a_waiting_write_raises_at_the_end(store: FsspecStore, way: str) -> None
 
 
 @pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
-def test_saves_with_a_small_budget_are_exact(store: FsspecStore, codecs: list[str] | None) -> None:
+def test_saves_with_a_small_budget_are_exact(store, codecs):
     """The engine writes several files at once through little room, and every bit comes back."""
     state = {f"m{i}": {"w": torch.randn(700_001 + i)} for i in range(3)}
     options = sk.Options(io_threads=4, host_budget_bytes=2 << 20)

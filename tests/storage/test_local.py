@@ -8,7 +8,6 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,15 +16,14 @@ import pytest
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
 from shardkeep.storage import local
 from shardkeep.storage import local as system
-from shardkeep.storage.base import BlobWriter
 from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
-from shardkeep.storage.local import Descriptors, LocalStore, open_files
+from shardkeep.storage.local import LocalStore, open_files
 from shardkeep.testing.store_contract import raises_errno, read_blob, sample, write_blob
 from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_only
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Iterator[LocalStore]:
+def tiny(tmp_path):
     """A store on a file system of 8 MiB."""
     path = tmp_path / "tiny"
     path.mkdir()
@@ -37,7 +35,7 @@ def tiny(tmp_path: Path) -> Iterator[LocalStore]:
 
 
 @contextmanager
-def closing_abandoned(writer: BlobWriter) -> Iterator[None]:
+def closing_abandoned(writer):
     try:
         yield
     finally:
@@ -49,7 +47,7 @@ def closing_abandoned(writer: BlobWriter) -> Iterator[None]:
 
 @pytest.mark.parametrize("verb", ["open", "get"])
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "directory", "socket", "device"])
-def test_only_regular_files_are_read(store: LocalStore, tmp_path: Path, kind: str, verb: str) -> None:
+def test_only_regular_files_are_read(store, tmp_path, kind, verb):
     """A link, FIFO, socket, device or directory in the place is refused at once, and is not listed."""
     store.put("a", b"1")
     planted = tmp_path / "store" / "planted"
@@ -76,7 +74,7 @@ def test_only_regular_files_are_read(store: LocalStore, tmp_path: Path, kind: st
     assert [blob.name for blob in store.list()] == ["a"]
 
 
-def test_writes_do_not_follow_links(store: LocalStore, tmp_path: Path) -> None:
+def test_writes_do_not_follow_links(store, tmp_path):
     """A link planted under a blob's name is neither written through nor in the way of a replacing put."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -93,7 +91,7 @@ def test_writes_do_not_follow_links(store: LocalStore, tmp_path: Path) -> None:
     assert store.get("planted", limit=3) == b"new"
 
 
-def test_strange_files_are_not_listed(store: LocalStore, tmp_path: Path) -> None:
+def test_strange_files_are_not_listed(store, tmp_path):
     """Files whose names are no blob names, our own temporary ones among them, are not blobs."""
     store.put("a", b"1")
     for name in (".tmp-0123", "with space", "ünï", "~backup"):
@@ -102,7 +100,7 @@ def test_strange_files_are_not_listed(store: LocalStore, tmp_path: Path) -> None
     assert [blob.name for blob in store.list()] == ["a"]
 
 
-def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory(tmp_path):
     """A place that is a file is an error for every verb, and says so."""
     (tmp_path / "file").write_bytes(b"x")
     store = LocalStore(tmp_path / "file")
@@ -115,7 +113,7 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
 # -- a full or failing disk
 
 
-def test_a_full_disk_is_known_at_create(tiny: LocalStore) -> None:
+def test_a_full_disk_is_known_at_create(tiny):
     """Space is taken when a blob is created: no byte is written in vain, and nothing is left behind."""
     with pytest.raises(StorageFull, match=r"/big: cannot create: No space left on device \(errno ENOSPC\)") as caught:
         tiny.create("big", 64 * MIB)
@@ -126,13 +124,13 @@ def test_a_full_disk_is_known_at_create(tiny: LocalStore) -> None:
     write_blob(tiny, "fits", bytes(4 * MIB))
 
 
-def test_memory_is_not_taken_before_it_is_written(tiny: LocalStore) -> None:
+def test_memory_is_not_taken_before_it_is_written(tiny):
     """On a file system in memory, taking space would write every page twice: it is only checked that there is enough."""
     with closing_abandoned(tiny.create("fits", 4 * MIB)):
         assert os.stat(Path(tiny.url) / "fits").st_blocks == 0
 
 
-def test_a_full_disk_stops_a_write(tiny: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_a_write(tiny, monkeypatch):
     """Where space cannot be taken before, the write that finds the disk full says at which offset."""
     monkeypatch.setattr(local, "reserve", lambda fd, nbytes: None)
     writer = tiny.create("big", 16 * MIB)
@@ -146,7 +144,7 @@ def test_a_full_disk_stops_a_write(tiny: LocalStore, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_full_disk_keeps_the_old_blob(tiny: LocalStore, replace: bool) -> None:
+def test_a_full_disk_keeps_the_old_blob(tiny, replace):
     """A put that does not fit leaves the old bytes, and no temporary file."""
     tiny.put("a", b"old")
     with pytest.raises(StorageFull):
@@ -158,7 +156,7 @@ def test_a_full_disk_keeps_the_old_blob(tiny: LocalStore, replace: bool) -> None
 
 @linux_only
 @pytest.mark.parametrize("verb", ["create", "put"])
-def test_file_size_limit(store: LocalStore, verb: str) -> None:
+def test_file_size_limit(store, verb):
     """A limit on file sizes (RLIMIT_FSIZE) is an error with EFBIG, and leaves nothing."""
     store.put("a", b"1")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -174,7 +172,7 @@ def test_file_size_limit(store: LocalStore, verb: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "fsync", "ftruncate"])
-def test_finish_reports_and_abandon_cleans(store: LocalStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_finish_reports_and_abandon_cleans(store, monkeypatch, call):
     """Bytes that could not be made durable are an error of `finish`; the blob can then be abandoned."""
     writer = store.create("a", 10)
     monkeypatch.setattr(writer, "_nbytes", 20)  # so that there is something to truncate
@@ -191,9 +189,7 @@ def test_finish_reports_and_abandon_cleans(store: LocalStore, monkeypatch: pytes
     [(call, replace) for call in ("pwrite", "fdatasync", "fsync", "close") for replace in (True, False)]
     + [("replace", True), ("link", False)],
 )
-def test_a_failed_put_keeps_the_old_blob(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, call: str, replace: bool
-) -> None:
+def test_a_failed_put_keeps_the_old_blob(store, monkeypatch, call, replace):
     """Whatever call fails, there is the old blob or the new one, whole, and no temporary file."""
     store.put("a", b"old")
     with monkeypatch.context() as patch:
@@ -210,13 +206,13 @@ def test_a_failed_put_keeps_the_old_blob(
     assert store.get("a", limit=3) == (b"new" if replace and call == "fsync" else b"old")
 
 
-def _close_late(fd: int, real: Callable[[int], None] = os.close) -> None:
+def _close_late(fd, real=os.close):
     real(fd)
     raise OSError(errno.EIO, "late write error")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
-def test_put_without_hard_links(store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_put_without_hard_links(store, monkeypatch, number):
     """A file system that has no links still never writes over a blob."""
     failing("link", number, monkeypatch)
     store.put("a", b"old")
@@ -235,7 +231,7 @@ LocalStore(sys.argv[1]).put("a", b"new", replace=True)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "replace", "fsync"])
-def test_a_crash_inside_put_leaves_old_or_new(store: LocalStore, call: str) -> None:
+def test_a_crash_inside_put_leaves_old_or_new(store, call):
     """A process that dies before the replace leaves the old bytes; what it leaves besides is not listed."""
     store.put("a", b"old")
 
@@ -246,7 +242,7 @@ def test_a_crash_inside_put_leaves_old_or_new(store: LocalStore, call: str) -> N
     assert [blob.name for blob in store.list()] == ["a"]
 
 
-def test_messages_name_place_and_errno(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_name_place_and_errno(store, monkeypatch):
     """A read error says which file, at which offset, and what the system said."""
     write_blob(store, "a", bytes(100))
     failing("preadv", errno.EIO, monkeypatch)
@@ -258,7 +254,7 @@ def test_messages_name_place_and_errno(store: LocalStore, monkeypatch: pytest.Mo
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_failed_opens_leak_nothing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_opens_leak_nothing(store, monkeypatch):
     """A second open that fails, or meets another file, costs direct I/O and nothing else."""
     data = sample(3 * MIB)
     write_blob(store, "a", data)
@@ -277,13 +273,13 @@ def test_failed_opens_leak_nothing(store: LocalStore, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("most", [1000, 5000, 70_000])
-def test_short_reads_and_writes(store: LocalStore, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_short_reads_and_writes(store, monkeypatch, most):
     """A system that moves fewer bytes than asked, in pieces of any size, still moves all of them."""
     pwrite, preadv, data = os.pwrite, os.preadv, sample(2 * MIB + 77)
     memory = aligned_buffer(len(data))
     memory[:] = data
 
-    def pieces(fd: int) -> int:
+    def pieces(fd):
         return -(-most // ALIGNMENT) * ALIGNMENT if is_direct(fd) else most
 
     monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: pwrite(fd, view[: pieces(fd)], offset))
@@ -296,7 +292,7 @@ def test_short_reads_and_writes(store: LocalStore, monkeypatch: pytest.MonkeyPat
     assert read_blob(store, "a") == data
 
 
-def test_direct_writes_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_writes_refused(store, monkeypatch):
     """A file system that opens for direct I/O and then refuses it gets buffered reads and writes."""
     failing("pwrite", errno.EINVAL, monkeypatch, when=is_direct)
     failing("preadv", errno.EINVAL, monkeypatch, when=is_direct)
@@ -310,7 +306,7 @@ def test_direct_writes_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatc
     assert read_blob(store, "a") == bytes(data)
 
 
-def test_a_write_that_goes_nowhere(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_goes_nowhere(store, monkeypatch):
     """A system that writes nothing and gives no error does not make us wait for ever."""
     monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: 0)
     writer = store.create("a", 3)
@@ -319,10 +315,10 @@ def test_a_write_that_goes_nowhere(store: LocalStore, monkeypatch: pytest.Monkey
     writer.abandon()
 
 
-def test_descriptors_outlive_close_while_in_use(store: LocalStore) -> None:
+def test_descriptors_outlive_close_while_in_use(store):
     """A descriptor closed by one thread stays open for another that is using it, and takes no new users."""
     store.put("a", b"abc")
-    files: Descriptors = open_files(os.path.join(store.url, "a"), os.O_RDONLY, direct=True)
+    files = open_files(os.path.join(store.url, "a"), os.O_RDONLY, direct=True)
     with files:
         files.close()
         assert os.pread(files.buffered, 3, 0) == b"abc"
@@ -333,7 +329,7 @@ def test_descriptors_outlive_close_while_in_use(store: LocalStore) -> None:
     files.close()
 
 
-def test_a_closed_reader_says_so(store: LocalStore) -> None:
+def test_a_closed_reader_says_so(store):
     """Reading after close is our error, not a read of whatever file has the number now."""
     store.put("a", b"abc")
     reader = store.open("a")
@@ -342,9 +338,7 @@ def test_a_closed_reader_says_so(store: LocalStore) -> None:
         reader.read_into(0, memoryview(bytearray(1)))
 
 
-def test_a_lock_that_is_never_let_go_is_an_error_that_passes(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_never_let_go_is_an_error_that_passes(store, tmp_path, monkeypatch):
     """A process that was stopped while it held the lock does not block others for ever, and nothing is replaced meanwhile."""
     store.put("a", b"old")
     monkeypatch.setattr(system, "_LOCK_TIMEOUT_S", 0.05)
@@ -361,11 +355,11 @@ def test_a_lock_that_is_never_let_go_is_an_error_that_passes(
     assert store.get("a", limit=9) == b"new"
 
 
-def test_a_file_system_without_locks_still_swaps(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_still_swaps(store, monkeypatch):
     """Versions are compared nevertheless; any other failure to lock is an error."""
 
-    def refuse(code: int) -> None:
-        def flock(*_: object) -> None:
+    def refuse(code):
+        def flock(*_):
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(system.fcntl, "flock", flock)
@@ -382,7 +376,7 @@ def test_a_file_system_without_locks_still_swaps(store: LocalStore, monkeypatch:
     assert store.get("a", limit=9) == b"new"
 
 
-def test_a_version_is_of_bytes_and_of_when(store: LocalStore, tmp_path: Path) -> None:
+def test_a_version_is_of_bytes_and_of_when(store, tmp_path):
     """Bytes that change in place, or are put anew a while later, are of another version; to look changes nothing."""
     store.put("a", b"one")
     first = store.version("a")
@@ -394,7 +388,7 @@ def test_a_version_is_of_bytes_and_of_when(store: LocalStore, tmp_path: Path) ->
     assert store.version("a") != second
 
 
-def test_temporary_files_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_files_of_other_users_stay(tmp_path, monkeypatch):
     """Their processes may be hidden, and look dead."""
     left = tmp_path / re.sub(r"-\d+-\w*-", "-4194999-1-", local.temporary_name("converting"))
     left.touch()

@@ -1,7 +1,6 @@
 """What the page cache holds and what it does not: every way of reading gives the same bytes."""
 
 import errno
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.storage.system import MIB, cached, drop_cached, failing, is_direct, l
 
 @linux_only
 @pytest.mark.parametrize("offset", [0, 100])
-def test_large_writes_bypass_the_cache(store: LocalStore, offset: int) -> None:
+def test_large_writes_bypass_the_cache(store, offset):
     """Of an aligned write only the first and the last page, if partial, are in the page cache afterwards."""
     data = aligned_buffer(3 * MIB + 100)
     writer = store.create("a", len(data))
@@ -32,7 +31,7 @@ def test_large_writes_bypass_the_cache(store: LocalStore, offset: int) -> None:
 
 @linux_only
 @pytest.mark.parametrize("shift", [0, 64])
-def test_cold_reads_bypass_the_cache(store: LocalStore, shift: int) -> None:
+def test_cold_reads_bypass_the_cache(store, shift):
     """A large cold read leaves nothing in the page cache, wherever the bytes go; a second one is right too."""
     data = sample(12 * MIB + 5 * ALIGNMENT)
     write_blob(store, "a", data)
@@ -47,7 +46,7 @@ def test_cold_reads_bypass_the_cache(store: LocalStore, shift: int) -> None:
 
 
 @linux_only
-def test_one_refused_buffer_does_not_end_direct_reads(store: LocalStore) -> None:
+def test_one_refused_buffer_does_not_end_direct_reads(store):
     """Threads that all offer memory the disk may refuse get their bytes, and direct reads go on."""
     data = sample(16 * MIB)
     write_blob(store, "a", data)
@@ -60,7 +59,7 @@ def test_one_refused_buffer_does_not_end_direct_reads(store: LocalStore) -> None
 
 
 @linux_only
-def test_warm_reads_come_from_the_cache(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_reads_come_from_the_cache(store, monkeypatch):
     """Bytes the page cache has are not asked of the disk."""
     data = sample(6 * MIB)
     write_blob(LocalStore(store.url, direct=False), "a", data)
@@ -72,7 +71,7 @@ def test_warm_reads_come_from_the_cache(store: LocalStore, monkeypatch: pytest.M
 
 
 @linux_only
-def test_scratch_memory_goes_with_the_last_reader(store: LocalStore) -> None:
+def test_scratch_memory_goes_with_the_last_reader(store):
     """Readers share scratch buffers, and the last one to close frees them."""
     write_blob(store, "a", bytes(12 * MIB))
     drop_cached(store, "a", 0, 12 * MIB)
@@ -92,7 +91,7 @@ ranges = st.tuples(edges, edges).map(lambda pair: (min(pair), max(pair)))
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStore]:
+def mixed(tmp_path_factory):
     """A store whose requests are so small that every seam between them is met."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("_REQUEST_BYTES", 32768), ("_DIRECT_READ_BYTES", 8192), ("_SCRATCH_BYTES", 40960)):
@@ -104,9 +103,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStore]:
 
 @given(cold=st.lists(ranges, max_size=4), wanted=ranges, shift=st.sampled_from([0, 1, 64, 4095]), warm=st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_any_range_in_any_state_of_the_cache(
-    mixed: LocalStore, cold: list[tuple[int, int]], wanted: tuple[int, int], shift: int, warm: bool
-) -> None:
+def test_any_range_in_any_state_of_the_cache(mixed, cold, wanted, shift, warm):
     """Whatever part is cached, any range read into any memory is the file's bytes, and its end is noticed."""
     if warm:
         Path(mixed.url, "a").read_bytes()
@@ -130,9 +127,7 @@ def test_any_range_in_any_state_of_the_cache(
     shift=st.sampled_from([0, 512]),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_parts_in_any_order(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[int], cuts: list[int], shift: int
-) -> None:
+def test_any_parts_in_any_order(tmp_path_factory, parts, cuts, shift):
     """Parts cut anywhere, in any order, direct and buffered side by side, make the blob."""
     store = LocalStore(tmp_path_factory.mktemp("parts"))
     memory = aligned_buffer(SIZE + shift)[shift:]
@@ -146,7 +141,7 @@ def test_any_parts_in_any_order(
 
 
 @linux_only
-def test_a_reader_knows_what_is_in_memory(store: LocalStore) -> None:
+def test_a_reader_knows_what_is_in_memory(store):
     """What was read through the page cache is cached, what was dropped from it is not."""
     write_blob(store, "a", sample(2 * MIB))
     drop_cached(store, "a", 0, 2 * MIB)

@@ -23,7 +23,7 @@ from shardkeep.storage.resolve import open_store
         ("odd:name", "odd:name"),
     ],
 )
-def test_paths_and_file_urls_are_local(where: str | Path, path: str) -> None:
+def test_paths_and_file_urls_are_local(where, path):
     """Paths and file:// URLs become local stores of that path."""
     store = open_store(where, direct=False)
 
@@ -44,14 +44,14 @@ def test_paths_and_file_urls_are_local(where: str | Path, path: str) -> None:
         ("file://bob:hunter2@host/run", r"^file://host/run: .* \(host\)"),
     ],
 )
-def test_what_stands_before_the_host_is_never_shown(where: str, message: str) -> None:
+def test_what_stands_before_the_host_is_never_shown(where, message):
     """Neither by the error nor by what led to it; what cannot be reached is an error of ours."""
     with pytest.raises(CheckpointError, match=message) as caught:
         open_store(where, direct=True)
     assert "ter2" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_store_does_not_tell_its_password() -> None:
+def test_a_store_does_not_tell_its_password():
     """Nor do its errors, when a file system repeats it."""
     store = open_store("webhdfs://bob:hunter2@127.0.0.1:1/run/", direct=True)
     assert store.url == "webhdfs://127.0.0.1:1/run"
@@ -68,12 +68,12 @@ def test_a_store_does_not_tell_its_password() -> None:
 @pytest.mark.parametrize(
     "where", ["abfss://box@account.dfs.core.windows.net/run", "s3://bucket/run@2", "memory://a@b/c"]
 )
-def test_an_at_sign_that_means_something(where: str) -> None:
+def test_an_at_sign_that_means_something(where):
     """Azure's container@account, and names with one, are places as they were."""
     assert open_store(where, direct=True).url == where
 
 
-def test_opening_touches_nothing(tmp_path: Path) -> None:
+def test_opening_touches_nothing(tmp_path):
     """A place that does not exist is not made by naming it, nor by looking; a store is used as it is."""
     store = open_store(tmp_path / "new", direct=True)
     assert store is open_store(store, direct=True)
@@ -96,7 +96,7 @@ def test_opening_touches_nothing(tmp_path: Path) -> None:
         ("a\0b", "not a place"),
     ],
 )
-def test_other_places_are_refused(where: str, message: str) -> None:
+def test_other_places_are_refused(where, message):
     """The error names the scheme, and what would be understood."""
     with pytest.raises(CheckpointError, match=message):
         open_store(where, direct=True)

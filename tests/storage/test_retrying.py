@@ -2,14 +2,13 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.storage.base import Store, Version, free_nbytes
+from shardkeep.storage.base import free_nbytes
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
@@ -17,38 +16,38 @@ from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import raises_errno
 
 
-def patient(inner: Store, retries: int = 3) -> tuple[RetryingStore, list[float]]:
-    waits: list[float] = []
+def patient(inner, retries=3):
+    waits = []
     return RetryingStore(inner, RetryPolicy(retries, sleep=waits.append)), waits
 
 
 class _Refusing(MemoryStore):
     """Fails so many times, with an errno, before or after it has done what it was asked."""
 
-    def __init__(self, code: int, times: int, *, after: bool = False) -> None:
+    def __init__(self, code, times, *, after=False):
         super().__init__()
         self.code, self.times, self.after = code, times, after
 
-    def _fail(self) -> None:
+    def _fail(self):
         if self.times:
             self.times -= 1
             raise StorageError(f"injected: {os.strerror(self.code)}", errno=self.code)
 
-    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+    def put(self, name, data, *, replace=False, over=None):
         if not self.after:
             self._fail()
         super().put(name, data, replace=replace, over=over)
         if self.after:
             self._fail()
 
-    def create(self, name: str, nbytes: int):  # type: ignore[no-untyped-def]
+    def create(self, name, nbytes):
         made = super().create(name, nbytes)
         self._fail()
         return made
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET])
-def test_what_passes_is_tried_again(code: int) -> None:
+def test_what_passes_is_tried_again(code):
     """With waits that grow, and no two alike."""
     store, waits = patient(_Refusing(code, 3))
     store.put("a", b"x")
@@ -59,7 +58,7 @@ def test_what_passes_is_tried_again(code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT])
-def test_what_stays_is_not(code: int) -> None:
+def test_what_stays_is_not(code):
     """A full disk or missing permissions raise at once."""
     store, waits = patient(_Refusing(code, 1))
     with pytest.raises(StorageError):
@@ -67,7 +66,7 @@ def test_what_stays_is_not(code: int) -> None:
     assert not waits
 
 
-def test_tries_are_bounded() -> None:
+def test_tries_are_bounded():
     """One more failure than there are retries is raised, with its errno."""
     store, waits = patient(_Refusing(errno.EIO, 4))
     with raises_errno(errno.EIO):
@@ -78,14 +77,14 @@ def test_tries_are_bounded() -> None:
         none.put("a", b"x")
 
 
-def test_a_put_that_failed_after_it_was_done_is_ours() -> None:
+def test_a_put_that_failed_after_it_was_done_is_ours():
     """The bytes are there already: that is success, and they are put once more to be durable."""
     store, _ = patient(_Refusing(errno.EIO, 1, after=True))
     store.put("a", b"x")
     assert store.get("a", limit=9) == b"x"
 
 
-def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
+def test_a_swap_that_failed_after_it_was_done_is_ours():
     """A lost answer does not turn our own success into a failure; a put of another writer does."""
     inner = _Refusing(errno.EIO, 0, after=True)
     inner.put("a", b"old")
@@ -97,7 +96,7 @@ def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
     assert len(waits) == 1
 
     class _Overtaken(_Refusing):
-        def _fail(self) -> None:
+        def _fail(self):
             if self.times:
                 MemoryStore.put(self, "a", b"theirs", replace=True)
             super()._fail()
@@ -112,7 +111,7 @@ def test_a_swap_that_failed_after_it_was_done_is_ours() -> None:
     assert inner.get("a", limit=9) == b"theirs"
 
 
-def test_a_blob_of_another_writer_is_never_replaced() -> None:
+def test_a_blob_of_another_writer_is_never_replaced():
     """After a failure that passes, a name that is taken by other bytes is still taken."""
     inner = _Refusing(errno.EIO, 0)
     inner.put("a", b"theirs")
@@ -123,7 +122,7 @@ def test_a_blob_of_another_writer_is_never_replaced() -> None:
     assert inner.get("a", limit=9) == b"theirs"
 
 
-def test_a_create_that_failed_half_way_begins_anew() -> None:
+def test_a_create_that_failed_half_way_begins_anew():
     """What the attempt that failed has made is replaced; one that was there before is an error."""
     inner = _Refusing(errno.EIO, 1)
     store, _ = patient(inner)
@@ -135,7 +134,7 @@ def test_a_create_that_failed_half_way_begins_anew() -> None:
         store.create("a", 1)
 
 
-def test_to_make_durable_is_tried_once() -> None:
+def test_to_make_durable_is_tried_once():
     """After a failed fsync a second one would succeed, and the bytes would be lost."""
     faulty = FaultyStore(MemoryStore(), "error", at=0, verbs=("finish",))
     store, waits = patient(faulty)
@@ -147,7 +146,7 @@ def test_to_make_durable_is_tried_once() -> None:
 
 
 @pytest.mark.parametrize("verb", ["create", "write_at", "open", "read_into", "put", "get", "list", "delete"])
-def test_every_other_verb_is_tried_again(verb: str) -> None:
+def test_every_other_verb_is_tried_again(verb):
     """One failure of any of them goes unnoticed."""
     faulty = FaultyStore(MemoryStore(), "short", at=0, verbs=(verb,))
     store, waits = patient(faulty)
@@ -167,7 +166,7 @@ def test_every_other_verb_is_tried_again(verb: str) -> None:
     assert len(waits) == 1
 
 
-def test_a_save_survives_what_passes(tmp_path: Path) -> None:
+def test_a_save_survives_what_passes(tmp_path):
     """Each operation of a save that may be tried again fails once, and the checkpoint is exact."""
     state = {"w": torch.arange(10.0)}
     count = FaultyStore(LocalStore(tmp_path / "count"))
@@ -185,14 +184,14 @@ def test_a_save_survives_what_passes(tmp_path: Path) -> None:
 class _Small(LocalStore):
     free = 100
 
-    def free_nbytes(self) -> int | None:
+    def free_nbytes(self):
         return self.free
 
 
-def test_a_save_that_does_not_fit_makes_no_file(tmp_path: Path) -> None:
+def test_a_save_that_does_not_fit_makes_no_file(tmp_path):
     """Both numbers and what to do are in the error, and what was there is as it was."""
     store = _Small(tmp_path / "step-1")
-    with pytest.raises(StorageFull, match=r"takes 4,000 bytes, and 100 are free") as caught:
+    with pytest.raises(StorageFull, match=r"takes 4.00 kB, and 100 B are free") as caught:
         sk.save({"w": torch.ones(1000)}, store)
     assert "delete checkpoints" in str(caught.value)
     assert caught.value.errno == errno.ENOSPC

@@ -2,33 +2,31 @@
 
 import errno
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from shardkeep.errors import CheckpointError, MalformedFile, StorageError
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage import local as local_root
-from shardkeep.storage.base import REMOVING_NAME, BlobInfo, Root, delete_contents, free_nbytes
+from shardkeep.storage.base import REMOVING_NAME, delete_contents, free_nbytes
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_root
-from shardkeep.testing.faulty_store import Fault, FaultyStore
+from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import raises_errno
 
 
 @pytest.fixture(params=["local", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+def root(request, tmp_path):
     return LocalStore(tmp_path / "made" / "later") if request.param == "local" else MemoryStore()
 
 
-def fill(root: Root, name: str, *blobs: str) -> None:
+def fill(root, name, *blobs):
     for blob in blobs:
         root.place(name).put(blob, b"x")
 
 
-def test_a_root_that_does_not_exist_has_no_places(root: Root) -> None:
+def test_a_root_that_does_not_exist_has_no_places(root):
     """Looking at a root makes nothing, and finds nothing."""
     assert list(root.places()) == [] == list(root.list())
     root.remove("step-1")
@@ -36,7 +34,7 @@ def test_a_root_that_does_not_exist_has_no_places(root: Root) -> None:
     assert list(root.places()) == []
 
 
-def test_places_are_named_and_blobs_of_the_root_are_none(root: Root) -> None:
+def test_places_are_named_and_blobs_of_the_root_are_none(root):
     """A root's own blobs are apart from its places."""
     fill(root, "step-1", "a")
     fill(root, "step-2", "a", "b")
@@ -47,7 +45,7 @@ def test_places_are_named_and_blobs_of_the_root_are_none(root: Root) -> None:
     assert root.place("step-1").url == f"{root.url}/step-1"
 
 
-def test_other_programs_name_places_as_they_like(root: Root) -> None:
+def test_other_programs_name_places_as_they_like(root):
     """Directories named by a logger or by hand are listed, read and removed, though no blob can have such a name."""
     for name in ("epoch=3-step=300.ckpt", "best model (v2)", "2026-01-02T10:11:12"):
         fill(root, name, "a")
@@ -59,7 +57,7 @@ def test_other_programs_name_places_as_they_like(root: Root) -> None:
             root.put(name, b"x")
 
 
-def test_a_removed_place_is_gone(root: Root) -> None:
+def test_a_removed_place_is_gone(root):
     """What was removed can be made anew, and the other places stay."""
     fill(root, "step-1", RECORD_NAME, "data")
     fill(root, "step-2", RECORD_NAME)
@@ -71,14 +69,14 @@ def test_a_removed_place_is_gone(root: Root) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", ".tmp-1", "-x"])
-def test_names_that_lead_elsewhere_are_refused(root: Root, name: str) -> None:
+def test_names_that_lead_elsewhere_are_refused(root, name):
     """Nothing outside the root can be removed."""
     for verb in (root.place, root.remove, root.drop_empty):
         with pytest.raises(MalformedFile):
             verb(name)
 
 
-def test_only_an_empty_place_is_dropped(root: Root) -> None:
+def test_only_an_empty_place_is_dropped(root):
     """A place with anything in it stays."""
     fill(root, "step-1", "data")
     root.drop_empty("step-1")
@@ -89,13 +87,13 @@ def test_only_an_empty_place_is_dropped(root: Root) -> None:
 
 
 @pytest.mark.parametrize("commit", [RECORD_NAME, ".metadata", "__3.metadata"])
-def test_what_makes_a_checkpoint_goes_first(root: Root, commit: str) -> None:
+def test_what_makes_a_checkpoint_goes_first(root, commit):
     """Wherever a removal is cut short: once one file is gone, no commit is there, and the mark says what happened."""
     names = {"a", "z", commit}
     for at in range(5):
         fill(root, f"step-{at}", *names)
         store = FaultyStore(root.place(f"step-{at}"), "error", at=at, verbs=("put", "delete"))
-        left: set[str] = set()
+        left = set()
         try:
             delete_contents(store)
         except StorageError:
@@ -108,7 +106,7 @@ def test_what_makes_a_checkpoint_goes_first(root: Root, commit: str) -> None:
         assert not list(root.place(f"step-{at}").list())
 
 
-def test_a_full_disk_does_not_keep_a_place(root: Root) -> None:
+def test_a_full_disk_does_not_keep_a_place(root):
     """The mark may fail to be made: room is what removing is for."""
     fill(root, "step-1", RECORD_NAME, "data")
     store = FaultyStore(root.place("step-1"), "full", at=0, verbs=("put",))
@@ -116,7 +114,7 @@ def test_a_full_disk_does_not_keep_a_place(root: Root) -> None:
     assert not list(root.place("step-1").list())
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
     """A link is removed; the place it points to stays."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -130,7 +128,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
     assert (elsewhere / RECORD_NAME).exists()
 
 
-def test_all_that_others_put_into_a_place_goes_with_it(tmp_path: Path) -> None:
+def test_all_that_others_put_into_a_place_goes_with_it(tmp_path):
     """Directories and odd names too, but nothing behind a link."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -144,12 +142,12 @@ def test_all_that_others_put_into_a_place_goes_with_it(tmp_path: Path) -> None:
     assert (outside / "kept").exists()
 
 
-def test_an_error_of_the_system_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_system_is_ours(tmp_path, monkeypatch):
     """A place that cannot be removed is named, with its errno."""
     root = LocalStore(tmp_path)
     fill(root, "step-1", "a")
 
-    def refuse(path: str) -> None:
+    def refuse(path):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     monkeypatch.setattr(local_root.shutil, "rmtree", refuse)
@@ -157,7 +155,7 @@ def test_an_error_of_the_system_is_ours(tmp_path: Path, monkeypatch: pytest.Monk
         root.remove("step-1")
 
 
-def test_roots_are_found_by_path_url_or_object(tmp_path: Path) -> None:
+def test_roots_are_found_by_path_url_or_object(tmp_path):
     """What a user writes becomes a root; what cannot be one is refused."""
     memory = MemoryStore()
     assert open_root(memory, direct=True) is memory
@@ -165,10 +163,10 @@ def test_roots_are_found_by_path_url_or_object(tmp_path: Path) -> None:
     assert open_root(f"file://{tmp_path}", direct=True).url == str(tmp_path)
     for wrong in ("", "nowhere://bucket/runs", 3):
         with pytest.raises(CheckpointError):
-            open_root(wrong, direct=True)  # type: ignore[arg-type]
+            open_root(wrong, direct=True)
 
 
-def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
+def test_free_space_is_that_of_the_file_system(tmp_path):
     """Also of a directory that is not made yet; a store that cannot say says None."""
     room = os.statvfs(tmp_path)
     said = free_nbytes(LocalStore(tmp_path / "not" / "yet").place("step-1"))
@@ -178,11 +176,11 @@ def test_free_space_is_that_of_the_file_system(tmp_path: Path) -> None:
 
 
 class _Listing(MemoryStore):
-    def list(self) -> Iterator[BlobInfo]:
+    def list(self):
         raise StorageError("injected", errno=errno.EIO)
 
 
-def test_a_place_that_cannot_be_listed_is_not_removed() -> None:
+def test_a_place_that_cannot_be_listed_is_not_removed():
     """Nothing is deleted that was not seen."""
     store = _Listing()
     store.put(RECORD_NAME, b"x")
@@ -194,7 +192,7 @@ def test_a_place_that_cannot_be_listed_is_not_removed() -> None:
 class _Full(FaultyStore):
     """A disk on which nothing can be put until something is deleted, and one blob never can be."""
 
-    def begin(self, verb: str, name: str) -> Fault | None:
+    def begin(self, verb, name):
         deleted = any(each.startswith("delete") for each in self.operations)
         if verb == "put" and not deleted:
             raise self.broken(verb, name)
@@ -203,7 +201,7 @@ class _Full(FaultyStore):
         return super().begin(verb, name)
 
 
-def test_a_removal_that_could_not_be_marked_at_first_is_marked_as_soon_as_it_can_be(root: Root) -> None:
+def test_a_removal_that_could_not_be_marked_at_first_is_marked_as_soon_as_it_can_be(root):
     """What it leaves when it fails is known for what it is, and can be removed later."""
     fill(root, "step-1", RECORD_NAME, "a", "z")
     with pytest.raises(StorageError):

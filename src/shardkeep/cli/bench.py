@@ -38,9 +38,8 @@ import xxhash
 from shardkeep.cli import argument, command
 from shardkeep.cli.output import Table, UsageError, echo_err, format_size, print_json, printable, styled
 from shardkeep.errors import CheckpointError
-from shardkeep.options import Options
+from shardkeep.options import Options, available_memory
 from shardkeep.storage.base import Root, Store, local_path, preferred_requests
-from shardkeep.storage.local import available_memory
 from shardkeep.storage.resolve import open_root, open_store
 
 if TYPE_CHECKING:

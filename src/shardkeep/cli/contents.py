@@ -107,10 +107,8 @@ def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
     """Return the item of a key, or those below a prefix; a `UsageError` names keys that are spelt alike."""
     if found := list(iter_items(checkpoint, key.__eq__)) or list(iter_items(checkpoint, key_filter([], key))):
         return found
-    parts = key.count(".") + 1
-    alike = {".".join(name.split(".")[:parts]) for name in checkpoint}  # also prefixes, if that is what was meant
-    hint = out.did_you_mean(key, {*alike, *checkpoint}, otherwise="`shardkeep ls CHECKPOINT` lists its keys")
-    raise out.UsageError(checkpoint.missing_key(key).message, hint=hint)
+    missing = checkpoint.missing_key(key)
+    raise out.UsageError(missing.message, hint=missing.hint or "`shardkeep ls CHECKPOINT` lists its keys")
 
 
 def value_text(checkpoint: Checkpoint, item: Item) -> str:
@@ -144,7 +142,7 @@ def summarize(checkpoint: Checkpoint) -> str:
     step = f"step {record.step}, " if record.step is not None else ""
     try:
         age_s = (datetime.now(timezone.utc) - datetime.fromisoformat(record.saved_at)).total_seconds()
-        age = f"{out.format_duration(age_s)} ago"
+        age = f"{out.format_age(age_s)} ago"
     except (ValueError, TypeError):  # no valid time, or no time zone
         age = ""
     holds = [out.format_count(totals.tensors, "tensor")] + (

@@ -136,7 +136,7 @@ def _last(run: Run, back: int) -> str:
     if len(steps) <= back:
         have = out.format_count(len(steps), "checkpoint")
         raise out.UsageError(f"{run.path} has {have}, and {back + 1} are needed", hint=f"`shardkeep ls {run.path}`")
-    return run.path_of(list(steps.values())[back])
+    return run.path_to(list(steps.values())[back].name)
 
 
 def _compare(

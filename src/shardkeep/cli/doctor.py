@@ -18,9 +18,9 @@ from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.runs import suggest_path
 from shardkeep.errors import CheckpointError, StorageError
-from shardkeep.options import Options, cores, physical_memory, settings_with
+from shardkeep.options import Options, available_memory, container_memory, cores, physical_memory, settings_with
 from shardkeep.storage import base
-from shardkeep.storage.local import available_memory, open_files
+from shardkeep.storage.local import open_files
 from shardkeep.storage.resolve import open_root
 
 _PACKAGES = (
@@ -102,7 +102,7 @@ def _versions() -> Rows:
 
 
 def _machine() -> Rows:
-    limit = _container_nbytes()
+    limit = container_memory()
     rows = {
         "system": platform.platform(),
         "cores": str(cores()),
@@ -118,20 +118,13 @@ def _machine() -> Rows:
     return rows
 
 
-def _container_nbytes() -> int:
-    """Return the memory limit of the control group that this process is in; 0 if there is none."""
-    found = []
-    with suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as groups:
-        for where in ("", *(line.strip().split(":", 2)[2].lstrip("/") for line in groups)):
-            for name in ("memory.max", "memory/memory.limit_in_bytes"):
-                with suppress(OSError, ValueError), open(os.path.join("/sys/fs/cgroup", where, name)) as file:
-                    found.append(int(file.read()))  # "max" is no number
-    return min((nbytes for nbytes in found if nbytes < 1 << 60), default=0)
-
-
 def _options() -> Rows:
     values = {each.name: getattr(Options(), each.name) for each in fields(Options) if each.name != "keys"}
     rows = {name: out.format_size(value) if name.endswith("_bytes") else str(value) for name, value in values.items()}
+    if not values["staging_bytes"]:
+        rows["staging_bytes"] = "0: as much as needed, if the machine has it free"
+    if values["share_reads"] is None:
+        rows["share_reads"] = "where storage is slower than the network"
     for name, value in sorted(settings_with(("SHARDKEEP_", "LOCAL_WORLD_SIZE")).items()):
         rows[f"${name}"] = "(a secret)" if name == "SHARDKEEP_KEY" else value
     return rows
@@ -140,11 +133,6 @@ def _options() -> Rows:
 def _slow_machine() -> Iterator[str]:
     if cores() < 4:
         yield f"{out.format_count(cores(), 'core')}: training, hashing and copying compete for them"
-    if 0 < (limit := _container_nbytes()) < physical_memory():
-        yield (
-            f"the container may use {out.format_size(limit)} of {out.format_size(physical_memory())} of memory, and"
-            " asynchronous saves go by what the machine has free: set SHARDKEEP_STAGING_BYTES"
-        )
 
 
 # -- a place
@@ -196,7 +184,7 @@ def _write_and_read(root: base.Root, name: str) -> str:
     read = time.perf_counter()
     if into != data:
         raise StorageError(f"{root.url}: what was read back is not what was written", hint="do not save there")
-    return f"written and made durable in {(wrote - began) * 1e3:.0f} ms, read back in {(read - wrote) * 1e3:.0f} ms"
+    return f"written and made durable in {out.format_seconds(wrote - began)}, read back in {out.format_seconds(read - wrote)}"
 
 
 def _commits(root: base.Root, name: str) -> str:

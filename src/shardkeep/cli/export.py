@@ -88,14 +88,16 @@ def export(args: argparse.Namespace) -> int:
 @command(
     argument("checkpoint", metavar="CHECKPOINT", help="native, torch DCP, safetensors, or a .pt file"),
     argument("to_path", metavar="TO", help="a directory"),
-    argument("--to", choices=("native", "dcp", "safetensors"), required=True, help="the layout of TO"),
+    argument(
+        "--to", choices=("native", "dcp", "safetensors"), default="native", help="the layout of TO (default: native)"
+    ),
     argument("--drop", metavar="GLOB", action="append", help="leave these names out (may be repeated)"),
     argument("--shard-size", metavar="SIZE", default="5GB", help="of safetensors files (default: 5GB)"),
     argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes"),
     argument("--allow-pickle", action="store_true", help="also pickled values: only if you trust them"),
     argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO"),
     examples="""
-  shardkeep convert dcp-checkpoint runs/a/step-500 --to native
+  shardkeep convert dcp-checkpoint runs/a/step-500
   shardkeep convert runs/a/step-500 out/for-torch --to dcp
   shardkeep convert runs/a/step-500 out/model --to safetensors --drop optimizer
 """,
@@ -155,7 +157,7 @@ def _print_json(report: ExportReport | ConvertReport) -> int:
 
 def _print_written(report: ExportReport | ConvertReport, what: str, *, native: bool) -> None:
     print(f"{out.styled('wrote', 'green')} {out.printable(report.to)}: {what}")
-    speed = out.format_speed(report.seconds, report.gb_per_s, _MIN_TIMED_S)
+    speed = out.format_speed(report.bytes_written, report.seconds, _MIN_TIMED_S)
     print(f"  written, read back and compared: equal{speed}")
     if report.decrypted:
         hint = "; --codecs aes encrypts it" if native else ""

@@ -154,7 +154,7 @@ def _step(entry: Entry | None) -> str:
 
 def _age(entry: Entry | None) -> str:
     when = entry.saved_at if entry else None
-    return out.format_duration((datetime.now(timezone.utc) - when).total_seconds()) if when else ""
+    return out.format_age((datetime.now(timezone.utc) - when).total_seconds()) if when else ""
 
 
 def _print_runs(folder: Run, runs: Iterable[Run]) -> None:
@@ -175,7 +175,7 @@ def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
     return {
         **{name: getattr(entry, name) for name in named},
         "step": entry.known_step,
-        "path": run.path_of(entry),
+        "path": run.path_to(entry.name),
         "reason": entry.reason or None,
         "saved_at": entry.saved_at.isoformat() if entry.saved_at else None,
         "world_size": entry.record.world_size if entry.record else None,
@@ -186,7 +186,7 @@ def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
 def _run_json(run: Run, entries: Iterable[Entry]) -> dict[str, Any]:
     listed = [entry_json(run, entry) | {"latest": entry is run.latest} for entry in entries]
     document = {"kind": "run", "path": run.path, "template": run.catalog.naming.template}
-    return document | {"latest": run.path_of(run.latest) if run.latest else None, "checkpoints": listed}
+    return document | {"latest": run.path_to(run.latest.name) if run.latest else None, "checkpoints": listed}
 
 
 # -- the keys of a checkpoint
@@ -313,7 +313,7 @@ def latest(args: argparse.Namespace) -> int:
     for entry in run.entries:
         reason = entry.reason
         if entry.committed:
-            reason = check_checkpoint(run.path_of(entry), deep=False).reason
+            reason = check_checkpoint(run.path_to(entry.name), deep=False).reason
         if not reason:
             latest = entry
             break
@@ -322,7 +322,7 @@ def latest(args: argparse.Namespace) -> int:
     if args.json:
         out.print_json({"latest": entry_json(run, latest) if latest else None, "skipped": skipped})
     elif latest:
-        print(run.path_of(latest))
+        print(run.path_to(latest.name))
     if latest is None:
         out.echo_err(f"{args.root}: no checkpoint" + (" that can be loaded" if skipped else " below it yet"))
         if not skipped and (hint := suggest_path(args.root)):

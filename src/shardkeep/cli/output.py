@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, cast
 
+from shardkeep import display
 from shardkeep.errors import CheckpointError
 from shardkeep.state import patterns
 
@@ -39,6 +40,9 @@ _SPILT_WIDTH = 24
 """The room for a text that extends over empty columns: every float fits."""
 _SHOW_AFTER_S = 0.5
 """Work that takes less gets no progress bar."""
+
+format_age, format_count, format_seconds = display.format_age, display.format_count, display.format_seconds
+format_size = display.format_size
 
 
 class UsageError(CheckpointError, ValueError):
@@ -166,25 +170,6 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def format_size(nbytes: float) -> str:
-    """Return a number of bytes with three digits and a decimal unit: 1.23 GB."""
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
-    for unit in units:
-        if nbytes < 999.5 or unit == units[-1]:
-            break
-        nbytes /= 1000
-    digits = 0 if unit == "B" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
-    return f"{nbytes:.{digits}f} {unit}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a time span in its largest unit: 3 h."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length or (seconds >= length and unit != "d"):
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
 def format_number(value: complex | None) -> str:
     """Return a number with six digits, an integer with all of its digits, and a dash for None."""
     if value is None:
@@ -192,19 +177,15 @@ def format_number(value: complex | None) -> str:
     return f"{value:.6g}" if isinstance(value, (float, complex)) else str(value)
 
 
-def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return a count and its noun: 1 file, 2 files."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
-
-
 def format_shape(shape: Sequence[int]) -> str:
     """Return a shape as torch writes it: [1024, 4096]."""
     return f"[{', '.join(map(str, shape))}]"
 
 
-def format_speed(seconds: float, gb_per_s: float, at_least_s: float) -> str:
+def format_speed(nbytes: int, seconds: float, at_least_s: float) -> str:
     """Return time and throughput as the end of a sentence; empty below `at_least_s`, where both mean little."""
-    return f" in {seconds:.1f} s, {format_size(gb_per_s * 1e9)}/s" if seconds >= at_least_s else ""
+    speed = display.format_rate(nbytes, seconds)
+    return f" in {format_seconds(seconds)}, {speed}" if seconds >= at_least_s else ""
 
 
 def format_bar(share: float, width: int) -> str:

@@ -176,7 +176,7 @@ def _parse_best(words: str) -> KeepBest:
     found = re.fullmatch(r"([^:]+)(?::([1-9]\d*))?(?::(min|max))?", words)
     if found is None:
         raise out.UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
-    mode: Any = found[3]  # None: told from the name
+    mode: Any = found[3]  # None: by the name of the metric
     return KeepBest(found[1], int(found[2] or 1), mode)
 
 
@@ -221,7 +221,7 @@ def _checked(run: Run, entry: Entry) -> Entry:
     """Return an entry, marked as damaged if a shallow check finds it so."""
     if not entry.committed:
         return entry
-    reason = check_checkpoint(run.path_of(entry), deep=False).reason
+    reason = check_checkpoint(run.path_to(entry.name), deep=False).reason
     return replace(entry, status="damaged", reason=reason) if reason else entry
 
 

@@ -21,35 +21,39 @@ from shardkeep.errors import CheckpointError, StateError
 """,
 )
 def rotate(args: argparse.Namespace) -> int:
-    documents: list[dict[str, Any]] = []
+    """Rotate all of them; 2 if one fails, or if a path has nothing that is encrypted."""
+    documents: dict[str, list[dict[str, Any]]] = {}
     for path in args.path:
         found = open_checkpoint_or_run(path, args.template)
+        paths = [path]
         if isinstance(found, Run):
-            pairs = [(run, entry) for run in (found, *found.runs) for entry in run.entries if entry.committed]
-            documents += [_rotate(run.path_of(entry), alone=False) for run, entry in pairs]
-        else:
-            documents.append(_rotate(path, alone=True))
-    failed = [each for each in documents if each["status"] == "failed"]
+            paths = [run.path_to(each.name) for run in (found, *found.runs) for each in run.entries if each.committed]
+        documents[path] = list(map(_rotate, paths))
+    plain = [path for path, below in documents.items() if all(each["status"] == "plain" for each in below)]
+    every = [each for below in documents.values() for each in below]
+    failed = [each for each in every if each["status"] == "failed"]
+    code = 2 if failed or plain else 0
     if args.json:
-        print_json({"rotated": not failed, "checkpoints": documents})
-        return 2 if failed else 0
-    for each in documents:
+        print_json({"rotated": code == 0, "checkpoints": every})
+        return code
+    for each in every:
         if each["status"] != "failed":
             style = styled(each["status"], "green" if each["status"] == "rotated" else "dim")
             print(f"{style}  {printable(each['path'])}")
     for each in failed:
         echo_err(f"failed   {printable(each['path'])}: {printable(each['reason'])}", "red")
-    print(f"\n{format_count(sum(each['status'] == 'rotated' for each in documents), 'checkpoint')} rotated")
-    return 2 if failed else 0
+    print(f"\n{format_count(sum(each['status'] == 'rotated' for each in every), 'checkpoint')} rotated")
+    for path in plain:
+        why = "it is not encrypted" if documents[path] else "there is no checkpoint in it"
+        echo_err(f"{printable(path)}: nothing was rotated: {why}", "red")
+    return code
 
 
-def _rotate(path: str, *, alone: bool) -> dict[str, Any]:
-    """Rotate one checkpoint. In a run, a plain or unreadable checkpoint is reported and the others go on."""
+def _rotate(path: str) -> dict[str, Any]:
+    """Rotate one checkpoint. If it is plain or cannot be rotated, that is returned, and the others go on."""
     try:
         return {"path": path, "status": "rotated" if rotate_keys(path) else "current"}
+    except StateError:
+        return {"path": path, "status": "plain"}
     except CheckpointError as exc:
-        if alone:
-            raise
-        if isinstance(exc, StateError):
-            return {"path": path, "status": "plain"}
         return {"path": path, "status": "failed", "reason": exc.message}

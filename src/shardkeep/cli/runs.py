@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardkeep.cli.output import UsageError, did_you_mean, natural_order
+from shardkeep.cli.output import UsageError, did_you_mean, format_count, natural_order
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.manage.catalog import Catalog, Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
-from shardkeep.storage.base import is_single_file, local_path
+from shardkeep.storage.base import broken_path, is_single_file, local_path
 from shardkeep.storage.resolve import open_root, open_store
 
 _LEVELS = 2
@@ -67,12 +67,8 @@ class Run:
         """Return the name of a run below it."""
         return run.path.removeprefix(self.path_to(""))
 
-    def path_of(self, entry: Entry) -> str:
-        """Return the path of a checkpoint, relative if the user wrote a relative path."""
-        return self.path_to(entry.name)
-
     def path_to(self, name: str) -> str:
-        """Return the path of a directory in it."""
+        """Return the path of a directory in it, relative if the user wrote a relative path."""
         return f"{self.path.rstrip('/')}/{name}"
 
 
@@ -98,13 +94,14 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
         try:
             return open_checkpoint(where)
         except CheckpointNotFound:
-            if is_single_file(open_store(where, direct=False)):
+            store = open_store(where, direct=False)
+            if is_single_file(store) or broken_path(store):
                 raise
             run = Run(where, template)
             if run.entries or run.runs or is_empty_directory(where):
                 return run
             path = _local_path(where)
-            if path is None or not os.path.isdir(path):
+            if path is None or not os.path.isdir(path) or broken_path(run.catalog.root, inside=True):
                 raise
             only = f" named {template}" if template else ""
             raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or in the directories below") from None
@@ -129,7 +126,9 @@ def one_run(where: str, template: str | None = None) -> Run:
     run = Run(where, template)
     if not run.entries and run.runs:
         names = ", ".join(each.path for each in run.runs[:3]) + (", …" if len(run.runs) > 3 else "")
-        raise UsageError(f"{where} is a folder of {len(run.runs)} runs, not a run", hint=f"give one of them: {names}")
+        raise UsageError(
+            f"{where} is a folder of {format_count(len(run.runs), 'run')}, not a run", hint=f"give one of them: {names}"
+        )
     return run
 
 
@@ -156,7 +155,7 @@ def suggest_path(where: str) -> str:
     try:
         run = Run(where)
         if run.latest is not None:
-            return f"it is a run; its latest checkpoint is {run.path_of(run.latest)}"
+            return f"it is a run; its latest checkpoint is {run.path_to(run.latest.name)}"
         if run.runs:
             return f"it is a folder of runs, such as {run.runs[0].path}"
         path = _local_path(where)
@@ -164,7 +163,7 @@ def suggest_path(where: str) -> str:
             return ""
         parent, name = split_path(where)
         beside = open_root(parent, direct=False).places() if path is None else os.listdir(parent)
-        return did_you_mean(name, beside) if parent else ""
+        return did_you_mean(name, [each for each in beside if each != name]) if parent else ""
     except (CheckpointError, OSError):
         return ""
 

@@ -116,7 +116,8 @@ def verify(args: argparse.Namespace) -> int:
     if args.quick and args.deep:
         raise out.UsageError("--quick and --deep contradict each other", hint="every byte is read without --quick")
     targets = {path: list(_targets(path, args.template)) for path in args.path}
-    results = {path: [_verify(*target, args) for target in below] for path, below in targets.items()}
+    width = max((len(target[0]) for below in targets.values() for target in below), default=0)
+    results = {path: [_verify(*target, width, args) for target in below] for path, below in targets.items()}
     documents = [document for found in results.values() for document in found]
     unverified = [
         path for path, found in results.items() if all(each["status"] in {"unfinished", "unknown"} for each in found)
@@ -138,16 +139,16 @@ def verify(args: argparse.Namespace) -> int:
     return code
 
 
-def _verify(path: str, nbytes: int, unfinished: str, args: argparse.Namespace) -> dict[str, Any]:
+def _verify(path: str, nbytes: int, unfinished: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
     """Check one checkpoint, print the result, and return it as JSON."""
     if unfinished:
         document = {"path": path, "status": "unfinished", "reason": unfinished}
-        text = _line(path, "unfinished", f"unfinished: {out.printable(unfinished)}")
+        text = _line(path.ljust(width), "unfinished", f"unfinished: {out.printable(unfinished)}")
     else:
         with out.ReadProgress(split_path(path)[1], nbytes) as progress:
             result = check_checkpoint(path, deep=not args.quick, on_read=progress.add)
         document = _result_json(path, result, deep=not args.quick)
-        text = _result_text(path, result, document["status"], deep=not args.quick)
+        text = _result_text(path.ljust(width), result, document["status"], deep=not args.quick)
     if not args.json:
         print(text)
     return document
@@ -161,7 +162,7 @@ def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
         found = open_checkpoint_or_run(path, template)
         for run in (found, *found.runs) if isinstance(found, Run) else ():
             for entry in run.entries:
-                yield run.path_of(entry), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
+                yield run.path_to(entry.name), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
         return
     except CheckpointError:  # the check will report it
         yield path, 0, ""
@@ -185,7 +186,7 @@ def _line(path: str, status: str, text: str, notes: Iterable[str] = ()) -> str:
     line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}"
     fits = 9 + len(path) + len(text) <= (out.terminal_width() or sys.maxsize)
     below = [*([] if fits else [text]), *notes]
-    first = f"{line}  {text}" if fits else line
+    first = f"{line}  {text}" if fits else line.rstrip()
     return "\n".join([first, *(out.wrap_lines(out.printable(note), " " * 7) for note in below)])
 
 
@@ -198,7 +199,7 @@ def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> 
     text = f"{count(found.files, 'file')} of {out.format_size(found.bytes_read)}: sizes and headers are right"
     notes = []
     if deep:
-        speed = out.format_speed(found.seconds, found.bytes_read / 1e9 / (found.seconds or 1), _MIN_TIMED_S)
+        speed = out.format_speed(found.bytes_read, found.seconds, _MIN_TIMED_S)
         text = f"{count(found.files, 'file')}, {out.format_size(found.bytes_read)} read{speed}"
         if crc := found.without_digests - found.without_checksums:
             has = count(crc, "file has", "files have")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _NONCE_NBYTES = 12
 _TAG_NBYTES = 16
 _SALT_NBYTES = 32
+_CIPHERS = "hazmat.primitives.ciphers"
 _PLACE = struct.Struct("<QQQ")
 _HINT = "it was damaged or tampered with: use another checkpoint, or another copy of this one"
 _KEY_HINT = "set SHARDKEEP_KEY_FILE to a file with {}, or pass one in the options"
@@ -40,7 +41,7 @@ class Aes(CodecConfig, frozen=True):
 
     def begin(self, keys: KeySource | None) -> CodecRecord:
         """Choose the data key of a checkpoint, and record it wrapped by the user's key."""
-        _ciphers()
+        _cryptography(_CIPHERS)
         if keys is None:
             raise KeyMissing(
                 "the codec 'aes' encrypts, and no key was given",
@@ -52,7 +53,7 @@ class Aes(CodecConfig, frozen=True):
 
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:
-        _ciphers()
+        _cryptography(_CIPHERS)
         try:
             salt = bytes.fromhex(recorded["salt"])
         except (KeyError, TypeError, ValueError) as exc:
@@ -110,9 +111,7 @@ class _AesCodec:
         try:
             work.update_into(data[_NONCE_NBYTES : data.nbytes - _TAG_NBYTES], into)
             work.finalize()
-        except require_module(
-            "cryptography.exceptions", package="shardkeep[crypto]", wanted_by="the codec 'aes'"
-        ).InvalidTag as exc:
+        except _cryptography("exceptions").InvalidTag as exc:
             message = f"encrypted {place.named} failed authentication: it is not what was written there"
             raise NotAuthentic(message, hint=_HINT, file=place.file, offset=place.offset) from exc
         return nbytes
@@ -124,14 +123,12 @@ class _AesCodec:
         return hmac.digest(self._root, b"shardkeep aes/1 " + purpose + b"\x01", "sha256")
 
     def _cipher(self, place: FramePlace, nonce: bytes, tag: bytes | None = None) -> Any:
-        ciphers = _ciphers()
+        ciphers = _cryptography(_CIPHERS)
         return ciphers.Cipher(ciphers.algorithms.AES(self._file_key(place.file)), ciphers.modes.GCM(nonce, tag))
 
 
-def _ciphers() -> Any:
-    return require_module(
-        "cryptography.hazmat.primitives.ciphers", package="shardkeep[crypto]", wanted_by="the codec 'aes'"
-    )
+def _cryptography(module: str) -> Any:
+    return require_module(f"cryptography.{module}", package="shardkeep[crypto]", wanted_by="the codec 'aes'")
 
 
 def _data_key(recorded: CodecRecord, keys: KeySource | None) -> bytes:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from shardkeep.codecs.keys import KeySource
 
 
-FRAME_NBYTES = 1 << 20
-"""Default size of a frame in plain bytes: it stays in a core's cache from codec to codec."""
-
 WRAPPED = "wrapped"
 """The only entry of a codec's record that changes when keys are rotated: a data key, encrypted by the user's key."""
 

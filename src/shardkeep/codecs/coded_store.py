@@ -48,6 +48,8 @@ from shardkeep.storage.base import (
     create_upto,
     decode_or_reread,
     drop_cached,
+    prefetch,
+    read_range,
     read_whole,
     reread,
     with_reread_result,
@@ -309,14 +311,9 @@ def read_table(reader: BlobReader, entry: Blob, store: ReadableStore) -> FrameTa
         raise MalformedFile(f"{entry.name}: too small for a table of frames", file=entry.name, offset=0)
     nbytes = min(_TAIL_NBYTES, stored_nbytes)
 
-    def read(offset: int, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        reader.read_into(offset, memoryview(data))
-        return data
-
     with closing(SecondRead(entry.name, store)) as again:
         return decode_or_reread(
-            _read_tail(read, entry, nbytes, stored_nbytes),
+            _read_tail(partial(read_range, reader), entry, nbytes, stored_nbytes),
             lambda tail: _decode_tail(tail, entry, stored_nbytes),
             lambda: _read_tail(again.read, entry, nbytes, stored_nbytes),
             name=entry.name,
@@ -371,6 +368,14 @@ class FrameReader:
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is cached
         """Return False: small reads would decode frames several times."""
         return False
+
+    def prefetch(self, offset: int, nbytes: int) -> bool:
+        """Begin to read the frames of a range into the page cache."""
+        table, waits = self._table, False
+        for run in runs_of(table, offset, offset + nbytes):
+            stored_nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
+            waits |= prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
+        return waits
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
         view = flat(into)

@@ -25,6 +25,7 @@ from shardkeep.conversion.to_file import write_torch_file
 from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
 from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
+from shardkeep.display import OneLine, format_count, format_seconds, format_size
 from shardkeep.engine.codecs import Codecs
 from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import find
@@ -49,8 +50,8 @@ Layout = Literal["native", "dcp", "safetensors"]
 LAYOUTS = ("native", "dcp", "safetensors")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Report:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Report(OneLine):
     to: str
     tensors: int
     bytes_written: int
@@ -69,8 +70,12 @@ class _Report:
         """Bytes written per second; the time includes reading and comparing."""
         return self.bytes_written / max(self.seconds, 1e-9) / 1e9
 
+    def __str__(self) -> str:
+        took = f"{format_size(self.bytes_written)} in {format_seconds(self.seconds)}"
+        return f"wrote {self.to}: {format_count(self.tensors, 'tensor')}, {took}"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ConvertReport(_Report):
     """What a conversion wrote; all of it was read back and compared."""
 
@@ -78,7 +83,7 @@ class ConvertReport(_Report):
     values: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ExportReport(_Report):
     """What an export wrote; all of it was read back and compared."""
 
@@ -177,7 +182,7 @@ def convert(
         left_out=list(_not_in_torch_layout(source)) if layout == "dcp" else [],
         decrypted=_warn_if_decrypted(source, target.url, target if codecs else None, options),
     )
-    log.info("converted %s to %s: %.3f GB in %.2f s", origin.url, report.to, written.nbytes / 1e9, report.seconds)
+    log.info("converted %s: %s", origin.url, report)
     return report
 
 
@@ -321,16 +326,16 @@ def export(
         infinite=sorted(name for name, part in chosen.tensors.items() if part.row in written.infinite),
         decrypted=_warn_if_decrypted(source, shown, target if codecs else None, options),
     )
-    log.info("exported %s: %d tensors, %.3f GB in %.2f s", shown, report.tensors, written.nbytes / 1e9, report.seconds)
+    log.info("exported %s: %s", origin.url, report)
     if report.left_out:
         log.warning(
-            "%s: %d plain values are left out, which safetensors files cannot hold: %s",
-            shown, len(report.left_out), ", ".join(report.left_out[:4]),
+            "%s: %s left out, which safetensors files cannot hold: %s",
+            shown, format_count(len(report.left_out), "plain value is", "plain values are"), ", ".join(report.left_out[:4]),
         )  # fmt: skip
     if report.infinite:
         log.warning(
-            "%s: finite numbers of %d tensors are infinite in the new dtype: %s; use one of a wider range",
-            shown, len(report.infinite), ", ".join(report.infinite[:4]),
+            "%s: finite numbers of %s are infinite in the new dtype: %s; use one of a wider range",
+            shown, format_count(len(report.infinite), "tensor"), ", ".join(report.infinite[:4]),
         )  # fmt: skip
     return report
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shardkeep.engine.fill import fill
-from shardkeep.engine.reader import DigestCache, Source, read_files
+from shardkeep.engine.reader import DigestCache, Source, list_keys, read_files
 from shardkeep.engine.workers import divide_budget
 from shardkeep.engine.writer import FileJob, Window, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
@@ -266,12 +266,12 @@ def verify_written(
 
     def keys_at(file: int, at: int, end: int) -> str:
         job, parts = files[file].job, files[file].parts
-        hit = [
-            repr(part.key)
+        hit = (
+            part.key
             for part, start in zip(parts, job.start.tolist(), strict=True)
             if not isinstance(part, (memoryview, LatePart)) and start < end and start + part.nbytes > at
-        ]
-        return ", ".join(hit[:4]) + (" and others" if len(hit) > 4 else "") or "the header"
+        )
+        return list_keys(hit) or "the header"
 
     plans = [every_block(number, file.job.data_nbytes, window_nbytes=window) for number, file in enumerate(files)]
     read_files(store, entries, plans, {}, keys_at=keys_at, threads=threads, window_nbytes=window, digests=known)

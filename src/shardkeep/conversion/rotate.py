@@ -49,23 +49,26 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
         >>> where, old, new = tempfile.mkdtemp() + "/step-1", sk.new_key(), sk.new_key()
         >>> keys = sk.Options(keys=sk.KeyRing.from_text(old))
         >>> _ = sk.save({"w": torch.ones(4)}, where, codecs=["aes"], options=keys)
-        >>> sk.rotate_keys(where, options=sk.Options(keys=sk.KeyRing.from_text(f"{new}\n{old}")))
+        >>> both = sk.KeyRing.from_text(f"{new}\n{old}")
+        >>> sk.rotate_keys(where, options=sk.Options(keys=both))
         True
-        >>> sk.open(where, options=sk.Options(keys=sk.KeyRing.from_text(new)))["w"].shape
+        >>> keys = sk.Options(keys=sk.KeyRing.from_text(new))
+        >>> sk.open(where, options=keys)["w"].shape
         (4,)
 
     """
     options = options or Options()
     store = open_store(where, direct=options.direct_io)
+    plain = StateError(f"{store.url} is not encrypted: it has no keys to rotate")
     if find(store).record.format != FORMAT:  # only the native layout is ever encrypted
-        raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")
+        raise plain
     version = store.version(RECORD_NAME)
     record = native.read_record(store)
-    keys = keys_for(options)
-    if keys is None:
-        raise KeyMissing("there are no keys", hint="set SHARDKEEP_KEY_FILE, the new key on its first line")
     if not any(chain.is_secret for chain in open_chains(record, options, where=store.url)):
-        raise StateError(f"{store.url} is not encrypted: it has no keys to rotate")
+        raise plain
+    keys = keys_for(options)
+    if keys is None:  # and yet it was opened: a codec has its own
+        raise KeyMissing("there are no keys", hint="set SHARDKEEP_KEY_FILE, the new key on its first line")
     renewed = replace(record, chains=[rewrapped(each, keys) for each in record.chains])
     if renewed == record:
         return False

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.conversion.pipeline import TensorPart
+from shardkeep.display import format_count
 from shardkeep.engine.reader import Source
 from shardkeep.errors import KeyCollision, StateError
 from shardkeep.format.boxes import IntArray, concat_ranges, whole
@@ -20,14 +21,16 @@ from shardkeep.format.index import Index, build_index, checked_index, strings_of
 from shardkeep.format.values import Container, Node, decode_tree, encode_tree, join, leaf_keys
 from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.state.patterns import (
+    MAY_MATCH_NOTHING,
     Patterns,
     Renames,
     checked_patterns,
-    closest,
+    did_you_mean_pattern,
     matcher,
     optimizer_names,
-    prefixes_of,
     renamer,
+    unused_patterns,
+    unused_renames,
 )
 
 _CAST = ("float16", "bfloat16", "float32", "float64")
@@ -77,6 +80,8 @@ def select(
     wanted = name_filter(keys, "include", include)
     unwanted = name_filter(keys, "exclude", exclude) if exclude is not None else (lambda _: False)
     outside = renamer(rename)
+    inside = [key[len(start) :] for key in keys if key.startswith(start)]
+    _raise_if_unused("rename", unused_renames(rename, inside), inside)
     # Optimizer state is no part of a model, unless the caller names it.
     given = (start, *(include if isinstance(include, tuple) else ()))
     optimizers = {
@@ -121,9 +126,9 @@ def select(
         tensors[name] = TensorPart(key, owner, whole(index.shape(row)), target)
     if not tensors:
         begin = f" that begins with {start!r}" if start else ""
-        other = "; left out: " + ", ".join(f"{label} ({n} tensors)" for label, n in skipped.items()) if skipped else ""
+        other = "; left out: " + ", ".join(f"{label} ({format_count(n, 'tensor')})" for label, n in skipped.items())
         raise StateError(
-            f"of {len(keys)} names, none{begin} is a tensor that was asked for{other}",
+            f"of {format_count(len(keys), 'name')}, none{begin} is a tensor that was asked for{other if skipped else ''}",
             hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
         )
     return Selection(tensors, ties, values, list(names), skipped)
@@ -157,14 +162,15 @@ def cast_target(dtype: object) -> DType | None:
 def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[[str], bool]:
     """Make the test for names that an argument selects; a pattern that matches no name is an error."""
     given = checked_patterns(argument, patterns)
-    for pattern in given if isinstance(given, tuple) else ():
-        if not any(map(matcher(pattern), keys)):
-            meant = closest(pattern, prefixes_of(keys))
-            raise StateError(
-                f"{argument}: {pattern!r} matches no name of the checkpoint",
-                hint=f"did you mean {meant!r}?" if meant else f"it has {', '.join(map(repr, keys[:3]))} …",
-            )
+    _raise_if_unused(argument, unused_patterns(given, keys), keys)
     return matcher(given)
+
+
+def _raise_if_unused(argument: str, unused: list[str], names: list[str]) -> None:
+    if unused:
+        hint = did_you_mean_pattern(unused[0], names) or f"it has {', '.join(map(repr, names[:3]))} …"
+        hint += f"; {MAY_MATCH_NOTHING}" if argument == "rename" else ""
+        raise StateError(f"{argument}: {unused[0]!r} matches no name of the checkpoint", hint=hint)
 
 
 def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int]]:

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import errno
 import io
-import math
 import os
 import pickle
-import re
 import threading
 import zlib
 from collections import OrderedDict
@@ -38,12 +36,13 @@ from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection
 from shardkeep.engine.reader import Source
 from shardkeep.engine.workers import FollowUpError
+from shardkeep.format.boxes import strides_of
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobWriter, ReadableStore, Replaces, Store, WritableStore, create_over
+from shardkeep.storage.base import BlobWriter, ReadableStore, Replaces, Store, WritableStore, create_over, scheme_of
 from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
@@ -254,10 +253,8 @@ class _StatePickler(pickle.Pickler):
     def reducer_override(self, obj: Any, /) -> Any:
         if not isinstance(obj, pipeline.TensorPart):
             return NotImplemented
-        shape = obj.box.sizes
-        strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        form = (_Bytes(obj), 0, shape, strides, False, hooks)
+        form = (_Bytes(obj), 0, obj.box.sizes, strides_of(obj.box.sizes), False, hooks)
         if obj.dtype.name in _STORAGE_OF:
             return rebuilding._rebuild_tensor_v2, form
         return rebuilding._rebuild_tensor_v3, (*form, to_torch(obj.dtype))
@@ -291,7 +288,6 @@ class _StatePickler(pickle.Pickler):
 
 # -- the file that it becomes ------------------------------------------------------------------------------------------
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _MOST_HELD_NBYTES = 1 << 30
 """A larger blob does not replace another from memory."""
 
@@ -303,12 +299,12 @@ Check = Callable[[ReadableStore, str], None]
 
 def is_blob_url(path: str) -> bool:
     """Say whether a path is the URL of a file in a store, and not a local file."""
-    return _URL.match(path) is not None and not path.lower().startswith("file://")
+    return scheme_of(path) not in (None, "file")
 
 
 def file_path(path: str | os.PathLike[str]) -> str:
     """Return the path of a local file, which may be given as a `file://` URL."""
-    return open_store(path, direct=False).url if isinstance(path, str) and _URL.match(path) else os.fspath(path)
+    return open_store(path, direct=False).url if isinstance(path, str) and scheme_of(path) else os.fspath(path)
 
 
 def blob_location(url: str) -> tuple[Store, str]:

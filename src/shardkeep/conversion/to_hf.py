@@ -23,6 +23,7 @@ import msgspec
 from shardkeep.conversion import pipeline
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import find_safetensors, read_weight_map
+from shardkeep.engine.torch_source import item_batches
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError
 from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
@@ -138,15 +139,7 @@ def _groups(tensors: Mapping[str, pipeline.TensorPart], most: Size) -> list[list
     """Divide tensors into files, in order; a tensor that is larger than a file may be has a file of its own."""
     if not (most_nbytes := parse_size(most, "max_shard_bytes")):
         raise StateError(f"max_shard_bytes={most!r}", hint="give a size above 0")
-    groups: list[list[str]] = [[]]
-    held = 0
-    for key, part in tensors.items():
-        if groups[-1] and held + part.nbytes > most_nbytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(key)
-        held += part.nbytes
-    return groups
+    return [*item_batches(tensors, lambda key: tensors[key].nbytes, most_nbytes=most_nbytes)] or [[]]
 
 
 def model_file(

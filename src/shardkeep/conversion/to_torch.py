@@ -19,10 +19,10 @@ import torch
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.reader import Source
+from shardkeep.engine.torch_source import item_batches
 from shardkeep.engine.torch_view import StoredObject, TorchView
 from shardkeep.errors import CheckpointError, CheckpointExists
 from shardkeep.format.boxes import whole
-from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
@@ -45,9 +45,9 @@ def write_torch_layout(
 ) -> pipeline.Written:
     """Write all of a checkpoint into a place."""
     taken = set(names_in(store))
-    if not overwrite and (found := [name for name in (METADATA_NAME, RECORD_NAME) if name in taken]):
+    if not overwrite and METADATA_NAME in taken:
         raise CheckpointExists(
-            f"{store.url}: a checkpoint is already there ({found[0]})",
+            f"{store.url}: a checkpoint is already there ({METADATA_NAME})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
     began_s, commit = time.time(), Commit(store, store)
@@ -57,7 +57,9 @@ def write_torch_layout(
         # A checkpoint that is there must stay whole until the commit: no file has a name of another.
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
         names = (name for name in numbered if name not in taken)
-        files = [_lay_out(next(names), group, metadata.storage_data) for group in _groups(items)]
+        items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
+        groups = item_batches(items, lambda item: item[1].nbytes, most_nbytes=_FILE_NBYTES)
+        files = [_lay_out(next(names), group, metadata.storage_data) for group in groups]
         digests, _ = pipeline.write_parts(store, files, source, options, progress)
         made += [file.job.name for file in files]
         pipeline.verify_written(store, files, digests, options)
@@ -106,19 +108,6 @@ def _describe(source: Source, to: str, options: Options) -> tuple[protocol.Metad
         version=protocol.CURRENT_DCP_VERSION,
     )
     return metadata, items
-
-
-def _groups(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Divide items into files of about `_FILE_NBYTES`, objects first."""
-    groups: list[list[_Item]] = []
-    held = 0
-    for name, data in sorted(items, key=lambda item: isinstance(item[1], pipeline.TensorPart)):
-        if not groups or held + data.nbytes > _FILE_NBYTES:
-            groups.append([])
-            held = 0
-        groups[-1].append((name, data))
-        held += data.nbytes
-    return groups
 
 
 def _lay_out(

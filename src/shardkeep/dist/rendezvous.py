@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from shardkeep.dist.kv import KVMailbox, StoreUnreachable, with_mailbox
+from shardkeep.dist.kv import CHECKS_PER_S, KVMailbox, StoreUnreachable, with_mailbox
 from shardkeep.dist.rank_errors import (
     ALL_CALL,
     GroupError,
@@ -93,7 +93,7 @@ T = TypeVar("T")
 log = logging.getLogger("shardkeep")
 
 LINGER_S = 5.0
-"""How long rank 0 waits at the end of a call for the others to read its answer."""
+"""How long rank 0 waits at the end of a call for the others to read its answer, at least."""
 SHARED_BYTES = 4096
 """An answer of at least this length that several ranks get is stored once."""
 
@@ -348,19 +348,22 @@ class Rendezvous:
         if self._present == 0 or self._cut:
             return
 
+        # Longer than the others may pause between two looks at the store, which grows with their number.
+        linger_s = LINGER_S + 2 * self._world.size / CHECKS_PER_S
+
         def errand(mailbox: KVMailbox) -> None:
             over, parted = f"{self._call}/over", f"{self._call}/parted"
             if self._world.rank > 0:
                 if mailbox.count(parted) == self._present:
                     mailbox.put(over, b"")
             # At most half the timeout: in the next call, the others wait for this and for rank 0's own timeout.
-            elif mailbox.wait([over], min(LINGER_S, self._world.timeout_s / 2)):
+            elif mailbox.wait([over], min(linger_s, self._world.timeout_s / 2)):
                 mailbox.drop(over)
                 mailbox.drop(parted)
 
         # What was agreed on is valid, even if the store is unreachable now.
         with contextlib.suppress(StoreUnreachable):
-            self._visit(errand, within_s=LINGER_S)
+            self._visit(errand, within_s=linger_s)
 
     def _out_of_reach(self, message: RankMessage, lost: StoreUnreachable) -> CheckpointError:
         """Make the error of a rank that can no longer reach the others."""

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from shardkeep.errors import RanksDisagree
+from shardkeep.options import setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,16 +49,30 @@ class World:
         return replace(self, store=PrefixStore(prefix, self.store))
 
 
+def is_initialised() -> bool:
+    """Return whether there is a process group."""
+    # A program that has initialised a process group has imported torch.distributed; importing it here would take seconds.
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def collision_hint(otherwise: str) -> str:
+    """Return the hint for a process that meets another one where it saves: perhaps both are ranks of one job."""
+    size = setting("WORLD_SIZE") or ""
+    if is_initialised() or not size.isdecimal() or int(size) < 2:
+        return otherwise
+    return f"WORLD_SIZE is {size}, but there is no process group: call torch.distributed.init_process_group first"
+
+
 def current_world(group: ProcessGroup | World | None = None, *, timeout_s: float) -> World:
     """Return the ranks of `group`, by default all; this process alone if torch.distributed is not initialised."""
     if isinstance(group, World):
         return group
-    # A program that has initialised a process group has imported torch.distributed; importing it here would take seconds.
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if not is_initialised():
         if group is not None:
             raise RanksDisagree("a process group was given, but torch.distributed is not initialised in this process")
         return World(0, 1, timeout_s=timeout_s)
+    dist = sys.modules["torch.distributed"]
     if dist.get_rank(group) < 0:
         raise RanksDisagree(
             f"rank {dist.get_rank()} of the default group is not a member of the process group it was given",

@@ -100,6 +100,7 @@ def fill(
         threads=threads,
         window_nbytes=window,
         digests=source.digests,
+        keep_cached=True,
     )
     if spans:
         nbytes += _fill_spans(source, spans, into, options)
@@ -275,32 +276,23 @@ def fill_items(
 def _source_of_items(
     files: torch_source.ItemFiles, wanted: Sequence[ChunkRequest], items: Sequence[torch_source.Item], undo: Undo | None
 ) -> torch_source.TorchSource:
-    """Make a source with one tensor for each requested chunk."""
-    starts, shapes, dtypes = [], [each.shape for each in wanted], [each.dtype for each in wanted]
-    for each in wanted:
-        # Where the metadata say that a chunk's bytes begin; -1 where they do not, or where that cannot be.
-        at, start = each.location, -1
-        if each.dtype is not None and not at.descriptors and at.data_start is not None:
-            last = at.offset + at.nbytes - math.prod(each.shape) * each.dtype.itemsize
-            start = at.data_start if at.offset <= at.data_start <= last else -1
-        starts.append(start)
-    unknown = [row for row, start in enumerate(starts) if start < 0]
-    sought = list({items[row]: None for row in unknown if not wanted[row].location.descriptors})
-    found = dict(zip(sought, torch_source.find_tensors(files, sought), strict=True))
-    archived = {row: found.get(items[row]) for row in unknown}
-    for row, tensor in archived.items():
-        if tensor is None:
-            # Whether the box lies inside is checked when the item is decoded.
-            box = wanted[row].source
-            shapes[row] = tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True))
-            # Only torch decodes it, so any dtype serves; a quantized target has none of ours.
-            dtypes[row] = known_to_torch().get(wanted[row].target.dtype, of_torch(torch.uint8))
-            continue
-        shapes[row], dtypes[row] = tensor.shape, tensor.dtype
-        if tensor.is_row_major:
-            starts[row] = items[row].offset + tensor.start
-    for each, shape, item in zip(wanted, shapes, items, strict=True):
-        _check_box(each.source, shape, item, each.location.file)
+    """Make a source with one tensor for each requested chunk, as the metadata describe it."""
+    for each, item in zip(wanted, items, strict=True):
+        _check_box(each.source, each.shape, item, each.location.file)
+    # If the dtype is not known, or is not the stored one, torch decodes the item: then any dtype serves.
+    index = build_index(
+        keys=[each.key for each in wanted],
+        dtypes=[each.dtype or of_torch(torch.uint8) for each in wanted],
+        shapes=[each.shape for each in wanted],
+        chunks=[
+            [(whole(each.shape), item.file, torch_source.stated_start(each.location))]
+            for each, item in zip(wanted, items, strict=True)
+        ],
+        where="the requested chunks",
+    )
+    chunk_items = torch_source.ChunkItems.of([each.location for each in wanted])
+    descriptors = {row: each.location.descriptors for row, each in enumerate(wanted) if each.location.descriptors}
+    torch_source.drop_impossible_starts(index, chunk_items, descriptors)
     registry = ExtensionRegistry()
     return torch_source.TorchSource(
         store=files.store,
@@ -313,24 +305,13 @@ def _source_of_items(
             index=Blob(name="", nbytes=0, checksum=""),
             files=files.entries,
         ),
-        index=build_index(
-            keys=[each.key for each in wanted],
-            dtypes=[dtype for dtype in dtypes if dtype is not None],
-            shapes=shapes,
-            chunks=[
-                [(whole(shape), item.file, start)] for shape, item, start in zip(shapes, items, starts, strict=True)
-            ],
-            where="the requested chunks",
-        ),
+        index=index,
         digests=files.digests,
         files=files,
-        items=torch_source.ChunkItems(
-            np.array([item.offset for item in items], np.int64), np.array([item.nbytes for item in items], np.int64)
-        ),
-        descriptors={row: each.location.descriptors for row, each in enumerate(wanted) if each.location.descriptors},
+        items=chunk_items,
+        descriptors=descriptors,
         objects={},
         undo=lambda row, *stored: undo(wanted[row].request, *stored) if undo else transformed_input(registry, *stored),
-        archived=archived,
     )
 
 

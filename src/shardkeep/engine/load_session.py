@@ -1,5 +1,5 @@
 """
-The steps of a load on one rank: open, match, share, read, exchange, place.
+The steps of a load on one rank: open, match, read, place.
 
 Each step is one meeting of all ranks. It returns a value that the next steps take, and raises on all ranks if it failed
 on any of them. What is filled, and how it is compared with the checkpoint, is the target's part: a state of `sk.load`
@@ -11,26 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
 from shardkeep.dist.world import World
-from shardkeep.engine import shared_reads
 from shardkeep.engine.fill import fill
+from shardkeep.engine.peers import Peers, make_teams, peers_of
 from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases, unlogged
 from shardkeep.engine.sources import Identity, find, identity_of, open_identified
+from shardkeep.format.boxes import Boxes, IntArray
 from shardkeep.options import Options
-from shardkeep.plan.sharing import plan_sharing
 from shardkeep.state.describe import Description, describe_leaves
 from shardkeep.state.leaves import materialize, meta_signature, needs_memory, synchronize_devices
 from shardkeep.storage.base import Store
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 _encode = msgspec.msgpack.encode
@@ -84,29 +82,26 @@ class OpenedLoad(NamedTuple):
     open: Callable[[Options], Source]
     """Opens what rank 0 found in the store."""
     has_objects: bool
-    channel: shared_reads.Channel | None
-    """Carries bytes between ranks, if all of them share their reads."""
+    peers: Peers | None
+    """The ranks that may share their reads."""
     prepared: tuple[Source, Any] | None
     """Prepared in a meeting of its own, if objects communicate with other ranks."""
 
 
-class SharedLoad(NamedTuple):
-    """After `share`: the tensors to fill, those among them that are new, and rank 0's plan of who reads what."""
+class Destinations(NamedTuple):
+    """Tensors to fill: for each one, the row of a tensor in the index, and a box."""
 
-    destinations: shared_reads.Destinations
-    made: dict[str, Any]
-    requests: list[shared_reads.SharedRequest]
-    plan: bytes
-    """Empty where ranks have nothing in common."""
+    tensor: IntArray
+    boxes: Boxes
+    into: list[torch.Tensor]
 
 
 class ReadTensors(NamedTuple):
-    """After `read`: the tensors that were filled."""
+    """After `read`: the tensors that are new, the bytes that were read, and those that came from other ranks."""
 
     made: dict[str, Any]
     nbytes: int
-    exchange: shared_reads.Exchange | None
-    """What is still to be exchanged with other ranks, if reads are shared."""
+    received_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,6 @@ class LoadSession:
     ranks: Ranks
     phases: Phases
     options: Options
-    group: ProcessGroup | World | None
     complete: bool = True
     """Whether the checkpoint must hold all of every tensor to fill."""
     logged: Callable[[Callable[..., Any], str], Callable[..., Any]] = unlogged
@@ -127,16 +121,17 @@ class LoadSession:
 
     def load(self, opened: OpenedLoad) -> tuple[MatchedState, int, int]:
         """Fill the target; return how it was matched, and the bytes read and received."""
-        matched = self.match(opened)
-        self.phases.mark_meeting()
-        shared = self.share(opened, matched)
-        exchanges = bool(shared and shared.plan)
-        # New leaves are placed in the last of these steps. Objects are placed in a step of their own.
-        read = self.read(opened, matched, shared, place=not exchanges and not opened.has_objects)
-        received = self.exchange(matched, read, place=not opened.has_objects) if exchanges else 0
+        try:
+            matched = self.match(opened)
+            self.phases.mark_meeting()
+            # New leaves are placed when they are filled. Objects are placed in a step of their own.
+            read = self.read(opened, matched, place=not opened.has_objects)
+        finally:
+            if opened.peers:
+                opened.peers.close()
         if opened.has_objects:
             self.place(matched, read)
-        return matched, read.nbytes, received
+        return matched, read.nbytes, read.received_nbytes
 
     def open(self, find: Callable[[Store], FoundCheckpoint] = find) -> OpenedLoad:
         """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""
@@ -145,30 +140,24 @@ class LoadSession:
 
     def _open(self, find: Callable[[Store], FoundCheckpoint]) -> OpenedLoad:
         on_rank_0: list[FoundCheckpoint] = []
+        peers = None if self.world.solo else peers_of(self.store, self.world, self.options)
+        store = peers.store if peers else self.store
 
-        def look() -> tuple[tuple[list[str], shared_reads.Channel | None], bytes]:
+        def look() -> tuple[list[str], bytes]:
             names, communicates = self.target.begin()
-            channel, cannot_share = None, None
-            if self.options.share_reads:
-                found = shared_reads.open_channel(self.group, size=self.world.size, timeout_s=self.world.timeout_s)
-                channel, cannot_share = (None, found) if isinstance(found, str) else (found, "")
-            return (names, channel), _encode((names, communicates, cannot_share, self.store.url))
+            return names, _encode((names, communicates))
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            said = [msgspec.msgpack.decode(each, type=tuple[list[str], bool, str | None, str]) for each in payloads]
-            self.target.check_begun([names for names, *_ in said])
-            on_rank_0.append(find(self.store))
+            said = [msgspec.msgpack.decode(each, type=tuple[list[str], bool]) for each in payloads]
+            self.target.check_begun([names for names, _ in said])
+            on_rank_0.append(find(store))
             identity = identity_of(on_rank_0[0].record)
-            reasons = [reason for _, _, reason, _ in said]
-            # In `dcp.load`, each rank may load from a place of its own.
-            same_place = len({url for *_, url in said}) == 1
-            shares = same_place and any(each is not None for each in reasons) and shared_reads.all_agree(reasons)
-            return [_encode((identity, any(communicates for _, communicates, *_ in said), shares))] * len(payloads)
+            return [_encode((identity, any(communicates for _, communicates in said)))] * len(payloads)
 
-        (names, channel), answer = self._agree("open", look, decide)
-        identity, communicates, shares = msgspec.msgpack.decode(answer, type=tuple[Identity, bool, bool])
-        open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, self.store, identity)
-        opened = OpenedLoad(open_found, bool(names), channel if shares else None, None)
+        names, answer = self._agree("open", look, decide)
+        identity, communicates = msgspec.msgpack.decode(answer, type=tuple[Identity, bool])
+        open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, store, identity)
+        opened = OpenedLoad(open_found, bool(names), peers, None)
         if not communicates:
             return opened
         # What can fail on a single rank must come before ranks wait for each other inside their objects.
@@ -187,65 +176,47 @@ class LoadSession:
             with self.phases.phase("plan"):
                 source, prepared = opened.prepared or self._prepare(opened)
                 on_rank_0.append(source)
-                return self.target.compare(source, prepared)
+                matched, found = self.target.compare(source, prepared)
+                offer = opened.peers.offer(_wants(self.store.url, matched)) if opened.peers else b""
+                return matched, _encode((found, offer))
 
         def decide(payloads: list[bytes]) -> list[bytes]:
-            return [self.target.decide(on_rank_0[0], payloads)] * len(payloads)
+            said = [msgspec.msgpack.decode(each, type=tuple[bytes, bytes]) for each in payloads]
+            answer = self.target.decide(on_rank_0[0], [found for found, _ in said])
+            offers = [offer for _, offer in said]
+            return [_encode((answer, team)) for team in (make_teams(offers) if any(offers) else offers)]
 
         logged = self.logged
         matched: MatchedState
-        matched, answer = self._agree("match", logged(compare, "local_step"), logged(decide, "global_step"))
+        matched, sent = self._agree("match", logged(compare, "local_step"), logged(decide, "global_step"))
+        answer, team = msgspec.msgpack.decode(sent, type=tuple[bytes, bytes])
+        if opened.peers:
+            opened.peers.join(team)
         return matched._replace(answer=answer)
 
-    def share(self, opened: OpenedLoad, matched: MatchedState) -> SharedLoad | None:
-        """Divide what several ranks want between them; None if reads are not shared."""
-        if opened.channel is None:
-            return None
-
-        def offer() -> tuple[SharedLoad, bytes]:
-            to, made = _find_targets(matched)
-            requests = shared_reads.shared_requests(matched.source, to)
-            offered = shared_reads.make_offer(requests, budget_nbytes=self.options.host_budget_bytes)
-            return SharedLoad(to, made, requests, b""), offered
-
-        shared, plan = self._agree("share", offer, lambda offers: plan_sharing(offers) or [b""] * len(offers))
-        return shared._replace(plan=plan)
-
-    def read(self, opened: OpenedLoad, matched: MatchedState, shared: SharedLoad | None, *, place: bool) -> ReadTensors:
-        """Fill every tensor, except for what other ranks read for this one."""
+    def read(self, opened: OpenedLoad, matched: MatchedState, *, place: bool) -> ReadTensors:
+        """Fill every tensor."""
 
         def work() -> ReadTensors:
             began_s = self.phases.now()
-            to, made = (shared.destinations, shared.made) if shared else _find_targets(matched)
-            exchange = None
-            if shared and shared.plan and opened.channel:
-                cuts, exchange = shared_reads.accept_plan(opened.channel, shared.requests, shared.plan)
-                to = shared_reads.remaining_reads(to, cuts)
+            to, made = _find_targets(matched)
             synchronize_devices(to.into)
-            first = self.world.rank / self.world.size
-            nbytes = fill(matched.source, *to, self.options, first_file=first, complete=self.complete)
+            # Ranks that read for themselves begin with different files; those that share begin with the same.
+            first, options = self.world.rank / self.world.size, self.options
+            if opened.peers and opened.peers.shares:
+                first, options = 0.0, opened.peers.remaining(options)
+            nbytes = fill(matched.source, *to, options, first_file=first, complete=self.complete)
             synchronize_devices(to.into)
             # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
             torch.autograd.graph.increment_version(to.into)
             self.phases.add("read", began_s, self.phases.now(), nbytes)
             if place:
                 self._place(matched, made)
-            return ReadTensors(made, nbytes, exchange)
+            received_nbytes = opened.peers.received_nbytes if opened.peers else 0
+            return ReadTensors(made, nbytes - received_nbytes, received_nbytes)
 
         read: ReadTensors = self._timed("read", self.logged(work, "read_data"))
         return read
-
-    def exchange(self, matched: MatchedState, read: ReadTensors, *, place: bool) -> int:
-        """Exchange what ranks have read for each other, once all of them have read; return the bytes received."""
-
-        def work() -> int:
-            with self.phases.phase("exchange"):
-                received = read.exchange.run() if read.exchange else 0
-            if place:
-                self._place(matched, read.made)
-            return received
-
-        return self._timed("exchange", work)
 
     def place(self, matched: MatchedState, read: ReadTensors) -> None:
         """Put new leaves into the state, and give objects what is theirs, once no rank can have failed to read."""
@@ -279,7 +250,17 @@ class LoadSession:
         return own[0], answer
 
 
-def _find_targets(matched: MatchedState) -> tuple[shared_reads.Destinations, dict[str, Any]]:
+def _wants(url: str, matched: MatchedState) -> bytes:
+    """Return a digest that is equal on ranks that fill the same boxes of the same tensors of one save."""
+    description, rows = matched.description, matched.tensors
+    row_of = np.array([rows.get(key, -1) for key in description.keys], np.int64)
+    digest = blake2b(f"{url} {matched.source.record.save_id}".encode(), digest_size=16)
+    for column in (row_of[description.row_tensor], description.boxes.offsets, description.boxes.sizes):
+        digest.update(np.ascontiguousarray(column, np.int64).tobytes())
+    return digest.digest()
+
+
+def _find_targets(matched: MatchedState) -> tuple[Destinations, dict[str, Any]]:
     """Allocate memory for tensors on the meta device; return all tensors to fill, and the new ones among them."""
     tensors, present, index = matched.tensors, matched.description.leaves, matched.source.index
     shared: dict[tuple[Any, ...], Any] = {}
@@ -300,4 +281,4 @@ def _find_targets(matched: MatchedState) -> tuple[shared_reads.Destinations, dic
     rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
     row_of = np.array([tensors[key] for key in description.keys], np.int64)
     into = [description.pieces[row] for row in rows.tolist()]
-    return shared_reads.Destinations(row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made
+    return Destinations(row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made

@@ -8,8 +8,9 @@ the checkpoint has it and no rank's state does.
 from __future__ import annotations
 
 import enum
+import logging
 import numbers
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardkeep.display import format_count
 from shardkeep.dist.world import World
 from shardkeep.engine.load_session import MatchedState
 from shardkeep.engine.reader import Source
@@ -27,22 +29,27 @@ from shardkeep.format.boxes import widen
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
 from shardkeep.format.values import EnumRef, Node, decode_tree, decode_value, join, leaf_keys
+from shardkeep.plan.load_plan import tensor_nbytes
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.flatten import refill
 from shardkeep.state.leaves import needs_memory
 from shardkeep.state.objects import Objects, check_same_objects, is_tensor_or_object
 from shardkeep.state.patterns import (
+    MAY_MATCH_NOTHING,
     Patterns,
     Renames,
     checked_patterns,
-    closest,
+    did_you_mean_pattern,
     matcher,
-    prefixes_of,
     renamer,
     selector,
     suggestions,
+    unused_patterns,
+    unused_renames,
 )
 from shardkeep.state.stored import UNFILLED, StoredState
+
+log = logging.getLogger("shardkeep")
 
 _MOST_LISTED = 50
 
@@ -75,19 +82,25 @@ class NativeTarget:
         """Check the arguments, and ask those objects for their templates that ask no other rank."""
         load_filter = self.load_filter.checked()
         if not self.objects:
-            return PreparedLoad(load_filter, None, {})
-        stored = StoredState(source.index, *load_filter.names(source.index), renamer(load_filter.rename))
+            return PreparedLoad(load_filter, None, {}, [])
+        rename, asked = renamer(load_filter.rename), list[str]()
+
+        def renamed(name: str) -> str | None:
+            asked.append(name)
+            return rename(name)
+
+        stored = StoredState(source.index, *load_filter.names(source.index), renamed)
         templates = self.objects.templates(stored, load_filter.selects(), communicating=False)
-        return PreparedLoad(load_filter, stored, templates)
+        return PreparedLoad(load_filter, stored, templates, asked)
 
     def compare(self, source: Source, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
         """Compare the state with the index."""
-        load_filter, stored, templates = prepared
+        load_filter, stored, templates, asked = prepared
         selected = load_filter.selects()
         if stored is not None:
             templates = self.objects.templates(stored, selected, communicating=True)
         description = describe(self.state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
-        match = match_state(source.index, description, load_filter)
+        match = match_state(source.index, description, load_filter, asked)
         # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
         values: dict[str, Any] = {}
         other_kinds: list[str] = []
@@ -103,11 +116,11 @@ class NativeTarget:
         return matched, msgspec.msgpack.encode(msgspec.structs.replace(match.findings, other_kinds=other_kinds))
 
     def decide(self, source: Source, found: list[bytes]) -> bytes:
-        """Merge the findings of all ranks; return the missing and the unexpected keys."""
+        """Merge the findings of all ranks to a `LoadSummary`."""
         findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in found]
         checked = self.load_filter.checked()
-        keys = merge_findings(source.index, findings, checked, strict=self.strict, where=self.where)
-        return msgspec.msgpack.encode(keys)
+        summary = merge_findings(source.index, findings, checked, strict=self.strict, where=self.where)
+        return msgspec.msgpack.encode(summary)
 
     def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         """Put new leaves into the state, and give objects what is theirs."""
@@ -126,6 +139,18 @@ class PreparedLoad(NamedTuple):
     load_filter: LoadFilter
     stored: StoredState | None
     templates: dict[str, Any]
+    asked: list[str]
+    """Names, besides those in the checkpoint, that objects have asked `rename` for."""
+
+
+class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load fills, as rank 0 sums it up for all ranks; the fields are those of `LoadReport`."""
+
+    missing: list[str]
+    unexpected: list[str]
+    unmatched: list[str]
+    tensors: int
+    bytes_filled: int
 
 
 class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,10 +162,14 @@ class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
     mismatched: list[str]
     unused: list[tuple[str, str]]
     """Argument and pattern of patterns that match no name in this rank's state or in the checkpoint."""
+    leaves: int
+    """Leaves of this rank's state; of these, `selected` are to be loaded, and `tensors` of them are tensors."""
+    selected: int
+    tensors: int
     other_kinds: list[str] = []
     """Plain values whose kind would change."""
     consumed: bytes
-    """A bit for each tensor, then each value, of the checkpoint."""
+    """A bit for each tensor, then each value, of the checkpoint: whether this rank loads it."""
 
 
 @dataclass(frozen=True)
@@ -172,14 +201,9 @@ class LoadFilter:
 
     def unused(self, names: list[str]) -> list[tuple[str, str]]:
         """Return the patterns that match none of these names, each with the argument it was given in."""
-        given = (("include", self.include), ("exclude", self.exclude), ("cast", self.cast))
-        return [
-            (argument, pattern)
-            for argument, patterns in given
-            if isinstance(patterns, tuple)
-            for pattern in patterns
-            if not any(map(matcher(pattern), names))
-        ]
+        cast = None if isinstance(self.cast, bool) else self.cast
+        given = (("include", self.include), ("exclude", self.exclude), ("cast", cast))
+        return [(argument, each) for argument, patterns in given for each in unused_patterns(patterns, names)]
 
     def names(self, index: Index) -> tuple[dict[str, int], dict[str, int]]:
         """Return the checkpoint's tensors and values by the names they have in the state."""
@@ -206,8 +230,8 @@ class LoadFilter:
         return selector(self.include, self.exclude)
 
 
-def match_state(index: Index, description: Description, wishes: LoadFilter) -> Match:
-    """Compare what was selected of one rank's state with the checkpoint."""
+def match_state(index: Index, description: Description, wishes: LoadFilter, asked: list[str]) -> Match:
+    """Compare what was selected of one rank's state with the checkpoint; `asked`: names that objects have renamed."""
     tensor_rows, value_rows = wishes.names(index)
     missing: list[str] = []
     mismatched: list[str] = []
@@ -232,15 +256,21 @@ def match_state(index: Index, description: Description, wishes: LoadFilter) -> M
         missing = [key for key in missing if key not in tensors]
     may_cast = (lambda _: bool(wishes.cast)) if isinstance(wishes.cast, bool) else matcher(wishes.cast)
     cast = _compare_tensors(index, description, tensors, may_cast, mismatched)
-    # A tensor that was loaded under one of its names is not unexpected under the others.
-    alias = np.asarray(index.tensors.alias, np.int64)
-    consumed[: len(alias)] |= np.isin(alias, alias[list(tensors.values())])
+    consumed[list(tensors.values())] = True
     consumed[[len(index.keys) + row for row in values.values()]] = True
+    names = list(leaf_keys(description.tree))
+    unused = wishes.unused([*names, *tensor_rows, *value_rows])
+    unused += [
+        ("rename", each) for each in unused_renames(wishes.rename, [*index.tensor_rows, *index.value_rows, *asked])
+    ]
     findings = RankFindings(
         missing=missing,
         missing_values=[key for key in missing if key in description.values],
         mismatched=mismatched,
-        unused=wishes.unused([*leaf_keys(description.tree), *tensor_rows, *value_rows]),
+        unused=unused,
+        leaves=len(names),
+        selected=len(description.keys) + len(description.values),
+        tensors=len(description.keys),
         consumed=np.packbits(consumed).tobytes(),
     )
     return Match(tensors, values, cast, findings)
@@ -322,18 +352,25 @@ def _with_article(value: Any) -> str:
 
 def merge_findings(
     index: Index, findings: Sequence[RankFindings], wishes: LoadFilter, *, strict: bool, where: str
-) -> tuple[list[str], list[str]]:
-    """Return the missing and the unexpected keys of all ranks; raise an error that lists every difference that matters."""
+) -> LoadSummary:
+    """Sum up what all ranks found; raise an error that lists every difference that matters."""
     count = len(index.keys) + len(index.value_keys)
     bits = np.zeros(-(-count // 8), np.uint8)
     for raw in {found.consumed for found in findings}:
         bits |= np.frombuffer(raw, np.uint8)
     consumed = np.unpackbits(bits, count=count).astype(bool)
+    filled = np.flatnonzero(consumed[: len(index.keys)])
+    # A tensor that was loaded under one of its names is not unexpected under the others.
+    alias = np.asarray(index.tensors.alias, np.int64)
+    consumed[: len(alias)] |= np.isin(alias, alias[filled])
     selected = wishes.selects()
     unexpected: list[str] = []
+    unclaimed: list[list[str]] = [[], []]
     if not consumed.all():
-        named = _rows(index, *wishes.names(index))
-        left = {name: row for name, row in named.items() if not consumed[row] and selected(name)}
+        named = wishes.names(index)
+        free = {name: row for name, row in _rows(index, *named).items() if not consumed[row]}
+        unclaimed = [[name for name in rows if name in free] for rows in named]
+        left = {name: row for name, row in free.items() if selected(name)}
         # Per-rank state of ranks that no longer exist is not unexpected.
         rows = _rows(index, index.tensor_rows, index.value_rows) if left else {}
         per_rank = _per_rank_leaves(decode_tree(index.tree), None, None) if any("@" in name for name in rows) else ()
@@ -341,8 +378,46 @@ def merge_findings(
         known = {name for row, name in shared.items() if consumed[row]}
         unexpected = sorted(name for name, row in left.items() if shared.get(row) not in known)
     missing = list(dict.fromkeys(key for found in findings for key in found.missing))
-    _raise_if_wrong(index, findings, missing, unexpected, wishes, strict=strict, where=where)
-    return missing, unexpected
+    unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
+    hints = _pattern_hints(index, wishes, missing, unused)
+    fills_nothing = not filled.size and _should_fill(findings, unused)
+    _raise_if_wrong(
+        findings, missing, unexpected, hints, unclaimed, strict=strict, fills_nothing=fills_nothing, where=where
+    )
+    for given, hint in hints.items():
+        log.warning("load from %s: %s matches no name, in the state or in the checkpoint%s", where, given, hint)
+    return LoadSummary(
+        missing=missing,
+        unexpected=unexpected,
+        unmatched=list(hints),
+        tensors=filled.size,
+        bytes_filled=tensor_nbytes(index, filled),
+    )
+
+
+def _should_fill(findings: Sequence[RankFindings], unused: list[tuple[str, str]]) -> bool:
+    """
+    Return whether a load that fills no tensor is a mistake: tensors were selected, or nothing was, or not what was meant.
+
+    It is none if a state has only plain values, or only those were selected. The states of all ranks are judged together,
+    because one rank may hold no tensor.
+    """
+    selects_nothing = any(found.leaves for found in findings) and not any(found.selected for found in findings)
+    mistyped = any(argument == "include" for argument, _ in unused)
+    return selects_nothing or mistyped or any(found.tensors for found in findings)
+
+
+def _pattern_hints(
+    index: Index, wishes: LoadFilter, missing: list[str], unused: list[tuple[str, str]]
+) -> dict[str, str]:
+    """Return the patterns that match no name, as the user wrote them, each with a suggestion in parentheses, or ""."""
+    stored = [*index.tensor_rows, *index.value_rows] if unused else []
+    renamed = [name for rows in wishes.names(index) for name in rows] + missing if unused else []
+    hints = {
+        f"{argument}={pattern!r}": did_you_mean_pattern(pattern, stored if argument == "rename" else renamed)
+        for argument, pattern in unused
+    }
+    return {given: f" ({hint})" if hint else "" for given, hint in hints.items()}
 
 
 def _rows(index: Index, tensor_rows: dict[str, int], value_rows: dict[str, int]) -> dict[str, int]:
@@ -365,45 +440,47 @@ def _per_rank_leaves(node: Node, name: str | None, shared: str | None) -> Iterat
 
 
 def _raise_if_wrong(
-    index: Index,
     findings: Sequence[RankFindings],
     missing: list[str],
     unexpected: list[str],
-    wishes: LoadFilter,
+    unmatched: dict[str, str],
+    unclaimed: Sequence[Collection[str]],
     *,
     strict: bool,
+    fills_nothing: bool,
     where: str,
 ) -> None:
     mismatched = list(dict.fromkeys(line for found in findings for line in found.mismatched))
-    unused = []
-    forgivable = not mismatched
-    if not strict:
-        missing, unexpected = [], []
-    else:
-        unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
+    forgivable = not mismatched and not fills_nothing
+    if strict:
         mismatched += dict.fromkeys(line for found in findings for line in found.other_kinds)
-    if not (mismatched or missing or unexpected or unused):
+    elif not fills_nothing:
+        missing, unexpected, unmatched = [], [], {}
+    if not (mismatched or missing or unexpected or unmatched or fills_nothing):
         return
-    tensor_rows, value_rows = wishes.names(index)
-    names = {*tensor_rows, *value_rows}
     values = {key for found in findings for key in found.missing_values}
-    of_tensors = suggestions([key for key in missing if key not in values], tensor_rows)
-    of_values = suggestions([key for key in missing if key in values], value_rows)
-    meant, hint = of_tensors[0] | of_values[0], of_tensors[1] or of_values[1]
-    lines = [f"the checkpoint {where} does not fit the state:"]
+    by_kind = [key for key in missing if key not in values], [key for key in missing if key in values]
+    meant, hint = suggestions(*zip(by_kind, unclaimed, strict=True))
+    lines = [f"the checkpoint {where} does not fit the state" + (": it fills no tensor" if fills_nothing else ":")]
+    if not any(found.selected for found in findings):
+        lines += [f"  include and exclude select none of {format_count(findings[0].leaves, 'name')} in the state"]
     guessed = [f"{key} (did you mean {meant[key]!r}?)" if key in meant else key for key in missing]
     lines += _listed("missing from the checkpoint", guessed)
     lines += _listed("in the checkpoint, but nothing in the state asks for it", unexpected)
     lines += _listed("different", mismatched)
-    known = prefixes_of(names) if unused else set()
-    guesses = [(f"{argument}={pattern!r}", closest(pattern, known)) for argument, pattern in unused]
-    not_matched = [given + (f" (did you mean {guess!r}?)" if guess else "") for given, guess in guesses]
-    lines += _listed("arguments that match no name, here or there", not_matched)
+    lines += _listed(
+        "arguments that match no name, here or there", [given + guess for given, guess in unmatched.items()]
+    )
     if not hint and missing and any("@" in key for key in missing):
         hint = "per-rank state is stored for the ranks that saved it; exclude it to load on more ranks"
+    if not hint and forgivable:
+        hint = (
+            "strict=False loads what fits" if missing or unexpected or mismatched else "strict=False only warns of them"
+        )
+        hint += f"; {MAY_MATCH_NOTHING}" if any(given.startswith("rename=") for given in unmatched) else ""
     raise StateMismatch(
         "\n".join(lines),
-        hint=hint or ("strict=False loads what fits" if forgivable else ""),
+        hint=hint,
         missing=missing,
         unexpected=unexpected,
         mismatched=mismatched,

@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from shardkeep import errors
 from shardkeep.codecs.keys import KeySource
+from shardkeep.display import format_count, format_size
 from shardkeep.dist.rendezvous import Rendezvous
-from shardkeep.dist.world import World
+from shardkeep.dist.world import World, collision_hint
 from shardkeep.engine.codecs import CodecPlan, Codecs, FileCodecs, keys_for, plan_codecs
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveArguments, WrittenFiles
-from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
+from shardkeep.engine.tensors import host_address, sample_replicas, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
@@ -38,9 +40,9 @@ from shardkeep.format.values import decode_tree, encode_tree, encode_value
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
 from shardkeep.plan import save_plan
-from shardkeep.state.describe import Description, describe, file_groups
+from shardkeep.state.describe import Description, describe, file_groups, find_buffers
 from shardkeep.state.objects import Objects, check_same_objects
-from shardkeep.storage.base import Store, Version, free_nbytes, is_sequential
+from shardkeep.storage.base import Store, Version, broken_path, explaining_place, free_nbytes, is_sequential
 
 if TYPE_CHECKING:
     import torch
@@ -98,18 +100,19 @@ class Coordinator:
 
     def plan(self, payloads: list[bytes]) -> PlannedSave:
         """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
-        replaces = self._check_place()
+        with explaining_place(self.store):
+            replaces = self._check_place()
         manifests = [msgspec.msgpack.decode(payload, type=save_plan.RankManifest) for payload in payloads]
         tree = save_plan.merge_rank_trees(manifests)
         codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
-        plan = save_plan.plan_save(manifests, codecs.chain_of)
+        plan = save_plan.plan_save(manifests, codecs.chain_of, warn=_warn)
         values = save_plan.merge_rank_values(manifests, plan.keys)
         wanted, free = sum(file.data_nbytes for file in plan.files), free_nbytes(self.store)
         wanted += sum(len(data) for _, data in values)
         # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
         if not codecs.chains and free is not None and free < wanted:
             raise errors.StorageFull(
-                f"{self.store.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
+                f"{self.store.url}: the checkpoint takes {format_size(wanted)}, and {format_size(free)} are free there",
                 hint="delete checkpoints you no longer need, or save to another place; nothing was written",
                 errno=errno.ENOSPC,
                 wanted=wanted,
@@ -125,24 +128,16 @@ class Coordinator:
         """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
         by_name = {entry.name: entry for each in written for entry in each.files}
         files = [by_name[name] for name in data_file_names(planned.plan, self.save_id, len(written))]
-        listed = {info.name: info.nbytes for info in self.store.list()}
-        for entry, file in zip(files, planned.plan.files, strict=True):
-            for name, nbytes in entry.at_rest:
-                # A network file system may list an old state; a request for one name is answered anew.
-                if listed.get(name) != nbytes and self._nbytes(name) != nbytes:
-                    raise errors.StorageError(
-                        f"{self.store.url}: rank {file.rank} wrote {name} of {nbytes} bytes, but rank 0 does not find it",
-                        hint="all ranks must see one file system",
-                        name=name,
-                    )
+        pairs = zip(files, planned.plan.files, strict=True)
+        ranks = {name: file.rank for entry, file in pairs for name, _ in entry.at_rest}
+        sizes = {name: nbytes for entry in files for name, nbytes in entry.at_rest}
+        if (name := first_missing(self.store, sizes)) is not None:
+            raise errors.StorageError(
+                f"{self.store.url}: rank {ranks[name]} wrote {name} of {sizes[name]} bytes, but rank 0 does not find it",
+                hint="all ranks must see one file system",
+                name=name,
+            )
         return [WrittenFiles(files)]
-
-    def _nbytes(self, name: str) -> int | None:
-        try:
-            with contextlib.closing(self.store.open(name)) as blob:
-                return blob.nbytes
-        except errors.BlobNotFound:
-            return None
 
     def commit(self, planned: PlannedSave, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
@@ -171,7 +166,7 @@ class Coordinator:
         names = [RECORD_NAME, *record.names]
         try:
             listed = {info.name for info in self.store.list()}
-            gone = [name for name in names if name not in listed and self._nbytes(name) is None]
+            gone = [name for name in names if name not in listed and _nbytes(self.store, name) is None]
         except errors.CheckpointError as exc:
             log.warning("could not check the committed files in %s once more: %s", self.store.url, exc)
             return
@@ -186,8 +181,8 @@ class Coordinator:
                 orphans.discard(self.store, [RECORD_NAME])
         self._publishing = False
         raise errors.StorageError(
-            f"{self.store.url}: {len(gone)} of the {len(names)} files of this save were deleted by another process while"
-            f" it was writing: {gone[0]}",
+            f"{self.store.url}: {len(gone)} of {format_count(len(names), 'file')} of this save were deleted by another process"
+            f" while it was writing: {gone[0]}",
             hint="save again, and do not delete checkpoints by hand in a place that a job saves to",
             name=gone[0],
         )
@@ -206,7 +201,8 @@ class Coordinator:
                 return
             mine = [info.name for info in self.store.list() if native.save_id_of(info.name) == self.save_id]
         except errors.CheckpointError as exc:
-            log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
+            if not broken_path(self.store):  # otherwise there is no place to look in
+                log.warning("could not look for the files of a failed save in %s: %s", self.store.url, exc)
             return
         orphans.discard(self.store, [*mine, claim])
 
@@ -229,7 +225,7 @@ class Coordinator:
             try:
                 native.record_in(self.store)
             except errors.BlobNotFound:
-                if self._nbytes(torch_files.METADATA_NAME) is None:
+                if _nbytes(self.store, torch_files.METADATA_NAME) is None:
                     return
                 with contextlib.suppress(errors.PickleRefused):
                     data = self.store.get(torch_files.METADATA_NAME, limit=torch_files.MAX_METADATA_NBYTES)
@@ -237,10 +233,10 @@ class Coordinator:
         except (errors.DamagedCheckpoint, errors.UnsupportedVersion) as exc:
             raise errors.CheckpointExists(
                 f"{self.store.url}: a checkpoint that cannot be read is already there: {exc.message}",
-                hint=_HOW_TO_REPLACE,
+                hint=collision_hint(_HOW_TO_REPLACE),
             ) from exc
         raise errors.CheckpointExists(
-            f"{self.store.url}: a committed checkpoint is already there", hint=_HOW_TO_REPLACE
+            f"{self.store.url}: a committed checkpoint is already there", hint=collision_hint(_HOW_TO_REPLACE)
         )
 
     def _check_place(self) -> Version | None:
@@ -255,11 +251,27 @@ class Coordinator:
         if found.living:
             raise errors.CheckpointExists(
                 f"{self.store.url}: another save is writing here (process {found.living.pid})",
-                hint="wait for it, or save to another place",
+                hint=collision_hint("wait for it, or save to another place"),
             )
         # Before the first byte, or a job that dies in every save would fill the disk.
         orphans.sweep(self.store, found)
         return replaces
+
+
+def first_missing(store: Store, sizes: Mapping[str, int]) -> str | None:
+    """Return a file that the store does not have with the given size; None if it has all of them."""
+    listed = {info.name: info.nbytes for info in store.list()}
+    # A network file system may list an old state; a request for one name is answered anew.
+    missing = (name for name, nbytes in sizes.items() if listed.get(name) != nbytes != _nbytes(store, name))
+    return next(missing, None)
+
+
+def _nbytes(store: Store, name: str) -> int | None:
+    try:
+        with contextlib.closing(store.open(name)) as blob:
+            return blob.nbytes
+    except errors.BlobNotFound:
+        return None
 
 
 def data_file_names(plan: save_plan.CheckpointPlan, save_id: str, world_size: int) -> list[str]:
@@ -355,10 +367,19 @@ class NativeSave(Coordinator):
                 if objects.communicates:
                     in_place_of |= objects.states(differing, communicating=True)
                 description = describe(state, rank=world.rank, in_place_of=in_place_of)
+                flags: npt.NDArray[np.uint8] | None = None
+                samples: Callable[[], bytes] = bytes
+                if world.size > 1:
+                    buffers = find_buffers(description, objects.modules)
+                    flags = buffers * np.uint8(save_plan.BUFFER)
+                    samples = bytes if request.check_replicas else sample_replicas(description, ~buffers)
                 manifest = make_manifest(
-                    description, allow_pickle=request.allow_pickle, check_replicas=request.check_replicas
+                    description,
+                    allow_pickle=request.allow_pickle,
+                    check_replicas=request.check_replicas,
+                    flags=flags,
                 )
-                return DescribedState(description, save_plan.encode(manifest), labels, objects.optimizers)
+                return DescribedState(description, manifest, samples, labels, objects.optimizers)
 
         prepared: list[tuple[Labels, dict[str, Any]]] = []
         if objects.communicates:
@@ -394,26 +415,25 @@ def _find_differing_state(objects: Objects, ranks: Rendezvous, *, allow_pickle: 
     return frozenset(msgspec.msgpack.decode(ranks.agree("compare", digests, differing), type=list[str]))
 
 
-def make_manifest(description: Description, *, allow_pickle: bool, check_replicas: bool) -> save_plan.RankManifest:
+def _warn(error: errors.CheckpointError) -> None:
+    log.warning("%s; what the lowest rank holds is saved (%s)", error.message, error.hint)
+
+
+def make_manifest(
+    description: Description,
+    *,
+    allow_pickle: bool,
+    check_replicas: bool,
+    flags: npt.NDArray[np.uint8] | None = None,
+) -> save_plan.RankManifest:
     """Encode a description; a plain value that has no safe form raises an error that names it."""
     d = description
-    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
-    names = save_plan.TensorNames(
-        keys=d.keys,
-        groups=file_groups(d.tree, d.keys),
-        dtype=d.dtype.tobytes(),
-        ndim=d.ndim.tobytes(),
-        origin=d.origin.tobytes(),
-    )
     values = [encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()]
-    return save_plan.RankManifest(
-        axes=d.boxes.axes,
-        names=save_plan.encode(names),
-        shape=d.shape.tobytes(),
-        alias=np.where(held, d.alias, -1).tobytes(),
-        row_tensor=d.row_tensor.tobytes(),
-        row_offsets=d.boxes.offsets.tobytes(),
-        row_sizes=d.boxes.sizes.tobytes(),
+    return save_plan.manifest_of(
+        d,
+        groups=file_groups(d.tree, d.keys),
+        flags=np.zeros(len(d.keys), np.uint8) if flags is None else flags,
+        alias=d.alias,
         check_replicas=check_replicas,
         row_digest=_digests(description) if check_replicas else b"",
         tree=encode_tree(d.tree),
@@ -424,7 +444,7 @@ def make_manifest(description: Description, *, allow_pickle: bool, check_replica
 def _digests(description: Description) -> bytes:
     digests = bytearray()
     for tensor in description.pieces:
-        digest = xxhash.xxh3_128()
+        digest = xxhash.xxh3_64()
         for window in windows_of(tensor, WINDOW_NBYTES):
             digest.update(window)
         digests += digest.digest()

@@ -1,9 +1,9 @@
 """
 Asynchronous saves: the handle a caller holds, and the queue that runs saves on background threads.
 
-A failure that the caller never retrieves is logged when it happens, raised by the next save or by `finish_saves`, and
-logged once more at exit. The save whose call raises it runs all the same: other ranks may not know of the failure yet, or
-may have retrieved it.
+A failure that the caller never retrieves is logged once, when it happens, and raised by the next save or by `finish_saves`. If
+it is not, a line at exit names the save. The save whose call raises it runs all the same: other ranks may not know of the
+failure yet, or may have retrieved it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import Self
 
+from shardkeep.display import OneLine, format_size
 from shardkeep.dist.rank_errors import attach_remote_traceback
 from shardkeep.errors import CheckpointError, CheckpointException, EarlierSaveFailed, SaveCancelled
 from shardkeep.events import log_safely
@@ -35,8 +36,8 @@ _POLL_S = 1.0
 """Python may miss a Ctrl-C that arrives just as a wait begins, until the wait ends: so no wait is longer than this."""
 
 
-@dataclass(frozen=True)
-class SaveProgress:
+@dataclass(frozen=True, repr=False)
+class SaveProgress(OneLine):
     """How far a save has come on this rank."""
 
     phase: str
@@ -49,6 +50,10 @@ class SaveProgress:
     staging_waits: bool = False
     """The state is larger than the host memory it is staged through (`Options.staging_bytes`): staging waits for the disk."""
 
+    def __str__(self) -> str:
+        moved = f"{format_size(self.bytes_staged)} staged and {format_size(self.bytes_written)} written"
+        return f"{self.phase}, {moved} of {format_size(self.bytes_total)}" if self.bytes_total else self.phase
+
 
 class Staged:
     """Whether the state of a save has been copied: from then on every tensor of it may be changed."""
@@ -56,6 +61,9 @@ class Staged:
     def __init__(self) -> None:
         self._future: Future[None] = Future()
         self._process_id = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"Staged({'done' if self.done() else 'waiting'})"
 
     def done(self) -> bool:
         """Return whether the state may be changed; also true if the save failed and will not read it."""
@@ -89,6 +97,7 @@ class SaveHandle(Generic[T]):
         """Whether the caller knows how the save ended."""
         self.reported_later = False
         """Whether its owner raises the failure later, so that the next save does not; it is still logged at exit."""
+        self._logged = False
         self._future: Future[T] = Future()
         self._process_id = os.getpid()
         self._cancelled = threading.Event()
@@ -164,14 +173,16 @@ class SaveHandle(Generic[T]):
 
     def outcome_to(self, future: Future[T]) -> None:
         """Set how the save ended in another future, too."""
+        self._future.add_done_callback(
+            lambda ended: _set(future, None if ended.exception() else ended.result(), ended.exception())
+        )
 
-        def pass_on(ended: Future[T]) -> None:
-            if (error := ended.exception()) is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(ended.result())
-
-        self._future.add_done_callback(pass_on)
+    def log_failure(self, error: BaseException | None) -> None:
+        """Log how the save failed, once, whichever thread is the first to do so."""
+        with self._lock:
+            was_logged, self._logged = self._logged, True
+        if not was_logged:
+            log_safely(logging.ERROR, "an asynchronous save, to %s, failed", self.where, exc_info=error)
 
     def wanted(self) -> bool:
         """Return whether the save has not been cancelled."""
@@ -261,18 +272,20 @@ class SaveQueue:
         self._begun = [each for each in self._begun if not each.done()]
         return self._begun
 
-    def take_failure(
-        self, *, hint: str, than: SaveHandle[Any] | None = None, at_exit: bool = False
-    ) -> EarlierSaveFailed | None:
-        """Return the failures that were never retrieved as one error, once; `than` is a save that was just begun."""
+    def _take_failed(self, than: SaveHandle[Any] | None = None, *, at_exit: bool = False) -> list[SaveHandle[Any]]:
+        """Return the saves whose failures were never retrieved, once; `than` is a save that was just begun."""
         ended = [self._failed.pop(0) for _ in range(len(self._failed))]  # one by one: saves append to it meanwhile
         unretrieved = [each for each in ended if not each.retrieved or (at_exit and each.reported_later)]
         failed = [each for each in unretrieved if each is not than]
         self._failed += [each for each in ended if each is than or (each.reported_later and not at_exit)]
-        if not failed:
-            return None
         for each in failed:
             each.retrieved = True
+        return failed
+
+    def take_failure(self, *, hint: str, than: SaveHandle[Any] | None = None) -> EarlierSaveFailed | None:
+        """Return the failures that were never retrieved as one error, once; `than` is a save that was just begun."""
+        if not (failed := self._take_failed(than)):
+            return None
         errors = [each.outcome() for each in failed]
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         what = str(errors[0]).strip() or type(errors[0]).__name__
@@ -303,7 +316,7 @@ class SaveQueue:
             else:
                 attach_remote_traceback(error)
                 if not save.retrieved:
-                    log_safely(logging.ERROR, "an asynchronous save, to %s, failed", save.where, exc_info=error)
+                    save.log_failure(error)
             drop_frames(error)
             if not cancelled:
                 self._failed.append(save)
@@ -312,7 +325,7 @@ class SaveQueue:
             save.end(result)
 
     def _at_exit(self) -> None:
-        """Wait for pending saves; log failures that were never retrieved. The exit code does not change."""
+        """Wait for pending saves; log which failures were never retrieved. The exit code does not change."""
         if os.getpid() != self._process_id:  # a fork has none of the threads to wait for
             return
         try:
@@ -321,9 +334,12 @@ class SaveQueue:
             except KeyboardInterrupt:
                 self._interrupted_at_exit()
             self.finish()
-            earlier = self.take_failure(hint="call shardkeep.finish_saves() before the program ends", at_exit=True)
-            if earlier is not None:
-                log_safely(logging.ERROR, "a save failed, and its result was never retrieved", exc_info=earlier)
+            for each in self._take_failed(at_exit=True):
+                each.log_failure(each.outcome())
+                text = (
+                    "the save to %s failed, and its result was never retrieved; wait for saves before the program ends"
+                )
+                log_safely(logging.ERROR, text, each.where)
         except KeyboardInterrupt:
             if pending := self.pending():  # the second Ctrl-C: leave without waiting
                 _log_abandoned(pending)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
+_AHEAD_NBYTES = 64 << 20
+"""The page cache is filled this far ahead of the reads: a disk is only fast while it has many requests."""
 _MOST_NAMED = 4
 
 T = TypeVar("T")
@@ -274,6 +277,10 @@ class _OpenFile:
     digests: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
+_Task = tuple[_OpenFile, Read, bool]
+"""A read of a file, and whether it is being read into the page cache."""
+
+
 def read_files(
     store: ReadableStore,
     files: Sequence[FileEntry],
@@ -285,10 +292,12 @@ def read_files(
     window_nbytes: int,
     digests: DigestCache | None = None,
     damaged: list[int] | None = None,
+    keep_cached: bool = False,
 ) -> int:
     """
     Execute all reads and return the number of bytes read. `scattered` has the memory of each scatter's destination. Damaged
-    blocks raise an error or, if `damaged` is given, are added to it.
+    blocks raise an error or, if `damaged` is given, are added to it. `keep_cached`: other processes of this machine may want
+    the same bytes, so they are read through the page cache where there is memory for that.
     """
     copies = Copies(scattered)
     opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
@@ -296,14 +305,32 @@ def read_files(
     on_accelerator = any(each.accelerator is not None for each in scattered.values())
     step_nbytes = window_nbytes if on_accelerator else _CACHED_STEP_NBYTES
 
-    def work(task: tuple[_OpenFile, Read], buffer: memoryview) -> bool:
-        """Read, verify and copy; return whether a disk may have been waited for."""
-        file, read = task
+    def reader_of(file: _OpenFile) -> base.BlobReader:
         with file.lock:
             if file.reader is None:
                 file.reader, of_blocks = _open_or_explain(store, file.entry, digests)
                 file.digests = memoryview(of_blocks)
-            reader = file.reader
+            return file.reader
+
+    def prefetched() -> Iterator[_Task]:
+        """Fill the page cache ahead of the reads."""
+        ahead, ahead_nbytes = deque[_Task](), 0
+        for file, read, _ in tasks():
+            start = file.entry.header_nbytes + read.start
+            ahead.append((file, read, base.prefetch(reader_of(file), start, read.nbytes)))
+            ahead_nbytes += read.nbytes
+            while ahead_nbytes > _AHEAD_NBYTES:
+                ahead_nbytes -= ahead[0][1].nbytes
+                yield ahead.popleft()
+        yield from ahead
+
+    def tasks() -> Iterator[_Task]:
+        return ((file, read, False) for file in opened for read in file.reads.reads)
+
+    def work(task: _Task, buffer: memoryview) -> bool:
+        """Read, verify and copy; return whether a disk may have been waited for."""
+        file, read, waits = task
+        reader = reader_of(file)
         offset = file.entry.header_nbytes
         cached = reader.cached(offset + read.start, read.nbytes)
         step = step_nbytes if cached else read.nbytes
@@ -324,12 +351,12 @@ def read_files(
             file.reads_left -= 1
             if not file.reads_left:
                 reader.close()
-        return not cached
+        return waits or not cached
 
-    tasks = ((file, read) for file in opened for read in file.reads.reads)
+    queue = prefetched() if keep_cached and base.prefetches(store) else tasks()
     try:
         with windows_for(scattered.values(), window_nbytes, threads) as lend:
-            run_workers(tasks, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
+            run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
     finally:
         for file in opened:
             if file.reader is not None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardkeep import events
+from shardkeep.display import OneLine, format_count, format_rate, format_seconds, format_size
 from shardkeep.errors import SaveCancelled, StateError
-from shardkeep.events import Event, RankPhases, Slowest, Span, emit, log_safely
+from shardkeep.events import Event, RankPhases, Slowest, Span, emit, log, log_safely
 from shardkeep.format.record import checked_step
 
 SAVE_WORK = ("describe", "stage", "write")
@@ -131,9 +132,9 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
     return Slowest(ranks[place].rank, name, taken[place].get(name, 0.0), medians[name])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveReport:
-    """What a save did."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SaveReport(OneLine):
+    """What a save did. `print` shows it in one line."""
 
     where: str
     save_id: str
@@ -142,6 +143,8 @@ class SaveReport:
     """Bytes written by this rank, headers included, before codecs."""
     bytes_stored: int = 0
     """Bytes that this rank's files take in the store: fewer if codecs compress them."""
+    bytes_cached: int = 0
+    """Bytes of these that are kept in this machine's page cache, for a restart; see `Options.keep_cached`."""
     bytes_total: int
     """Tensor bytes of the whole checkpoint."""
     tensors: int
@@ -153,9 +156,9 @@ class SaveReport:
     """From the call until every tensor of the state could be changed."""
     written_s: float = 0.0
     """From the call until every rank had written its files."""
-    phases: list[Span] = field(default_factory=list)
+    phases: list[Span] = field(default_factory=list, repr=False)
     """The phases of this rank, with their times."""
-    ranks: list[RankPhases] = field(default_factory=list)
+    ranks: list[RankPhases] = field(default_factory=list, repr=False)
     """The phases of every rank up to its last byte, with their times; on rank 0."""
     slowest: Slowest | None = None
     """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
@@ -165,10 +168,13 @@ class SaveReport:
         """The whole checkpoint over the time it took."""
         return self.bytes_total / max(self.seconds, 1e-9) / 1e9
 
+    def __str__(self) -> str:
+        return f"saved {self.where}: {_amount(self.tensors, self.bytes_total, self.seconds)}"
 
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What a load did."""
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoadReport(OneLine):
+    """What a load did. `print` shows it in one line."""
 
     where: str
     save_id: str
@@ -179,6 +185,12 @@ class LoadReport:
     """Keys of some rank's state that the checkpoint does not have; those leaves are unchanged."""
     unexpected: list[str]
     """Keys of the checkpoint that no rank's state asked for."""
+    unmatched: list[str] = field(default_factory=list)
+    """Arguments with a pattern that matches no name, as "include='modle'"."""
+    tensors: int
+    """Tensors of the checkpoint that were filled, on any rank: the same number on all ranks."""
+    bytes_filled: int
+    """The size of those tensors, each counted once, whole, and as it is stored."""
     cast: dict[str, str] = field(default_factory=dict)
     """Keys whose dtype was converted on this rank, as "float32 -> bfloat16"."""
     bytes_read: int
@@ -186,9 +198,9 @@ class LoadReport:
     bytes_received: int = 0
     """Bytes received from other ranks, if `Options.share_reads` is on."""
     seconds: float
-    phases: list[Span] = field(default_factory=list)
+    phases: list[Span] = field(default_factory=list, repr=False)
     """The phases of this rank, with their times."""
-    ranks: list[RankPhases] = field(default_factory=list)
+    ranks: list[RankPhases] = field(default_factory=list, repr=False)
     """The phases of every rank, with their times; on rank 0."""
     slowest: Slowest | None = None
     """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
@@ -197,6 +209,15 @@ class LoadReport:
     def gb_per_s(self) -> float:
         """What this rank read over the time it took."""
         return self.bytes_read / max(self.seconds, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        keys = {"missing": self.missing, "unexpected": self.unexpected}
+        differ = "".join(f", {len(names):,} {what}" for what, names in keys.items() if names)
+        return f"loaded {self.where}: {_amount(self.tensors, self.bytes_filled, self.seconds)}{differ}"
+
+
+def _amount(tensors: int, nbytes: int, seconds: float) -> str:
+    return f"{format_count(tensors, 'tensor')}, {format_size(nbytes)} in {format_seconds(seconds)}"
 
 
 class _CallEvents:
@@ -239,6 +260,11 @@ class _CallEvents:
             )
             raise
 
+    def _log_end(self, report: SaveReport | LoadReport, nbytes: int, took: list[str]) -> None:
+        slowest = f"; slowest: {report.slowest}" if report.slowest else ""
+        speed = format_rate(nbytes, report.seconds)
+        log_safely(logging.INFO, "%s (%s): %s%s", _plain(str(report)), speed, ", ".join(took), slowest)
+
     def _emit_end(
         self, kind: type[Event], report: SaveReport | LoadReport, names: tuple[str, ...], **more: Any
     ) -> None:
@@ -271,21 +297,11 @@ class SaveEvents(_CallEvents):
     def committed(self, saved: SaveReport) -> None:
         """Emit that the checkpoint is committed, and log it."""
         self._step = saved.step
-        if self._rank == 0:
+        if self._rank == 0 and log.isEnabledFor(logging.INFO):
             queued_s = seconds_by_name(saved.phases).get("queue", 0.0)
-            log_safely(
-                logging.INFO,
-                "saved %s: %.3f GB in %.2f s (%.2f GB/s): blocked %.2f s%s, staged %.2f s, written %.2f s%s",
-                self._where,
-                saved.bytes_total / 1e9,
-                saved.seconds,
-                saved.gb_per_s,
-                saved.blocked_s,
-                f" ({queued_s:.2f} s by earlier saves)" if queued_s >= _WORTH_LOGGING_S else "",
-                saved.staged_s,
-                saved.written_s,
-                f"; slowest: {saved.slowest}" if saved.slowest else "",
-            )
+            queued = f" ({format_seconds(queued_s)} by earlier saves)" if queued_s >= _WORTH_LOGGING_S else ""
+            took = [f"blocked {format_seconds(saved.blocked_s)}{queued}", f"staged {format_seconds(saved.staged_s)}"]
+            self._log_end(saved, saved.bytes_total, [*took, f"written {format_seconds(saved.written_s)}"])
         sizes, times = ("tensors", "bytes_total", "bytes_written"), ("blocked_s", "staged_s", "written_s", "gb_per_s")
         self._emit_end(events.SaveCommitted, saved, (*sizes, *times))
 
@@ -301,18 +317,9 @@ class LoadEvents(_CallEvents):
         read = sum(span.nbytes for each in loaded.ranks for span in each.spans if span.name == "read")
         total = read or loaded.bytes_read
         gb_per_s = total / max(loaded.seconds, 1e-9) / 1e9
-        if self._rank == 0:
-            took = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in seconds_by_name(loaded.phases).items())
-            log_safely(
-                logging.INFO,
-                "loaded %s: %.3f GB in %.2f s (%.2f GB/s): %s%s",
-                self._where,
-                total / 1e9,
-                loaded.seconds,
-                gb_per_s,
-                took,
-                f"; slowest: {loaded.slowest}" if loaded.slowest else "",
-            )
+        if self._rank == 0 and log.isEnabledFor(logging.INFO):
+            took = [f"{name} {format_seconds(seconds)}" for name, seconds in seconds_by_name(loaded.phases).items()]
+            self._log_end(loaded, total, took)
         names = ("bytes_read", "bytes_received")
         self._emit_end(events.LoadFinished, loaded, names, bytes_total=total, gb_per_s=gb_per_s)
 

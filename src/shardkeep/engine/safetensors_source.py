@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from shardkeep import errors
+from shardkeep.display import format_count
 from shardkeep.engine.reader import FoundCheckpoint, Source, saved_at
 from shardkeep.format.boxes import Box, Boxes, explain_tiling, matrix_of, tiled, whole
 from shardkeep.format.data_file import checksum_text, digest
@@ -98,9 +99,9 @@ def _warn_of_gone(folder: ModelDirectory, gone: Mapping[str, str]) -> None:
     """Warn of missing tensors that the index file names: of a partly downloaded model, the rest can be loaded."""
     if gone:
         logger.warning(
-            "%s: names %d tensors that are missing and cannot be loaded: %s",
+            "%s: names %s that cannot be loaded, because files are missing: %s",
             folder.index,
-            len(gone),
+            format_count(len(gone), "tensor"),
             _some([f"{key!r} in {name}" for key, name in gone.items()]),
         )
 
@@ -245,7 +246,7 @@ def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
         expected = each[0].metadata.get(layout.FILE_COUNT_KEY)
         if save is not None and expected is not None and expected != str(len(each)):
             raise errors.MalformedFile(
-                f"{each[0].path}: save {save} has {expected} files, and {len(each)} are here: "
+                f"{each[0].path}: of {expected} files of save {save}, {len(each)} are here: "
                 f"{_some([file.name for file in each])}",
                 hint="files are missing: was the checkpoint copied as a whole?",
                 file=each[0].path,

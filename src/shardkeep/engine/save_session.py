@@ -26,10 +26,10 @@ from shardkeep.engine.codecs import Codecs, FileCodecs
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest, unlogged
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.record import FileEntry
-from shardkeep.options import Options
-from shardkeep.plan.save_plan import encode
+from shardkeep.options import Options, decodable
+from shardkeep.plan.save_plan import RankManifest, encode
 from shardkeep.state.describe import Description
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import Store, keep_cached
 from shardkeep.storage.cancel import run_with_deadline
 
 if TYPE_CHECKING:
@@ -63,15 +63,22 @@ class DescribedState:
     """What this rank holds."""
 
     description: Description
-    manifest: bytes
+    manifest: RankManifest
     """The same as columns, which rank 0 plans from."""
+    samples: Callable[[], bytes] = bytes
+    """Waits until accelerators have read the manifest's samples, and returns them."""
     labels: Labels = (None, {})
     optimizers: Sequence[Optimizer] = ()
     """The optimizers that are in the state as objects."""
     items: Sequence[Any] = ()
     """Values that are written as items of their own, in layouts that have such."""
 
+    def sent(self) -> bytes:
+        """Return the manifest, as it is sent to rank 0."""
+        return encode(msgspec.structs.replace(self.manifest, samples=self.samples()))
 
+
+@decodable
 class WrittenFiles(msgspec.Struct, frozen=True):
     """What a rank has written, as it is sent to rank 0."""
 
@@ -171,6 +178,7 @@ class SaveSession:
         self._logged = logged
         self._written: list[FileEntry] = []
         self._written_s = 0.0
+        self._cached_nbytes = 0
         self._handed_over = False
 
     @contextlib.contextmanager
@@ -189,7 +197,7 @@ class SaveSession:
     def _clean_up(self) -> None:
         """Remove what was written of a save that failed."""
         if not self._handed_over:
-            self.layout.discard([name for entry in self._written for name, _ in entry.at_rest])
+            self.layout.discard(list(self._at_rest()))
         if self.world.rank == 0:
             self.layout.withdraw()
 
@@ -254,7 +262,16 @@ class SaveSession:
         # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
         self._handed_over = True
         with self.phases.phase("commit"):
-            return msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
+            committed = msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
+        at_rest = self._at_rest()
+        nbytes = sum(at_rest.values())
+        if self.options.keep_cached and keep_cached(self.store, list(at_rest), nbytes):
+            self._cached_nbytes = nbytes
+        return committed
+
+    def _at_rest(self) -> dict[str, int]:
+        """Return the sizes of this rank's files in the store, by name."""
+        return dict(each for entry in self._written for each in entry.at_rest)
 
     def report(self, committed: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
         """Return what the save did."""
@@ -264,7 +281,8 @@ class SaveSession:
             save_id=committed.save_id,
             step=committed.step,
             bytes_written=sum(entry.nbytes for entry in self._written),
-            bytes_stored=sum(nbytes for entry in self._written for _, nbytes in entry.at_rest),
+            bytes_stored=sum(self._at_rest().values()),
+            bytes_cached=self._cached_nbytes,
             bytes_total=committed.bytes_total,
             tensors=committed.tensors,
             seconds=seconds,

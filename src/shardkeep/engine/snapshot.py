@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardkeep.display import format_size
 from shardkeep.engine.pools import Arenas, Buffer
 from shardkeep.engine.step_barrier import rows_outside_optimizers
 from shardkeep.engine.tensors import as_raw, memory_keys, scattered_memory
@@ -95,7 +96,7 @@ class DeviceSnapshot:
             try:
                 self.arena = arenas.take(nbytes, most_nbytes)
             except (OSError, MemoryError) as error:
-                log.warning("no memory for a copy of %.2f GB of the state: %s", nbytes / 1e9, error)
+                log.warning("no memory for a copy of %s of the state: %s", format_size(nbytes), error)
                 self.refused, rows = True, []
         if self.arena is not None:
             _copy_all(copies, self.arena, threads)

@@ -17,12 +17,13 @@ from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.engine.torch_file_source import FORMAT as TORCH_FILE
-from shardkeep.engine.torch_file_source import find_torch_file, find_torch_model
+from shardkeep.engine.torch_file_source import SUFFIXES, find_torch_file, find_torch_model
 from shardkeep.engine.torch_source import find_torch
-from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import RECORD_NAME, Record
 from shardkeep.layouts import native
+from shardkeep.layouts.safetensors import SUFFIX
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
 from shardkeep.storage.base import ReadableStore, Store, is_single_file
@@ -30,27 +31,34 @@ from shardkeep.storage.base import ReadableStore, Store, is_single_file
 
 def find(store: Store) -> FoundCheckpoint:
     """Find the checkpoint in a place; `CheckpointNotFound` if there is none of any layout."""
+    kinds = f"safetensors ({SUFFIX}) or torch.save ({', '.join(SUFFIXES)})"
+    hint = f"a checkpoint is a directory, or a single file of {kinds}"
+    missing = CheckpointNotFound(f"{store.url}: not a checkpoint that shardkeep can read", hint=hint)
     try:
-        if not is_single_file(store):
+        if not (is_file := is_single_file(store)):
             return find_committed(store)
-        missing = CheckpointNotFound(f"{store.url}: no checkpoint")
     except CheckpointNotFound as exc:
         missing = exc
-    for look in (find_torch_file, find_safetensors, find_torch_model):
-        if (found := look(store)) is not None:
-            return found
+    try:
+        for look in (find_torch_file, find_safetensors, find_torch_model):
+            if (found := look(store)) is not None:
+                return found
+    except DamagedCheckpoint as exc:
+        if is_file and not store.url.endswith((SUFFIX, *SUFFIXES)):
+            raise missing from exc
+        raise
     raise missing
 
 
 def find_committed(store: Store) -> FoundCheckpoint:
     """Find a checkpoint that was committed, native or of torch's layout; `CheckpointNotFound` if there is none."""
     try:
-        record = native.read_record(store)
-    except CheckpointNotFound as exc:
+        record = native.record_in(store)
+    except BlobNotFound:
         try:
             return find_torch(store)
-        except BlobNotFound:
-            raise exc from None
+        except BlobNotFound as exc:
+            raise native.not_found(store) from exc
     if latest(store) == METADATA_NAME:
         return find_torch(store)
     return FoundCheckpoint(record, lambda options: open_native(store, record, options))
@@ -78,21 +86,29 @@ def open_native(store: ReadableStore, record: Record, options: Options) -> Sourc
 
 
 Identity = tuple[str, str, bytes]
-"""Format, checksum of the index, and the record of a native checkpoint, as JSON because msgpack cannot hold every `meta`."""
+"""
+Format, checksum of the index, and the record of a native checkpoint, as JSON because msgpack cannot hold every `meta`; empty if
+it is large.
+"""
+_MOST_SENT_NBYTES = 64 << 10
+"""A longer record, of many files, is read from the store by each rank: rank 0 would have to send it to all of them."""
 
 
 def identity_of(record: Record) -> Identity:
     """Return what rank 0 sends to the other ranks, so that all of them open the checkpoint that it found."""
-    return record.format, record.index.checksum, msgspec.json.encode(record) if record.format == NATIVE else b""
+    encoded = msgspec.json.encode(record) if record.format == NATIVE else b""
+    return record.format, record.index.checksum, encoded if len(encoded) <= _MOST_SENT_NBYTES else b""
 
 
 def open_identified(store: Store, identity: Identity, options: Options) -> Source:
     """Open the checkpoint that another rank found."""
     layout, checksum, record = identity
-    if layout == NATIVE:
+    if record:
         return open_native(store, msgspec.json.decode(record, type=Record), options)
     found: FoundCheckpoint | None
-    if layout == TORCH_FILE:
+    if layout == NATIVE:
+        found = find_committed(store)
+    elif layout == TORCH_FILE:
         found = find_torch_file(store) or find_torch_model(store)
     else:
         found = find_safetensors(store) if layout == SAFETENSORS else find_torch(store)

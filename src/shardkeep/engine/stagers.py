@@ -141,32 +141,36 @@ class StateCopy:
 
 def prepare_copy(state: Any, memory: StoragePool) -> StateCopy:
     """Copy a state, all but the values of its tensors."""
-    copying = _Copying(memory)
+    copier = ObjectCopier(memory)
     with torch.no_grad():
-        copying.add(list(tensors_in(state)))
-        try:
-            copying.state_copy.tree = copying.deepcopy(state)
-        except Exception as error:
-            raise _uncopyable(state, (), error) from error
-    return copying.state_copy
+        copier.add(list(tensors_in(state)))
+    copier.state_copy.tree = copier.copy(state, ())
+    return copier.state_copy
 
 
-class _Copying(TorchFunctionMode):
-    """Makes `copy.deepcopy` put each tensor it meets into host memory, also inside other objects."""
+class ObjectCopier(TorchFunctionMode):
+    """Copies objects, with each tensor in or inside them in host memory, so that the state they are from may change."""
 
-    def __init__(self, memory: StoragePool) -> None:
+    def __init__(self, memory: StoragePool | None = None) -> None:
         super().__init__()
         self.state_copy = StateCopy()
-        self._memory = memory
+        self._memory = memory or StoragePool()
         self._memo: dict[int, Any] = {}
         # The memo identifies objects by id, so they must stay alive.
         self._alive: list[torch.Tensor] = []
         self._bare_parameter: Any = None
 
-    def deepcopy(self, value: Any) -> Any:
-        """Copy anything; an object that was copied before gives the same copy."""
-        with self:
-            return copy.deepcopy(value, self._memo)
+    def copy(self, value: Any, path: TreePath) -> Any:
+        """Return a copy of a value; an object that was copied before gives the same copy."""
+        try:
+            with torch.no_grad(), self:
+                return copy.deepcopy(value, self._memo)
+        except Exception as error:
+            raise _uncopyable(value, path, error) from error
+
+    def wait(self) -> None:
+        """Wait until accelerators have copied."""
+        self.state_copy.wait()
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         """Find memory for tensors; those that share memory share it in the copy."""
@@ -269,32 +273,14 @@ def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
         children = enumerate(value)
     for key, child in children:
         try:
-            _Copying(StoragePool()).deepcopy(child)  # a new one, without the memo of the failed attempt
+            with ObjectCopier():
+                copy.deepcopy(child)  # without the memo of the failed attempt
         except Exception:  # noqa: BLE001 - whatever it raises, the failure comes from this child
             return _find_uncopyable(child, (*path, key))
     return path, value
 
 
 StateDict = dict[str, Any]
-
-
-class ObjectCopier:
-    """Copies objects, with the tensors inside them, so that the state they are from may change."""
-
-    def __init__(self) -> None:
-        self._copying = _Copying(StoragePool())
-
-    def copy(self, value: Any, path: TreePath) -> Any:
-        """Return a copy of a value; an object that was copied before gives the same copy."""
-        try:
-            with torch.no_grad():
-                return self._copying.deepcopy(value)
-        except Exception as error:
-            raise _uncopyable(value, path, error) from error
-
-    def wait(self) -> None:
-        """Wait until accelerators have copied."""
-        self._copying.state_copy.wait()
 
 
 class StagerClosed(CheckpointError, RuntimeError):

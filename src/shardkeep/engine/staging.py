@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from shardkeep.display import format_size
 from shardkeep.engine.codecs import FileCodecs
 from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMemory, staging_memory
 from shardkeep.engine.queue import SaveHandle
@@ -31,11 +32,10 @@ from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import FileJob, Window, gather, windows_in_turn, write_files
 from shardkeep.errors import SaveCancelled
 from shardkeep.format.boxes import IntArray
-from shardkeep.options import Options, cores, local_ranks
+from shardkeep.options import Options, available_memory, cores, local_ranks
 from shardkeep.storage.base import WritableStore
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.local import available_memory
 
 if TYPE_CHECKING:
     from shardkeep.engine.process.client import WriterSession
@@ -460,10 +460,10 @@ class BackgroundWrite:
     def _warn_staging_waits(self, nbytes: int, through_nbytes: int) -> None:
         self._handle.set_staging_waits()
         log.warning(
-            "save to %s: %.2f GB are staged through %.2f GB of host memory: staging waits for the disk",
+            "save to %s: %s are staged through %s of host memory: staging waits for the disk",
             self._handle.where,
-            nbytes / 1e9,
-            through_nbytes / 1e9,
+            format_size(nbytes),
+            format_size(through_nbytes),
         )
 
     def _note_copied(self, copied: Future[None]) -> None:

@@ -9,13 +9,14 @@ contiguous on an accelerator, box by box if it is strided or has another dtype t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from shardkeep.engine.workers import Scattered
 from shardkeep.format.boxes import (
@@ -29,6 +30,7 @@ from shardkeep.format.boxes import (
     strides_of,
     stripes,
 )
+from shardkeep.state.describe import Description
 from shardkeep.state.leaves import overlaps_itself
 from shardkeep.storage.buffers import address_of, view_memory
 
@@ -175,6 +177,69 @@ def windows_of(tensor: torch.Tensor, window_nbytes: int) -> Iterator[memoryview]
         if source is not None:
             source.read(at, at + size, buffer[:size])
         yield buffer[:size] if source else view_memory(address + at, size)
+
+
+_MOST_SAMPLED, _ELEMENTS = 64, 8
+"""Of a state, this many tensors are compared between ranks, and of each about this many elements."""
+
+
+def sample_replicas(description: Description, compared: npt.NDArray[np.bool_]) -> Callable[[], bytes]:
+    """
+    Read a few elements of some of the `compared` tensors that this rank holds whole: digests by row, for `RankManifest.samples`.
+
+    What lies on an accelerator is packed there in the order of the caller's stream. The function that is returned copies it to the
+    host, and waits for that.
+    """
+    d = description
+    whole = np.all(d.boxes.sizes == d.shape[d.row_tensor], axis=1)
+    found = np.flatnonzero(compared[d.row_tensor] & whole & (d.boxes.volumes() > 0))
+    rows = found[:: -(-len(found) // _MOST_SAMPLED) or 1].tolist()
+    packs: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    order: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
+    for row in rows:
+        sample = _diagonal(as_raw(d.pieces[row]))
+        pack = sample.device, sample.dtype
+        packs.setdefault(pack, []).append(sample)
+        order.setdefault(pack, []).append((row, sample.nbytes))
+    packed = [torch.cat(samples) for samples in packs.values()]
+    kind = torch.accelerator.current_accelerator()
+    devices = {device for device, _ in packs if kind is not None and device.type == kind.type}
+    events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+
+    def read() -> bytes:
+        copies = [_copied_after(events.get(pack.device), pack) for pack in packed]
+        pairs: list[tuple[int, int]] = []
+        for copy, parts in zip(copies, order.values(), strict=True):
+            data, at = copy.numpy().tobytes(), 0
+            for row, nbytes in parts:
+                pairs.append((row, xxhash.xxh3_64_intdigest(data[at : at + nbytes])))
+                at += nbytes
+        return np.array(pairs, np.uint64).tobytes()
+
+    return read
+
+
+def _copied_after(event: torch.Event | None, pack: torch.Tensor) -> torch.Tensor:
+    """Copy to the host what was packed before an event, and wait for nothing that was queued after it."""
+    if event is None:
+        return pack
+    before = torch.accelerator.current_stream(pack.device)
+    stream = torch.Stream(pack.device)
+    stream.wait_event(event)
+    torch.accelerator.set_stream(stream)
+    try:
+        return pack.cpu()  # into ordinary memory: pinning new memory would stop the device
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def _diagonal(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a few elements of a tensor of any strides, spread over it."""
+    axes = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    shortest = min([n for n, _ in axes], default=1)
+    count = min(shortest, _ELEMENTS)
+    apart = (shortest - 1) // max(1, count - 1)
+    return tensor.as_strided((count,), (apart * sum(step for _, step in axes),))
 
 
 # Tensors that share memory: those of one storage whose ranges of bytes overlap are copied as one run, so that they stay views of

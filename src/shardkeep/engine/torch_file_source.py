@@ -148,7 +148,11 @@ def find_torch_file(store: Store) -> FoundCheckpoint | None:
             hint=f"save it again: {again}",
             file=name,
         )
-    return open_torch_files(place, [name], {}, name) if head.startswith(ZIP) else None
+    if head.startswith(ZIP):
+        return open_torch_files(place, [name], {}, name)
+    if name.endswith(SUFFIXES) and head[8:9] != b"{":  # as safetensors files have it
+        raise errors.MalformedFile(f"{store.url}: neither a file of torch.save nor of safetensors", file=name)
+    return None
 
 
 def find_torch_model(store: Store) -> FoundCheckpoint | None:

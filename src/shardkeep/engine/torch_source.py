@@ -40,7 +40,7 @@ from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
-from shardkeep.storage.base import BlobReader, ReadableStore, preferred_requests, with_any_names
+from shardkeep.storage.base import BlobReader, ReadableStore, preferred_requests, read_range, with_any_names
 from shardkeep.storage.buffers import address_of
 
 log = logging.getLogger("shardkeep")
@@ -166,7 +166,7 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
 
 
 def item_batches(
-    items: Iterable[T], nbytes: Callable[[T], int], *, most_nbytes: int = _BATCH_NBYTES
+    items: Iterable[T], nbytes: Callable[[T], int], *, most_nbytes: float = _BATCH_NBYTES
 ) -> Iterator[list[T]]:
     """Group items so that a group takes a bounded amount of memory, unless a single item takes more."""
     batch: list[T] = []
@@ -188,6 +188,26 @@ class ChunkItems(Rows):
     offset: IntArray
     nbytes: IntArray
 
+    @classmethod
+    def of(cls, locations: Sequence[layout.ItemLocation]) -> ChunkItems:
+        """Return the items at these locations."""
+        places = np.array([(each.offset, each.nbytes) for each in locations], np.int64).reshape(-1, 2)
+        return cls(places[:, 0], places[:, 1])
+
+
+def stated_start(location: layout.ItemLocation) -> int:
+    """Return where a tensor's bytes begin in its file, by the metadata; -1 if they do not say it."""
+    return -1 if location.data_start is None else location.data_start
+
+
+def drop_impossible_starts(index: Index, items: ChunkItems, descriptors: Iterable[int]) -> None:
+    """Set the start of a chunk to -1 where it cannot begin at the stated byte: its archive is asked instead."""
+    start, owner = index.chunks.start, np.searchsorted(index.chunk_ends, np.arange(len(index.chunks)), "right")
+    nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
+    believable = (start >= items.offset) & (start - items.offset <= items.nbytes - nbytes)
+    believable[list(descriptors)] = False
+    start[~believable] = -1
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSource(Source):
@@ -199,6 +219,8 @@ class TorchSource(Source):
     """The stream extensions of chunks that were written through some, by the chunk's row."""
     objects: Mapping[str, layout.ItemLocation]
     undo: Undo
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Of each name, the keys and positions in the nested state, in its order."""
     archived: dict[int, ArchivedTensor | None] = field(default_factory=dict)
     """
     Chunks that were looked up in their archives so far, by row. None for one that only torch can decode: an extension
@@ -222,7 +244,7 @@ class TorchSource(Source):
         self.archived.update(dict.fromkeys(unknown))
         plain = [row for row in unknown if row not in self.descriptors]
         for row, found in zip(plain, find_tensors(self.files, list(map(self.item, plain))), strict=True):
-            tensor = self._tensor_of(row)
+            tensor = self.tensor_of(row)
             box = index.chunks.boxes.box(row, int(index.tensors.ndim[tensor]))
             if found and (found.dtype, found.shape) == (index.dtype(tensor), box.sizes):
                 self.archived[row] = found
@@ -234,13 +256,14 @@ class TorchSource(Source):
         found = self.archived.get(chunk)
         return found and found._replace(start=int(self.items.offset[chunk]) + found.start)
 
-    def _tensor_of(self, chunk: int) -> int:
+    def tensor_of(self, chunk: int) -> int:
+        """Return the row of the tensor that a chunk is of."""
         return int(np.searchsorted(self.index.chunk_ends, chunk, "right"))
 
     def item(self, chunk: int) -> Item:
         """Return the item of a chunk."""
         offset, nbytes = int(self.items.offset[chunk]), int(self.items.nbytes[chunk])
-        key = self.index.keys.raw(self._tensor_of(chunk)).decode()
+        key = self.index.keys.raw(self.tensor_of(chunk)).decode()
         return Item(int(self.index.chunks.file[chunk]), offset, nbytes, key)
 
     def selected(self, index: Index, chunks: IntArray) -> Source:
@@ -290,18 +313,18 @@ class TorchSource(Source):
         return int(self.index.chunks.file[chunk]), int(self.items.offset[chunk])
 
 
-def find_torch(store: ReadableStore) -> FoundCheckpoint:
-    """Find a checkpoint of torch's layout; `BlobNotFound` where there is none."""
+def find_torch(store: ReadableStore, name: str = layout.METADATA_NAME) -> FoundCheckpoint:
+    """Find a checkpoint of torch's layout by the name of its metadata; `BlobNotFound` where there is none."""
     store = with_any_names(store)
-    data = store.get(layout.METADATA_NAME, limit=layout.MAX_METADATA_NBYTES)
-    metadata = layout.decode_torch_metadata(data, where=layout.METADATA_NAME)
+    data = store.get(name, limit=layout.MAX_METADATA_NBYTES)
+    metadata = layout.decode_torch_metadata(data, where=name)
     checksum = checksum_text(digest(data))
     writers = [rank for rank in map(layout.writer_rank, _file_names(metadata)) if rank is not None]
     entries = metadata.tensors.values()
     record = Record(
         format=FORMAT,
         save_id=metadata.save_id or checksum[-20:],
-        saved_at=saved_at(store, [layout.METADATA_NAME]),
+        saved_at=saved_at(store, [name]),
         writer="shardkeep" if metadata.sums else "torch",
         world_size=max(writers, default=0) + 1,
         totals=Totals(
@@ -310,7 +333,7 @@ def find_torch(store: ReadableStore) -> FoundCheckpoint:
             values=len(metadata.objects),
             tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
         ),
-        index=Blob(name=layout.METADATA_NAME, nbytes=len(data), checksum=checksum),
+        index=Blob(name=name, nbytes=len(data), checksum=checksum),
         files=[],
     )
     return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))
@@ -335,6 +358,7 @@ def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, 
         descriptors=descriptors,
         objects=metadata.objects,
         undo=undo,
+        paths=metadata.paths,
     )
 
 
@@ -356,27 +380,16 @@ def _index_of(
         keys=keys,
         dtypes=[entry.dtype for entry in entries],
         shapes=[entry.shape for entry in entries],
-        chunks=[
-            [(box, files.number(at.file), -1 if at.data_start is None else at.data_start) for box, at in entry.chunks]
-            for entry in entries
-        ],
+        chunks=[[(box, files.number(at.file), stated_start(at)) for box, at in entry.chunks] for entry in entries],
         value_keys=sorted(metadata.objects, key=str.encode),
         value_data=values,
         make_tree=lambda: encode_tree(_tree(metadata.paths)),
         where=layout.METADATA_NAME,
     )
     locations = [location for entry in entries for _, location in entry.chunks]
-    items = ChunkItems(
-        np.array([location.offset for location in locations], np.int64),
-        np.array([location.nbytes for location in locations], np.int64),
-    )
+    items = ChunkItems.of(locations)
     descriptors = {row: location.descriptors for row, location in enumerate(locations) if location.descriptors}
-    # Where a tensor cannot begin at the stated byte, its archive is asked instead.
-    start, owner = index.chunks.start, np.repeat(np.arange(len(entries)), [len(entry.chunks) for entry in entries])
-    nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
-    believable = (start >= items.offset) & (start - items.offset <= items.nbytes - nbytes)
-    believable[list(descriptors)] = False
-    start[~believable] = -1
+    drop_impossible_starts(index, items, descriptors)
     return index, items, descriptors
 
 
@@ -479,57 +492,53 @@ def load_archive(data: bytes) -> Any:
 
 def find_tensors(files: ItemFiles, items: Sequence[Item]) -> list[ArchivedTensor | None]:
     """Find the tensors in items that hold archives; None for one that only torch can read."""
-    found: list[ArchivedTensor | None] = [None] * len(items)
-    order = sorted(range(len(items)), key=lambda row: items[row][:2])
+    found: dict[Item, ArchivedTensor | None] = {}
     # Archives of equal tensors begin with the same bytes: the heads of some, by the size of the archive.
     heads: dict[int, list[tuple[bytes, ArchivedTensor]]] = {}
-    for file, of_file in groupby(order, key=lambda row: items[row].file):
+    for file, of_file in groupby(sorted({*items}), key=lambda item: item.file):
         name = files.entries[file].name
         with closing(files.store.open(name)) as reader:
-            for row, get in _views(reader, list(of_file), items):
-                item = items[row]
+            for item, get in _views(reader, of_file):
                 known = heads.setdefault(item.nbytes, [])
-                found[row] = next((tensor for head, tensor in known if get(0, len(head)) == head), None)
-                if found[row] is None:
+                found[item] = next((tensor for head, tensor in known if get(0, len(head)) == head), None)
+                if found[item] is None:
                     where = f"{name} ({item.key!r} at offset {item.offset})"
-                    found[row] = made = find_tensor(get, item.nbytes, where=where)
+                    found[item] = made = find_tensor(get, item.nbytes, where=where)
                     if made is not None and len(known) < _KNOWN_HEADS:
                         known.append((get(0, made.start), made))
-    return found
+    return [found[item] for item in items]
 
 
-def _views(
-    reader: BlobReader, rows: list[int], items: Sequence[Item]
-) -> Iterator[tuple[int, Callable[[int, int], bytes]]]:
+def _views(reader: BlobReader, items: Iterable[Item]) -> Iterator[tuple[Item, Callable[[int, int], bytes]]]:
     """Give access to each item's bytes: small neighbours from one read, large items by their two ends."""
-    groups: list[list[int]] = []
-    for row in rows:
-        item, first = items[row], items[groups[-1][0]] if groups else None
+    groups: list[list[Item]] = []
+    for item in items:
+        first = groups[-1][0] if groups else None
         together = first is not None and max(first.nbytes, item.nbytes) <= _SMALL_NBYTES
         if first is not None and together and item.offset + item.nbytes - first.offset <= _GROUP_NBYTES:
-            groups[-1].append(row)
+            groups[-1].append(item)
         else:
-            groups.append([row])
+            groups.append([item])
     for group in groups:
-        first, last = items[group[0]], items[group[-1]]
+        first, last = group[0], group[-1]
         if first.nbytes > _SMALL_NBYTES:
-            yield group[0], view_of(reader, first)
+            yield first, view_of(reader, first)
             continue
-        data = _bytes(reader, first.offset, last.offset + last.nbytes - first.offset)
-        for row in group:
-            base = items[row].offset - first.offset
+        data = bytes(read_range(reader, first.offset, last.offset + last.nbytes - first.offset))
+        for item in group:
+            base = item.offset - first.offset
 
-            def get(at: int, size: int, held: bytes = data[base : base + items[row].nbytes]) -> bytes:
+            def get(at: int, size: int, held: bytes = data[base : base + item.nbytes]) -> bytes:
                 return held[at : at + size]
 
-            yield row, get
+            yield item, get
 
 
 def view_of(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
     """Give access to an item's bytes: its two ends are read first."""
-    head = _bytes(reader, item.offset, min(item.nbytes, _HEAD_NBYTES))
+    head = bytes(read_range(reader, item.offset, min(item.nbytes, _HEAD_NBYTES)))
     tail_at = max(0, item.nbytes - _TAIL_NBYTES)
-    tail = _bytes(reader, item.offset + tail_at, item.nbytes - tail_at)
+    tail = bytes(read_range(reader, item.offset + tail_at, item.nbytes - tail_at))
 
     def get(at: int, size: int) -> bytes:
         stop = min(at + size, item.nbytes)
@@ -537,15 +546,9 @@ def view_of(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
             return head[at:stop]
         if at >= tail_at:
             return tail[at - tail_at : stop - tail_at]
-        return _bytes(reader, item.offset + at, stop - at)
+        return bytes(read_range(reader, item.offset + at, stop - at))
 
     return get
-
-
-def _bytes(reader: BlobReader, offset: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    reader.read_into(offset, memoryview(data))
-    return bytes(data)
 
 
 def bad_archives(

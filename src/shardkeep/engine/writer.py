@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardkeep.display import format_count
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import CheckpointError
 from shardkeep.format import data_file
@@ -228,7 +229,7 @@ def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
     if not all(map(native.save_id_of, names)):
         removed()
     elif names:
-        waits = run_with_deadline(removed, f"remove {len(names)} files")
+        waits = run_with_deadline(removed, f"remove {format_count(len(names), 'file')}")
 
 
 def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:

@@ -164,8 +164,8 @@ def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int
 
 
 def strides_of(shape: Ints) -> Ints:
-    """Return the strides of a row-major tensor of this shape, in elements."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    """Return the strides of a row-major tensor of this shape, in elements; as in torch, an axis of size 0 counts as 1."""
+    return tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def grid(cuts: list[list[tuple[int, int]]]) -> Iterator[Box]:

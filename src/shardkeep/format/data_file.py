@@ -85,13 +85,20 @@ def build_header(
     entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, sidecar: bool = False
 ) -> bytearray:
     """Build the header with room for digests, which `seal_header` fills in, or without, if they go into a sidecar."""
-    quote = json.encoder.encode_basestring_ascii
     room = "A" * len(base64.b64encode(bytes(DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes))))
     digests = "" if sidecar else f',{_MARK.decode()}{room}"'
     metadata = (
         f'{{"format":"pt","shardkeep.checksum":"{ALGORITHM}","shardkeep.save_id":"{save_id}",'
         f'"shardkeep.block_nbytes":"{block_nbytes}"{digests}}}'
     )
+    # With a sidecar, windows of a large file then begin where the parts of a multipart upload do.
+    unit = block_nbytes if sidecar and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
+    return encode_header(entries, metadata, unit=unit)
+
+
+def encode_header(entries: Iterable[HeaderEntry], metadata: str, *, unit: int = ALIGNMENT) -> bytearray:
+    """Make the header of a safetensors file; the data behind it begin at a multiple of `unit`. `metadata` is JSON."""
+    quote = json.encoder.encode_basestring_ascii
     parts = [f'{{"__metadata__":{metadata}']
     names: set[str] = set()
     for entry in entries:
@@ -104,12 +111,11 @@ def build_header(
         )
     parts.append("}")
     text = "".join(parts).encode()
-    # With a sidecar, windows of a large file then begin where the parts of a multipart upload do.
-    unit = block_nbytes if sidecar and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
     total = -(-(8 + len(text)) // unit) * unit
     if total > MAX_HEADER_NBYTES:
         raise StateError(
-            f"a file with {len(names):,} tensors needs a header of {total:,} bytes, more than safetensors allows"
+            f"a file with {len(names):,} tensors needs a header of {total:,} bytes, more than safetensors allows",
+            hint="spread the tensors over more files",
         )
     header = bytearray((total - 8).to_bytes(8, "little") + text)
     header.extend(b" " * (total - len(header)))

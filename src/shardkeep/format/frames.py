@@ -21,7 +21,7 @@ from shardkeep.format.data_file import DIGEST_NBYTES
 
 MAGIC = b"SKFRAME1"
 FRAME_NBYTES = 1 << 20
-"""The most plain bytes of a frame."""
+"""The most plain bytes of a frame: it stays in a core's cache from codec to codec."""
 MAX_STORED_NBYTES = 4 << 20
 """The most stored bytes of a frame: no codec adds more than a few bytes to a frame."""
 _COLUMNS = 5

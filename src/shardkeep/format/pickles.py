@@ -455,9 +455,10 @@ def plain_names() -> Names:
         frozenset: (_LIST,),
         bytes: (),  # empty, which old protocols write as a call
         types.SimpleNamespace: (),
+        slice: ((int, float, str, type(None)),) * 3,
     }
     names: dict[tuple[str, str], Any] = {
-        **{(each.__module__, each.__name__): each for each in (complex, slice)},
+        ("builtins", "complex"): complex,
         **{("datetime", each.__name__): each for each in (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)},
         **{(each.__module__, each.__name__): Call(_maker(each, *args), each) for each, args in made_of.items()},
         ("collections", "defaultdict"): Call(_defaultdict, collections.defaultdict),
@@ -532,6 +533,14 @@ def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
     if type(data) is not bytes or encoding is not None:
         raise MalformedFile("a bytearray that is not made of bytes")
     return bytearray(data)
+
+
+def numbers_of(parts: Any = ()) -> tuple[int, ...]:
+    """Return sizes or offsets as a tuple; raise `MalformedFile` if they are none."""
+    made = tuple(parts)
+    if made and (set(map(type, made)) != {int} or min(made) < 0):
+        raise MalformedFile(f"{made!s:.200} are not sizes")
+    return made
 
 
 def _fraction(*parts: Any) -> fractions.Fraction:

@@ -20,6 +20,7 @@ import numpy as np
 from shardkeep.errors import CheckpointError, MalformedFile, StateError, UnsupportedVersion
 from shardkeep.format import data_file
 from shardkeep.format.boxes import IntArray
+from shardkeep.options import decodable
 
 RECORD_NAME = "shardkeep.json"
 FORMAT = "shardkeep"
@@ -109,6 +110,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     tensor_bytes: int
 
 
+@decodable
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of the commit record."""
 
@@ -211,10 +213,6 @@ def _members(record: Record) -> dict[str, Any]:
     return {key: value for key, value in members.items() if value or key not in ("chains", "mac")}
 
 
-# Made once, here: the process crashes if two threads are the first to decode a struct that holds other structs.
-_decode = msgspec.json.Decoder(Record).decode
-
-
 def decode_record(data: bytes, where: str) -> Record:
     """Check and decode a record; `where` is named in errors."""
     head, mark, _ = data.rpartition(b',\n  "checksum":')
@@ -236,7 +234,7 @@ def decode_record(data: bytes, where: str) -> Record:
             )
         if peek["version"] < 1:
             raise MalformedFile(f"{where}: there never was a format version {peek['version']}", file=RECORD_NAME)
-        record = _decode(data)
+        record = msgspec.json.decode(data, type=Record)
     except CheckpointError:
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as exc:

@@ -26,7 +26,7 @@ from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.format.boxes import Box, Ints, strides_of, whole
 from shardkeep.format.data_file import digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
-from shardkeep.format.pickles import Opaque, check_expanded, load_pickle, plain_names
+from shardkeep.format.pickles import Opaque, check_expanded, load_pickle, numbers_of, plain_names
 from shardkeep.format.values import TorchRef
 
 Get = Callable[[int, int], bytes]
@@ -71,8 +71,7 @@ def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: in
     nbytes = math.prod(shape) * dtype.itemsize
     header, size = len(before), min(nbytes, _MAX32)
     wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
-    extra = wide + _padding(-(at + header + _LOCAL.size + len(_DATA) + len(wide)) % alignment, alignment)
-    local = _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, 0, size, size, len(_DATA), len(extra)) + _DATA + extra
+    local = _aligned(_DATA, _UTF8, size, wide, at + header, alignment)
     listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
     return ArchiveFrame(before + local, listed + _ends(1, header + len(local) + nbytes, len(listed)))
 
@@ -81,10 +80,12 @@ def _wide(*sizes: int) -> bytes:
     return struct.pack(f"<2H{len(sizes)}Q", 1, 8 * len(sizes), *sizes)
 
 
-def _padding(nbytes: int, alignment: int) -> bytes:
-    """Make an extra field of this many bytes, or of one alignment more if that is too short for a field."""
-    nbytes += 0 if nbytes == 0 or nbytes >= 4 else alignment
-    return struct.pack("<2s1H", b"FB", nbytes - 4) + b"Z" * (nbytes - 4) if nbytes else b""
+def _aligned(name: bytes, flags: int, size: int, wide: bytes, at: int, alignment: int) -> bytes:
+    """Make the header of an entry, from `at` of the file on, whose bytes begin at a multiple of `alignment`."""
+    pad = -(at + _LOCAL.size + len(name) + len(wide)) % alignment
+    pad += 0 if pad == 0 or pad >= 4 else alignment  # it is a field of 4 bytes and more
+    extra = wide + (struct.pack("<2s1H", b"FB", pad - 4) + b"Z" * (pad - 4) if pad else b"")
+    return _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
 
 
 def _before_storages(pickled: bytes) -> tuple[bytes, bytes]:
@@ -123,11 +124,10 @@ def _before_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     if storage is None:
         rebuild, last = b"_rebuild_tensor_v3", b"ctorch\n" + dtype.name.encode() + b"\n"
     kind = f"ctorch\n{storage}\n" if storage else "ctorch.storage\nUntypedStorage\n"
-    strides = tuple(math.prod(max(n, 1) for n in shape[axis + 1 :]) for axis in range(len(shape)))
     return _before_storages(
         b"\x80\x02ctorch._utils\n" + rebuild + b"\n((X\x07\0\0\0storage" + kind.encode()
         + b"X\x01\0\0\x000X\x03\0\0\0cpu" + _int(elements if storage else elements * dtype.itemsize) + b"tQK\0"
-        + _tuple(shape) + _tuple(strides) + b"\x89ccollections\nOrderedDict\n)R" + last + b"tR."
+        + _tuple(shape) + _tuple(strides_of(shape)) + b"\x89ccollections\nOrderedDict\n)R" + last + b"tR."
     )  # fmt: skip
 
 
@@ -420,7 +420,7 @@ def _rebuild_from_type(rebuild: Any, kind: Any, args: Any, _attributes: Any) -> 
 
 _VALUES: dict[tuple[str, str], Any] = {
     **{("torch", row.name): TorchRef("dtype", (row.name,)) for row in DTYPES},
-    ("torch", "Size"): lambda numbers=(): TorchRef("Size", tuple(numbers)),
+    ("torch", "Size"): lambda *numbers: TorchRef("Size", numbers_of(*numbers)),
     ("torch", "device"): lambda *parts: TorchRef("device", (":".join(map(str, parts)),)),
     ("torch.serialization", "_get_layout"): lambda name: TorchRef("layout", (str(name).removeprefix("torch."),)),
 }
@@ -499,13 +499,9 @@ def _name(number: int) -> bytes:
 
 def _header(number: int, nbytes: int, at: int) -> bytes:
     """Return what stands directly before a storage, from `at` of the file on."""
-    name = _name(number)
     # The reader must know that 8 bytes hold each size that follows.
     wide = _wide(0, 0) if nbytes >= _MAX32 else b""
-    size = _MAX32 if wide else 0
-    extra = wide + _padding(-(at + _LOCAL.size + len(name) + len(wide)) % ALIGNMENT, ALIGNMENT)
-    fields: tuple[Any, ...] = (b"PK\3\4", 0, _UTF8 | _SIZES_FOLLOW, 0, 0, 0, 0, size, size, len(name), len(extra))
-    return _LOCAL.pack(*fields) + name + extra
+    return _aligned(_name(number), _UTF8 | _SIZES_FOLLOW, _MAX32 if wide else 0, wide, at, ALIGNMENT)
 
 
 def _descriptor(nbytes: int, crc: int) -> bytes:

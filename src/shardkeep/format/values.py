@@ -231,7 +231,7 @@ def _unpickle(payload: memoryview, call: _Call) -> Any:
     if not call.allow_pickle:
         raise PickleRefused(
             f"{call.key!r} is stored as a pickle, which can run any code when it is read",
-            hint="pass allow_pickle=True if you trust whoever wrote this checkpoint",
+            hint="pass allow_pickle=True if you trust the source of this checkpoint",
         )
     try:
         return pickle.loads(payload)

@@ -34,6 +34,8 @@ from shardkeep._version import __version__
 from shardkeep.codecs.base import without_keys
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import checksum_of, put_coded
+from shardkeep.display import format_count
+from shardkeep.dist.world import collision_hint
 from shardkeep.format import record as record_format
 from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import checksum_text, digest
@@ -41,7 +43,16 @@ from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Index, decode_index, encode_index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.storage.base import ReadableStore, SmallFiles, Store, Version, decode_or_reread, warn_reread_ok
+from shardkeep.storage.base import (
+    ReadableStore,
+    SmallFiles,
+    Store,
+    Version,
+    broken_path,
+    decode_or_reread,
+    read_range,
+    warn_reread_ok,
+)
 
 MAX_INDEX_NBYTES = 4 << 30
 """Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
@@ -108,10 +119,16 @@ def read_record(store: Store) -> Record:
     try:
         return record_in(store)
     except errors.BlobNotFound as exc:
-        below = _checkpoint_below(store.url)
-        what = " itself, only below it" if below else f" here{_other_files(store)}"
-        hint = f"there are checkpoints below it, such as {below}" if below else f"a checkpoint has {RECORD_NAME} in it"
-        raise errors.CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint) from exc
+        raise not_found(store) from exc
+
+
+def not_found(store: Store) -> errors.CheckpointNotFound:
+    """Say that a place has no checkpoint, and what is there instead."""
+    below, broken = _checkpoint_below(store.url), broken_path(store, inside=True)
+    what = " itself, only below it" if below else f" here ({broken or _other_files(store)})"
+    hint = "" if broken else f"a checkpoint has {RECORD_NAME} in it"
+    hint = f"there are checkpoints below it, such as {below}" if below else hint
+    return errors.CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint)
 
 
 def record_in(store: Store) -> Record:
@@ -126,7 +143,7 @@ def record_in(store: Store) -> Record:
     )
 
 
-def _perhaps_same(first: bytes | bytearray, second: bytes | bytearray) -> bool | None:
+def _perhaps_same(first: bytes, second: bytes) -> bool | None:
     """Compare two reads. Equal reads prove little, because the second may have come from a cache."""
     return None if first == second else False
 
@@ -143,8 +160,8 @@ def _checkpoint_below(place: str) -> str:
 def _other_files(store: SmallFiles) -> str:
     names = [info.name for info in store.list()]
     if any(save_id_of(name) for name in names):
-        return " (only files of a save that did not finish)"
-    return f" ({len(names)} other files)" if names else " (the place is empty or does not exist)"
+        return "only files of a save that did not finish"
+    return format_count(len(names), "other file") if names else "the place is empty or does not exist"
 
 
 def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
@@ -161,18 +178,16 @@ def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = 
             file=entry.name,
         )
 
-    def read() -> bytes | bytearray:
+    def read() -> bytes:
         try:
             if chain is None:
                 return store.get(entry.name, limit=entry.nbytes)
             with closing(store.open(entry.name)) as reader:
-                data = bytearray(reader.nbytes)
-                reader.read_into(0, memoryview(data))
-                return data
+                return bytes(read_range(reader, 0, reader.nbytes))
         except errors.BlobNotFound as exc:
             raise errors.WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
 
-    def decode(data: bytes | bytearray) -> Index:
+    def decode(data: bytes) -> Index:
         if len(data) != entry.nbytes:
             raise errors.WrongSize(
                 f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
@@ -187,7 +202,7 @@ def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = 
     except errors.DamagedCheckpoint:
         data = read()  # by another reader, because the first may have cached what it read
         warn_reread_ok(entry.name, 0, len(data))
-    return decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)  # type: ignore[type-var]  # one or the other
+    return decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)
 
 
 def _most_index_nbytes(stored_nbytes: int | None) -> int:
@@ -270,7 +285,8 @@ def _beaten(store: ReadableStore) -> errors.CheckpointError:
     try:
         record = record_format.decode_record(store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES), RECORD_NAME)
         step = "" if record.step is None else f"step {record.step}, "
-        winner = f": save {record.save_id}, {step}{record.saved_at}, by {record.world_size} ranks of {record.writer}"
+        ranks = format_count(record.world_size, "rank")
+        winner = f": save {record.save_id}, {step}{record.saved_at}, by {ranks} of {record.writer}"
     except errors.BlobNotFound:
         return errors.StorageError(
             "the checkpoint that this save was to replace was deleted by another process during the save",
@@ -279,9 +295,9 @@ def _beaten(store: ReadableStore) -> errors.CheckpointError:
         )
     except errors.CheckpointError:
         pass
+    hint = "that one stays, and this one was not committed; save to another place, or again with overwrite=True"
     return errors.CheckpointExists(
-        f"another save committed a checkpoint here meanwhile{winner}",
-        hint="that one stays, and this one was not committed; save to another place, or again with overwrite=True",
+        f"another save committed a checkpoint here meanwhile{winner}", hint=collision_hint(hint)
     )
 
 

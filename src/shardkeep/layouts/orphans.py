@@ -21,7 +21,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.layouts.native import claim_name, is_claim, read_record, save_id_of
-from shardkeep.storage.base import BlobInfo, Deletes, ReadableStore, SmallFiles, Store
+from shardkeep.storage.base import BlobInfo, Deletes, ReadableStore, SmallFiles, Store, explaining_place
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
@@ -65,7 +65,8 @@ def holding_claim(save_id: str) -> Iterator[None]:
 def make_claim(store: SmallFiles, save_id: str) -> None:
     """Write the claim of this process on a save."""
     claim = Claim(host=host_identity(), pid=os.getpid(), started=process_start(os.getpid()))
-    store.put(claim_name(save_id), msgspec.json.encode(claim))
+    with explaining_place(store, claim_name(save_id)):
+        store.put(claim_name(save_id), msgspec.json.encode(claim))
 
 
 def _read_claim(store: ReadableStore, name: str) -> Claim | None:

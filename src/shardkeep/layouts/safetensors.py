@@ -17,14 +17,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shardkeep.errors import MalformedFile, StateError, UnsupportedLeaf, UnsupportedVersion, WrongSize
-from shardkeep.format.data_file import MAX_HEADER_NBYTES, digest
+from shardkeep.errors import MalformedFile, UnsupportedLeaf, UnsupportedVersion, WrongSize
+from shardkeep.format.data_file import ALIGNMENT, MAX_HEADER_NBYTES, HeaderEntry, digest, encode_header
 from shardkeep.format.dtypes import DTYPES, DType, Ints
-from shardkeep.storage.base import BlobReader, ReadableStore
+from shardkeep.storage.base import BlobReader, ReadableStore, read_range
 from shardkeep.storage.local import PathStore
 
-ALIGNMENT = 4096
-"""Data begins at a multiple of this in files written here: on a page, for direct I/O."""
 _FIRST_NBYTES = 64 << 10
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _BY_SAFETENSORS = {row.safetensors: row for row in DTYPES if row.safetensors is not None}
@@ -95,14 +93,10 @@ def read_header(path: str, opens: ReadableStore | None = None) -> SafetensorsFil
 
 
 def _raw_header(path: str, reader: BlobReader) -> bytes:
-    def read(offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        if nbytes:
-            reader.read_into(offset, memoryview(data))
-        return bytes(data)
-
-    first = read(0, min(_FIRST_NBYTES, reader.nbytes))
+    first = read_range(reader, 0, min(_FIRST_NBYTES, reader.nbytes))
     length = int.from_bytes(first[:8], "little")
+    if len(first) > 8 and first[8] != ord("{"):
+        raise MalformedFile(f"{path}: not a safetensors file: its header does not begin with {{", file=path)
     if len(first) < 8 or length > reader.nbytes - 8:
         raise WrongSize(
             f"{path}: {reader.nbytes} bytes, too few for its header of {length}",
@@ -113,8 +107,8 @@ def _raw_header(path: str, reader: BlobReader) -> bytes:
         raise MalformedFile(
             f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows", file=path
         )
-    rest = read(len(first), max(0, 8 + length - len(first)))
-    return (first + rest)[8 : 8 + length]
+    rest = read_range(reader, len(first), max(0, 8 + length - len(first)))
+    return bytes(first + rest)[8 : 8 + length]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -183,7 +177,7 @@ def alignment_of(nbytes: int) -> int:
 
 def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str, str], *, where: str) -> bytes:
     """Make the header of a file with these tensors, in this order; data begins at a multiple of `ALIGNMENT`."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: list[HeaderEntry] = []
     at = 0
     for key, (dtype, shape) in parts.items():
         if dtype.safetensors is None or (dtype.packed > 1 and not shape):
@@ -195,17 +189,9 @@ def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str,
         if key == "__metadata__":
             raise UnsupportedLeaf(f"{where}: a safetensors file cannot hold a tensor called '__metadata__'", key=key)
         stop = at + math.prod(shape) * dtype.itemsize
-        name, spelled = dtype.in_safetensors(shape)
-        header[key] = {"dtype": name, "shape": list(spelled), "data_offsets": [at, stop]}
+        entries.append(HeaderEntry(key, *dtype.in_safetensors(shape), at, stop))
         at = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    total = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
-    if total > MAX_HEADER_NBYTES:
-        raise StateError(
-            f"{where}: {len(parts)} tensors need a header of {total} bytes, more than safetensors allows",
-            hint="spread the tensors over more files (fqn_to_index_mapping)",
-        )
-    return (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
+    return bytes(encode_header(entries, json.dumps(dict(metadata), separators=(",", ":"))))
 
 
 # -- names of files, and keys in their metadata ------------------------------------------------------------------------

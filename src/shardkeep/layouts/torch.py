@@ -30,7 +30,7 @@ from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
 from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, count_blocks, digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
-from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, plain_names, unsealed
+from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, numbers_of, plain_names, unsealed
 from shardkeep.options import Options, collector_paused
 from shardkeep.storage.base import ReadableStore
 
@@ -233,7 +233,8 @@ class _Fields:
             vars(self).update(state)
 
     def _index(self) -> tuple[Any, Any]:
-        return getattr(self, "fqn", None), getattr(self, "offset", None)
+        offset = getattr(self, "offset", None)
+        return getattr(self, "fqn", None), None if offset is None else numbers_of(offset)
 
     def __hash__(self) -> int:
         return hash(self._index())
@@ -248,7 +249,7 @@ def _stand_ins() -> Names:
     names: dict[tuple[str, str], Any] = class_names(
         {name: unchanged if name == "_MEM_FORMAT_ENCODING" else New(_Fields) for name in HOMES}
     )
-    names["torch", "Size"] = Call(tuple)
+    names["torch", "Size"] = Call(numbers_of)
     names["torch.serialization", "_get_layout"] = unchanged
     # Not the rows of our own table, because a pickle could change them.
     names.update({("torch", dtype.name): dtype.name for dtype in DTYPES})
@@ -259,7 +260,7 @@ def _metadata_of(found: Any) -> TorchMetadata:
     locations: dict[tuple[str, Ints | None], ItemLocation] = {}
     for index, info in found.storage_data.items():
         offset = getattr(index, "offset", None)
-        locations[index.fqn, None if offset is None else _ints(offset)] = item_location(info)
+        locations[index.fqn, None if offset is None else numbers_of(offset)] = item_location(info)
 
     def locate(name: str, offsets: Ints | None) -> ItemLocation:
         location = locations.get((name, offsets))
@@ -281,24 +282,18 @@ def _metadata_of(found: Any) -> TorchMetadata:
         dtype = entry.properties.dtype
         if type(dtype) is not str:
             raise MalformedFile(f"{dtype!r} is not a dtype")
-        boxes = [Box(_ints(chunk.offsets), _ints(chunk.sizes)) for chunk in entry.chunks]
+        # Each once: planners that keep replicas in the plan describe the same chunk for each of them.
+        boxes = dict.fromkeys(Box(numbers_of(chunk.offsets), numbers_of(chunk.sizes)) for chunk in entry.chunks)
         chunks = [(box, locate(name, box.offsets)) for box in boxes if box.volume]
-        tensors[name] = TensorEntry(by_name(dtype), _ints(entry.size), chunks)
+        tensors[name] = TensorEntry(by_name(dtype), numbers_of(entry.size), chunks)
     said = getattr(found, "planner_data", None)
     paths: dict[str, tuple[str | int, ...]] = {}
-    for name in (*tensors, *objects):
+    for name in found.state_dict_metadata:
         path = said.get(name) if isinstance(said, Mapping) else None
         sound = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
         paths[name] = path if sound and path is not None else (name,)
     save_id = getattr(getattr(found, "storage_meta", None), "save_id", None)
     return TorchMetadata(tensors, objects, paths, sums_of(found), str(save_id or ""))
-
-
-def _ints(numbers: Any) -> Ints:
-    made = tuple(numbers)
-    if made and (set(map(type, made)) != {int} or min(made) < 0):
-        raise MalformedFile(f"{made} are not sizes")
-    return made
 
 
 def item_location(info: Any) -> ItemLocation:

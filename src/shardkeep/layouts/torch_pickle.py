@@ -8,13 +8,12 @@ ours. A digest of the pickle follows it in the file, where torch does not look, 
 from __future__ import annotations
 
 import copyreg
-import io
+import itertools
 import logging
 import pickle
 import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from pathlib import PurePath
 from typing import Any, ClassVar
 
 import torch
@@ -37,17 +36,61 @@ _CLASSES: dict[type, tuple[str, str]] = {
 
 def encode_metadata(value: Metadata) -> bytes:
     """Pickle metadata as torch does, under the names of torch's classes, and seal it; warn of classes no reader knows."""
-    file = io.BytesIO()
-    writer = _Writer(file, protocol=4)
-    with collector_paused():
-        writer.dump(value)
-    if writer.unknown:
-        log.warning(
-            "the checkpoint's metadata contain %s, which shardkeep refuses to load: before loading, call"
-            " torch.serialization.add_safe_globals with these classes, or set SHARDKEEP_ALLOW_PICKLE=1",
-            ", ".join(sorted(writer.unknown)),
-        )
-    return sealed(file.getvalue())
+    held = dict(vars(value))
+    entries = {name: _plain_entry(entry) for name, entry in held.pop("state_dict_metadata").items()}
+    is_usual = type(held.get("storage_data")) is dict  # else it is whatever the user's storage returned
+    places = map(_plain_place, held.pop("storage_data").items()) if is_usual else None
+    return encode_plain_metadata(entries, held.pop("planner_data", None), places, **held)
+
+
+def _plain_entry(entry: Any) -> PlainEntry | object | None:
+    """Return an entry as plain values; one that has more attributes than its class defines as it is."""
+    if type(entry) is metadata.BytesStorageMetadata and not vars(entry):
+        return None
+    if type(entry) is not metadata.TensorStorageMetadata or vars(entry).keys() != _ENTRY:
+        return entry  # type: ignore[no-any-return]  # anything
+    properties, chunks = entry.properties, entry.chunks
+    plain = (
+        type(properties) is metadata.TensorProperties
+        and vars(properties).keys() == _PROPERTIES
+        and (properties.layout, properties.memory_format) == (torch.strided, torch.contiguous_format)
+        and type(properties.requires_grad) is type(properties.pin_memory) is bool
+        and type(entry.size) is torch.Size
+        and type(chunks) is list
+        and all(type(chunk) is metadata.ChunkStorageMetadata and vars(chunk).keys() == _CHUNK for chunk in chunks)
+        and all(type(chunk.offsets) is type(chunk.sizes) is torch.Size for chunk in chunks)
+    )
+    if not plain:
+        return entry
+    kind = str(properties.dtype).removeprefix("torch."), properties.requires_grad, properties.pin_memory
+    return kind, tuple(entry.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+
+
+def _plain_place(item: tuple[Any, Any]) -> PlainPlace | tuple[Any, Any]:
+    """Return the index and the location of an item as plain values, if they are no more than those."""
+    index, info = item
+    if (
+        type(index) is not MetadataIndex
+        or type(info) is not _StorageInfo
+        or type(index.fqn) is not str
+        or type(index.index) is not (type(None) if index.offset is None else int)
+        or not vars(index).keys() <= _INDEX
+        or not info.__getstate__().keys() <= _PLACE
+        or type(info.relative_path) is not str
+    ):
+        return item
+    numbers = info.offset, info.length, -1 if info.shardkeep_data_start is None else info.shardkeep_data_start
+    offset = None if index.offset is None else tuple(index.offset)
+    if not all(type(number) is int for number in numbers):
+        return item
+    return index.fqn, offset, index.index or 0, info.relative_path, *numbers
+
+
+_ENTRY = {"properties", "size", "chunks"}
+_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
+_CHUNK = {"offsets", "sizes"}
+_INDEX = {"fqn", "offset", "index"}
+_PLACE = {"relative_path", "offset", "length", "shardkeep_data_start"}
 
 
 def read_metadata(store: ReadableStore, name: str, *, where: str) -> Metadata:
@@ -106,7 +149,7 @@ def _is_size(size: Any, dimensions: int) -> bool:
 @cache
 def _known() -> Names:
     """Return what a pickle may name, besides plain values and what the user declared safe."""
-    kinds = {kind.__name__: New(kind) for kind in _CLASSES if kind is not _GetLayout}
+    kinds = {kind.__name__: New(kind) for kind in _CLASSES}
     encoding = metadata._MEM_FORMAT_ENCODING
     # A copy of each member, because a pickle could modify the enum's own.
     named = Call(lambda number: types.SimpleNamespace(name=encoding(number).name), encoding)
@@ -125,153 +168,6 @@ def _layout(name: Any) -> torch.layout:
     return found
 
 
-_Pickler: Any = pickle._Pickler
-"""The pickler in Python, whose names for classes can be changed."""
-
-
-class _Writer(_Pickler):  # type: ignore[misc]  # see above
-    """Pickles our classes under torch's names; writes the classes with thousands of instances as prepared opcodes."""
-
-    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
-
-    def dump(self, obj: Any) -> None:
-        self.unknown: set[str] = set()
-        self._readable = {*torch_layout.safe_globals(), *plain_names(), *_known()}
-        self._refs: dict[Any, bytes] = {}
-        self._sizes: dict[torch.Size, bytes] = {}
-        self._properties: dict[Any, bytes] = {}
-        super().dump(obj)
-
-    def save_global(self, obj: Any, name: str | None = None) -> None:
-        known = _CLASSES.get(obj) if isinstance(obj, type) else None
-        if known is None:
-            self._note(obj, name)
-            super().save_global(obj, name)
-            return
-        self.save(known[0])
-        self.save(known[1])
-        self.write(pickle.STACK_GLOBAL)
-        self.memoize(obj)
-
-    def _note(self, obj: Any, name: str | None) -> None:
-        name = name or getattr(obj, "__qualname__", None) or obj.__name__
-        module = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]  # typeshed lacks it
-        if (module, name) not in self._readable:
-            self.unknown.add(f"{module}.{name}")
-
-    dispatch[type] = save_global
-    dispatch[types.FunctionType] = save_global
-    dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global
-
-    def _ref(self, obj: Any) -> bytes:
-        """Return the opcodes that push an object from the memo; the object is added to the memo first if needed."""
-        found = self._refs.get(obj)
-        if found is None:
-            self.save(obj)
-            self.write(pickle.POP)
-            found = self._refs[obj] = self.get(self.memo[id(obj)][0])
-        return found
-
-    def _size(self, size: torch.Size) -> bytes:
-        found = self._sizes.get(size)
-        if found is None:
-            found = self._ref(torch.Size) + b"(" + b"".join(map(_int, size)) + b"t\x85R"
-            self._sizes[size] = found
-        return found
-
-    def _fields(self, kind: type, **fields: bytes) -> bytes:
-        held = [self._ref(key) + value for key, value in fields.items()]
-        return self._ref(kind) + b")\x81}(" + b"".join(held) + b"ub"
-
-    dispatch[torch.Size] = lambda self, size: self.write(self._size(size))
-
-    def _save_plainly(self, obj: Any) -> None:
-        """Pickle an object by its `__reduce_ex__`, because it has more attributes than its class defines."""
-        self.save_reduce(*obj.__reduce_ex__(4), obj=obj)
-
-    def _save_tensor(self, obj: metadata.TensorStorageMetadata) -> None:
-        if not has_only_its_fields(obj):
-            self._save_plainly(obj)
-            return
-        state = _properties_for_all(obj.properties)
-        properties = self._properties.get(state)
-        if properties is None:
-            dtype, layout, requires_grad, memory_format, pin_memory = state
-            # Torch pickles a layout as a call with its name.
-            named = self._ref(_GetLayout) + self._ref(str(layout)) + b"\x85R"
-            parts = [self._ref(dtype), named, _bool(requires_grad), self._ref(memory_format)]
-            properties = self._ref(type(obj.properties)) + b")\x81(" + b"".join([*parts, _bool(pin_memory)]) + b"tb"
-            self._properties[state] = properties
-        kind = metadata.ChunkStorageMetadata
-        chunks = [
-            self._fields(kind, offsets=self._size(chunk.offsets), sizes=self._size(chunk.sizes)) for chunk in obj.chunks
-        ]
-        held = b"](" + b"".join(chunks) + b"e"
-        self.write(self._fields(type(obj), properties=properties, size=self._size(obj.size), chunks=held))
-
-    dispatch[metadata.TensorStorageMetadata] = _save_tensor
-
-    def _save_properties(self, obj: metadata.TensorProperties) -> None:
-        self.save_reduce(copyreg.__newobj__, (type(obj),), _properties_for_all(obj), obj=obj)  # type: ignore[attr-defined]
-
-    dispatch[metadata.TensorProperties] = _save_properties
-
-    def _save_index(self, obj: MetadataIndex) -> None:
-        plain = (
-            vars(obj).keys() <= _INDEX
-            and type(obj.fqn) is str
-            and (obj.offset is None or type(obj.offset) is torch.Size)
-            and (obj.index is None or type(obj.index) is int)
-        )
-        if not plain:
-            self._save_plainly(obj)
-            return
-        offset = b"N" if obj.offset is None else self._size(obj.offset)
-        index = b"N" if obj.index is None else _int(obj.index)
-        self.write(self._fields(MetadataIndex, fqn=self._ref(obj.fqn), offset=offset, index=index))
-
-    dispatch[MetadataIndex] = _save_index
-
-    def _save_place(self, obj: _StorageInfo) -> None:
-        fields = {
-            key: _int(value) if type(value) is int else self._ref(value) if type(value) is str else None
-            for key, value in obj.__getstate__().items()
-        }
-        if None in fields.values():
-            self._save_plainly(obj)
-        else:
-            self.write(self._fields(_StorageInfo, **fields))  # type: ignore[arg-type]  # none is None
-
-    dispatch[_StorageInfo] = _save_place
-
-
-def _properties_for_all(properties: metadata.TensorProperties) -> tuple[Any, ...]:
-    """Return the state that every torch reads: no version reads the strides, and those before 2.15 refuse them."""
-    return properties.__getstate__()[:5]
-
-
-def has_only_its_fields(entry: metadata.TensorStorageMetadata) -> bool:
-    """Return whether an entry and everything in it has exactly our classes and fields, with nothing added."""
-    properties, chunks = entry.properties, entry.chunks
-    return (
-        type(entry) is metadata.TensorStorageMetadata
-        and vars(entry).keys() == {"properties", "size", "chunks"}
-        and type(properties) is metadata.TensorProperties
-        and vars(properties).keys() == {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
-        and type(properties.requires_grad) is type(properties.pin_memory) is bool
-        and type(entry.size) is torch.Size
-        and type(chunks) is list
-        and all(
-            type(chunk) is metadata.ChunkStorageMetadata
-            and vars(chunk).keys() == _CHUNK
-            and type(chunk.offsets) is type(chunk.sizes) is torch.Size
-            for chunk in chunks
-        )
-    )
-
-
-# -- metadata of a default planner, from plain values --------------------------------------------------------------------
-
 PlainEntry = tuple[tuple[str, bool, bool], Ints, list[tuple[Ints, Ints]]]
 """A tensor: the name of its dtype, whether it requires a gradient and was pinned; its size; the boxes of its chunks."""
 PlainPlace = tuple[str, Ints | None, int, str, int, int, int]
@@ -280,19 +176,23 @@ _FIELDS = "properties size chunks offsets sizes fqn offset index relative_path l
 
 
 def encode_plain_metadata(
-    entries: Mapping[str, PlainEntry | None],
-    paths: Mapping[str, tuple[str | int, ...]] | None,
-    places: Iterable[PlainPlace],
+    entries: Mapping[str, Any],
+    paths: Any,
+    places: Iterable[Any] | None,
     **others: Any,
 ) -> bytes:
-    """Make the same pickle as `encode_metadata`, ten times as fast, from plain values; an entry None is an object."""
-    out = _Opcodes()
+    """
+    Make the pickle of metadata from plain values, which is ten times as fast as from objects.
+
+    Entries are each a `PlainEntry`, None for an object, or any object; places are each a `PlainPlace`, or a pair of objects.
+    """
+    out = _Writer()
     made, text, sized = out.made, out.text, out.size
     kinds = (metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, MetadataIndex, _StorageInfo)
-    tensor, chunk, index, place = [out.define(kind, out.named(*_CLASSES[kind])) + b")\x81}(" for kind in kinds]
-    nothing = out.define(None, out.named(*_CLASSES[metadata.BytesStorageMetadata])) + b")\x81"
+    tensor, chunk, index, place = [out.define(out.named, *_CLASSES[kind]) + b")\x81}(" for kind in kinds]
+    nothing = out.define(out.named, *_CLASSES[metadata.BytesStorageMetadata]) + b")\x81"
     properties, size, chunks, offsets, sizes, fqn, offset, number, file, length, start = [
-        out.define(field, _text(field)) for field in _FIELDS.split()
+        out.define(text, field) for field in _FIELDS.split()
     ]
 
     def encode_entry(kind: tuple[str, bool, bool], shape: Ints, *boxes: tuple[Ints, Ints]) -> bytes:
@@ -305,41 +205,72 @@ def encode_plain_metadata(
         held = (b"N", number, b"N") if at is None else (sized(at), number, _int(hint))
         return b"".join([offset, *held, b"ub", place, file, text(name), offset])
 
-    made += out.named(*_CLASSES[Metadata]), b")\x81}(", _text("state_dict_metadata"), b"}("
-    for name, entry in entries.items():
-        made += text(name), nothing if entry is None else out.again(encode_entry, *entry[:2], *entry[2])
-    made += b"u", _text("planner_data"), b"N" if paths is None else b"}("
-    for name, path in (paths or {}).items():
-        made += text(name), b"("
-        made += [text(part) if type(part) is str else out.value(part) for part in path]
-        made.append(b"t")
-    made += b"" if paths is None else b"u", _text("storage_data"), b"}("
-    for name, where, hint, of_file, begin, nbytes, data in places:
-        made += index, fqn, text(name), out.again(encode_place, where, hint, of_file), _int(begin), length, _int(nbytes)
-        made += (b"ub",) if data < 0 else (start, _int(data), b"ub")
-    made.append(b"u")
-    for key, value in others.items():
-        made += _text(key), out.value(value)
-    made.append(b"ub.")
+    with collector_paused():
+        made += out.named(*_CLASSES[Metadata]), b")\x81}(", text("state_dict_metadata"), b"}("
+        for name, entry in entries.items():
+            made.append(text(name))
+            if type(entry) is tuple:
+                made.append(out.again(encode_entry, *entry[:2], *entry[2]))
+            elif entry is None:
+                made.append(nothing)
+            else:
+                out.save(entry)
+        made += b"u", text("planner_data")
+        out.paths(paths)
+        made += (b"",) if places is None else (text("storage_data"), b"}(")
+        for each in places or ():
+            if len(each) == 2:
+                out.save(each[0])
+                out.save(each[1])
+                continue
+            name, where, hint, of_file, begin, nbytes, data = each
+            made += index, fqn, text(name), out.again(encode_place, where, hint, of_file), _int(begin), length
+            made += (_int(nbytes), b"ub") if data < 0 else (_int(nbytes), start, _int(data), b"ub")
+        made += (b"",) if places is None else (b"u",)
+        for key, value in others.items():
+            made.append(text(key))
+            out.save(value)
+        made.append(b"ub.")
+    if out.unknown:
+        log.warning(
+            "the checkpoint's metadata contain %s, which shardkeep refuses to load: before loading, call"
+            " torch.serialization.add_safe_globals with these classes, or set SHARDKEEP_ALLOW_PICKLE=1",
+            ", ".join(sorted(out.unknown)),
+        )
     return sealed(b"".join(made))
 
 
-class _Opcodes:
-    """A pickle in the making. A string or a size that comes again is a reference to the first."""
+_Pickler: Any = pickle._Pickler
+"""The pickler in Python, whose names for classes can be changed."""
+
+
+class _Writer(_Pickler):  # type: ignore[misc]  # see above
+    """
+    A pickle in the making. A string or a size that comes again is a reference to the first.
+
+    Any other object is pickled as Python does it, our classes under torch's names.
+    """
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
 
     def __init__(self) -> None:
         self.made: list[bytes] = [b"\x80\x04"]
-        self._memo: dict[Any, bytes] = {}
+        super().__init__(types.SimpleNamespace(write=self.made.append), protocol=4)
+        self.unknown: set[str] = set()
+        """Classes and functions that shardkeep would refuse to load."""
+        self._known: dict[Any, bytes] = {}
         self._often: dict[Any, bytes] = {}
+        self._numbers = itertools.count()
 
-    def define(self, key: Any, opcodes: bytes) -> bytes:
+    # -- values of which there are many, as opcodes, to be written at once --------------------------------------------
+
+    def define(self, encode: Callable[..., bytes], *values: Any) -> bytes:
         """Write a value that is only referred to later, and return the reference."""
-        self.made += self._first(key, opcodes), b"0"
-        return self._memo[key]
+        self.made += encode(*values), b"0"
+        return encode(*values)
 
     def _first(self, key: Any, opcodes: bytes) -> bytes:
-        at = len(self._memo)
-        self._memo[key] = b"h" + bytes([at]) if at < 256 else b"j" + at.to_bytes(4, "little")
+        self._known[key] = self.get(next(self._numbers))
         return opcodes + b"\x94"
 
     def again(self, encode: Callable[..., bytes], *values: Any) -> bytes:
@@ -353,75 +284,84 @@ class _Opcodes:
         return found
 
     def text(self, text: str) -> bytes:
-        """Return a string; like all of these, to be written at once."""
-        return self._memo.get(text) or self._first(text, _text(text))
+        """Return a string."""
+        found = self._known.get(text)
+        if found is None:
+            raw = text.encode("utf-8", "surrogatepass")
+            head = b"\x8c" + bytes([len(raw)]) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")
+            found = self._first(text, head + raw)
+        return found
 
     def size(self, size: Ints) -> bytes:
         """Return a `torch.Size`."""
-        return self._memo.get(size) or self._first(
+        return self._known.get(size) or self._first(
             size, self.named("torch", "Size") + b"(" + b"".join(map(_int, size)) + b"t\x85R"
         )
 
     def named(self, module: str, name: str) -> bytes:
         """Return a class or a constant of a module."""
         key = module, name, "global"
-        return self._memo.get(key) or self._first(key, self.text(module) + self.text(name) + b"\x93")
+        return self._known.get(key) or self._first(key, self.text(module) + self.text(name) + b"\x93")
 
     def properties(self, dtype: str, requires_grad: bool, pinned: bool) -> bytes:
         """Return `TensorProperties` of a strided, contiguous tensor, in the form that every torch reads."""
         key = dtype, requires_grad, pinned
-        if key in self._memo:
-            return self._memo[key]
-        made = self.named(*_CLASSES[metadata.TensorProperties]) + b")\x81(" + self.named("torch", dtype)
-        made += (
-            self.named("torch.serialization", "_get_layout")
-            + self.text("torch.strided")
-            + b"\x85R"
-            + _bool(requires_grad)
-        )
-        made += self.named(*_CLASSES[metadata._MEM_FORMAT_ENCODING]) + b"K\x00\x85R" + _bool(pinned) + b"tb"
-        return self._first(key, made)
+        if key in self._known:
+            return self._known[key]
+        # Memoized while it is empty, as Python does it: the scan of a pickle (`format.pickles`) is faster then.
+        made = self._first(key, self.named(*_CLASSES[metadata.TensorProperties]) + b")\x81")
+        made += b"(" + self.named("torch", dtype) + self.named("torch.serialization", "_get_layout")
+        made += self.text("torch.strided") + b"\x85R" + (b"\x88" if requires_grad else b"\x89")
+        made += self.named(*_CLASSES[metadata._MEM_FORMAT_ENCODING]) + b"K\x00\x85R"
+        return made + (b"\x88tb" if pinned else b"\x89tb")
 
-    def value(self, value: Any) -> bytes:
-        """Return a plain value, a path, or one of our classes."""
-        if value is None or type(value) in (bool, int):
-            return b"N" if value is None else _bool(value) if type(value) is bool else _int(value)
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, PurePath):
-            return (
-                self.named("pathlib", "PosixPath" if value.as_posix() == str(value) else "WindowsPath")
-                + b"("
-                + b"".join(map(self.text, value.parts))
-                + b"tR"
-            )
-        if isinstance(value, tuple):
-            return b"(" + b"".join(map(self.value, value)) + b"t"
-        if isinstance(value, list):
-            return b"](" + b"".join(map(self.value, value)) + b"e"
-        if isinstance(value, dict):
-            return b"}(" + b"".join(self.value(key) + self.value(each) for key, each in value.items()) + b"u"
-        return self.named(*_CLASSES[type(value)]) + b")\x81" + self.value(vars(value)) + b"b"
+    def paths(self, paths: Any) -> None:
+        """Write what a planner stored: the path of each name, in most cases."""
+        if type(paths) is not dict or not all(type(path) is tuple for path in paths.values()):
+            self.save(paths)
+            return
+        self.made.append(b"}(")
+        for name, path in paths.items():
+            self._text_or_other(name)
+            self.made.append(b"(")
+            for part in path:
+                self._text_or_other(part)
+            self.made.append(b"t")
+        self.made.append(b"u")
 
+    def _text_or_other(self, value: Any) -> None:
+        if type(value) is str:
+            self.made.append(self.text(value))
+        else:
+            self.save(value)
 
-def _text(text: str) -> bytes:
-    raw = text.encode("utf-8", "surrogatepass")
-    return (b"\x8c" + bytes([len(raw)]) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw
+    # -- any object ----------------------------------------------------------------------------------------------------
 
+    def memoize(self, obj: Any) -> None:
+        self.memo[id(obj)] = next(self._numbers), obj
+        self.write(pickle.MEMOIZE)
 
-_CHUNK = {"offsets", "sizes"}
-_INDEX = {"fqn", "offset", "index"}
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        known = _CLASSES.get(obj) if isinstance(obj, type) else None
+        if known is not None:
+            self.write(self.named(*known))
+            return
+        called = name or getattr(obj, "__qualname__", None) or obj.__name__
+        module = pickle.whichmodule(obj, called)  # type: ignore[attr-defined]  # typeshed lacks it
+        if (module, called) not in {*torch_layout.safe_globals(), *plain_names(), *_known()}:
+            self.unknown.add(f"{module}.{called}")
+        super().save_global(obj, name)
 
+    dispatch[type] = save_global
+    dispatch[types.FunctionType] = save_global
+    dispatch[type(metadata._MEM_FORMAT_ENCODING)] = save_global
+    dispatch[torch.Size] = lambda self, size: self.write(self.size(tuple(size)))
 
-class _GetLayout:
-    """Stands for torch's function that makes a layout from its name."""
+    def _save_properties(self, obj: metadata.TensorProperties) -> None:
+        # The state that every torch reads: no version reads the strides, and those before 2.15 refuse them.
+        self.save_reduce(copyreg.__newobj__, (type(obj),), obj.__getstate__()[:5], obj=obj)  # type: ignore[attr-defined]
 
-
-_CLASSES[_GetLayout] = ("torch.serialization", "_get_layout")
-
-
-def _bool(value: bool) -> bytes:
-    return b"\x88" if value else b"\x89"
+    dispatch[metadata.TensorProperties] = _save_properties
 
 
 _SMALL_INTS = [b"K" + bytes([number]) for number in range(256)]

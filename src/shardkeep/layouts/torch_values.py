@@ -161,6 +161,11 @@ class MetadataIndex:
         if offset is not None:
             object.__setattr__(self, "offset", offset if type(offset) is torch.Size else torch.Size(offset))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.offset is not None and type(self.offset) is not torch.Size:
+            object.__setattr__(self, "offset", torch.Size(self.offset))  # only of numbers: it is hashed
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MetadataIndex) and not is_torchs(other, "MetadataIndex"):
             return NotImplemented

@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from shardkeep.display import OneLine, format_size, html_table
 from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StateError, StorageError
 from shardkeep.format.record import Record
@@ -74,8 +75,8 @@ Layout = Literal["native", "torch", "safetensors"]
 # -- one checkpoint -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Entry(OneLine):
     """A checkpoint of a root, or what is left of one."""
 
     name: str
@@ -105,6 +106,12 @@ class Entry:
     """Whether the template gives its name. Retention never deletes any other checkpoint."""
     tier: int = 0
     """In a Checkpointer with two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
+
+    def __str__(self) -> str:
+        when = f", saved {self.saved_at:%Y-%m-%d %H:%M:%S %Z}" if self.saved_at else ""
+        size = f", {format_size(self.nbytes)}" if self.nbytes else ""
+        pinned = ", pinned" if self.pinned else ""
+        return f"{self.name}, {self.status}{size}{when}{pinned}"
 
     @property
     def committed(self) -> bool:
@@ -386,6 +393,10 @@ class Catalog:
 
     def __repr__(self) -> str:
         return f"Catalog({self.root.url!r}{'' if self._lists_all else f', {self.naming.template!r}'})"
+
+    def _repr_html_(self) -> str:
+        rows = [(each.name, each.status, format_size(each.nbytes), each.saved_at or "") for each in self]
+        return html_table(repr(self), rows)
 
     def __iter__(self) -> Iterator[Entry]:
         """Read all entries, the highest step first."""

@@ -67,11 +67,10 @@ class Checkpointer:
 
     Example:
         >>> import shardkeep as sk, tempfile, torch
-        >>> state = {"model": torch.nn.Linear(4, 4), "step": 0}
-        >>> with sk.Checkpointer(tempfile.mkdtemp(), every_steps=2, keep_last=2) as ckpt:
+        >>> root, state = tempfile.mkdtemp(), {"model": torch.nn.Linear(4, 4)}
+        >>> with sk.Checkpointer(root, every_steps=2, keep_last=2) as ckpt:
         ...     start = ckpt.restore_latest(state) or 0
         ...     for step in range(start + 1, 8):
-        ...         state["step"] = step
         ...         saved = ckpt.step(step, state)
         ...     ckpt.wait()
         ...     ckpt.all_steps()
@@ -480,8 +479,7 @@ class Checkpointer:
     ) -> int | None:
         self._check_open()
         self._saves.watch_leases()
-        errors = self._saves.wait()
-        with self._errors.kept(errors):
+        with self._after_saves():
             self._last_restore = found = restore(
                 state,
                 world=self._ranks.world,
@@ -492,15 +490,14 @@ class Checkpointer:
                 may_skip=may_skip,
                 **{**self._load_options, **load_options},
             )
-        if found is not None:
-            if self._ranks.world.rank == 0:
-                why = f": {found.why}" if found.why else ""
-                log.info("step %d is restored from %s%s", found.step, found.where, why)
-            self._schedule.last = found.step
-            self._unsaved = None
-            self._saves.restored(found)
-            self._requests.restart_timer()
-        self._errors.report_earlier(errors)
+            if found is not None:
+                if self._ranks.world.rank == 0:
+                    why = f": {found.why}" if found.why else ""
+                    log.info("step %d is restored from %s%s", found.step, found.where, why)
+                self._schedule.last = found.step
+                self._unsaved = None
+                self._saves.restored(found)
+                self._requests.restart_timer()
         return None if found is None else found.step
 
     def _warn_of_other_templates(self) -> None:
@@ -573,12 +570,10 @@ class Checkpointer:
         """
         self._check_open()
         step = _valid_step(step)
-        errors = self._saves.wait()
-        with self._errors.kept(errors):
+        with self._after_saves() as errors:
             if self._saves.replicator is not None:
-                errors += self._saves.replicator.wait()
+                errors.extend(self._saves.replicator.wait())
             self._saves.delete(step, self._not_found)
-        self._errors.report_earlier(errors)
 
     def _exists(self, step: int) -> bool:
         return any(found.committed for found in self._tiers.find(step))
@@ -616,10 +611,16 @@ class Checkpointer:
             TimeoutError: promotions did not end in time; they go on.
 
         """
+        with self._after_saves() as errors:
+            if promotions and self._saves.replicator is not None:
+                errors.extend(self._saves.replicator.wait(timeout_s))
+
+    @contextmanager
+    def _after_saves(self) -> Iterator[list[BaseException]]:
+        """Wait for all saves, and report their errors after what is inside, which may add some."""
         errors = self._saves.wait()
         with self._errors.kept(errors):
-            if promotions and self._saves.replicator is not None:
-                errors += self._saves.replicator.wait(timeout_s)
+            yield errors
         self._errors.report_earlier(errors)
 
     def cancel_promotions(self) -> None:

@@ -148,9 +148,8 @@ class StepDecisions:
             return with_mailbox(self._world.store, self._world.size, errand, within_s=within_s or self._world.timeout_s)
         except StoreUnreachable as lost:
             others = list(range(1, self._world.size)) if self._world.rank == 0 else [0]
-            raise RanksSilent(
-                f"could not {doing}: {lost}", hint="the process of rank 0 has ended", ranks=others
-            ) from lost
+            hint = "the process that held the key-value store has ended: rank 0, or torchrun itself"
+            raise RanksSilent(f"could not {doing}: {lost}", hint=hint, ranks=others) from lost
 
 
 BackgroundTask = SaveHandle[Any] | Future[Any]

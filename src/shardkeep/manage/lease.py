@@ -36,9 +36,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from shardkeep.dist.world import collision_hint
 from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
 from shardkeep.manage.schedule import CLOCK, Clock
-from shardkeep.storage.base import Root, Store, Version
+from shardkeep.storage.base import Root, Store, Version, explaining_place
 from shardkeep.storage.cancel import spawn_daemon
 from shardkeep.storage.local import host_identity, process_start
 
@@ -197,7 +198,9 @@ class Lease:
         if not self._takeover and not free:
             if holder and here:
                 whose = "this process itself" if holder.pid == os.getpid() else str(holder)
-                raise RootInUse(f"{self._root.url}: another Checkpointer saves here ({whose})", hint=_HOW_TO_TAKE)
+                raise RootInUse(
+                    f"{self._root.url}: another Checkpointer saves here ({whose})", hint=collision_hint(_HOW_TO_TAKE)
+                )
             if not self._wait_for_expiry(seen, holder):
                 return False
             if holder:
@@ -233,7 +236,9 @@ class Lease:
         renewed = _decoded(now or b"")
         if now is None or (renewed and renewed.released):
             return False
-        raise RootInUse(f"{self._root.url}: another job saves here ({renewed or 'unreadable'})", hint=_HOW_TO_TAKE)
+        raise RootInUse(
+            f"{self._root.url}: another job saves here ({renewed or 'unreadable'})", hint=collision_hint(_HOW_TO_TAKE)
+        )
 
     def _look(self) -> tuple[bytes | None, float]:
         """Read the lease, and return for how long it was not renewed, as far as this process has seen."""
@@ -310,7 +315,8 @@ class Lease:
         """Write the lease over a version, or where there is none; return False if another version is there."""
         begun_s = self._clock()
         try:
-            self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), over=over)
+            with explaining_place(self._root):
+                self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), over=over)
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise

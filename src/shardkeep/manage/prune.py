@@ -20,6 +20,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+from shardkeep.display import format_count
 from shardkeep.errors import CheckpointError, LeaseLost
 from shardkeep.events import Pruned, PruneFailed, emit
 from shardkeep.layouts import orphans
@@ -269,7 +270,7 @@ class Pruner:
             return
         orphans.delete_files(store, found.dead)
         if found.dead:
-            log.info("swept %d files of dead saves from %s", len(found.dead), store.url)
+            log.info("swept %s of dead saves from %s", format_count(len(found.dead), "file"), store.url)
         self._root.drop_empty(name)
         if not names:
             self._known_empty.add(name)

@@ -33,10 +33,11 @@ from weakref import WeakMethod
 import msgspec
 
 from shardkeep import errors
+from shardkeep.display import format_count, format_seconds, format_size
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
+from shardkeep.engine.native_save import first_missing
 from shardkeep.engine.queue import SaveHandle
-from shardkeep.engine.reader import open_sized
 from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
@@ -49,7 +50,7 @@ from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
 from shardkeep.manage.retention import Policy, plan
 from shardkeep.manage.schedule import Clock
-from shardkeep.options import Options
+from shardkeep.options import Options, decodable
 from shardkeep.storage.base import Root, Store, Version, decode_or_reread, free_nbytes
 from shardkeep.storage.cancel import run_with_deadline, spawn_daemon
 from shardkeep.storage.retry import RetryingRoot, RetryPolicy
@@ -243,7 +244,7 @@ class ReplicationCoordinator:
         wanted = sum(sizes.values()) - sum(nbytes for name, nbytes in there.items() if name in sizes)
         if free is not None and free < wanted:
             raise errors.StorageFull(
-                f"{place.url}: the checkpoint takes {wanted:,} bytes, and {free:,} are free there",
+                f"{place.url}: the checkpoint takes {format_size(wanted)}, and {format_size(free)} are free there",
                 hint="delete checkpoints that are not needed any more, or keep fewer there (keep_promoted)",
                 errno=errno.ENOSPC,
             )
@@ -269,7 +270,12 @@ class ReplicationCoordinator:
     def commit(self, order: ReplicationOrder, over: Version | None) -> None:
         """Make the copy a checkpoint, once all its files are there; raise `CheckpointExists` if another one is there."""
         record, place = order.decoded(), self._far.root.place(order.name)
-        _require_files(place, record)
+        if (name := first_missing(place, record.at_rest)) is not None:
+            raise errors.StorageError(
+                f"{place.url}: {name} of {record.at_rest[name]} bytes was copied there, and rank 0 does not find it",
+                hint="all ranks must see one file system or object store",
+                name=name,
+            )
         pinned = is_pinned(self._near.root, order.name)
         if pinned:
             pin(self._far.root, order.name)
@@ -339,27 +345,11 @@ def _require_record(place: Store, data: bytes) -> None:
         )
 
 
-def _require_files(place: Store, record: Record) -> None:
-    """Check that rank 0, too, sees all files with their sizes."""
-    listed = {info.name: info.nbytes for info in place.list()}
-    for name, nbytes in record.at_rest.items():
-        if listed.get(name) == nbytes:
-            continue
-        try:
-            # A network file system may show an old listing; opening a file by name looks again.
-            open_sized(place, name, nbytes).close()
-        except errors.WrongSize as exc:
-            raise errors.StorageError(
-                f"{place.url}: {name} of {nbytes} bytes was copied there, and rank 0 does not find it",
-                hint="all ranks must see one file system or object store",
-                name=name,
-            ) from exc
-
-
 GRACE_S = 3.0
 """How long cancelled work may take to end, and the far lease to be released, before both are left to themselves."""
 
 
+@decodable
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports of its share, and rank 0 of all shares."""
 
@@ -584,10 +574,10 @@ class Replicator:
             ),
         )
         if world.rank == 0:
-            found = f", {total - outcome.copied:,} bytes of them were there" if outcome.copied < total else ""
-            text = "%s is promoted to %s: %s bytes in %d files%s, %.2f s (%s)"
-            took = ", ".join(f"{name} {took_s:.2f}" for name, took_s in seconds_by_name(phases.spans).items())
-            log.info(text, about["source"], about["where"], f"{total:,}", files, found, seconds, took)
+            found = f", {format_size(total - outcome.copied)} of them were there" if outcome.copied < total else ""
+            what = f"{format_size(total)} in {format_count(files, 'file')}{found}, {format_seconds(seconds)}"
+            took = ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds_by_name(phases.spans).items())
+            log.info("%s is promoted to %s: %s (%s)", about["source"], about["where"], what, took)
         return True
 
     def _copy_share(self, order: ReplicationOrder, record: Record, phases: Phases, world: World) -> bytes:

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from shardkeep.display import OneLine, format_count
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.report import LoadReport
@@ -67,8 +68,8 @@ class Skipped:
     """With two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restored:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Restored(OneLine):
     """The result of a restore."""
 
     name: str
@@ -81,6 +82,10 @@ class Restored:
     """The root that it came from."""
     why: str = ""
     """Why it was not taken from the near root, if there are two roots."""
+
+    def __str__(self) -> str:
+        skipped = f"; skipped {', '.join(each.name for each in self.skipped)}" if self.skipped else ""
+        return f"step {self.step}: {self.report}{skipped}"
 
 
 def candidates(entries: Sequence[Entry]) -> list[Candidate]:
@@ -159,7 +164,7 @@ def restore(
         return None
     reasons = "".join(f"\n  {each.name if len(roots) == 1 else _url(each)}: {each.reason}" for each in skipped)
     raise DamagedCheckpoint(
-        f"{where}: none of {len(found)} checkpoints can be restored:{reasons}",
+        f"{where}: none of {format_count(len(found), 'checkpoint')} can be restored:{reasons}",
         hint="training does not start afresh by itself: repair one of them, or choose another root",
     ) from cause
 

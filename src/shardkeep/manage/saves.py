@@ -215,7 +215,8 @@ class Saves:
         """Metrics that policies compare, without those that a save lacked, which was a warning."""
         self._leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
         self._lease = self._leases[catalog.NEAR]
-        self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=self._unreplicated)
+        spared = lambda near: self.replicator.coordinator.unreplicated(near) if self.replicator else ()  # noqa: E731
+        self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=spared)
         self._session = secrets.token_hex(8)
         """Rank 0's is used by all ranks."""
         self._in_call = False
@@ -237,9 +238,6 @@ class Saves:
         self._timeline: Timeline | None = None
         """Where this job saves; None until `begin`, and again after a restore."""
         self._restored: Restored | None = None
-
-    def _unreplicated(self, entries: list[catalog.Entry]) -> Collection[str]:
-        return () if self.replicator is None else self.replicator.coordinator.unreplicated(entries)
 
     # -- what was restored, and what may be saved ----------------------------------------------------------------
 
@@ -494,5 +492,5 @@ def _succeeded(saved: Saved, step: int, timeline: Timeline) -> bool:
     if error is None:
         timeline.saved.add(step)
     elif isinstance(saved, SaveHandle):  # logged now, because the next call that would raise it may be far away
-        log.error("an asynchronous save, to %s, failed: %s", saved.where, error, exc_info=error)
+        saved.log_failure(error)
     return error is None

@@ -71,7 +71,7 @@ class StepSchedule:
         last = step - 1 if self.last is None else self.last
         self.last = max(step, last)
         if self._every is not None and step > 0 and step // self._every > last // self._every:
-            return f"every {self._every} steps"
+            return "every step" if self._every == 1 else f"every {self._every} steps"
         if bisect_right(self._at, step) > bisect_right(self._at, last):
             return "at a given step"
         return ""

@@ -200,6 +200,13 @@ def _chunks_of(index: Index, tensors: IntArray) -> tuple[Chunks, IntArray, Boxes
     return chunks, np.repeat(np.arange(len(tensors)), counts), boxes
 
 
+def tensor_nbytes(index: Index, tensors: IntArray) -> int:
+    """Return the size of these tensors in all; tied ones are counted once."""
+    owners = np.unique(index.tensors.alias[tensors])
+    elements = np.asarray(index.tensors.shape, np.int64)[owners].prod(axis=1)
+    return int((elements * ITEMSIZES[index.tensors.dtype[owners]]).sum())
+
+
 def chunk_rows(index: Index, tensors: IntArray) -> tuple[IntArray, IntArray]:
     """Return the row of each tensor's first chunk, and how many chunks it has."""
     first = np.asarray(index.chunk_ends[np.maximum(tensors - 1, 0)], np.int64) * (tensors > 0)

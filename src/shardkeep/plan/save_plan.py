@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -38,6 +39,9 @@ from shardkeep.format.index import Tensors
 from shardkeep.format.record import Recorded
 from shardkeep.format.values import decode_tree, encode_tree, merge_trees
 
+if TYPE_CHECKING:
+    from shardkeep.state.describe import Description
+
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """
@@ -57,10 +61,12 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """For each shard, its tensor, as a position in the names."""
     row_offsets: bytes
     row_sizes: bytes
-    check_replicas: bool
-    row_digest: bytes
-    """A 16-byte digest for each shard, or nothing if replicas are not compared."""
-    tree: bytes
+    check_replicas: bool = False
+    row_digest: bytes = b""
+    """An 8-byte digest for each shard, or nothing if replicas are not compared."""
+    samples: bytes = b""
+    """Of a few shards, pairs of integers: the row, and a digest of a few elements. They find replicas that have diverged."""
+    tree: bytes = b""
     """The state's skeleton (`format.tree`)."""
     values: bytes
     """`PlainValues`, encoded."""
@@ -75,8 +81,42 @@ class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
     dtype: bytes
     ndim: bytes
     origin: bytes
-    flags: bytes = b""
-    """Of layouts that store properties of tensors; those of the first rank that has a tensor count."""
+    flags: bytes
+    """`BUFFER`, and bits of layouts that store properties of tensors; those of the first rank that has a tensor count."""
+
+
+BUFFER = 4
+"""The flag of a module's buffer. A forward pass may leave it different on each rank, and one rank's is saved."""
+SMALL_NBYTES = 64 << 10
+"""
+Replicas up to this size are written by the lowest rank that has them, like buffers: in a plain state dict, nothing else tells a
+buffer from a parameter. The others are divided so that all ranks write about as much, these included.
+"""
+
+
+def manifest_of(
+    d: Description, *, groups: list[str], flags: npt.NDArray[np.uint8], alias: IntArray, **more: Any
+) -> RankManifest:
+    """Return the columns of a description as they are sent; `more` are the fields that it does not have."""
+    names = TensorNames(
+        keys=d.keys,
+        groups=groups,
+        dtype=d.dtype.tobytes(),
+        ndim=d.ndim.tobytes(),
+        origin=d.origin.tobytes(),
+        flags=flags.tobytes(),
+    )
+    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
+    return RankManifest(
+        axes=d.boxes.axes,
+        names=encode(names),
+        shape=d.shape.tobytes(),
+        alias=np.where(held, alias, -1).tobytes(),
+        row_tensor=d.row_tensor.tobytes(),
+        row_offsets=d.boxes.offsets.tobytes(),
+        row_sizes=d.boxes.sizes.tobytes(),
+        **more,
+    )
 
 
 PlainValues = tuple[list[str], list[bytes]]
@@ -124,7 +164,7 @@ class Shards(Boxes):
     row: IntArray
     """The shard's position in its rank's manifest."""
     digest: IntArray
-    """First 8 bytes of its digest if replicas are compared, else 0."""
+    """Of the shard if replicas are compared, else of a sample of it; 0 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +214,25 @@ class _Merged:
     keys: list[str]
     groups: list[str]
     tensors: Tensors
+    buffer: npt.NDArray[np.bool_]
+    """For each tensor, whether a rank has it as a buffer."""
     shards: Shards
 
 
+Warn = Callable[[CheckpointError], None]
+
+
 def plan_save(
-    manifests: Sequence[RankManifest], chain_of: ChainOf = lambda keys, _: [None] * len(keys)
+    manifests: Sequence[RankManifest],
+    chain_of: ChainOf = lambda keys, _: [None] * len(keys),
+    *,
+    warn: Warn = lambda _: None,
 ) -> CheckpointPlan:
-    """Plan which rank writes which part of which tensor into which file; a file has one codec chain."""
+    """
+    Plan which rank writes which part of which tensor into which file; a file has one codec chain.
+
+    `warn` gets an error that names replicated tensors whose samples differ; if replicas are compared, it is raised.
+    """
     checking = [rank for rank, d in enumerate(manifests) if d.check_replicas]
     if 0 < len(checking) < len(manifests):
         other = next(rank for rank, d in enumerate(manifests) if not d.check_replicas)
@@ -192,7 +244,11 @@ def plan_save(
     merged = _merge(manifests)
     _check_sizes(merged)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
-    pieces = _assign_writers(merged, merged.shards.take(own), len(manifests))
+
+    def refuse(error: CheckpointError) -> None:
+        raise error
+
+    pieces = _assign_writers(merged, merged.shards.take(own), len(manifests), refuse if checking else warn)
     _check_tiling(merged, pieces, merged.shards.take(~own))
     chain = chain_of(merged.keys, merged.tensors.alias)
     files, pieces = _assign_files(merged, pieces, len(manifests), chain)
@@ -202,18 +258,18 @@ def plan_save(
 
 
 def plan_whole_shards(
-    manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Callable[[CheckpointError], None]
+    manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Warn
 ) -> tuple[list[str], Tensors, PlannedChunks]:
     """
     Plan which rank writes which shard, for a layout in which each is an item of its own: keys, tensors, and the shards by rank.
 
     No shard is divided, and no tensor is stored in the place of another. A replicated one goes to the rank with least to write,
-    or to the lowest rank that has it. Where ranks have different tensors of one name, the first rank's is written, with a
-    warning. What one rank holds alone need not be complete: others may save the rest elsewhere.
+    or to the lowest rank that has it. Where ranks have different tensors of one name, or replicas have diverged, the first rank's
+    is written, with a warning. What one rank holds alone need not be complete: others may save the rest elsewhere.
     """
     merged = _merge(manifests, warn)
     _check_sizes(merged)
-    pieces = _assign_writers(merged, merged.shards, len(manifests), whole=True, to_lowest=to_lowest)
+    pieces = _assign_writers(merged, merged.shards, len(manifests), warn, whole=True, to_lowest=to_lowest)
     filled = pieces.take(pieces.nbytes > 0)
     _check_tiling(merged, filled, merged.shards.take(slice(0)), complete=len(manifests) > 1)
     return merged.keys, merged.tensors, pieces.take(np.lexsort((pieces.row, pieces.rank)))
@@ -232,7 +288,7 @@ def _check_sizes(merged: _Merged) -> None:
         )
 
 
-def _merge(manifests: Sequence[RankManifest], warn: Callable[[CheckpointError], None] | None = None) -> _Merged:
+def _merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> _Merged:
     """Merge what all ranks hold; with `warn`, tensors that differ from the first rank's are left out, else they are an error."""
     axes = max((d.axes for d in manifests), default=0)
     names = {d.names: msgspec.msgpack.decode(d.names, type=TensorNames) for d in manifests}
@@ -246,11 +302,16 @@ def _merge(manifests: Sequence[RankManifest], warn: Callable[[CheckpointError], 
         warn(error)
     group_of = {key: group for n in names.values() for key, group in zip(n.keys, n.groups, strict=True)}
     groups = [group_of[key] for key in keys]
+    buffer = np.zeros(len(keys), bool)
+    for raw, n in names.items():
+        buffer[places[raw]] |= (np.frombuffer(n.flags, np.uint8) & BUFFER).astype(bool)
     tables = []
     for rank, d in enumerate(manifests):
         local = ints(d.row_tensor)
         wide = (len(local), d.axes)
-        digests = np.frombuffer(d.row_digest, "<i8")[::2] if d.row_digest else np.zeros(len(local), np.int64)
+        digests = ints(d.row_digest).copy() if d.row_digest else np.zeros(len(local), np.int64)
+        sampled = ints(d.samples).reshape(-1, 2)
+        digests[sampled[:, 0]] = sampled[:, 1]
         held = Shards(
             tensor=places[d.names][local],
             rank=np.full(len(local), rank, np.int64),
@@ -263,7 +324,7 @@ def _merge(manifests: Sequence[RankManifest], warn: Callable[[CheckpointError], 
             held = held.take(~np.isin(held.tensor, others))
         tables.append(held)
     columns = zip(*(table.columns() for table in tables), strict=True)
-    return _Merged(keys, groups, tensors, Shards(*(np.concatenate(column) for column in columns)))
+    return _Merged(keys, groups, tensors, buffer, Shards(*(np.concatenate(column) for column in columns)))
 
 
 def _merge_tensors(
@@ -344,33 +405,38 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
 
 
 def _assign_writers(
-    merged: _Merged, shards: Shards, world_size: int, *, whole: bool = False, to_lowest: bool = False
+    merged: _Merged, shards: Shards, world_size: int, warn: Warn, *, whole: bool = False, to_lowest: bool = False
 ) -> PlannedChunks:
-    """Assign every box to one writer: unique boxes to their holder, replicated ones to the holder with least to write."""
+    """
+    Assign every box to one writer: unique boxes to their holder; replicas that are small, of buffers or different to their lowest
+    holder, so that what belongs together comes from one rank; the others to the holder with least to write.
+    """
     itemsizes = ITEMSIZES[merged.tensors.dtype]
     nbytes = shards.boxes.volumes() * itemsizes[shards.tensor]
     lone, members, first = _group_equal(shards)
     unique = shards.take(lone)
     # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
     load = np.bincount(unique.rank, weights=nbytes[lone], minlength=world_size).astype(np.int64)
-    held = shards.take(members)
-    split = (
-        held.take(first)
-        if to_lowest
-        else _share_replicas(merged, held, first, nbytes[members[first]], load, whole=whole)
-    )
-    written = Shards(*(np.concatenate(pair) for pair in zip(unique.columns(), split.columns(), strict=True)))
+    held, sizes = shards.take(members), nbytes[members[first]]
+    lowest = merged.buffer[held.tensor[first]] | (sizes <= SMALL_NBYTES) | to_lowest
+    if len(differing := _find_differing(held, first)):
+        warn(_difference(merged, held, first, differing))
+        lowest[differing] = True
+    leaders = held.take(first[lowest])
+    load += np.bincount(leaders.rank, weights=sizes[lowest], minlength=world_size).astype(np.int64)
+    count = np.diff(first, append=len(members))
+    split = _share_replicas(held, first[~lowest], count[~lowest], sizes[~lowest], load, whole=whole)
+    columns = zip(unique.columns(), leaders.columns(), split.columns(), strict=True)
+    written = Shards(*map(np.concatenate, columns))
     zeros = np.zeros(len(written), np.int64)
     nbytes = written.boxes.volumes() * itemsizes[written.tensor]
     return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros)
 
 
 def _share_replicas(
-    merged: _Merged, members: Shards, first: IntArray, nbytes: IntArray, load: IntArray, *, whole: bool
+    members: Shards, first: IntArray, count: IntArray, nbytes: IntArray, load: IntArray, *, whole: bool
 ) -> Shards:
     """Divide groups of equal shards over the ranks that hold them, if not `whole`, and return the slices as shards."""
-    _compare_replicas(merged, members, first)
-    count = np.diff(first, append=len(members))
     sizes = members.sizes[first]
     if whole or not sizes.shape[1]:
         _, holder, _, _ = assign_replicas(load, nbytes, first, count, members.rank, np.ones_like(first))
@@ -404,18 +470,36 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
             return np.sort(order[starts[~many]]), members, first
 
 
-def _compare_replicas(merged: _Merged, members: Shards, first: IntArray) -> None:
+def _find_differing(members: Shards, first: IntArray) -> IntArray:
+    """Return the groups in which a digest is not that of the lowest rank, by tensor."""
     group = np.repeat(np.arange(len(first)), np.diff(first, append=len(members)))
-    differs = members.digest != members.digest[first[group]] if len(members) else np.zeros(0, bool)
-    if not np.any(differs):
-        return
-    at = int(np.flatnonzero(differs)[0])
-    tensor = int(members.tensor[at])
-    raise ReplicasDiffer(
-        f"{merged.keys[tensor]!r} is not the same on all ranks: ranks {int(members.rank[first[group[at]]])} and"
-        f" {int(members.rank[at])} hold different bytes of {members.boxes.box(at, int(merged.tensors.ndim[tensor]))}",
-        hint="wrap state that differs by rank in sk.PerRank",
-        key=merged.keys[tensor],
+    lowest = members.digest[first[group]]
+    differs = np.zeros(len(first), bool)
+    differs[group[(members.digest != lowest) & (members.digest != 0) & (lowest != 0)]] = True
+    found = np.flatnonzero(differs)
+    return found[np.argsort(members.tensor[first[found]], kind="stable")]
+
+
+_MOST_NAMED = 3
+
+
+def _difference(merged: _Merged, members: Shards, first: IntArray, differing: IntArray) -> ReplicasDiffer:
+    ends = np.append(first, len(members))
+    named: list[str] = []
+    for group in differing[:_MOST_NAMED].tolist():
+        low, high = int(ends[group]), int(ends[group + 1])
+        other = int(members.rank[low + np.flatnonzero(members.digest[low:high] != members.digest[low])[0]])
+        box = members.boxes.box(low, int(merged.tensors.ndim[members.tensor[low]]))
+        named.append(
+            f"{merged.keys[members.tensor[low]]!r}: ranks {members.rank[low]} and {other} hold different bytes of {box}"
+        )
+    if len(differing) > _MOST_NAMED:
+        named.append(f"and {len(differing) - _MOST_NAMED} more")
+    key = merged.keys[members.tensor[first[differing[0]]]]
+    return ReplicasDiffer(
+        f"replicated tensors are not the same on all ranks: {'; '.join(named)}",
+        hint="parameters that differ have diverged; wrap state that differs by rank in sk.PerRank",
+        key=key,
     )
 
 

@@ -23,7 +23,7 @@ from shardkeep.reports.metrics import from_rank_zero, is_rank_zero
 
 _LANES = {
     "save": ("save", "queue", "describe", "plan", "stage", "write", "wait", "commit"),
-    "load": ("load", "open", "plan", "read", "exchange", "place"),
+    "load": ("load", "open", "plan", "read", "place"),
     "promote": ("promote", "choose", "copy", "wait", "commit"),
 }
 """The rows of a rank, from top to bottom."""

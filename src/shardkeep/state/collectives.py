@@ -462,7 +462,7 @@ def _local_part(key: str, full: Any, present: Any, device: torch.device) -> Any:
 
 def plain_source(name: str, value: Any) -> torch.Tensor:
     """Return a full tensor as a plain detached one over the same memory."""
-    if not leaves.is_plain(value):
+    if leaves.is_dtensor(value) or leaves.is_sharded_tensor(value):
         raise UnsupportedLeaf(
             f"{name!r} is a {type(value).__qualname__}, expected a full tensor",
             hint="gather the state dict first (gather_state_dict, or full_state_dict=True)",

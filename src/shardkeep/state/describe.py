@@ -7,19 +7,21 @@ Saving sends the columns to rank 0; loading compares them with the index. Nothin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.values import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
 from shardkeep.state.leaves import OrdinaryLeaf, TensorLeaf, describe_leaf, describe_ordinary, is_tensor
+from shardkeep.state.names import all_modules
 from shardkeep.state.objects import is_tensor_or_object
 
 
@@ -133,6 +135,21 @@ def _aliases(
         if alias is not None:
             aliases[at] = first.setdefault(alias, at)
     return aliases
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that torch's own layers change in a forward pass, by which they are known in a plain state dict."""
+
+
+def find_buffers(d: Description, modules: Iterable[nn.Module]) -> npt.NDArray[np.bool_]:
+    """Return which tensors are buffers: of these modules, by their memory, or of a normalisation layer, by their name."""
+    found = np.array([key.endswith(_STATISTICS) for key in d.keys], bool)
+    buffers = [buffer for module in modules for part in all_modules(module) for buffer in part._buffers.values()]
+    plain = [each if type(each) is torch.Tensor else getattr(each, "_local_tensor", None) for each in buffers]
+    memory = {each.data_ptr() for each in plain if type(each) is torch.Tensor} - {0}
+    if memory:
+        found[d.row_tensor[[row for row, piece in enumerate(d.pieces) if piece.data_ptr() in memory]]] = True
+    return found
 
 
 def file_groups(tree: Node, keys: Sequence[str]) -> list[str]:

@@ -121,6 +121,11 @@ TreePath = tuple[Any, ...]
 """Keys and indices that lead from the root of a tree to one of its values."""
 
 
+def is_ordinary(value: Any) -> bool:
+    """Return whether a value is a whole tensor or parameter, and neither a subclass nor described as a shard."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and "global_shape" not in value.__dict__
+
+
 def is_dtensor(obj: Any) -> bool:
     """Return True for a DTensor."""
     return _is_a(obj, "torch.distributed.tensor", "DTensor")
@@ -129,11 +134,6 @@ def is_dtensor(obj: Any) -> bool:
 def is_sharded_tensor(obj: Any) -> bool:
     """Return True for a ShardedTensor."""
     return _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
-
-
-def is_plain(obj: Any) -> bool:
-    """Return True for a tensor that is not sharded."""
-    return isinstance(obj, torch.Tensor) and not is_dtensor(obj) and not is_sharded_tensor(obj)
 
 
 def wait_tensor(tensor: Any) -> Any:

@@ -90,23 +90,6 @@ class StateDictInfo(StateDictOptions):
     canonical: bool = False
     """Whether nothing in the model wraps or hides anything, so that the keys of its state dict are canonical names."""
 
-    @property
-    def fqn_param_mapping(self) -> dict[Any, Any]:
-        """Each parameter and buffer to the set of its canonical names, and each name to the tensor, as in torch."""
-        found: dict[Any, Any] = {}
-        for item in self.live:
-            if isinstance(item.value, torch.Tensor):
-                found.setdefault(item.value, set()).add(item.name)
-                found[item.name] = item.value
-        return found
-
-    @property
-    def shared_params_mapping(self) -> dict[Any, Any]:
-        """The part of `fqn_param_mapping` for tensors that have several names."""
-        found = self.fqn_param_mapping
-        shared = {key: names for key, names in found.items() if isinstance(names, set) and len(names) > 1}
-        return shared | {name: tensor for tensor, names in shared.items() for name in names}
-
 
 def checked_options(
     model: nn.Module,

@@ -88,6 +88,7 @@ class Objects:
         leaves, _ = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
         found = {name: leaf for name, leaf in leaves.items() if is_object(leaf)}
         modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
+        self.modules = list(modules.values())
         self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]
         self._fsdp1 = {name: module for name, module in modules.items() if fsdp_modules(module)}
         self._memory: dict[int, Any] = {}

@@ -27,6 +27,7 @@ from shardkeep.state.leaves import (
     is_sharded_tensor,
     overlaps_itself,
     path_name,
+    synchronize_devices,
     wait_tensor,
 )
 
@@ -149,10 +150,7 @@ def copy_state_dict(
     )
     if not non_blocking:
         leaves = [leaf for tree in (state_dict, copy_state_dict) for _, leaf in leaves_of(tree, _opens)]
-        memory = [each for leaf in leaves if isinstance(leaf, torch.Tensor) for each in _local_tensors(leaf)]
-        for device in {each.device for each in memory}:
-            if device.type not in ("cpu", "meta"):
-                torch.accelerator.current_stream(device).synchronize()
+        synchronize_devices(each for leaf in leaves if isinstance(leaf, torch.Tensor) for each in _local_tensors(leaf))
     return copied
 
 

@@ -27,6 +27,7 @@ Renames = (
 )
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+MAY_MATCH_NOTHING = "a function may match nothing: rename=lambda name: name.removeprefix('module.')"
 _MOST_GUESSED = 20
 _MOST_SEARCHED = 1000
 """Names that are compared by spelling, which is slow: those that share the most dotted parts with a word."""
@@ -100,6 +101,29 @@ def renamer(rename: Renames) -> Callable[[str], str | None]:
     return substitute
 
 
+def unused_patterns(patterns: Patterns, names: Iterable[str]) -> list[str]:
+    """Return the patterns, checked ones, that match none of these names. A callable has no patterns to judge."""
+    if patterns is None or callable(patterns):
+        return []
+    names = list(names)
+    return [pattern for pattern in patterns if not any(map(matcher(pattern), names))]
+
+
+def unused_renames(rename: Renames, names: Iterable[str]) -> list[str]:
+    """Return the names, dotted prefixes and regular expressions of a renaming that match none of these names."""
+    if rename is None or callable(rename):
+        return []
+    left, unused = list(names), list[str]()
+    is_table = isinstance(rename, Mapping) and all(isinstance(old, str) for old in rename)
+    for old, new in _pairs(rename):
+        pattern = re.compile(rf"{re.escape(str(old))}(\.|$)" if is_table else old)
+        if not any(map(pattern.match if is_table else pattern.search, left)):
+            unused.append(str(old) if is_table else pattern.pattern)
+        elif not is_table:  # each expression is applied to what the ones before it made of the names
+            left = [pattern.sub(new, name) for name in left]
+    return unused
+
+
 def _pairs(rename: Any) -> list[tuple[str | re.Pattern[str], str]]:
     pairs: list[Any] = [rename]  # one pair alone
     if isinstance(rename, Mapping):
@@ -152,6 +176,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {', '.join(others) + ' or ' if others else ''}{last}?" if last else ""
 
 
+def did_you_mean_pattern(pattern: str, names: Iterable[str]) -> str:
+    """Return a hint that names what is spelt like a pattern that matches nothing: names, and their dotted prefixes."""
+    word = re.sub(r"[^\w.-]|\\[a-zA-Z]", "", pattern).strip(".")  # without wildcards, and signs of regular expressions
+    return did_you_mean(word, prefixes_of(names))
+
+
 def closest(name: str, present: Collection[str]) -> str | None:
     """Return the present name most similar to `name`, if any is similar."""
     return next(iter(near_names(name, present, most=1, cutoff=0.75)), None)
@@ -192,15 +222,45 @@ def prefixes_of(names: Iterable[str]) -> set[str]:
     return found
 
 
-def suggestions(missing: Sequence[str], present: Collection[str]) -> tuple[dict[str, str], str]:
-    """Guess which present names were meant by those not found; also return a hint if one rename explains them."""
+def suggestions(*kinds: tuple[Sequence[str], Collection[str]]) -> tuple[dict[str, str], str]:
+    """
+    Guess which present names were meant by those not found; also return a hint if one rename explains most of them.
+
+    Each of `kinds`, such as tensors and plain values, is the names not found and the present ones.
+    """
+    missing, present = ([name for kind in kinds for name in kind[at]] for at in (0, 1))
     by_core: dict[str, str] = {}
     for name in present:
         by_core.setdefault(unwrapped(name), name)
-    wrapped = {name: other for name in missing if (other := by_core.get(unwrapped(name), name)) != name}
-    guessed = {name: closest(name, present) for name in missing[:_MOST_GUESSED] if name not in wrapped}
-    meant = wrapped | {name: other for name, other in guessed.items() if other is not None}
-    return meant, _rename_hint(wrapped)
+    alike = {name: other for name in missing if (other := by_core.get(unwrapped(name), name)) != name}
+    meant, hint = (alike, _rename_hint(alike)) if alike else _moved(missing, present)
+    for names, others in kinds:
+        guessed = {name: closest(name, others) for name in names[:_MOST_GUESSED] if name not in meant}
+        meant |= {name: other for name, other in guessed.items() if other is not None}
+    return meant, hint
+
+
+def _moved(missing: Sequence[str], present: Collection[str]) -> tuple[dict[str, str], str]:
+    """Pair names that are the same but for one prefix, if that explains most of the missing ones; and return the hint."""
+    pairs: dict[tuple[str, bool], dict[str, str]] = {}
+    known = prefixes_of(present)  # what is missing may be an object, with names below its own
+    for is_ours, names, others in ((False, known, set(missing)), (True, missing, known)):
+        for name in names:
+            at = name.find(".")
+            while at > 0:
+                if (rest := name[at + 1 :]) in others:
+                    pairs.setdefault((name[:at], is_ours), {}).update([(name, rest) if is_ours else (rest, name)])
+                at = name.find(".", at + 1)
+    (prefix, is_ours), found = max(pairs.items(), key=lambda each: (len(each[1]), each[0]), default=(("", False), {}))
+    if 2 * len(found) <= len(missing):
+        return {}, ""
+    table = dict(_differing_prefixes(other, name) for name, other in sorted(found.items()))
+    rename: Renames = table
+    if len(table) > 1 and not is_ours:
+        rename = {prefix: ""}
+    elif len(table) > _MOST_PREFIXES:
+        rename = [("^", f"{prefix}.")]
+    return found, f"the {'state' if is_ours else 'checkpoint'}'s keys carry `{prefix}.`: pass rename={rename!r}"
 
 
 def _rename_hint(wrapped: dict[str, str]) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
+from shardkeep.display import format_count
 from shardkeep.errors import ReplicasDiffer, StateMismatch, UnsupportedLeaf
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
@@ -342,7 +343,7 @@ class StatefulObject(Adapter):
         if set(leaf.values) != set(range(self._world_size)):
             name = ".".join([self.name, *map(str, path)])
             raise StateMismatch(
-                f"{name!r} was saved per rank by {len(leaf.values)} ranks; this is rank {self._rank} of {self._world_size}",
+                f"{name!r} was saved per rank by {format_count(len(leaf.values), 'rank')}; this is rank {self._rank} of {self._world_size}",
                 hint=f"give {type(self._target).__qualname__} a method load_rank_states(states, rank, world_size) that"
                 f" decides what this rank takes, or exclude={self.name!r}",
                 key=name,

@@ -19,7 +19,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -347,6 +347,38 @@ def local_path(store: object) -> str | None:
     return path
 
 
+def broken_path(store: object, *, inside: bool = False) -> str:
+    """
+    Say what is wrong with the path of a local place: a link to nothing, or a file where a directory should be; or "".
+
+    With `inside`, also say which link in the place leads nowhere, because a listing of files does not show it.
+    """
+    path = os.path.abspath(local_path(innermost(store)) or os.sep)
+    below = os.listdir(path) if inside and os.path.isdir(path) else []
+    links = [os.path.join(path, name) for name in sorted(below)]
+    while not os.path.isdir(path):
+        if os.path.exists(path):
+            return f"{path} is a file, not a directory"
+        links.append(path)
+        path = os.path.dirname(path)
+    dangling = (each for each in links if os.path.islink(each) and not os.path.exists(each))
+    return next((f"{each} is a symbolic link to {os.readlink(each)}, which does not exist" for each in dangling), "")
+
+
+@contextmanager
+def explaining_place(store: SmallFiles | Root, own_name: str = "") -> Iterator[None]:
+    """Raise failures inside as failures of the place that a user gave, not of `own_name`, a file that we keep there."""
+    try:
+        yield
+    except StorageError as exc:
+        if wrong := broken_path(store):
+            raise StorageError(f"{store.url}: cannot save there: {wrong}", errno=exc.errno) from exc
+        if own_name and own_name in exc.message:
+            exc.args = (exc.message.replace(f"/{own_name}", ""),)
+            exc.message = exc.args[0]
+        raise
+
+
 def is_single_file(store: object) -> bool:
     """Return whether a place is a single local file, and not a directory."""
     path = local_path(store)
@@ -369,9 +401,37 @@ def verifies_uploads(store: object) -> bool:
     return bool(getattr(innermost(store), "verifies_uploads", False))
 
 
+def is_remote(store: object) -> bool:
+    """Return whether a store is likely to be slower than the network between ranks (`remote`)."""
+    return bool(getattr(innermost(store), "remote", False))
+
+
+def prefetches(store: object) -> bool:
+    """Return whether readers of a store can fill a cache of this machine in advance (`prefetches`)."""
+    return bool(getattr(innermost(store), "prefetches", False))
+
+
+def prefetch(reader: object, offset: int, nbytes: int) -> bool:
+    """
+    Begin to read a range into this machine's cache, if there is memory for it (`prefetch(offset, nbytes)` of a reader).
+
+    Returns whether something has to be read; False if all is cached, or will not be.
+    """
+    return bool(_ask(reader, "prefetch", offset, nbytes))
+
+
 def drop_cached(store: object, name: str, offset: int, nbytes: int) -> None:
     """Make the next read of a range come from the storage itself, if the store can do that cheaply (`drop_cached`)."""
     _ask(store, "drop_cached", name, offset, nbytes)
+
+
+def keep_cached(store: object, names: Sequence[str], nbytes: int) -> bool:
+    """
+    Keep the files of a finished save in memory, in place of the save before (`keep_cached(names, nbytes)`).
+
+    Returns whether there is memory for it.
+    """
+    return bool(names and _ask(innermost(store), "keep_cached", names, nbytes))
 
 
 def innermost(store: object) -> Any:
@@ -467,15 +527,18 @@ def check_within(where: str, name: str, offset: int, wanted: int, nbytes: int) -
         raise short_read(where, name, offset, wanted, max(0, nbytes - max(offset, 0)))
 
 
+def read_range(reader: BlobReader, offset: int, nbytes: int) -> bytearray:
+    """Read a range of an open blob into memory of its own."""
+    data = bytearray(nbytes)
+    reader.read_into(offset, memoryview(data))
+    return data
+
+
 def read_whole(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
     """Read all of an open blob and close it: what `get` does in stores that have nothing faster."""
-    try:
+    with closing(reader):
         check_limit(where, name, reader.nbytes, limit)
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(data))
-        return bytes(data)
-    finally:
-        reader.close()
+        return bytes(read_range(reader, 0, reader.nbytes))
 
 
 def sendable_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -535,9 +598,7 @@ class SecondRead:
         drop_cached(self._store, self._name, offset, nbytes)
         if self._opened is None:
             self._opened = self._store.open(self._name)
-        data = bytearray(nbytes)
-        self._opened.read_into(offset, memoryview(data))
-        return data
+        return read_range(self._opened, offset, nbytes)
 
     def repair(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> bool | None:
         """Read a range again, into `piece` if it is right now; returns None then, else whether both reads were equal."""

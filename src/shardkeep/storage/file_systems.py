@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, check_below, scheme_of, short_read
+from shardkeep.storage.base import Store, broken_path, check_below, scheme_of, short_read
 from shardkeep.storage.local import LocalStore, storage_errors
 from shardkeep.storage.object_client import SCHEMES
 from shardkeep.storage.resolve import open_store
@@ -93,7 +93,10 @@ class FileSystem(FileSystemBase):
         os.replace(path, new_path)
 
     def mkdir(self, path: PathLike) -> None:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as exc:
+            raise type(exc)(exc.errno, broken_path(LocalStore(path)) or exc.strerror) from exc
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:

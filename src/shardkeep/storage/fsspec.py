@@ -45,10 +45,8 @@ def without_user(text: str) -> str:
 
 
 @contextmanager
-def fs_errors(
-    action: str, url: str, name: str = "", offset: int | None = None, *, looks: bool = False
-) -> Iterator[None]:
-    """Turn any exception into one of ours; for what `looks` for a blob, "not a directory" means "not found"."""
+def fs_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
+    """Turn any exception into one of ours."""
     try:
         yield
     except CheckpointError:
@@ -60,8 +58,6 @@ def fs_errors(
             message = without_user(f"{where}: {action}: {type(exc).__name__}: {exc}")
             raise StorageError(message, name=name, offset=offset, errno=errno.EIO) from cause
         number = errno_of(exc)
-        if looks and isinstance(exc, NotADirectoryError):
-            number = errno.ENOENT
         with storage_errors(action, url, name, offset):
             raise OSError(number, without_user(exc.strerror or str(exc)) or os.strerror(number)) from cause
 
@@ -77,13 +73,8 @@ class FsspecWriter:
 
     def __init__(self, store: FsspecStore, name: str, nbytes: int) -> None:
         """Begin a file; the store's budget is for early bytes, unless the `CancelScope` has one."""
-        self._fs, self._path, self._url, self._name, self._nbytes = (
-            store.fs,
-            store.path_of(name),
-            store.url,
-            name,
-            nbytes,
-        )
+        self._fs, self._path, self._url = store.fs, store.path_of(name), store.url
+        self._name, self._nbytes = name, nbytes
         self._where = f"{store.url}/{name}"
         self._scope = scope = current_scope()
         self._budget = store.budget if scope is None or scope.budget is None else scope.budget
@@ -168,7 +159,7 @@ class FsspecReader:
 
     def __init__(self, store: FsspecStore, name: str) -> None:
         self._fs, self._path, self._url, self._name = store.fs, store.path_of(name), store.url, name
-        with fs_errors("cannot open", store.url, name, looks=True):
+        with fs_errors("cannot open", store.url, name):
             self.nbytes = int(self._fs.info(self._path)["size"])
 
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - fsspec does not say
@@ -192,6 +183,7 @@ class FsspecStore(ConditionalPuts):
 
     sequential = True
     """Files are written in order."""
+    remote = True
 
     def __init__(self, fs: Any, path: str, url: str, *, settle_s: float = _SETTLE_S) -> None:
         """Point to a place; `url` is what the user wrote, `settle_s` the wait after a put before it is read back."""
@@ -234,13 +226,13 @@ class FsspecStore(ConditionalPuts):
 
     def get(self, name: str, *, limit: int) -> bytes:
         path = self.path_of(name)
-        with fs_errors("cannot get", self.url, name, looks=True):
+        with fs_errors("cannot get", self.url, name):
             base.check_limit(f"{self.url}/{name}", name, int(self.fs.info(path)["size"]), limit)
             return bytes(self.fs.cat_file(path))
 
     def version(self, name: str) -> base.Version | None:
         try:
-            with fs_errors("cannot look up", self.url, name, looks=True):
+            with fs_errors("cannot look up", self.url, name):
                 return base.Version(blake2b(self.fs.cat_file(self.path_of(name)), digest_size=16).hexdigest())
         except BlobNotFound:
             return None

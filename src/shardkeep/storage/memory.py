@@ -68,6 +68,9 @@ class MemoryStore:
         self.versions = itertools.count(1)
         self._places: dict[str, MemoryStore] = {}
 
+    def __repr__(self) -> str:
+        return f"MemoryStore({self.url!r})"
+
     def same_place(self, other: object) -> bool:
         """Only the same object is the same place: two stores may have the same URL."""
         return other is self

@@ -17,8 +17,7 @@ from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.multipart import ObjectWriter
-from shardkeep.storage.object_client import Bucket, object_errors, obstore, open_bucket
-from shardkeep.storage.object_config import environment_of
+from shardkeep.storage.object_client import Bucket, environment_of, object_errors, obstore, open_bucket
 from shardkeep.storage.retry import TRANSIENT, backoff_s
 
 HEAD_BYTES = 64 << 10
@@ -128,6 +127,7 @@ class ObjectStore(ConditionalPuts):
 
     sequential = True
     """The parts of an upload are sent in order."""
+    remote = True
 
     def __init__(self, bucket: Bucket, prefix: str, url: str) -> None:
         """Point to a place; `prefix` ends with a slash or is empty, `url` is what the user wrote."""

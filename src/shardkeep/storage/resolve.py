@@ -55,7 +55,8 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
     """
     Open a place with options of its own; the result can be passed wherever a path or a URL can.
 
-        sk.save(state, sk.open_place("s3://bucket/run/step-100", endpoint="http://10.0.0.7:9000", requests=32))
+        place = sk.open_place("s3://bucket/run/step-100", requests=32)
+        sk.save(state, place)
 
     Options of paths are `direct` and `durable`. Those of `s3://`, `gs://` and `az://`:
 

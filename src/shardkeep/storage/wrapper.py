@@ -114,6 +114,9 @@ class ReaderWrapper:
     def cached(self, offset: int, nbytes: int) -> bool:
         return self.inner.cached(offset, nbytes)
 
+    def prefetch(self, offset: int, nbytes: int) -> bool:
+        return base.prefetch(self.inner, offset, nbytes)
+
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         self.inner.read_into(offset, into, cached=cached)
 

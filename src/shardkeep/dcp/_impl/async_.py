@@ -453,7 +453,7 @@ def _start_by_engine(
     in_process: bool,
 ) -> Future[Metadata] | AsyncSaveResponse:
     """Take the snapshot of `sk.async_save`, and go on with the save on the thread of the queue."""
-    layout, session, events = driver.default_session(ranks, writer, planner, copies=True)
+    layout, session, events = driver.default_session(ranks, writer, planner, driver.modules_in(state_dict), copies=True)
     handle: SaveHandle[Metadata] = SaveHandle(f"{os.fspath(writer.checkpoint_id)!r}")
 
     def state() -> STATE_DICT_TYPE:
@@ -554,7 +554,8 @@ class _Checkpointer:
         if self.coordinator_rank and not self.no_dist:
             ranks = _DistWrapper(self.process_group, use_dist=True, coordinator_rank=self.coordinator_rank)
             state = in_step(ranks, lambda: driver._stateful_to_state_dict(state_dict))
-            return driver.run_save(ranks, state, self.storage_writer, self.save_planner, use_collectives=True)
+            modules = driver.modules_in(state_dict)
+            return driver.run_save(ranks, state, self.storage_writer, self.save_planner, True, modules)
         return driver.save(
             state_dict,
             storage_writer=self.storage_writer,

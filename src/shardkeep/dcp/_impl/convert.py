@@ -1,7 +1,7 @@
 """
 Torch's `format_utils`: converts between files of `torch.save` and checkpoints in bounded memory, and loads such files.
 
-`dcp_to_torch_save` reads a checkpoint through its storage reader and writes the file with `conversion.to_file`.
+`dcp_to_torch_save` opens a checkpoint of any layout and writes the file with `conversion.to_file`.
 `torch_save_to_dcp` maps the file and saves it. `BroadcastingTorchSaveReader` reads a file on one rank and sends every
 rank its part of each tensor.
 """
@@ -11,190 +11,129 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-import math
 import os
 import pickle
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch.futures import Future
 
 from shardkeep import errors
-from shardkeep.conversion import to_file
-from shardkeep.conversion.pipeline import TensorPart, Wanted
+from shardkeep.conversion import pipeline, to_file
+from shardkeep.dcp._impl.default_load import StoredNames
 from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.driver import _save_state_dict
 from shardkeep.dcp._impl.file_reader import FileSystemReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
-from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object, load_safely
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_safely
 from shardkeep.dcp._impl.plans import (
     _create_chunk_list,
-    _create_read_item_for_byteio,
-    create_read_items_for_chunk_list,
+    checked_path,
     current_device,
     device_of_group,
-    saved_path,
+    missing_keys,
 )
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
+from shardkeep.engine.fill import read_whole
+from shardkeep.engine.reader import FoundCheckpoint
+from shardkeep.engine.sources import find_committed
 from shardkeep.engine.torch_file_source import ZIP, open_torch_files
-from shardkeep.engine.torch_source import Item, ItemFiles, bad_archives, view_of
-from shardkeep.format.boxes import Box, clashes, flat_range_to_boxes, whole, within
-from shardkeep.format.data_file import MAX_BLOCK_NBYTES
-from shardkeep.format.dtypes import of_torch, to_torch
+from shardkeep.engine.torch_source import Item, ItemFiles, TorchSource, bad_archives, find_torch, view_of
+from shardkeep.format.boxes import Box, whole, within
 from shardkeep.layouts import torch_values as protocol
+from shardkeep.layouts.torch import metadata_name
 from shardkeep.options import Options
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
+from shardkeep.storage.base import Store
 from shardkeep.storage.buffers import view_memory
-from shardkeep.storage.file_systems import BlobInput
+from shardkeep.storage.file_systems import BlobInput, StreamStore
 from shardkeep.storage.local import LocalStore
 
-_MOST_ELEMENTS = 1 << 58
-"""No file is large enough for more."""
+# -- a checkpoint, opened ----------------------------------------------------------------------------------------------
 
 
-# -- a checkpoint, read in windows -------------------------------------------------------------------------------------
+class _OpenedCheckpoint:
+    """A checkpoint whose tensors are read in parts; errors are those of a load."""
 
-
-class CheckpointTensors:
-    """The tensors of a checkpoint, read in parts through any storage reader; errors are those of a load."""
-
-    def __init__(self, reader: protocol.StorageReader) -> None:
-        self._reader = reader
+    def __init__(self, store: Store | StreamStore, options: Options) -> None:
         self._alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
-        [self._metadata] = self._alone.all_gather("plan", self._open)
-        places = self._metadata.storage_data if isinstance(self._metadata.storage_data, dict) else {}
-        self._transformed = {
-            index.fqn for index, place in places.items() if getattr(place, "transform_descriptors", None)
-        }
-        """Tensors that were saved through an extension, which must be read whole."""
-        self._held: tuple[str, torch.Tensor] | None = None
-        self._lock = threading.Lock()  # a storage reader may not be used by several threads
-
-    def _open(self) -> protocol.Metadata:
-        try:
-            metadata = self._reader.read_metadata()
-        except errors.BlobNotFound as error:
-            try:
-                metadata = self._reader.read_metadata(rank=0)  # ranks saved without collectives
-            except errors.BlobNotFound:
-                raise errors.NoMetadata(
-                    f"metadata is None; global metadata read failed: {error.message}",
-                    hint="is there a complete checkpoint at this place?",
-                ) from error
-        for key, entry in metadata.state_dict_metadata.items():
-            if protocol.is_tensor_entry(entry):
-                _check_chunks(key, entry)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        return metadata
+        self._options = options
+        self._held: tuple[int, torch.Tensor] | None = None
+        [self._source] = self._alone.all_gather("plan", lambda: _find(store).open(options))
+        self._decoded: set[int] = set()
+        """Rows of tensors that were saved through an extension, which must be read whole."""
+        if isinstance(self._source, TorchSource):
+            self._decoded = set(map(self._source.tensor_of, self._source.descriptors))
+        threads, window = pipeline.limits(options, store)
+        # On one thread, windows come in order: each such tensor is decoded once, and one is held at a time.
+        self.windows = 1 if self._decoded else threads, window
+        self._reader = pipeline.PartReader(self._source, budget_nbytes=2 * self.windows[1])
 
     def read_state(self) -> dict[str, Any]:
         """Return the state, nested as it was saved, with a `TensorPart` for each tensor."""
-        state: dict[str, Any] = {}
-        objects = []
-        for key, entry in self._metadata.state_dict_metadata.items():
-            part = None
-            if protocol.is_tensor_entry(entry):
-                tensor: Any = entry
-                part = TensorPart(key, -1, whole(tuple(tensor.size)), of_torch(tensor.properties.dtype, key=key))
-            else:
-                objects.append(
-                    _create_read_item_for_byteio(protocol.MetadataIndex(key), 0, protocol.MetadataIndex(key), 0, 0)
-                )
-            set_element(state, saved_path(self._metadata, key), part)
-        planner = _Targets()
-        self._read(objects, planner)
-        for key, value in planner.objects.items():
-            set_element(state, saved_path(self._metadata, key), value)
+        [state] = self._alone.all_gather("read", self._read_state)
         return state
 
-    def fill(self, wanted: list[Wanted]) -> None:
+    def _read_state(self) -> dict[str, Any]:
+        index = self._source.index
+        self._source.check(np.arange(len(index.keys)))
+        stored = StoredNames(self._source, "")
+        values: dict[str, Any] = stored.load_objects(sorted(stored.objects))
+        for key, row in stored.tensors.items():
+            values[key] = pipeline.TensorPart(key, row, whole(index.shape(row)), index.dtype(row))
+        state: dict[str, Any] = {}
+        for key, path in stored.paths.items():
+            set_element(state, checked_path(key, path, len(values)), values[key])
+        return state
+
+    def fill(self, wanted: list[pipeline.Wanted]) -> None:
         """Fill memory with bytes of the tensors, and of storages in memory."""
-        planner = _Targets()
-        plan: list[protocol.ReadItem] = []
-        with self._lock:
-            for part, start, stop, into in wanted:
-                if isinstance(part, to_file.MemoryPart):
-                    into[:] = view_memory(part.storage.data_ptr(), part.nbytes)[start:stop]
-                    continue
-                values = torch.frombuffer(into, dtype=torch.uint8)
-                if part.key in self._transformed and values.numel() < part.nbytes:
-                    values.copy_(self._decoded(part)[start:stop])
-                else:
-                    plan += self._items(part, values, start // part.dtype.itemsize, planner)
-            self._read(plan, planner)
+        stored: list[pipeline.Wanted] = []
+        for each in wanted:
+            if isinstance(each.part, to_file.MemoryPart):
+                each.into[:] = view_memory(each.part.storage.data_ptr(), each.part.nbytes)[each.start : each.stop]
+            elif each.part.row in self._decoded:
+                self._copy_decoded(each)
+            else:
+                stored.append(each)
+        self._alone.all_gather("read", lambda: self._reader.fill(stored))
 
-    def _items(
-        self, tensor: TensorPart, memory: torch.Tensor, start: int, planner: _Targets
-    ) -> list[protocol.ReadItem]:
-        """Return the items that fill memory with a run of elements from `start` on."""
-        values = memory.view(to_torch(tensor.dtype))
-        at, chunks = 0, []
-        for box in flat_range_to_boxes(tensor.box.sizes, start, start + values.numel()):
-            planner.boxes[tensor.key].append(values[at : at + box.volume].view(box.sizes))
-            chunks.append(protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-            at += box.volume
-        entry: Any = self._metadata.state_dict_metadata[tensor.key]
-        return create_read_items_for_chunk_list(tensor.key, entry, chunks)
-
-    def _decoded(self, tensor: TensorPart) -> torch.Tensor:
-        """Return the bytes of a whole tensor; one tensor is held at a time."""
-        if self._held is None or self._held[0] != tensor.key:
+    def _copy_decoded(self, wanted: pipeline.Wanted) -> None:
+        """Copy bytes of a tensor that is read whole, and kept for the windows after this one."""
+        row = wanted.part.row
+        if self._held is None or self._held[0] != row:
             self._held = None
-            memory, planner = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu"), _Targets()
-            self._read(self._items(tensor, memory, 0, planner), planner)
-            self._held = tensor.key, memory
-        return self._held[1]
-
-    def _read(self, items: list[protocol.ReadItem], planner: _Targets) -> None:
-        if items:
-            self._alone.all_gather("read", lambda: self._reader.read_data(protocol.LoadPlan(items), planner).wait())
+            [[tensor]] = self._alone.all_gather(
+                "read", lambda: read_whole(self._source, np.array([row]), self._options)
+            )
+            self._held = row, tensor
+        tensor = self._held[1]
+        wanted.into[:] = view_memory(tensor.data_ptr(), tensor.nbytes)[wanted.start : wanted.stop]
 
 
-class _Targets(DefaultLoadPlanner):
-    """Holds the memory of each box that is read, and the objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.boxes: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.objects: dict[str, Any] = {}
-
-    def load_bytes(self, read_item: protocol.ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self.objects[key] = load_object(value, key=key)
-
-    def lookup_tensor(self, index: protocol.MetadataIndex) -> torch.Tensor:
-        return self.boxes[index.fqn][index.index or 0]
-
-
-def _check_chunks(key: str, entry: Any) -> None:
-    """Check that every element of a tensor is stored exactly once."""
-    if any(n < 0 for n in entry.size) or math.prod(entry.size) >= _MOST_ELEMENTS:
-        raise errors.MalformedFile(f"{key!r}: there is no tensor of {tuple(entry.size)}", key=key)
-    chunks = list({(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in entry.chunks}.values())
-    outside = [chunk for chunk in chunks if not within(entry.size, chunk)]
-    wrong = f"{outside[0]} is not inside" if outside else ""
-    if not wrong and (pairs := clashes(chunks)):
-        wrong = f"{pairs[0][0]} and {pairs[0][1]} overlap in"
-    stored = 0 if wrong else sum(math.prod(chunk.sizes) for chunk in chunks)
-    if not wrong and stored != math.prod(entry.size):
-        wrong = f"only {stored} elements are stored of"
-    if wrong:
-        raise errors.MalformedFile(f"{key!r}: {wrong} a tensor of {tuple(entry.size)}", key=key)
+def _find(store: Store | StreamStore) -> FoundCheckpoint:
+    try:
+        return find_torch(store) if isinstance(store, StreamStore) else find_committed(store)
+    except (errors.CheckpointNotFound, errors.BlobNotFound) as error:
+        try:
+            return find_torch(store, metadata_name(0))  # ranks saved without collectives
+        except errors.BlobNotFound:
+            raise errors.NoMetadata(
+                f"metadata is None; global metadata read failed: {error.message}",
+                hint="is there a complete checkpoint at this place?",
+            ) from error
 
 
 # -- a file of torch.save, opened --------------------------------------------------------------------------------------
 
 _READ_AHEAD_NBYTES = 1 << 20
-_WINDOW_NBYTES = 32 << 20
-"""Large, because each window is a plan for the storage reader."""
-_LEAST_WINDOW_NBYTES = 1 << 20
 
 
 def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -259,11 +198,9 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 
     """
     path = to_file.destination(torch_save_path)
-    checkpoint = CheckpointTensors(FileSystemReader(dcp_checkpoint_dir))
-    # Two threads: one reads while the other writes.
-    window = min(_WINDOW_NBYTES, max(_LEAST_WINDOW_NBYTES, Options().host_budget_bytes // 8))
-    windows = 2, window - window % min(window, MAX_BLOCK_NBYTES)
-    to_file.write_archive(path, to_file.pickle_state(checkpoint.read_state()), checkpoint.fill, windows=windows)
+    options = Options()
+    opened = _OpenedCheckpoint(FileSystemReader(dcp_checkpoint_dir).readable_store(), options)
+    to_file.write_archive(path, to_file.pickle_state(opened.read_state()), opened.fill, windows=opened.windows)
 
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -455,11 +392,8 @@ def _destinations(
             raise _only_tensors(item.storage_index.fqn, planner)
         by_key[item.storage_index.fqn].append(item)
     if missing := sorted(by_key.keys() - held.keys()):
-        raise errors.BadState(
-            f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
-            hint="take the keys out of the state, or load another file",
-            missing=missing,
-        )
+        unclaimed = [key for key in held if key not in by_key]
+        raise missing_keys(missing, unclaimed, "take the keys out of the state, or load another file")
     entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
     destinations = {}
     for key, asked in by_key.items():

@@ -9,7 +9,7 @@ fill, such as a quantized tensor, is read item by item.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +27,9 @@ from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import TorchSource, item_batches, read_items
 from shardkeep.engine.torch_view import TorchView
 from shardkeep.errors import (
-    BadState,
     CheckpointError,
     CheckpointNotFound,
     InvalidShards,
-    StateMismatch,
     UnsupportedLeaf,
 )
 from shardkeep.format.boxes import intersect
@@ -49,10 +47,9 @@ from shardkeep.state.flatten import (
     flatten_state_dict_v_2_3,
     set_element,
 )
-from shardkeep.state.leaves import ShardedBox, is_dtensor
+from shardkeep.state.leaves import ShardedBox, is_dtensor, is_ordinary
 from shardkeep.storage import file_systems
 
-_ORDINARY = {torch.Tensor, torch.nn.Parameter}
 _ATOMS = {int, float, bool, str, bytes, type(None)}
 _PLANNER = tuple(name for name in vars(DefaultLoadPlanner) if callable(getattr(DefaultLoadPlanner, name)))
 _READER = tuple(name for name in vars(FileSystemReader) if callable(getattr(FileSystemReader, name)))
@@ -96,9 +93,9 @@ class DefaultTarget:
     def check_begun(self, names: list[list[str]]) -> None:
         """Do nothing: objects have been replaced by their state."""
 
-    def prepare(self, source: Source) -> _StoredNames:
+    def prepare(self, source: Source) -> StoredNames:
         """Find the names that torch's flattening gives what is stored."""
-        return _StoredNames(source, self.reader)
+        return StoredNames(source, self.reader.path)
 
     @cached_property
     def _flat(self) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
@@ -120,7 +117,7 @@ class DefaultTarget:
     def _flattens(self) -> bool:
         return self.planner is None or self.planner.flatten_state_dict
 
-    def compare(self, source: Source, stored: _StoredNames) -> tuple[MatchedState, bytes]:
+    def compare(self, source: Source, stored: StoredNames) -> tuple[MatchedState, bytes]:
         """Compare the state with the index, and unpickle the objects."""
         flat, paths = self._flat
         names = stored.tensors.keys() | stored.objects
@@ -131,18 +128,16 @@ class DefaultTarget:
                 flat, paths = other, other_paths
         missing = [name for name in flat if name not in names]
         if missing and not (self.planner and self.planner.allow_partial_load):
-            raise BadState(
-                f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
-                hint="load with DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
-                missing=missing,
-            )
+            raise plans.missing_keys(missing, sorted(names - flat.keys()))
         wanted = {
             name: value
             for name, value in flat.items()
             if name in names and (not is_dtensor(value) or plans._has_part(value))
         }
         rows = {name: stored.tensors[name] for name in wanted if name in stored.tensors}
-        _check_forms(source, wanted, rows)
+        forms = _stored_forms(source, rows)
+        if not all(_fits(wanted[name], *form) for name, form in forms.items()):
+            plans.check_forms(wanted, forms)
         found = _Found({}, [], [])
         leaves = _fillable(wanted, rows, found)
         matched = MatchedState(source, leaves, {name: rows[name] for name in leaves.keys}, (found, paths, wanted))
@@ -178,21 +173,22 @@ class DefaultTarget:
         self.reader.read_data(planner.create_local_plan(), planner)
 
 
-class _StoredNames:
+class StoredNames:
     """The names of what a checkpoint holds, as torch's flattening gives them."""
 
-    def __init__(self, source: Source, reader: FileSystemReader) -> None:
+    def __init__(self, source: Source, path: file_systems.PathLike) -> None:
         self._source = source
         self._view: TorchView | None = None
         self.tensors: dict[str, int] = source.index.tensor_rows
         """The row of each tensor in the index."""
-        self.objects: set[str]
+        self.paths: Mapping[str, tuple[str | int, ...]]
+        """Of each value, the keys and positions in the nested state, in its order."""
         if isinstance(source, TorchSource):
-            self.objects = set(source.objects)
+            self.objects, self.paths = set(source.objects), source.paths
             return
-        self._view = TorchView(source, reader.path)
-        self.tensors = self._view.rows
-        self.objects = self._view.metadata.state_dict_metadata.keys() - self.tensors.keys()
+        self._view = TorchView(source, path)
+        self.tensors, self.paths = self._view.rows, self._view.metadata.planner_data
+        self.objects = self.paths.keys() - self.tensors.keys()
 
     def load_objects(self, names: list[str]) -> dict[str, Any]:
         """Unpickle objects; classes that are not known to be safe are refused."""
@@ -219,36 +215,16 @@ class _StoredNames:
         return made
 
 
-def _check_forms(source: Source, wanted: dict[str, Any], rows: dict[str, int]) -> None:
-    """Check the sizes of tensors, and log which dtypes will be converted."""
-    wrong: list[str] = []
-    casts: list[str] = []
+def _stored_forms(source: Source, rows: dict[str, int]) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Return the size and the dtype of each tensor."""
     tensors = source.index.tensors
     shapes, ndims, codes = tensors.shape.tolist(), tensors.ndim.tolist(), tensors.dtype.tolist()
     dtypes = {code: to_torch(by_code(code)) for code in set(codes)}
-    for name, row in rows.items():
-        value = wanted[name]
-        if not isinstance(value, torch.Tensor):
-            raise StateMismatch(
-                f"{name!r} is a tensor in the checkpoint and a {type(value).__qualname__} in the state",
-                hint="put a tensor of the saved size there, or take the key out of the state",
-                key=name,
-            )
-        saved, size = shapes[row][: ndims[row]], value.size()
-        if not _is_ordinary(value) and protocol._is_checkpointable_tensor(value):
-            size = torch.Size(value.global_shape)
-        if saved != list(size):
-            wrong.append(f"Size mismatch between saved {torch.Size(saved)} and current: {size} for {name}")
-        if dtypes[codes[row]] != value.dtype:
-            casts.append(f"{name} ({dtypes[codes[row]]} to {value.dtype})")
-    if wrong:
-        raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
-    if casts:
-        plans.logger.warning("tensors are converted to the state's dtype as they are loaded: %s", plans.named(casts))
+    return {name: (shapes[row][: ndims[row]], dtypes[codes[row]]) for name, row in rows.items()}
 
 
-def _is_ordinary(value: torch.Tensor) -> bool:
-    return type(value) in _ORDINARY and "global_shape" not in value.__dict__
+def _fits(value: Any, size: list[int], dtype: torch.dtype) -> bool:
+    return (is_ordinary(value) or is_dtensor(value)) and value.dtype == dtype and list(value.shape) == size
 
 
 def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> Any:
@@ -275,7 +251,7 @@ def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> An
 
     for name in rows:
         value = wanted[name]
-        if _is_ordinary(value) or is_dtensor(value):
+        if is_ordinary(value) or is_dtensor(value):
             leaves[name] = value
         else:
             open_value(name)
@@ -304,6 +280,4 @@ def _warn_of_holes(source: Source, matched: MatchedState) -> None:
             if sum(common.volume for each in stored if (common := intersect(each, box))) < box.volume:
                 thin[key] = None
     if thin:
-        plans.logger.warning(
-            "the checkpoint does not hold all of these tensors; the rest stays as it is: %s", plans.named(list(thin))
-        )
+        plans.warn_of_holes(list(thin))

@@ -18,14 +18,16 @@ from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardkeep.dcp._impl import plans
-from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_tensor
+from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_or_saved, plain_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, WrittenFiles
 from shardkeep.engine.stagers import ObjectCopier
+from shardkeep.engine.tensors import sample_replicas
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, UnsupportedLeaf
 from shardkeep.format.boxes import IntArray
@@ -34,10 +36,20 @@ from shardkeep.format.record import FileEntry
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metadata, encode_plain_metadata, read_metadata
-from shardkeep.plan.save_plan import PlannedChunks, RankManifest, TensorNames, encode, ints, plan_whole_shards
-from shardkeep.state.describe import Description, describe_leaves
+from shardkeep.options import decodable
+from shardkeep.plan.save_plan import (
+    BUFFER,
+    PlannedChunks,
+    RankManifest,
+    TensorNames,
+    encode,
+    ints,
+    manifest_of,
+    plan_whole_shards,
+)
+from shardkeep.state.describe import Description, describe_leaves, find_buffers
 from shardkeep.state.flatten import flatten_sharded_tensors, flatten_state_dict
-from shardkeep.state.leaves import ShardedBox, is_dtensor
+from shardkeep.state.leaves import ShardedBox, is_dtensor, is_ordinary
 from shardkeep.storage import file_systems
 from shardkeep.storage.base import Store
 
@@ -80,6 +92,7 @@ class _SentItem(msgspec.Struct, frozen=True, array_like=True):
     flags: int = 0
 
 
+@decodable
 class _SentState(msgspec.Struct, frozen=True):
     """What a rank's state has besides plain tensors; equal on ranks with the same state."""
 
@@ -109,24 +122,33 @@ class DefaultSave:
     """A save of one rank, in the steps of `engine.save_session`."""
 
     def __init__(
-        self, writer: FileSystemWriter, planner: DefaultSavePlanner | None, *, rank: int, leads: bool, copies: bool
+        self,
+        writer: FileSystemWriter,
+        planner: DefaultSavePlanner | None,
+        *,
+        rank: int,
+        world_size: int,
+        leads: bool,
+        copies: bool,
+        modules: Sequence[torch.nn.Module],
     ) -> None:
-        """Save with a writer that is set to its place. `copies`: the state may change when it is described."""
+        """
+        Save with a writer that is set to its place. `copies`: the state may change when it is described. `modules` are those whose
+        state is in it.
+        """
         self._writer = writer
         self._planner = planner
         self._rank = rank
+        self._world_size = world_size
         self._leads = leads
         self._copies = copies
+        self._modules = modules
         self._written: list[str] = []
 
     @property
     def store(self) -> Store:
         """Where the files go."""
-        writer = self._writer
-        found = file_systems.store_of(writer.fs, writer.path, durable=writer.sync_files)
-        if found is None:  # unreachable: see `saves_by_default`
-            raise BrokenProtocol(f"{writer.path} is in no store")
-        return found
+        return self._writer.open_store()
 
     def claimed(self) -> AbstractContextManager[None]:
         """Do nothing: files of dead saves are found by their age."""
@@ -164,7 +186,16 @@ class DefaultSave:
             items = [(item, copier.copy(value, (item.index.fqn,))) for item, value in items]
             copier.wait()
         sent = _SentState([_sent(item) for item, _ in items], names, paths)
-        return DescribedState(description, encode(_manifest(description, flags, sent)), items=items)
+        samples: Callable[[], bytes] = bytes
+        if self._world_size > 1:
+            buffers = find_buffers(description, self._modules)
+            flags |= buffers * np.uint8(BUFFER)
+            samples = sample_replicas(description, ~buffers)
+        count = len(description.keys)
+        manifest = manifest_of(
+            description, groups=["state"] * count, flags=flags, alias=np.arange(count), values=encode(sent)
+        )
+        return DescribedState(description, manifest, samples, items=items)
 
     def files(self, described: DescribedState, answer: bytes) -> RankFiles:
         """Lay out the files that this rank writes; items of their own come after all rows in the plan's numbers."""
@@ -350,7 +381,7 @@ class LazyMetadata(protocol.Metadata):
 # -- describing --------------------------------------------------------------------------------------------------------
 
 
-def _describe_values(flat: dict[str, Any]) -> tuple[Description, bytes, list[_Item]]:
+def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.uint8], list[_Item]]:
     """Describe what has plain memory as columns, with the flags of each tensor; return the rest as items of their own."""
     tensors: dict[str, Any] = {}
     flags: dict[str, int] = {}
@@ -368,7 +399,7 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, bytes, list[_It
         items.extend(own)
 
     for key, value in flat.items():
-        if type(value) in _ORDINARY and "global_shape" not in value.__dict__ and value.numel():
+        if is_ordinary(value) and value.numel():
             tensors[key], flags[key] = value, _flags(value.requires_grad, value.is_cpu and value.is_pinned())
         elif type(value) in _ATOMS:
             items.append((protocol.WriteItem(protocol.MetadataIndex(key), protocol.WriteItemType.BYTE_IO), value))
@@ -389,7 +420,7 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, bytes, list[_It
                 raise
             open_value(refused)
         else:
-            return description, bytes(flags[key] for key in description.keys), items
+            return description, np.array([flags[key] for key in description.keys], np.uint8), items
 
 
 def _flags(requires_grad: bool, pinned: bool) -> int:
@@ -424,38 +455,10 @@ def _sent(item: protocol.WriteItem) -> _SentItem:
     )
 
 
-def _manifest(d: Description, flags: bytes, sent: _SentState) -> RankManifest:
-    held = np.bincount(d.row_tensor, minlength=len(d.keys)) > 0
-    names = TensorNames(
-        keys=d.keys,
-        groups=["state"] * len(d.keys),
-        dtype=d.dtype.tobytes(),
-        ndim=d.ndim.tobytes(),
-        origin=bytes(len(d.keys)),
-        flags=flags,
-    )
-    return RankManifest(
-        axes=d.boxes.axes,
-        names=encode(names),
-        shape=d.shape.tobytes(),
-        alias=np.where(held, np.arange(len(held)), -1).tobytes(),
-        row_tensor=d.row_tensor.tobytes(),
-        row_offsets=d.boxes.offsets.tobytes(),
-        row_sizes=d.boxes.sizes.tobytes(),
-        check_replicas=False,
-        row_digest=b"",
-        tree=b"",
-        values=encode(sent),
-    )
-
-
 def _pickled(item: protocol.WriteItem, value: Any) -> Data:
     """Return the bytes of an item of its own; of a plain tensor, the tensor."""
     if item.tensor_data is not None:
-        plain = plain_tensor(item.index.fqn, value)
-        if plain is not None:
-            return plain
-        value = value.detach().cpu().clone()  # it would be saved with all of the memory that it is a view of
+        return plain_or_saved(item.index.fqn, value)
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getbuffer()

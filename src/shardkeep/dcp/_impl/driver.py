@@ -9,9 +9,9 @@
     all ranks     finish_plan, write_data                     all ranks     finish_plan, read_data
     coordinator   finish
 
-Where planner and writer are ours, `default_save` makes a save in the engine's session instead. A planner or a storage may be torch's: values that pass between it and one of ours are translated. All steps are made by all
-ranks together, also where each rank has its own metadata. With `Options.share_reads`, ranks that need the same bytes each
-read a part and exchange them in a further step.
+Where planner and storage are ours, the engine's sessions save and load instead (`default_save`, `default_load`). A planner
+or a storage may be torch's: values that pass between it and one of ours are translated. All steps are made by all ranks
+together, also where each rank has its own metadata.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
+from torch import nn
 from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
@@ -42,27 +43,16 @@ from shardkeep.dcp._impl.default_save import DefaultSave, saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.file_reader import FileSystemReader, FsspecReader
 from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter, _FileSystemWriter
-from shardkeep.dcp._impl.hf_reader import HuggingFaceStorageReader
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
-from shardkeep.dcp._impl.shared_items import fills_in_place, remaining_plan, shared_requests_of_plan
+from shardkeep.dist.world import is_initialised
 from shardkeep.engine.load_session import LoadSession
 from shardkeep.engine.report import LoadEvents, Phases, SaveEvents
 from shardkeep.engine.save_session import SaveSession
-from shardkeep.engine.shared_reads import (
-    Channel,
-    Exchange,
-    SharedRequest,
-    accept_plan,
-    all_agree,
-    make_offer,
-    open_channel,
-)
 from shardkeep.engine.sources import find_committed
 from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointException, NoMetadata, NoStorage, RanksDisagree
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options, per_process
-from shardkeep.plan.sharing import plan_sharing
-from shardkeep.storage.file_systems import keeps
+from shardkeep.storage.base import broken_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,6 +97,12 @@ def _dcp_method_logger(
     return decorator
 
 
+def _is_handled() -> bool:
+    """Return whether anything sees torch's log: making two messages for each of ten thousand values takes time."""
+    handled = any(type(each) is not logging.NullHandler for each in _dcp_logger.handlers)
+    return handled or bool(_dcp_logger.filters) or _dcp_logger.propagate
+
+
 def logged(func: Callable[P, T], name: str, *, log_exceptions: bool = False, **known: Any) -> Callable[P, T]:
     """Return a function that logs each call under a name."""
 
@@ -118,9 +114,7 @@ def logged(func: Callable[P, T], name: str, *, log_exceptions: bool = False, **k
             log.debug("a handler of %s failed", _dcp_logger.name, exc_info=True)
 
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        # Making two messages for each of ten thousand values takes time.
-        handled = any(type(each) is not logging.NullHandler for each in _dcp_logger.handlers)
-        if not handled and not _dcp_logger.filters and not _dcp_logger.propagate:
+        if not _is_handled():
             return func(*args, **kwargs)
         began = time.time_ns()
         message: dict[str, Any] = {"func_name": name}
@@ -181,8 +175,7 @@ def _init_logger(rank: int) -> None:
 @contextmanager
 def _profile() -> Iterator[None]:
     """Profile the block on rank 0 and print the result, if `ENABLE_PROFILE` is set."""
-    dist = sys.modules.get("torch.distributed")
-    if not ENABLE_PROFILE or (dist is not None and not is_alone(no_dist=False) and dist.get_rank() != 0):
+    if not ENABLE_PROFILE or (is_initialised() and sys.modules["torch.distributed"].get_rank() != 0):
         yield
         return
     profiler = cProfile.Profile()
@@ -245,8 +238,7 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
 
 def is_alone(no_dist: bool) -> bool:
     """Return whether a call involves this process only: because `no_dist` was given, or there are no other ranks."""
-    dist = sys.modules.get("torch.distributed")
-    return no_dist or dist is None or not dist.is_available() or not dist.is_initialized()
+    return no_dist or not is_initialised()
 
 
 def without_ranks(no_dist: bool, verb: str) -> bool:
@@ -268,6 +260,11 @@ def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
 
 
+def modules_in(state_dict: Mapping[str, Any]) -> list[nn.Module]:
+    """Return the modules of a state, whose buffers are known to be buffers."""
+    return [value for value in state_dict.values() if isinstance(value, nn.Module)]
+
+
 # -- exclusive use of writers and planners -----------------------------------------------------------------------------
 
 
@@ -285,12 +282,10 @@ class Reservation:
         here = threading.get_ident()
         self.what = what
         self.thread = thread or (lambda: here)
-        # Kept alive until released, so that no other object gets their ids.
-        self._objects = {id(each): each for each in objects if each is not None}
+        self._objects = [each for each in objects if each is not None]
         self._changed, self._reserved = _reservations()
         with self._changed:
-            for each in self._objects:
-                self._reserved.setdefault(each, []).append(self)
+            self._reserved.append(self)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -307,8 +302,8 @@ class Reservation:
 
     def _earlier(self) -> tuple[str, str] | None:
         """Return the class of an object with an earlier reservation, and where that save goes."""
-        for number, each in self._objects.items():
-            first = self._reserved[number][0]
+        for each in self._objects:
+            first = next(other for other in self._reserved if any(each is used for used in other._objects))
             if first is not self and first.thread() != threading.get_ident():  # one of this thread encloses this save
                 return type(each).__qualname__, first.what
         return None
@@ -316,16 +311,13 @@ class Reservation:
     def release(self) -> None:
         """Release the objects; the next reservation can proceed."""
         with self._changed:
-            for each in self._objects:
-                self._reserved[each].remove(self)
-                if not self._reserved[each]:
-                    del self._reserved[each]
+            if self in self._reserved:
+                self._reserved.remove(self)
             self._changed.notify_all()
-        self._objects = {}
 
 
-def _no_reservations() -> tuple[threading.Condition, dict[int, list[Reservation]]]:
-    return threading.Condition(), {}  # of each object, by its id, in the order of the calls
+def _no_reservations() -> tuple[threading.Condition, list[Reservation]]:
+    return threading.Condition(), []  # in the order of the calls
 
 
 _reservations = per_process(_no_reservations)  # saves outlive their calls
@@ -380,7 +372,7 @@ def save(
             writer = _storage_setup(storage_writer, checkpoint_id)
             ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
             state = in_step(ranks, lambda: _logged_states(state_dict))
-            return run_save(ranks, state, writer, planner, use_collectives)
+            return run_save(ranks, state, writer, planner, use_collectives, modules_in(state_dict))
 
     fields = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
     return logged(call, "save", log_exceptions=True, process_group=process_group, **fields)()
@@ -391,6 +383,8 @@ def _logged_states(state_dict: protocol.STATE_DICT_TYPE) -> protocol.STATE_DICT_
     name = _stateful_to_state_dict.__name__
 
     def states() -> protocol.STATE_DICT_TYPE:
+        if not _is_handled():
+            return _stateful_to_state_dict(state_dict)
         return {
             key: logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
             for key, value in state_dict.items()
@@ -434,10 +428,11 @@ def run_save(
     storage_writer: protocol.StorageWriter,
     planner: protocol.SavePlanner | None,
     use_collectives: bool,
+    modules: Sequence[nn.Module] = (),
 ) -> protocol.Metadata:
-    """Save a state: in the engine's session if planner and writer are ours, else item by item."""
+    """Save a state, with that of `modules`: in the engine's session if planner and writer are ours, else item by item."""
     if use_collectives and saves_by_default(storage_writer, planner):
-        layout, session, events = default_session(ranks, storage_writer, planner)
+        layout, session, events = default_session(ranks, storage_writer, planner, modules)
         committed, _ = saving.save_in_session(session, events, state)
         return layout.metadata(committed)
     call = _Save(ranks, state, storage_writer, planner, use_collectives)
@@ -448,11 +443,22 @@ def run_save(
 
 
 def default_session(
-    ranks: _DistWrapper, writer: FileSystemWriter, planner: protocol.SavePlanner | None, *, copies: bool = False
+    ranks: _DistWrapper,
+    writer: FileSystemWriter,
+    planner: protocol.SavePlanner | None,
+    modules: Sequence[nn.Module],
+    *,
+    copies: bool = False,
 ) -> tuple[DefaultSave, SaveSession, SaveEvents]:
     """Begin a save by the default planner; `copies`: the state may change as soon as it is described."""
     layout = DefaultSave(
-        writer, cast("DefaultSavePlanner | None", planner), rank=ranks.rank, leads=ranks.is_coordinator, copies=copies
+        writer,
+        cast("DefaultSavePlanner | None", planner),
+        rank=ranks.rank,
+        world_size=ranks._world.size,
+        leads=ranks.is_coordinator,
+        copies=copies,
+        modules=modules,
     )
     fields, phases, store = log_fields_of(writer, ranks.group), Phases(), layout.store
     session = SaveSession(
@@ -714,7 +720,6 @@ def _load_by_default(
         ranks,
         phases,
         Options(),
-        ranks.group,
         complete=False,
         logged=lambda function, name: logged(function, name, **fields),
     )
@@ -742,10 +747,8 @@ def _load_items(
     local_step = logged(lambda: call.plan(state()), "local_step", **fields)
     global_step = logged(call.decide, "global_step", **fields)
     read_data = logged(call.read, "read_data", **fields)
-    plan, shares = ranks.reduce_scatter("plan", local_step, global_step)
-    ranks.all_gather("read", lambda: read_data(plan, shares))
-    if shares is not None:  # on all ranks, none of which has failed to read
-        ranks.all_gather("share", call.exchange)
+    plan = ranks.reduce_scatter("plan", local_step, global_step)
+    ranks.all_gather("read", lambda: read_data(plan))
 
 
 class _RankReport(NamedTuple):
@@ -754,10 +757,6 @@ class _RankReport(NamedTuple):
     common: bool
     """Whether the metadata are those of all ranks."""
     plan: protocol.LoadPlan
-    cannot_share: str | None
-    """Why it cannot share its reads; empty if it can, None if `share_reads` is not set."""
-    offer: bytes
-    """The reads it offers to share."""
 
 
 class _Load:
@@ -771,11 +770,9 @@ class _Load:
         self._reader = storage_reader
         self._to_reader = protocol.translator(planner, storage_reader)
         self._to_planner = protocol.translator(storage_reader, planner)
-        self._sharing: tuple[Channel, list[SharedRequest]] | None = None
-        self._exchange: Exchange | None = None
 
     def plan(self, state_dict: dict[str, Any]) -> _RankReport:
-        """Return this rank's plan, and what it offers to share."""
+        """Return this rank's plan."""
         leads = self._ranks.is_coordinator
         metadata, common = self._read_metadata()
         self._planner.set_up_planner(state_dict, protocol.to_classes_of(self._planner, metadata), leads)
@@ -784,30 +781,10 @@ class _Load:
         else:
             self._reader.set_up_storage_reader(metadata, leads)
         plan = self._reader.prepare_local_plan(self._to_reader(self._planner.create_local_plan()))
-        cannot_share, offer = self._offer(plan, metadata, common=common)
-        return _RankReport(common, plan, cannot_share, offer)
+        return _RankReport(common, plan)
 
-    def _offer(self, plan: protocol.LoadPlan, metadata: protocol.Metadata, *, common: bool) -> tuple[str | None, bytes]:
-        """Return why this rank cannot share its reads (None: `share_reads` is not set), and the reads it offers."""
-        options, planner = Options(), self._planner
-        if not options.share_reads:
-            return None, b""
-        size = self._ranks.get_world_size()
-        channel = open_channel(self._ranks.group, size=size, timeout_s=options.timeout_s)
-        if not isinstance(channel, Channel):
-            return channel, b""
-        if not _reads_items(self._reader):
-            return f"the reader, a {type(self._reader).__qualname__}, may override how it reads", b""
-        if not fills_in_place(planner) or type(plan) is not protocol.LoadPlan:
-            return f"the planner, a {type(planner).__qualname__}, may override how it is filled", b""
-        if not common:
-            return "the ranks have their own metadata", b""
-        requests = shared_requests_of_plan(plan, planner, metadata)
-        self._sharing = channel, requests
-        return "", make_offer(requests, budget_nbytes=options.host_budget_bytes)
-
-    def decide(self, reports: list[_RankReport]) -> list[tuple[protocol.LoadPlan, bytes | None]]:
-        """Return the plan of each rank, and its part in sharing the reads; None if they are not shared."""
+    def decide(self, reports: list[_RankReport]) -> list[protocol.LoadPlan]:
+        """Return the plan of each rank."""
         found = [rank for rank, each in enumerate(reports) if each.common]
         if 0 < len(found) < len(reports):
             raise RanksDisagree(
@@ -815,26 +792,15 @@ class _Load:
                 hint="wait until all ranks see the same files, or delete those of the older of two checkpoints",
             )
         plans = self._planner.create_global_plan(self._to_planner([each.plan for each in reports]))
-        final = self._reader.prepare_global_plan(self._to_reader(list(plans)))
-        agree = all_agree([each.cannot_share for each in reports])
-        shares = plan_sharing([each.offer for each in reports]) if agree else None
-        return [(plan, shares[rank] if shares else None) for rank, plan in enumerate(final)]
+        return list(self._reader.prepare_global_plan(self._to_reader(list(plans))))
 
-    def read(self, plan: protocol.LoadPlan, shares: bytes | None) -> None:
-        """Read this rank's items, except for those that other ranks read for it."""
+    def read(self, plan: protocol.LoadPlan) -> None:
+        """Read this rank's items."""
         final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
-        if shares is not None and self._sharing is not None:
-            cuts, self._exchange = accept_plan(*self._sharing, shares)
-            final = remaining_plan(final, cuts)
         reads = self._reader.read_data(final, self._planner)
         reads.wait()
         # A reader that fails in the background reports it only through its future.
         reads.value()
-
-    def exchange(self) -> None:
-        """Send the other ranks what this rank has read for them, and receive what they have read for it."""
-        if self._exchange is not None:
-            self._exchange.run()
 
     def _read_metadata(self) -> tuple[protocol.Metadata, bool]:
         """
@@ -859,11 +825,7 @@ class _Load:
                     return metadata, False
             except Exception as error:  # noqa: BLE001 - the storage may be the user's; raised below
                 causes.append(f"rank local metadata read failed: {error}")
-        raise NoMetadata("; ".join(causes), hint="is there a complete checkpoint at this place?")
-
-
-def _reads_items(reader: object) -> bool:
-    """Return whether a reader reads any part of an item straight into the planner's tensor, as ours do."""
-    if isinstance(reader, HuggingFaceStorageReader):
-        return keeps(reader, HuggingFaceStorageReader, ("_read", *_HF_METHODS, *_READER_METHODS))
-    return isinstance(reader, FileSystemReader) and keeps(reader, FileSystemReader, _READER_METHODS)
+        broken = (
+            broken_path(self._reader.open_store(), inside=True) if isinstance(self._reader, FileSystemReader) else ""
+        )
+        raise NoMetadata("; ".join(causes), hint=broken or "is there a complete checkpoint at this place?")

@@ -248,12 +248,13 @@ class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
             raise BrokenProtocol(f"{self.path} is in no store")
         return store
 
-    def _store(self) -> Store | file_systems.StreamStore:
+    def readable_store(self) -> Store | file_systems.StreamStore:
+        """Return the store that the checkpoint is in, or its files as streams of the file system."""
         return file_systems.store_of(self.fs, self.path, foreign=True) or file_systems.StreamStore(self.fs, self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> protocol.Metadata:
         name = metadata_name(kwargs.get("rank"))
-        store = self._store()
+        store = self.readable_store()
         try:
             if (
                 kwargs.get("rank") is None
@@ -293,7 +294,7 @@ class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
         if self._native is not None:
             _read_native(self._native, self.storage_data, plan, planner)
         else:
-            _PlanReader(self._store(), self._metadata, self.storage_data, planner, self.transforms).read(plan)
+            _PlanReader(self.readable_store(), self._metadata, self.storage_data, planner, self.transforms).read(plan)
         done: Future[None] = Future()
         done.set_result(None)
         return done

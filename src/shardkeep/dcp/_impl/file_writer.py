@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import IO, Any, NamedTuple, TypeGuard, cast
@@ -32,13 +32,13 @@ from torch.futures import Future
 
 from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
 from shardkeep.dcp._impl.file_reader import open_with_fsspec
-from shardkeep.dcp._impl.hf_files import aligned_order, header_of, planned_tensor
+from shardkeep.dcp._impl.hf_files import ItemTensor, aligned_order, header_of, planned_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.stagers import BlockingAsyncStager
 from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES, FollowUpError, Scattered, budget_for_store, run_workers
 from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
-from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError
+from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError, UnsupportedLeaf
 from shardkeep.format.boxes import Ints
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import known_to_torch, of_torch
@@ -51,14 +51,12 @@ from shardkeep.layouts.torch_publish import Commit, commit_at
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices, wait_tensor
 from shardkeep.storage import file_systems
-from shardkeep.storage.base import is_name
+from shardkeep.storage.base import Store, is_name
 from shardkeep.storage.buffers import address_of
 from shardkeep.storage.cancel import CancelScope
 
 _FILE_NBYTES = 256 << 20
 """A rank whose part is a multiple of this writes several files, if it may choose."""
-_MOST_PICKLED_NBYTES = 64 << 20
-"""Pickled objects that are held in memory until they are written."""
 
 
 # -- bytes of files ----------------------------------------------------------------------------------------------------
@@ -254,6 +252,10 @@ def _item_size(item: protocol.WriteItem) -> int | None:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
+def _is_object(item: protocol.WriteItem) -> bool:
+    return item.type == protocol.WriteItemType.BYTE_IO
+
+
 def _split_by_size_and_type(bins: int, items: list[protocol.WriteItem]) -> list[list[protocol.WriteItem]]:
     """Distribute items over files: objects in turn, then the largest tensor first to the smallest file."""
     return [[items[row] for row in bucket] for bucket in divide_rows(bins, list(map(_item_size, items)))]
@@ -281,35 +283,34 @@ class FilePlan(NamedTuple):
     path: file_systems.PathLike
     name: str
     items: list[protocol.WriteItem]
-    header: bytes | None = None
-    """The header before bare tensors; None if each item is an archive."""
+    tensors: Sequence[ItemTensor] | None = None
+    """The tensors of a safetensors file; None if each item is an archive."""
+    header: bytes = b""
+    """Of a safetensors file."""
+
+
+def safetensors_plan(
+    plan: FilePlan, metadata: Mapping[str, str], measure: Callable[[protocol.WriteItem], ItemTensor] = planned_tensor
+) -> FilePlan:
+    """Return the plan of a safetensors file with these items."""
+    tensors = aligned_order(list(map(measure, plan.items)))
+    header = header_of(tensors, metadata, where=plan.name)
+    return plan._replace(items=[tensor.item for tensor in tensors], tensors=tensors, header=header)
 
 
 def write_plans(
     writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
 ) -> list[protocol.WriteResult]:
-    """Write files. If one of them fails, all are removed."""
-    if writer.serialization_format == protocol.SerializationFormat.SAFETENSORS:
-        if writer.transforms.extensions:
-            raise StateError("extensions cannot be applied to safetensors files", hint="write TORCH_SAVE files")
-        plans = [_as_safetensors(plan) for plan in plans]
+    """Write files; if one of them fails, all are removed. Items keep their order in safetensors files."""
     plans = [
-        plan._replace(items=sorted(plan.items, key=lambda item: item.type != protocol.WriteItemType.BYTE_IO))
+        plan if plan.tensors is not None else plan._replace(items=sorted(plan.items, key=_is_object, reverse=True))
         for plan in plans
     ]
     in_store = file_systems.store_of(writer.fs, writer.path) is not None and all(
         is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
     )
     laid_out = in_store and resolves_in_place(planner) and _writes_unchanged(writer.transforms)
-    results = _write_laid_out(writer, planner, plans) if laid_out else None
-    return _write_streams(writer, planner, plans) if results is None else results
-
-
-def _as_safetensors(plan: FilePlan) -> FilePlan:
-    if any(item.type == protocol.WriteItemType.BYTE_IO for item in plan.items):
-        return plan
-    tensors = aligned_order(list(map(planned_tensor, plan.items)))
-    return plan._replace(items=[tensor.item for tensor in tensors], header=header_of(tensors, {}, where=plan.name))
+    return (_write_laid_out if laid_out else _write_streams)(writer, planner, plans)
 
 
 # -- files whose layout is known in advance ----------------------------------------------------------------------------
@@ -328,18 +329,17 @@ def _writes_unchanged(transforms: Any) -> bool:
 
 def _write_laid_out(
     writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
-) -> list[protocol.WriteResult] | None:
-    """Write files through the engine; None if the objects in them are too large to pickle in advance."""
+) -> list[protocol.WriteResult]:
+    """Write files through the engine."""
     options = Options()
-    store = file_systems.store_of(writer.fs, writer.path, durable=writer.sync_files)
-    resolved = _resolve_all(planner, plans)
-    if resolved is None or store is None:
-        return None
+    store = writer.open_store()
+    resolved = [[_resolve(planner, item) for item in plan.items] for plan in plans]
     as_planned = [list(map(_is_as_planned, plan.items, data)) for plan, data in zip(plans, resolved, strict=True)]
     laid_out = [_lay_out(plan, of_file) for plan, of_file in zip(plans, resolved, strict=True)]
     jobs = [job for job, _ in laid_out]
     synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
-    budget = budget_for_store(store, options.io_threads, options.host_budget_bytes, coded=False)
+    threads = max(writer.thread_count, options.io_threads)
+    budget = budget_for_store(store, threads, options.host_budget_bytes, coded=False)
     with CancelScope(budget=budget.room).active():
         write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
     results: list[protocol.WriteResult] = []
@@ -347,8 +347,9 @@ def _write_laid_out(
     try:
         for plan, (job, items), planned in zip(plans, laid_out, as_planned, strict=True):
             sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, bytes(job.digests))
-            written.append(f"{plan.name}{SUMS_SUFFIX}")  # before `put`, which may fail after the file exists
-            store.put(f"{plan.name}{SUMS_SUFFIX}", encoded, replace=True)
+            if writer.writes_sums:
+                written.append(f"{plan.name}{SUMS_SUFFIX}")  # before `put`, which may fail after the file exists
+                store.put(f"{plan.name}{SUMS_SUFFIX}", encoded, replace=True)
             results += _results(plan, items, planned, sums)
     except BaseException:
         for name in written:
@@ -358,26 +359,11 @@ def _write_laid_out(
     return results
 
 
-def _resolve_all(planner: protocol.SavePlanner, plans: list[FilePlan]) -> list[list[Data]] | None:
-    """Return the data of each file; None if pickled objects would take too much memory."""
-    pickled = 0
-    resolved: list[list[Data]] = []
-    for plan in plans:
-        resolved.append([])
-        for item in plan.items:
-            data = _resolve(planner, item)
-            resolved[-1].append(data)
-            pickled += 0 if isinstance(data, torch.Tensor) else data.nbytes
-            if pickled > _MOST_PICKLED_NBYTES:
-                return None
-    return resolved
-
-
 def _lay_out(plan: FilePlan, data: list[Data]) -> tuple[FileJob, list[WrittenItem]]:
-    if plan.header is None:
+    if plan.tensors is None:
         return lay_out(plan.name, data)
-    for item, each in zip(plan.items, data, strict=True):
-        _check_as_planned(item, each)
+    for tensor, each in zip(plan.tensors, data, strict=True):
+        _check_as_planned(tensor, each)
     job, items = lay_out(plan.name, [memoryview(plan.header), *data], framed=False)
     return job, items[1:]
 
@@ -395,10 +381,11 @@ def _resolve(planner: protocol.SavePlanner, item: protocol.WriteItem) -> Data:
         return memoryview(data.getvalue())  # a copy, because the planner may reuse the stream
     if not isinstance(data, torch.Tensor):
         raise BrokenProtocol(f"{key!r} is planned as a tensor, but the planner returned a {type(data).__name__}")
-    return _plain_or_saved(key, data)
+    return plain_or_saved(key, data)
 
 
-def _plain_or_saved(key: str, data: torch.Tensor) -> Data:
+def plain_or_saved(key: str, data: torch.Tensor) -> Data:
+    """Return a tensor whose memory can be written as it is, or else the archive that torch makes of it."""
     plain = plain_tensor(key, data)
     if plain is not None:
         return plain
@@ -416,13 +403,30 @@ def _is_as_planned(item: protocol.WriteItem, data: Data) -> bool:
     return data.dtype == planned.properties.dtype and tuple(data.shape) == tuple(planned.chunk.sizes)
 
 
-def _check_as_planned(item: protocol.WriteItem, data: Data) -> None:
-    if not _is_as_planned(item, data):
-        raise StateError(
-            f"{item.index.fqn!r} is not the dense tensor that was planned: a safetensors file cannot hold it",
-            hint="write TORCH_SAVE files, or leave it out",
-            key=item.index.fqn,
-        )
+class NotAsPlanned(UnsupportedLeaf):
+    """A tensor of a safetensors file is not what its header says."""
+
+
+def measured_tensor(planner: protocol.SavePlanner, item: protocol.WriteItem) -> ItemTensor:
+    """Return the tensor of an item as the planner makes it."""
+    data = _resolve(planner, item)
+    if not isinstance(data, torch.Tensor):
+        raise _not_dense(item)
+    return ItemTensor(item, of_torch(data.dtype, key=item.index.fqn), tuple(data.shape))
+
+
+def _check_as_planned(tensor: ItemTensor, data: Data) -> None:
+    held = (of_torch(data.dtype), tuple(data.shape)) if isinstance(data, torch.Tensor) else None
+    if held != (tensor.dtype, tensor.shape):
+        raise _not_dense(tensor.item)
+
+
+def _not_dense(item: protocol.WriteItem) -> NotAsPlanned:
+    return NotAsPlanned(
+        f"{item.index.fqn!r} is not the dense tensor that was planned: a safetensors file cannot hold it",
+        hint="write TORCH_SAVE files, or leave it out",
+        key=item.index.fqn,
+    )
 
 
 def _results(
@@ -452,7 +456,7 @@ def _write_item(
     """Write one item to a stream; for writers of users, which write their files themselves."""
     if serialization_format != protocol.SerializationFormat.TORCH_SAVE and isinstance(data, torch.Tensor):
         raise StateError(f"{write_item.index.fqn!r}: a safetensors file is not written item by item")
-    item = data.getbuffer() if isinstance(data, io.BytesIO) else _plain_or_saved(write_item.index.fqn, data)
+    item = data.getbuffer() if isinstance(data, io.BytesIO) else plain_or_saved(write_item.index.fqn, data)
     out = HashingStream(cast("IO[bytes]", stream), at=stream.tell())
 
     def wrap(raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
@@ -474,7 +478,7 @@ def _write_streams(
 
     def write(plan: FilePlan, _: memoryview) -> bool:
         results[plan.name] = _write_one_stream(
-            writer.fs, writer.transforms, planner, plan, sync=writer.sync_files, stop=stop
+            writer.fs, writer.transforms, planner, plan, writer.sync_files, writer.writes_sums, stop
         )
         return True
 
@@ -494,8 +498,8 @@ def _write_one_stream(
     transforms: Any,
     planner: protocol.SavePlanner,
     plan: FilePlan,
-    *,
     sync: bool,
+    sums_too: bool,
     stop: threading.Event,
 ) -> list[protocol.WriteResult]:
     items = iter(plan.items)
@@ -509,25 +513,25 @@ def _write_one_stream(
         return stream, list(descriptors)
 
     def resolved() -> Iterator[Data]:
-        for item in plan.items:
+        for number, item in enumerate(plan.items):
             if stop.is_set():
                 raise FollowUpError("the save was given up")
             data = _resolve(planner, item)
             synchronize_devices([data] if isinstance(data, torch.Tensor) else [])
             as_planned.append(_is_as_planned(item, data))
-            if plan.header is not None:
-                _check_as_planned(item, data)
+            if plan.tensors is not None:
+                _check_as_planned(plan.tensors[number], data)
             yield data
 
     with fs.create_stream(plan.path, "wb") as raw:
         out = HashingStream(raw)  # type: ignore[arg-type]  # opened for writing
-        if plan.header is not None:
-            out.write(plan.header)
-        written = write_stream(out, resolved(), wrap, framed=plan.header is None)
+        out.write(plan.header)
+        written = write_stream(out, resolved(), wrap, framed=plan.tensors is None)
         file_systems.sync_stream(raw, sync=sync)
     sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
-    with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
-        file_systems.write_all(raw, data, sync=sync)
+    if sums_too:
+        with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
+            file_systems.write_all(raw, data, sync=sync)
     return _results(plan, written, as_planned, sums)
 
 
@@ -544,6 +548,9 @@ def _generate_uuid() -> str:
 
 class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
     """Writes items into a few files per rank. See `FileSystemWriter` for the arguments."""
+
+    writes_sums = True
+    """Whether the digests of a data file are put beside it."""
 
     def __init__(
         self,
@@ -586,6 +593,13 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         self._began_s = time.time()
         self._written = []  # the files of the previous save must not be discarded with this one
 
+    def open_store(self) -> Store:
+        """Return the store that the files go to; for a file system of the user's there is none."""
+        store = file_systems.store_of(self.fs, self.path, durable=self.sync_files)
+        if store is None:
+            raise BrokenProtocol(f"{self.path} is in no store")
+        return store
+
     def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
         return self.fs.concat_path(self.path, metadata_name(rank))
 
@@ -626,12 +640,10 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         buckets = [[plan.items[row] for row in rows] for rows in self.divide(list(map(_item_size, plan.items)))]
         queued: queue.Queue[tuple[file_systems.PathLike, str, list[Any]]] = queue.Queue()
-        if (
-            self.serialization_format != protocol.SerializationFormat.TORCH_SAVE
-        ):  # objects do not go to safetensors files
-            objects = [[item for item in bucket if item.type == protocol.WriteItemType.BYTE_IO] for bucket in buckets]
-            tensors = [[item for item in bucket if item.type != protocol.WriteItemType.BYTE_IO] for bucket in buckets]
-            buckets = [*objects, *tensors]
+        if self.serialization_format != protocol.SerializationFormat.TORCH_SAVE:
+            # Objects do not go to safetensors files.
+            objects = [list(filter(_is_object, bucket)) for bucket in buckets]
+            buckets = [*objects, *([item for item in bucket if not _is_object(item)] for bucket in buckets)]
         buckets = list(filter(None, buckets))
         for name, bucket in zip(self.new_names(plan.storage_data.prefix, len(buckets)), buckets, strict=True):
             queued.put((self.fs.concat_path(self.path, name), name, bucket))
@@ -685,6 +697,10 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         while not file_queue.empty():
             path, name, items = file_queue.get_nowait()
             plans.append(FilePlan(path, name, items))
+        if self.serialization_format == protocol.SerializationFormat.SAFETENSORS:
+            if self.transforms.extensions:
+                raise StateError("extensions cannot be applied to safetensors files", hint="write TORCH_SAVE files")
+            plans = [plan if any(map(_is_object, plan.items)) else safetensors_plan(plan, {}) for plan in plans]
         written: Future[list[protocol.WriteResult]] = Future()
         written.set_result(write_plans(self, planner, plans))
         return written

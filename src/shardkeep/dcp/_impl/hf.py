@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,21 +27,29 @@ from torch.futures import Future
 
 from shardkeep.conversion.pipeline import FileParts, TensorPart
 from shardkeep.conversion.to_hf import model_file, write_model_files
-from shardkeep.dcp._impl.file_writer import CheckpointThere, FileSystemWriter
-from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor, write_hf_files
+from shardkeep.dcp._impl.file_writer import (
+    CheckpointThere,
+    FilePlan,
+    FileSystemWriter,
+    NotAsPlanned,
+    measured_tensor,
+    safetensors_plan,
+    write_plans,
+)
+from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor
 from shardkeep.dcp._impl.hf_reader import storage_place
+from shardkeep.display import format_count, format_seconds
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
-from shardkeep.engine.workers import divide_budget
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
 from shardkeep.layouts import safetensors_publish
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, read_header
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, SAVE_ID_KEY, read_header
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, preferred_requests, same_place
+from shardkeep.storage.base import Store, same_place
 from shardkeep.storage.file_systems import by_store
 from shardkeep.storage.resolve import open_store
 
@@ -90,7 +99,7 @@ def consolidate_safetensors_files(
     """
     begun = time.monotonic()
     _consolidate(lambda: _plan(input_dir, output_dir, fqn_to_index_mapping, num_threads))
-    logger.info("consolidated %s into %s in %.1f s", input_dir, output_dir, time.monotonic() - begun)
+    logger.info("consolidated %s into %s in %s", input_dir, output_dir, format_seconds(time.monotonic() - begun))
 
 
 def consolidate_safetensors_files_on_every_rank(
@@ -211,7 +220,8 @@ def _plan_of(
     if missing := sorted(numbers.keys() - rows.keys()):
         raise _not_there(missing, "the shards do not have")
     if dropped := sorted(rows.keys() - numbers.keys()):
-        logger.warning("fqn_to_index_mapping leaves out %d tensors of the shards: %s …", len(dropped), dropped[:4])
+        many = format_count(len(dropped), "tensor")
+        logger.warning("fqn_to_index_mapping leaves out %s of the shards: %s", many, dropped[:4])
     groups: dict[int, dict[str, TensorPart]] = {}
     for key, number in numbers.items():
         part = TensorPart(key, rows[key], whole(source.index.shape(rows[key])), source.index.dtype(rows[key]))
@@ -229,7 +239,7 @@ def _plan_of(
 
 def _not_there(missing: list[str], where: str) -> BadMapping:
     return BadMapping(
-        f"fqn_to_index_mapping names {len(missing)} tensors that {where}: {missing[:4]}",
+        f"fqn_to_index_mapping names {format_count(len(missing), 'tensor')} that {where}: {missing[:4]}",
         hint="leave them out of the mapping, or save them",
         key=missing[0],
     )
@@ -334,6 +344,8 @@ _OURS = "shardkeep"
 
 class HuggingFaceStorageWriter(FileSystemWriter):
     """Writes tensors as a Hugging Face model; other objects are refused."""
+
+    writes_sums = False
 
     def __init__(
         self,
@@ -486,24 +498,23 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             decided["save_id"], renames=safetensors_publish.can_rename(store), marks=decided["marks"]
         )
         self._new_save = names.save_id
-        files = files_of(plan.items, numbers, self._split_by_storage_plan)
-        options = Options()
-        threads = max(self.thread_count, preferred_requests(store, options.io_threads))
-        threads, window = divide_budget(threads, options.host_budget_bytes)[:2]
-        sizes = write_hf_files(
-            store,
-            files,
-            planner.resolve_data,
-            names=names,
-            file_count=decided["files"],
-            threads=threads,
-            window_nbytes=window,
-        )
-        return [
-            protocol.WriteResult(item.index, sizes[id(item)], protocol._StorageInfo(name, 0, sizes[id(item)]))
-            for name, items in files.items()
-            for item in items
-        ]
+        metadata = {SAVE_ID_KEY: names.save_id}
+        if decided["files"] is not None:
+            metadata[FILE_COUNT_KEY] = str(decided["files"])
+        plans, final = [], {}
+        for name, items in files_of(plan.items, numbers, self._split_by_storage_plan).items():
+            written = names.written(name)
+            final[written] = name
+            plans.append(FilePlan(self.fs.concat_path(self.path, written), written, items))
+        try:
+            results = write_plans(self, planner, [safetensors_plan(each, metadata) for each in plans])
+        except NotAsPlanned:
+            # The planner stores something else than it planned: make every tensor once to measure it.
+            measure = partial(measured_tensor, planner)
+            results = write_plans(self, planner, [safetensors_plan(each, metadata, measure) for each in plans])
+        for stored in (result.storage_data for result in results):
+            stored.relative_path = final[stored.relative_path]
+        return results
 
     def _alone_s(self, metadata: protocol.Metadata) -> float:
         if self.save_distributed and not self.enable_consolidation:

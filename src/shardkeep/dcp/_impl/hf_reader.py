@@ -37,7 +37,7 @@ from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.storage.base import ReadableStore, Store, preferred_requests
-from shardkeep.storage.file_systems import by_store, is_local, store_of
+from shardkeep.storage.file_systems import by_store, is_local, keeps, store_of
 from shardkeep.storage.local import PathStore
 
 # -- an open file ------------------------------------------------------------------------------------------------------
@@ -185,14 +185,10 @@ class HuggingFaceStorageReader(FileSystemReader):
         return done
 
     def _read(self, items: list[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
-        if self._extends(HuggingFaceStorageReader, _HOOKS):
-            self._read_one_by_one(items, planner)
-        else:
+        if keeps(self, HuggingFaceStorageReader, _HOOKS):
             self.read_plain(items, planner)
-
-    def _extends(self, own: type, names: Sequence[str]) -> bool:
-        """Say whether the class of this reader overrides one of these methods of `own`."""
-        return any(getattr(type(self), name) is not getattr(own, name) for name in names)
+        else:
+            self._read_one_by_one(items, planner)
 
     def _opens(self) -> ReadableStore:
         """Return what opens the files of the catalog: by their paths, or by their names in a store."""
@@ -483,7 +479,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _read(self, items: list[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
-        if self._extends(QuantizedHuggingFaceStorageReader, _QUANTIZED_HOOKS):
+        if not keeps(self, QuantizedHuggingFaceStorageReader, _QUANTIZED_HOOKS):
             self._read_one_by_one(items, planner)
             return
         quantized = [req for req in items if self._is_tensor_quantized(req.storage_index.fqn)]

@@ -1,5 +1,5 @@
 """
-The default planners, their plan cache, and reading stored objects without running code.
+The default planners, and reading stored objects without running code.
 
 Stored objects may consist of plain values of the standard library, numpy and torch, and of classes that torch considers
 safe. Any other class is refused by name, unless the user declares it safe (`torch.serialization.add_safe_globals`) or allows
@@ -8,10 +8,10 @@ all classes (`SHARDKEEP_ALLOW_PICKLE=1`).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import logging
+import math
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,13 +22,14 @@ import torch
 from torch import _utils as rebuilding
 
 from shardkeep.dcp._impl import plans
-from shardkeep.errors import BrokenProtocol, InvalidShards, MalformedFile, PickleRefused, RanksDisagree
+from shardkeep.errors import BrokenProtocol, InvalidShards, MalformedFile, PickleRefused
 from shardkeep.format.dtypes import known_to_torch
 from shardkeep.format.pickles import Call, Names, NameTable, end_of_pickle, plain_names
 from shardkeep.format.torch_zip import is_archive
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import safe_globals
 from shardkeep.options import Options
+from shardkeep.plan.save_plan import SMALL_NBYTES
 from shardkeep.state.flatten import (
     FLATTEN_MAPPING,
     as_keyed,
@@ -138,14 +139,7 @@ def _size(numbers: Any = ()) -> torch.Size:
     return torch.Size(numbers)
 
 
-# -- the plan cache ----------------------------------------------------------------------------------------------------
-#
-# A rank whose plan has not changed since the last save sends only a note of that, and gets a note back if its part of the
-# global plan has not changed either. The cache belongs to one planner and serves one group of ranks. Plans are equal only if
-# everything in them is, including dtypes and planner data. A rank that failed in a save clears its cache, sends its whole
-# plan in the next save, and gets a whole plan back.
-
-MakePlan = Callable[[list[protocol.SavePlan]], tuple[list[protocol.SavePlan], protocol.Metadata]]
+# -- torch's helpers for plans that are used again; our planners make each plan anew -----------------------------------
 
 
 def _compare_save_plans(plan: protocol.SavePlan, other_plan: protocol.SavePlan) -> bool:
@@ -168,87 +162,6 @@ def _merge_delta_local_plans(
         cached if delta and not delta.usable else delta
         for cached, delta in zip(cached_plans, delta_plans, strict=False)
     ]
-
-
-class PlanCache:
-    """The previous save of one planner on one rank."""
-
-    def __init__(self) -> None:
-        # This rank's own plan, and its part of the global plan.
-        self._local: protocol.SavePlan | None = None
-        self._final: protocol.SavePlan | None = None
-        # Set during a save.
-        self._pending: protocol.SavePlan | None = None
-        # On the coordinator: the plans of all ranks, local and global.
-        self._all_local: list[protocol.SavePlan] | None = None
-        self._all_global: list[protocol.SavePlan] = []
-        self._metadata: protocol.Metadata | None = None
-
-    def offer(self, plan: protocol.SavePlan) -> protocol.SavePlan:
-        """Return this rank's plan, or a note that it has not changed."""
-        if self._pending is not None:  # the previous save failed, so what the ranks have is unknown
-            self._local = self._final = None
-        self._pending = plan
-        if self._local is not None and self._final is not None and _compare_save_plans(plan, self._local):
-            return protocol.SavePlan([], usable=False)
-        return plan
-
-    def decide(
-        self, sent: list[protocol.SavePlan], make: MakePlan
-    ) -> tuple[list[protocol.SavePlan], list[protocol.SavePlan], protocol.Metadata]:
-        """Return what to send to each rank, the global plan, and its metadata. Called on the coordinator."""
-        if self._metadata is not None and not _contains_usable_plan(sent) and len(sent) == len(self._all_global):
-            return [_unchanged(plan) for plan in sent], self._all_global, _copied(self._metadata)
-        known = self._all_local or []
-        silent = [rank for rank, plan in enumerate(sent) if not plan.usable]
-        if silent and len(known) != len(sent):
-            raise RanksDisagree(
-                f"ranks {silent} say that their plans have not changed, but this planner knows the plans of "
-                f"{len(known)} ranks, and these are {len(sent)}",
-                hint="use one planner for all saves of a group of ranks, on each of them, or a new one on all of them",
-            )
-        merged = [
-            plan if plan.usable else dataclasses.replace(known[rank], storage_data=plan.storage_data)
-            for rank, plan in enumerate(sent)
-        ]
-        global_plan, metadata = make(merged)
-        # A rank that sent its whole plan may have cleared its cache: it gets a whole plan back.
-        answers = list(global_plan)
-        for rank in silent:
-            if rank < len(self._all_global) and _compare_save_plans(global_plan[rank], self._all_global[rank]):
-                answers[rank] = _unchanged(sent[rank])
-        self._all_local, self._all_global, self._metadata = merged, global_plan, metadata
-        return answers, global_plan, _copied(metadata)
-
-    def accept(self, plan: protocol.SavePlan) -> protocol.SavePlan:
-        """Return the plan to write, given the coordinator's answer. This ends the save for the cache."""
-        if not plan.usable:
-            if self._final is None:
-                raise RanksDisagree(
-                    "the coordinator says that this rank's plan has not changed, but it has none",
-                    hint="use one planner for all saves on each rank, or none of them with enable_plan_caching",
-                )
-            # The storage may have added the names of this save's files to the note.
-            kept = self._final.storage_data if plan.storage_data is None else plan.storage_data
-            plan = dataclasses.replace(self._final, storage_data=kept)
-        self._final = plan
-        self._local, self._pending = self._pending, None
-        return plan
-
-
-def _unchanged(sent: protocol.SavePlan) -> protocol.SavePlan:
-    return protocol.SavePlan([], storage_data=sent.storage_data, usable=False)
-
-
-def _copied(metadata: protocol.Metadata) -> protocol.Metadata:
-    """Return a copy of metadata that a storage may modify."""
-    entries = {
-        key: protocol.TensorStorageMetadata(entry.properties, entry.size, list(entry.chunks))
-        if isinstance(entry, protocol.TensorStorageMetadata)
-        else entry
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=copy.copy(metadata.planner_data))
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -285,7 +198,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
             dedup_replicated_tensors: Has no effect, and is logged.
             dedup_save_to_lowest_rank: A replicated value is written by the first rank that has it, and not by the
                 one with least to write.
-            enable_plan_caching: Use the plans of this planner's previous save again where they have not changed.
+            enable_plan_caching: Has no effect: each save makes its own plan, so that it never describes an earlier state.
 
         """
         self.flatten_state_dict = flatten_state_dict
@@ -295,7 +208,6 @@ class DefaultSavePlanner(protocol.SavePlanner):
         if dedup_replicated_tensors is not None:
             logger.warning("DefaultSavePlanner: dedup_replicated_tensors has no effect any more; please leave it out")
         self._enable_plan_caching = enable_plan_caching
-        self._plan_cache = PlanCache()
         self._storage_meta: protocol.StorageMeta | None = None
 
     def set_up_planner(
@@ -319,7 +231,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
         self.plan = plan
-        return self._plan_cache.offer(plan) if self._enable_plan_caching else plan
+        return plan
 
     def create_global_plan(
         self, all_plans: list[protocol.SavePlan]
@@ -331,17 +243,14 @@ class DefaultSavePlanner(protocol.SavePlanner):
             InvalidShards: (a ValueError) shards overlap, leave a hole, or lie outside their tensor.
 
         """
-        if self._enable_plan_caching:
-            answers, self.global_plan, self.metadata = self._plan_cache.decide(all_plans, self._create_global_plan)
-        else:
-            self.global_plan, self.metadata = self._create_global_plan(all_plans)
-            answers = self.global_plan
+        self.global_plan, self.metadata = self._create_global_plan(all_plans)
         # Our driver translates for torch's storages, torch's driver does not. The class of `storage_meta` shows whose it is.
         in_its_words = protocol.translator(None, self._storage_meta)
-        return in_its_words(answers), in_its_words(self.metadata)
+        return in_its_words(self.global_plan), in_its_words(self.metadata)
 
     def _dedup_save_plans(self, all_plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
-        return plans.dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
+        # Buffers are among the small ones, and are to come from one rank.
+        return plans.dedupe(all_plans, small_nbytes=math.inf if self.dedup_save_to_lowest_rank else SMALL_NBYTES)
 
     def _create_global_plan(
         self, all_plans: list[protocol.SavePlan]
@@ -362,7 +271,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
 
     def finish_plan(self, new_plan: protocol.SavePlan) -> protocol.SavePlan:
         """Return this rank's part of the global plan unchanged."""
-        self.plan = self._plan_cache.accept(new_plan) if self._enable_plan_caching else new_plan
+        self.plan = new_plan
         return self.plan
 
     def resolve_data(self, write_item: protocol.WriteItem) -> torch.Tensor | io.BytesIO:

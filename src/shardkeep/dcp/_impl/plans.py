@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from shardkeep.dist.world import is_initialised
 from shardkeep.errors import (
     BadState,
     BadValue,
@@ -24,7 +24,8 @@ from shardkeep.errors import (
 )
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.state.leaves import is_dtensor, is_sharded_tensor
+from shardkeep.state.leaves import is_dtensor, is_ordinary, is_sharded_tensor
+from shardkeep.state.patterns import suggestions
 
 if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata
@@ -44,9 +45,13 @@ def saved_path(metadata: protocol.Metadata, key: str) -> tuple[str | int, ...]:
     """Return the keys and positions of a value in the state that was saved, as default planners store them."""
     paths = metadata.planner_data
     path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
-    most = len(metadata.state_dict_metadata) + _MOST_GAPS
+    return checked_path(key, path, len(metadata.state_dict_metadata))
+
+
+def checked_path(key: str, path: Any, count: int) -> tuple[str | int, ...]:
+    """Return the path of one of `count` values; `MalformedFile` if no state has it."""
     if not isinstance(path, tuple) or not all(
-        isinstance(part, str) or (type(part) is int and 0 <= part < most) for part in path
+        isinstance(part, str) or (type(part) is int and 0 <= part < count + _MOST_GAPS) for part in path
     ):
         raise MalformedFile(f"{key!r} cannot be at {path!r}", key=key)
     return path
@@ -81,19 +86,19 @@ def find_tensor_shard(tensor: torch.Tensor, index: protocol.MetadataIndex) -> to
 def _find_shard(tensor: ShardedTensor, index: protocol.MetadataIndex) -> Shard:
     if index.offset is None:
         raise BadValue(
-            f"{index.fqn!r} is a ShardedTensor, and no offset was provided to find one of its shards", key=index.fqn
+            f"{index.fqn!r} is a ShardedTensor and no offset was provided to find one of its shards", key=index.fqn
         )
     shards = tensor.local_shards()
     hinted = shards[index.index : index.index + 1] if index.index is not None and index.index >= 0 else []
     for shard in (*hinted, *shards):
         if torch.Size(shard.metadata.shard_offsets) == index.offset:
             return shard
-    raise BadValue(f"Could not find shard at {index.offset} of the ShardedTensor {index.fqn!r}", key=index.fqn)
+    raise BadValue(f"Could not find shard at '{index.offset}' for FQN: {index.fqn!r}, a ShardedTensor", key=index.fqn)
 
 
 def _not_sharded(index: protocol.MetadataIndex, what: str) -> BadValue:
-    offset = tuple(index.offset or ())
-    return BadValue(f"FQN: {index.fqn!r} is a {what}, not a ShardedTensor: it has no shard at {offset}", key=index.fqn)
+    where = f"FQN: {index.fqn!r} is not a ShardedTensor, can't find by offset: '{index.offset}'"
+    return BadValue(f"{where}: it is a {what}", key=index.fqn)
 
 
 # -- the shards that a `CheckpointableTensor` holds, checked whenever they are asked for --------------------------------
@@ -230,8 +235,7 @@ def _real_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _default_device() -> torch.device:
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if is_initialised():
         return current_device(device_of_group().type)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else current_device(accelerator.type)
@@ -419,11 +423,7 @@ def reads_of(fqn: str, md: Any, obj: Any) -> tuple[list[protocol.ReadItem], bool
     try:
         local_chunks = _create_chunk_list(obj)
     except StateMismatch as error:
-        raise StateMismatch(
-            f"{fqn!r} is a tensor in the checkpoint and a {type(obj).__qualname__} in the state",
-            hint="put a tensor of the saved size there, or take the key out of the state",
-            key=fqn,
-        ) from error
+        raise _no_tensor(fqn, obj) from error
     items = create_read_items_for_chunk_list(fqn, md, local_chunks)
     wanted = sum(math.prod(chunk.sizes) for chunk in local_chunks)
     return items, sum(math.prod(item.lengths) for item in items) >= wanted
@@ -530,13 +530,10 @@ def create_default_local_load_plan(
     """
     entries = metadata.state_dict_metadata
     if strict and (missing := [fqn for fqn in state_dict if fqn not in entries]):
-        raise BadState(
-            f"Missing key in checkpoint state_dict: {', '.join(missing)}.",
-            hint="load with DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
-            missing=missing,
-        )
+        raise missing_keys(missing, [fqn for fqn in entries if fqn not in state_dict])
     wanted = {fqn: value for fqn, value in state_dict.items() if fqn in entries}
-    _check_sizes(wanted, entries)
+    tensors = {fqn: each for fqn in wanted if protocol.is_tensor_entry(each := entries[fqn])}
+    check_forms(wanted, {fqn: (each.size, each.properties.dtype) for fqn, each in tensors.items()})  # type: ignore[union-attr]
     items: list[protocol.ReadItem] = []
     thin: list[str] = []
     for fqn, value in wanted.items():
@@ -545,9 +542,7 @@ def create_default_local_load_plan(
             items += reads
             if not complete:
                 thin.append(fqn)
-    if thin:
-        logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", named(thin))
-    _warn_of_casts(wanted, entries)
+    warn_of_holes(thin)
     return protocol.LoadPlan(items)
 
 
@@ -588,7 +583,25 @@ def _check_box_overlap(box0: protocol.ChunkStorageMetadata, box1: protocol.Chunk
     return boxes_overlap(box0, box1)
 
 
-def named(keys: list[str]) -> str:
+def missing_keys(
+    missing: list[str],
+    unclaimed: Collection[str],
+    hint: str = "load with DefaultLoadPlanner(allow_partial_load=True) to leave these as they are",
+) -> BadState:
+    """Return the error for keys that a checkpoint lacks; `unclaimed`: names in it that may have been meant."""
+    meant, rename = suggestions((missing, unclaimed))
+    near = f"did you mean {_named([f'{other!r} for {name!r}' for name, other in meant.items()])}?" if meant else ""
+    hint = "; ".join(filter(None, (f"{rename} to shardkeep.load" if rename else near, hint)))
+    return BadState(f"Missing key in checkpoint state_dict: {', '.join(missing)}.", hint=hint, missing=missing)
+
+
+def warn_of_holes(keys: list[str]) -> None:
+    """Log which tensors the checkpoint does not hold all of."""
+    if keys:
+        logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", _named(keys))
+
+
+def _named(keys: list[str]) -> str:
     """Join keys for a message; only the first ones if there are many."""
     more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
     return ", ".join(keys[:_MOST_NAMED]) + more
@@ -599,28 +612,33 @@ def _has_part(value: Any) -> bool:
     return not is_dtensor(value) or value.device_mesh.get_coordinate() is not None
 
 
-def _check_sizes(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
-    wrong = []
-    for fqn, value in wanted.items():
-        if isinstance(value, torch.Tensor) and protocol.is_tensor_entry(entries[fqn]):
-            saved = entries[fqn].size
-            size = torch.Size(value.global_shape) if protocol._is_checkpointable_tensor(value) else value.size()
-            if saved != size:
-                wrong.append(f"Size mismatch between saved {saved} and current: {size} for {fqn}")
+def check_forms(wanted: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
+    """Compare tensors with the sizes and dtypes that are stored, and log which dtypes will be converted."""
+    wrong: list[str] = []
+    casts: list[str] = []
+    for fqn, (saved, dtype) in stored.items():
+        value = wanted[fqn]
+        if not isinstance(value, torch.Tensor):
+            raise _no_tensor(fqn, value)
+        size = value.size()
+        if not is_ordinary(value) and protocol._is_checkpointable_tensor(value):
+            size = torch.Size(value.global_shape)
+        if tuple(saved) != size:
+            wrong.append(f"Size mismatch between saved {torch.Size(saved)} and current: {size} for {fqn}")
+        if dtype != value.dtype:
+            casts.append(f"{fqn} ({dtype} to {value.dtype})")
     if wrong:
         raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
-
-
-def _warn_of_casts(wanted: dict[str, Any], entries: dict[str, Any]) -> None:
-    casts = [
-        f"{fqn} ({entries[fqn].properties.dtype} to {value.dtype})"
-        for fqn, value in wanted.items()
-        if isinstance(value, torch.Tensor)
-        and protocol.is_tensor_entry(entries[fqn])
-        and entries[fqn].properties.dtype != value.dtype
-    ]
     if casts:
-        logger.warning("tensors are converted to the state's dtype as they are loaded: %s", named(casts))
+        logger.warning("tensors are converted to the state's dtype as they are loaded: %s", _named(casts))
+
+
+def _no_tensor(fqn: str, value: object) -> StateMismatch:
+    return StateMismatch(
+        f"{fqn!r} is a tensor in the checkpoint and a {type(value).__qualname__} in the state",
+        hint="put a tensor of the saved size there, or take the key out of the state",
+        key=fqn,
+    )
 
 
 def _box(chunk: Any) -> str:
@@ -631,11 +649,17 @@ def _box(chunk: Any) -> str:
 
 
 def dedup_save_plans(all_plans: list[protocol.SavePlan], save_to_lowest_rank: bool = False) -> list[protocol.SavePlan]:
+    """Return the plans with each item in one of them only: the first that has it, or so that all ranks write about as much."""
+    return dedupe(all_plans, small_nbytes=math.inf if save_to_lowest_rank else 0)
+
+
+def dedupe(all_plans: list[protocol.SavePlan], *, small_nbytes: float) -> list[protocol.SavePlan]:
     """
     Return the plans with each item in one of them only, so that all ranks write about as much.
 
     An item that several ranks have goes to the one that has least to write, the largest items first; sizes are those
-    of the chunks. The plans given are not changed, and items keep their order.
+    of the chunks. Items of up to `small_nbytes` go to the first rank that has them. The plans given are not changed, and items
+    keep their order.
     """
     holders: dict[protocol.MetadataIndex, list[int]] = {}
     items: dict[protocol.MetadataIndex, protocol.WriteItem] = {}
@@ -647,18 +671,17 @@ def dedup_save_plans(all_plans: list[protocol.SavePlan], save_to_lowest_rank: bo
             items.setdefault(item.index, item)
 
     writer = {index: ranks[0] for index, ranks in holders.items()}
-    if not save_to_lowest_rank:
-        load = [0] * len(all_plans)
-        sizes = {index: protocol.chunk_nbytes(item) or 1 for index, item in items.items()}
-        shared = []
-        for index, ranks in holders.items():
-            if len(ranks) == 1:
-                load[ranks[0]] += sizes[index]
-            else:
-                shared.append(index)
-        for index in sorted(shared, key=lambda each: -sizes[each]):
-            writer[index] = min(holders[index], key=load.__getitem__)
-            load[writer[index]] += sizes[index]
+    load = [0] * len(all_plans)
+    sizes = {index: protocol.chunk_nbytes(item) or 1 for index, item in items.items()}
+    shared = []
+    for index, ranks in holders.items():
+        if len(ranks) == 1 or sizes[index] <= small_nbytes:
+            load[ranks[0]] += sizes[index]
+        else:
+            shared.append(index)
+    for index in sorted(shared, key=lambda each: -sizes[each]):
+        writer[index] = min(holders[index], key=load.__getitem__)
+        load[writer[index]] += sizes[index]
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
         for rank, plan in enumerate(all_plans)

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
+from shardkeep.display import format_seconds
 from shardkeep.engine.stagers import AsyncStager, StateDictStager, dtensor_over
 from shardkeep.engine.tensors import extent
 from shardkeep.errors import BrokenProtocol, CheckpointError, RanksDisagree, RanksSilent, StorageError, UnsupportedLeaf
@@ -200,7 +201,7 @@ def _timeit(name: str) -> Iterator[None]:
     """Log how long something took."""
     began = time.perf_counter()
     yield
-    logger.info("%s took %.3f s", name, time.perf_counter() - began)
+    logger.info("%s took %s", name, format_seconds(time.perf_counter() - began))
 
 
 class PGTransport:

@@ -42,6 +42,7 @@ from shardkeep.engine.writer import hash_and_write
 from shardkeep.errors import Failure
 from shardkeep.format.record import Recorded
 from shardkeep.layouts import native
+from shardkeep.options import decodable
 from shardkeep.storage.base import BlobWriter, StoreSpec
 from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, copy, view_memory
 from shardkeep.storage.cancel import CancelScope
@@ -67,6 +68,7 @@ class FileCodecSpec(msgspec.Struct, frozen=True):
         return f"FileCodecSpec({[each.get('name') for each in self.recorded]})"  # no keys in a log
 
 
+@decodable
 class CreateFile(msgspec.Struct, frozen=True, tag=True):
     """Begin a file; the reply has its number."""
 
@@ -119,6 +121,7 @@ class AbandonFile(msgspec.Struct, frozen=True, tag=True):
 WriterRequest = CreateFile | WriteRuns | WriteBytes | FinishFile | AbandonFile
 
 
+@decodable
 class WriterReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a request."""
 
