@@ -27,6 +27,7 @@ LAYERS = [
     {"options"},
     {"errors"},
     {"events", "_version"},
+    {"display"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FORBIDDEN = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
@@ -118,7 +119,10 @@ def test_only_storage_knows_the_classes_of_stores():
 
 
 def test_the_public_names_are_exactly_those_listed():
-    """Everything in `__all__` exists, and `dir` shows nothing else."""
+    """Everything in `__all__` exists, type checkers see the same names, and `dir` shows nothing else."""
+    seen = [node for node in ast.walk(ast.parse(PATHS["shardkeep"].read_text())) if isinstance(node, ast.ImportFrom)]
+    typed = {alias.asname for node in seen for alias in node.names if alias.asname == alias.name}
+    assert {*typed, "__version__"} == set(shardkeep.__all__)
     assert all(getattr(shardkeep, name) is not None for name in shardkeep.__all__)
     assert sorted(dir(shardkeep)) == sorted(shardkeep.__all__)
 

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.metadata
 import logging
 import os
 import re
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 
 import shardkeep as sk
+from shardkeep.cli.main import SUMMARIES
 from shardkeep.format.dtypes import DTYPES
+from shardkeep.options import VARIABLES
 from tests.docs.fences import commands_of, fences_of
 from tests.docs.masks import masked
 from tests.docs.running import Reader, on_ranks
-from tests.docs.scene import names
 from tests.docs.troubles import TROUBLES, text_of
+from tests.docs.variables import table, variables_read
 from tests.test_architecture import LAYERS
 from tests.warm.python import warm_python
 
@@ -49,17 +52,24 @@ def alone(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_snippets_run(page, alone, rank_pool):
-    """Every block of code of a page runs, in order, from an empty folder, and prints what the page says."""
+    """
+    Every block of code of a page runs, in order, from an empty folder, with no package but those that it says to
+    install, and prints what the page says.
+    """
     if "transformers" in page.read_text() and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    for fence, printed in Reader(page, names(), rank_pool).follow():
+    for fence, printed in Reader(page, rank_pool).follow():
         assert masked(fence.body) == masked(printed), f"{page}, line {fence.line}: python -m tests.docs.refresh {page}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_every_block_is_run_or_says_why_not(page):
-    """A block is Python, a console or plain text; the only ones that do not run are those that install something."""
+    """
+    A block is Python, a console or plain text; the only ones that do not run are those that install something. Lines of
+    80 characters fit on the site, in a window of 1280 pixels; longer lines of plain text are wrapped there.
+    """
     for fence in fences_of(page.read_text()):
+        assert fence.language == "text" or max(map(len, fence.body.splitlines())) <= 80, f"{page}, line {fence.line}"
         assert fence.language in {"python", "console", "text"}, f"{page}, line {fence.line}"
         assert not set(fence.options) - {"title"}, f"{page}, line {fence.line}"
         if fence.skipped:
@@ -128,16 +138,46 @@ def test_the_format_page_has_every_dtype_code():
     assert [kind for *_, kind in rows] == [row.safetensors or "U8" for row in DTYPES]
 
 
-def test_the_architecture_page_has_the_layers():
-    """Folders and their order on the architecture page are those that a test enforces, as far as they exist."""
+def test_every_environment_variable_is_described():
+    """The page has one table, made from the code, with every variable that the code reads."""
+    assert table() in (DOCS / "environment.md").read_text(), "python -m tests.docs.refresh docs/environment.md"
+    assert variables_read() == set(VARIABLES)
+    named = {name for page in ALL_PAGES for name in re.findall(r"\bSHARDKEEP_[A-Z_]+\b", page.read_text())}
+    assert named - set(VARIABLES) == set()
+
+
+def test_the_start_page_has_every_extra():
+    """The extras that can be installed are those that the start page describes."""
+    table = (DOCS / "start.md").read_text().partition("| extra | for |")[2].partition("\n\n")[0]
+    shown = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if line else "")}
+    assert shown == set(importlib.metadata.metadata("shardkeep").get_all("Provides-Extra"))
+
+
+def test_readme_is_up_to_date():
+    """The README begins as the home page does, and lists the commands of the command line."""
+    first = [
+        next(fence.body for fence in fences_of(page.read_text()) if fence.language == "python")
+        for page in (ROOT / "README.md", DOCS / "index.md")
+    ]
+    assert first[0] == first[1]
+    [listed] = re.findall(r"`shardkeep (ls[\s\w|]+)`", (ROOT / "README.md").read_text())
+    assert [name.strip() for name in listed.split("|")] == list(SUMMARIES)
+
+
+def test_the_architecture_page_is_true():
+    """Folders and layers on the architecture page are those that a test enforces; modules that it names exist."""
     page = (DOCS / "architecture.md").read_text()
     source = Path(sk.__file__).parent
     there = {path.stem for path in source.iterdir() if path.stem[0] != "_" and path.suffix in ("", ".py")}
-    blocks = [fence.body.splitlines() for fence in fences_of(page)]
-    [shown] = [lines for lines in blocks if lines[0] == "cli"]
-    assert [set(line.split(" | ")) for line in shown] == [names & there for names in LAYERS if names & there]
-    [tree] = [lines for lines in blocks if lines[0] == "src/shardkeep/"]
-    assert {name for name in there if not re.search(rf"\b{name}(/|\.py)", "\n".join(tree))} == set()
+    shown = re.findall(r"^ +(\d+) (\w+)(?:/|\.py) ", page, re.MULTILINE)
+    layers = [names & there for names in LAYERS if names & there]
+    assert {(int(number), name) for number, name in shown} == {
+        (number, name) for number, names in enumerate(layers, 1) for name in names
+    }
+    named = {name.rstrip("/") for name in re.findall(r"`((?:\w+/)+\w*)(?:\.\w+)*`", page)}
+    files = [(source / name, source / f"{name}.py", ROOT / name, ROOT / f"{name}.py") for name in sorted(named)]
+    assert [str(paths[0]) for paths in files if not any(path.exists() for path in paths)] == []
+    assert len(page.splitlines()) <= 150, "it should fit on three screens"
 
 
 def test_links_lead_somewhere():

@@ -2,20 +2,19 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 
 import shardkeep as sk
 
 
-def _finish_saves() -> None:
+def _finish_saves():
     with contextlib.suppress(sk.EarlierSaveFailed):
         sk.finish_saves()
 
 
 @pytest.fixture
-def place() -> Iterator[str]:
+def place():
     """A directory for checkpoints, in memory where the system has that: what fails here is not the disk."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="shardkeep-asynchronous-", dir=base)
@@ -25,6 +24,6 @@ def place() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _no_save_outlives_its_test() -> Iterator[None]:
+def _no_save_outlives_its_test():
     yield
     _finish_saves()

@@ -1,20 +1,14 @@
 """Memory that pretends to be on an accelerator: copies from it are queued on a stream, and made when it is waited for."""
 
-from __future__ import annotations
-
 import contextlib
-import random
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import numpy as np
-from typing_extensions import Self
 
 from shardkeep.engine import staging
-from shardkeep.engine.pools import Buffer, BufferPool, ordinary_buffer
+from shardkeep.engine.pools import BufferPool, ordinary_buffer
 from shardkeep.engine.writer import FileJob
 from shardkeep.storage.buffers import address_of
 
@@ -24,57 +18,57 @@ BLOCK = 16
 class Stream:
     """Copies in order; `record_event` marks a place among them."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng):
         self._rng = rng
         self._lock = threading.Lock()
-        self._queue: list[tuple[memoryview, bytes]] = []
+        self._queue = []
         self._done = 0
 
-    def copy(self, into: memoryview, data: bytes) -> None:
+    def copy(self, into, data):
         self._queue.append((into, data))
 
-    def reach(self, place: int) -> None:
+    def reach(self, place):
         time.sleep(self._rng.random() * 0.0005)
         with self._lock:
             for into, data in self._queue[self._done : place]:
                 into[:] = data
             self._done = max(self._done, place)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.reach(len(self._queue))
 
-    def record_event(self) -> Event:
+    def record_event(self):
         return Event(self, len(self._queue))
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         return None
 
 
 class Event:
     """A place in a stream."""
 
-    def __init__(self, stream: Stream, place: int) -> None:
+    def __init__(self, stream, place):
         self._stream = stream
         self._place = place
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._stream.reach(self._place)
 
 
 class Elsewhere:
     """Bytes on the stream's device; reading fails at the n-th time, if it is to."""
 
-    def __init__(self, data: bytes, stream: Stream | None, fails_at: list[int]) -> None:
+    def __init__(self, data, stream, fails_at):
         self._data = data
         self._stream = stream
         self._fails_at = fails_at
         self.nbytes = len(data)
         self.accelerator = None
 
-    def read(self, start: int, stop: int, into: memoryview, *, queued: bool = False) -> None:
+    def read(self, start, stop, into, *, queued=False):
         self._fails_at[0] -= 1
         if self._fails_at[0] == -1:
             raise RuntimeError("the device is gone")
@@ -85,16 +79,14 @@ class Elsewhere:
 
 
 @contextlib.contextmanager
-def pretended(stream: Stream | None) -> Iterator[None]:
+def pretended(stream):
     """Let staging find this stream, if there is one."""
-    streams: dict[Any, Any] = {} if stream is None else {"elsewhere": stream}
+    streams = {} if stream is None else {"elsewhere": stream}
     with mock.patch.object(staging, "_streams_after", return_value=streams):
         yield
 
 
-def make_jobs(
-    rng: random.Random, files: list[list[tuple[int, bool]]], stream: Stream | None, fails_at: list[int]
-) -> tuple[list[FileJob], dict[str, bytes]]:
+def make_jobs(rng, files, stream, fails_at):
     """Make files of rows of these sizes, here or elsewhere; return what each must hold too."""
     jobs, wanted = [], {}
     for number, rows in enumerate(files):
@@ -116,17 +108,17 @@ def make_jobs(
 class CountingPool(BufferPool):
     """A pool that knows how many of its buffers are out, and the most that were."""
 
-    def __init__(self, buffer_nbytes: int, most: int) -> None:
+    def __init__(self, buffer_nbytes, most):
         super().__init__(ordinary_buffer, buffer_nbytes, most * buffer_nbytes)
 
     @property
-    def out(self) -> int:
+    def out(self):
         return self.nbytes_in_use // self.buffer_nbytes
 
     @property
-    def most_out(self) -> int:
+    def most_out(self):
         return self.nbytes // self.buffer_nbytes  # one is made only if all others are out
 
-    def give(self, buffer: Buffer) -> None:
+    def give(self, buffer):
         buffer.view[:] = bytes(len(buffer.view))  # whoever still reads it reads nothing
         super().give(buffer)

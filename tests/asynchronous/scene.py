@@ -1,15 +1,11 @@
 """Stores that hold a save where a test wants it, and small things that several tests ask."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import torch
 
 import shardkeep as sk
-from shardkeep.storage.base import Store
-from shardkeep.testing.faulty_store import Fault, FaultyStore
+from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
 
 PATIENCE_S = 60.0
@@ -21,13 +17,13 @@ OPTIONS = sk.Options(io_threads=2, host_budget_bytes=4 << 20, timeout_s=20)
 class HeldStore(FaultyStore):
     """Holds every operation whose verb is one of these until `release` is set; `reached` is set by the first."""
 
-    def __init__(self, inner: Store, *verbs: str) -> None:
+    def __init__(self, inner, *verbs):
         super().__init__(inner)
         self.held_verbs = verbs or ("create",)
         self.reached = threading.Event()
         self.release = threading.Event()
 
-    def begin(self, verb: str, name: str) -> Fault | None:
+    def begin(self, verb, name):
         if verb in self.held_verbs:
             self.reached.set()
             if not self.release.wait(PATIENCE_S):
@@ -38,41 +34,40 @@ class HeldStore(FaultyStore):
 class BrokenStore(FaultyStore):
     """Cannot create a file."""
 
-    def begin(self, verb: str, name: str) -> Fault | None:
+    def begin(self, verb, name):
         super().begin(verb, name)
         if verb == "create":
             raise self.broken(verb, name)
-        return None
 
 
-def held() -> HeldStore:
+def held():
     """A store in memory that holds a save before its first byte."""
     return HeldStore(sk.MemoryStore())
 
 
-def broken() -> BrokenStore:
+def broken():
     """A store in memory that fails every save."""
     return BrokenStore(sk.MemoryStore())
 
 
-def saved_in(where: Any) -> dict[str, Any]:
+def saved_in(where):
     """All that a checkpoint holds, verified."""
     ck = sk.open(where)
     ck.verify()
     return ck.to_dict()
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(found, wanted):
     """Say whether two states are the same to the last bit."""
     return bool(bits(found) == bits(wanted))
 
 
-def full(value: float, count: int = 4) -> dict[str, Any]:
+def full(value, count=4):
     """A state that says one number in every element."""
     return {"w": torch.full((1000,), float(value)), "few": [torch.full((count,), float(value)) for _ in range(3)]}
 
 
-def says(where: Any) -> set[float]:
+def says(where):
     """Every number in a checkpoint of such a state."""
     tree = saved_in(where)
     return {number for tensor in (tree["w"], *tree["few"]) for number in tensor.tolist()}

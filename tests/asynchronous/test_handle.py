@@ -201,5 +201,5 @@ def test_that_staging_waits_for_the_disk_is_told(room, waits, caplog):
     told = handle.progress.staging_waits
     handle.result(PATIENCE_S)
     assert told == handle.progress.staging_waits == waits
-    assert (f"save to {where.url}: 0.00 GB are staged through" in caplog.text) == waits
+    assert (f"save to {where.url}: 410 kB are staged through" in caplog.text) == waits
     assert ("staging waits for the disk" in caplog.text) == waits

@@ -29,12 +29,12 @@ MIB = 1 << 20
 WAITS = "staging waits for the disk"
 
 
-def options(room: int) -> sk.Options:
+def options(room):
     """Room for so many bytes of copies, and windows of 1 MiB."""
     return sk.Options(staging_bytes=room, io_threads=2, host_budget_bytes=4 * MIB, timeout_s=20)
 
 
-def mixed(rng: random.Random) -> dict[str, torch.Tensor]:
+def mixed(rng):
     """Some 4 MiB in tensors of many sizes, some of which do not lie in order, overlap, or are the same."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     sizes = [rng.choice([1, 7, 1000, 40_000, 300_000]) for _ in range(rng.randrange(1, 12))]
@@ -109,7 +109,7 @@ def test_the_process_that_writes_gets_the_rest_through_windows(room, place):
     assert bits(saved_in(place)) == wanted
 
 
-def trained(width: int = 300) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(width=300):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -117,23 +117,23 @@ def trained(width: int = 300) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict, dict]:
+def bits_of(model, optimizer):
     return bits(copy.deepcopy(model.state_dict())), bits(copy.deepcopy(optimizer.state_dict()))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model, optimizer):
     optimizer.zero_grad()
     model(torch.randn(8, model[0].in_features)).square().mean().backward()
     optimizer.step()
 
 
-def loaded_from(where) -> tuple[dict, dict]:
+def loaded_from(where):
     model, optimizer = trained()
     sk.load({"model": model, "optimizer": optimizer}, where)
     return bits_of(model, optimizer)
 
 
-def waited_for(state: dict, where: HeldStore, room: int, staging: str) -> sk.SaveHandle:
+def waited_for(state, where, room, staging):
     """Save, and see that the call returns only when the store takes bytes, with all of the state read."""
     with ThreadPoolExecutor(1) as thread:
         calling = thread.submit(sk.async_save, state, where, options=options(room), staging=staging)
@@ -319,7 +319,7 @@ def test_no_memory_at_all(caplog, place):
         handle.result(PATIENCE_S)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert "no memory for a copy of 0.13 GB of the state" in caplog.text
+    assert "no memory for a copy of 134 MB of the state" in caplog.text
     assert WAITS in caplog.text
     assert handle.progress.staging_waits
     assert staging_memory().arenas.nbytes == 0

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,14 +75,14 @@ def shardkeep(capsys):
     return call
 
 
-def flip(file: Path, offset: int) -> None:
+def flip(file, offset):
     """Flip one bit of a file."""
     data = bytearray(file.read_bytes())
     data[offset] ^= 1
     file.write_bytes(bytes(data))
 
 
-def data_file(checkpoint: Path, group: str = "model") -> Path:
+def data_file(checkpoint, group="model"):
     """The data file of a group."""
     [file] = checkpoint.glob(f"{group}-*.safetensors")
     return file

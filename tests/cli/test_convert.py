@@ -13,7 +13,7 @@ def test_a_checkpoint_is_converted_there_and_back(shardkeep, checkpoint, tmp_pat
     """Through any layout and back, the checkpoint holds what it held; the answer says how much that was."""
     there = shardkeep("convert", checkpoint, tmp_path / "there", "--to", layout)
     assert (there.code, "7 tensors" in there.out, f"as {layout}" in there.out) == (0, True, True)
-    back = shardkeep("convert", tmp_path / "there", tmp_path / "back", "--to", "native", "--json")
+    back = shardkeep("convert", tmp_path / "there", tmp_path / "back", "--json")  # to native, as sk.convert
     assert (back.code, back.json["layout"], back.json["tensors"]) == (0, "native", 7)
     assert in_any_order(sk.open(tmp_path / "back").to_dict()) == in_any_order(state_of(30))
 
@@ -41,7 +41,7 @@ def test_per_rank_state_that_torch_cannot_hold_is_told(shardkeep, tmp_path):
 
 
 def test_what_cannot_be_done_ends_with_two(shardkeep, checkpoint, tmp_path):
-    """A taken target, the checkpoint's own place and a missing layout end with 2."""
+    """A taken target, the checkpoint's own place and an unknown layout end with 2."""
     assert shardkeep("convert", checkpoint, checkpoint.parent / "step-20", "--to", "native").code == 2
     assert shardkeep("convert", checkpoint, checkpoint, "--to", "native", "--overwrite").code == 2
-    assert shardkeep("convert", checkpoint, tmp_path / "a").code == 2
+    assert shardkeep("convert", checkpoint, tmp_path / "a", "--to", "zarr").code == 2

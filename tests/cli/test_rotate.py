@@ -49,17 +49,31 @@ def test_keys_are_rotated_and_data_are_not_touched(shardkeep, run_of_secrets, ke
 def test_what_cannot_be_rotated_says_why(shardkeep, run_of_secrets, keys, monkeypatch):
     """A wrong key, no key and a checkpoint that is not encrypted are errors, and leave the record as it was."""
     record = (run_of_secrets / "step-1" / "shardkeep.json").read_bytes()
-    answer = shardkeep("rotate", run_of_secrets / "step-3")
+    answer = shardkeep("rotate", run_of_secrets / "step-3", run_of_secrets)
     assert answer.code == 2
-    assert "not encrypted" in answer.err
+    assert answer.err == f"{run_of_secrets / 'step-3'}: nothing was rotated: it is not encrypted\n"
+    assert answer.out.count("current") == 2
     keys.write_text(sk.new_key())
     answer = shardkeep("rotate", run_of_secrets)
     assert answer.code == 2
     assert answer.err.count("is encrypted with the key") == 2
     monkeypatch.delenv("SHARDKEEP_KEY_FILE")
-    with pytest.raises(sk.KeyMissing):
+    with pytest.raises(sk.KeyMissing, match="SHARDKEEP_KEY_FILE"):
         sk.rotate_keys(run_of_secrets / "step-1")
+    with pytest.raises(sk.StateError, match="step-3 is not encrypted: it has no keys to rotate"):
+        sk.rotate_keys(run_of_secrets / "step-3")
+    assert "1 checkpoint rotated" not in shardkeep("rotate", run_of_secrets).out
     assert (run_of_secrets / "step-1" / "shardkeep.json").read_bytes() == record
+
+
+def test_a_run_that_is_not_encrypted_says_so(shardkeep, run_dir, tmp_path):
+    """Without any key, too: nothing rotated is no success, and not a failure of each checkpoint."""
+    answer = shardkeep("rotate", run_dir)
+    assert answer.code == 2
+    assert answer.err == f"{run_dir}: nothing was rotated: it is not encrypted\n"
+    assert "failed" not in answer.out
+    (tmp_path / "empty").mkdir()
+    assert "there is no checkpoint in it" in shardkeep("rotate", tmp_path / "empty").err
 
 
 def test_torchs_layout_is_told_apart(shardkeep, run_of_secrets, keys):

@@ -32,6 +32,9 @@ def test_a_good_run_is_sound(shardkeep, run_dir):
     answer = shardkeep("verify", run_dir, "--quick", "--json")
     assert (answer.code, answer.json["sound"], answer.json["checkpoints"][0]["status"]) == (0, False, "not read")
     assert shardkeep("verify", run_dir, "--quick", "--deep").code == 2
+    shutil.copytree(run_dir / "step-20", run_dir / "final")
+    lines = [line for line in shardkeep("verify", run_dir).out.splitlines() if line.startswith("ok")]
+    assert (len(lines), len({line.index(" files, ") for line in lines})) == (4, 1), lines
 
 
 def test_every_byte_is_read(shardkeep, checkpoint):

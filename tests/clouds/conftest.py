@@ -8,10 +8,7 @@ SHARDKEEP_AZURITE to its node_modules/.bin/azurite-blob. For Google there is a s
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
@@ -19,14 +16,12 @@ from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.support.azure_server import AzureServer, azurite
 from tests.support.google_server import GoogleServer
-from tests.support.s3_server import S3Server
 
 _numbers = itertools.count()
-Cloud = AzureServer | GoogleServer | S3Server
 
 
 @contextmanager
-def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+def serving(server):
     """Let a server answer inside."""
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
@@ -38,7 +33,7 @@ def serving(server: ThreadingHTTPServer) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _only_what_a_test_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def _only_what_a_test_says(monkeypatch):
     """Have no keys and no endpoints around."""
     for name in os.environ:
         if name.startswith(("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "STORAGE_EMULATOR_")):
@@ -48,7 +43,7 @@ def _only_what_a_test_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def azure_server() -> Iterator[AzureServer]:
+def azure_server():
     """Azurite, where it is installed."""
     if azurite() is None:
         pytest.skip("Azurite is not installed: npm install azurite, and set SHARDKEEP_AZURITE")
@@ -57,24 +52,23 @@ def azure_server() -> Iterator[AzureServer]:
 
 
 @pytest.fixture(scope="session")
-def google_server() -> Iterator[GoogleServer]:
+def google_server():
     """What stands for Google here."""
     with GoogleServer() as server:
         yield server
 
 
 @pytest.fixture(params=["azure", "google"])
-def cloud(request: pytest.FixtureRequest) -> Cloud:
+def cloud(request):
     """One after the other."""
-    found: Cloud = request.getfixturevalue(f"{request.param}_server")
-    return found
+    return request.getfixturevalue(f"{request.param}_server")
 
 
 @pytest.fixture
-def cloud_place(cloud: Cloud) -> Callable[..., ObjectStore]:
+def cloud_place(cloud):
     """Open a place of its own."""
 
-    def opened(**options: Any) -> ObjectStore:
+    def opened(**options):
         url = cloud.url(f"clouds/{os.getpid()}-{next(_numbers)}")
         place = open_place(url, **{**cloud.options, **options})
         assert isinstance(place, ObjectStore)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -26,38 +24,38 @@ SECRET = "never-to-be-seen"
 class Server(ThreadingHTTPServer):
     """Refuses all, hands out tokens, and remembers who asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), _Answers)
-        self.askers: list[str] = []
+        self.askers = []
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self):
         return f"http://127.0.0.1:{self.server_port}"
 
 
 class _Answers(BaseHTTPRequestHandler):
     server: Server
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.server.askers.append(_who(self.headers.get("Authorization", ""), self.path))
         self._answer(403, b"")
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         said = self.rfile.read(int(self.headers["Content-Length"])).decode()
         token = "federated" if "client_assertion=" in said else re.findall("client_secret=([a-z]*)", said)[0]
         self._answer(200, json.dumps({"access_token": token, "expires_in": 3600}).encode())
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status, body):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
-def _who(signed: str, path: str) -> str:
+def _who(signed, path):
     """Name the one who signed: a token, whom it was given to, an access key, or an account's key."""
     if "sig=" in path:
         return re.findall("sig=([a-z]*)", path)[0]
@@ -71,13 +69,13 @@ def _who(signed: str, path: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     with Server() as server, serving(server):
         yield server
 
 
 @pytest.fixture(scope="module")
-def words(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def words(server, tmp_path_factory):
     """What stands for itself in the options and variables below."""
     folder = tmp_path_factory.mktemp("keys")
     secret = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
@@ -92,7 +90,7 @@ def words(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-def asker(server: Server, url: str, options: dict[str, Any]) -> str:
+def asker(server, url, options):
     """Return who asks, as the server sees it."""
     server.askers.clear()
     with pytest.raises(StorageError):
@@ -128,7 +126,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", GOOGLE)
-def test_google(server: Server, words: dict[str, str], kind: str) -> None:
+def test_google(server, words, kind):
     """Beside every variable, what is given signs, or the place is not opened, and the variable is named."""
     options = {name: words.get(str(value), value) for name, value in GOOGLE[kind].items()}
     for name, value in GOOGLE_VARIABLES.items():
@@ -142,7 +140,7 @@ def test_google(server: Server, words: dict[str, str], kind: str) -> None:
 
 
 LOGIN = {"client_id": "me", "tenant_id": "us", "authority_host": "ENDPOINT"}
-AZURE: dict[str, tuple[dict[str, str], str]] = {
+AZURE = {
     "client_secret": ({**LOGIN, "client_secret": "given"}, "given"),
     "federated_token_file": ({**LOGIN, "federated_token_file": "FILE of given"}, "federated"),
     "token": ({"azure_storage_token": "given"}, "given"),
@@ -166,7 +164,7 @@ AZURE_VARIABLES = {
 
 
 @pytest.mark.parametrize("kind", AZURE)
-def test_azure(server: Server, words: dict[str, str], kind: str) -> None:
+def test_azure(server, words, kind):
     """Beside every variable, what is given signs."""
     given, who = AZURE[kind]
     options = {name: words.get(value, value) for name, value in given.items()}
@@ -177,7 +175,7 @@ def test_azure(server: Server, words: dict[str, str], kind: str) -> None:
             assert asker(server, "az://box/x", options) == who, name
 
 
-def test_s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3(server, monkeypatch):
     """A variable comes before no endpoint and no keys of options; a way to keys that would not be taken is refused."""
     given = {"access_key_id": "given", "secret_access_key": "s", "endpoint": server.endpoint, "region": "us-east-1"}
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
@@ -194,11 +192,11 @@ def test_s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://box/x", "gs://box/x", "az://box/x"])
-def test_every_variable_opens_a_bucket_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_opens_a_bucket_anew(url, monkeypatch):
     """A variable that changes between two calls is noticed; `repr` of a bucket shows no secrets of the environment."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "me")
 
-    def opened() -> object:
+    def opened():
         place = open_place(url)
         assert isinstance(place, ObjectStore)
         assert SECRET not in repr(place.bucket)
@@ -216,7 +214,7 @@ def test_every_variable_opens_a_bucket_anew(url: str, monkeypatch: pytest.Monkey
     "endpoint",
     ["https://", "http://:9000", "http://a b", "http://host/a b", "http://host/a\x00b", "http://ho<st", "http://h\u00f6st", "http://h%20"],
 )  # fmt: skip
-def test_endpoints_that_are_none(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoints_that_are_none(endpoint, monkeypatch):
     """They are refused where the place is opened, and no password is shown; the library would end in a panic."""
     for url in ("s3://box/x", "gs://box/x", "az://box/x"):
         with pytest.raises(CheckpointError, match="not the address of a service"):
@@ -230,14 +228,14 @@ def test_endpoints_that_are_none(endpoint: str, monkeypatch: pytest.MonkeyPatch)
         assert SECRET not in str(caught.value)
 
 
-def test_space_around_an_endpoint(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_around_an_endpoint(server, monkeypatch):
     """As it comes out of a file, with the end of its line."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f" {server.endpoint}\n")
     assert asker(server, "s3://box/x", {"access_key_id": "given", "secret_access_key": "s"}) == "given"
 
 
 @pytest.mark.parametrize("text", ['{"private_key": "never-to-be-seen"}', "never-to-be-seen\n", "never-to-be-seen" * 99])
-def test_the_text_of_a_file_instead_of_its_path(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_a_file_instead_of_its_path(text, monkeypatch):
     """It is not shown, by an option nor by a variable; it is said where it belongs."""
     for option in BY_FILE:
         with pytest.raises(CheckpointError, match=f"{option}= is not the path") as caught:

@@ -1,9 +1,6 @@
 """The engine on S3, Azure and Google: ranks, races, uploads in parts, many checkpoints, codecs, the command line."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,32 +8,27 @@ import torch
 import shardkeep as sk
 from shardkeep.cli.main import main
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import read_blob, sample
-from tests.clouds.conftest import Cloud
 from tests.object_store.jobs import load_by_url, race, save_by_url
-from tests.support.rank_pool import RankPool
 
 PART = 5 << 20
-Opens = Callable[..., ObjectStore]
 
 
 @pytest.fixture(params=["s3", "azure", "google"])
-def cloud(request: pytest.FixtureRequest) -> Cloud:
-    found: Cloud = request.getfixturevalue(f"{request.param}_server")
-    return found
+def cloud(request):
+    return request.getfixturevalue(f"{request.param}_server")
 
 
-def names_in(place: ObjectStore) -> set[str]:
+def names_in(place):
     return {info.name for info in place.list()}
 
 
-def places_of(root: ObjectStore) -> list[str]:
+def places_of(root):
     """Name the places that have anything in them; the S3 server goes on listing others for a while."""
     return sorted(name for name in root.places() if list(root.place(name).list()))
 
 
-def test_ranks_save_and_others_load(rank_pool: RankPool, cloud: Cloud, cloud_place: Opens) -> None:
+def test_ranks_save_and_others_load(rank_pool, cloud, cloud_place):
     """Saved by two ranks, in their call and in the background, by variables alone, and loaded bit for bit by others."""
     place = cloud_place()
     rank_pool.run(2, save_by_url, place.url, cloud.environment, 10)
@@ -49,7 +41,7 @@ def test_ranks_save_and_others_load(rank_pool: RankPool, cloud: Cloud, cloud_pla
     assert names_in(place) == {RECORD_NAME, *ck.record.names}
 
 
-def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, cloud: Cloud, cloud_place: Opens) -> None:
+def test_of_machines_that_commit_at_once_one_wins(rank_pool, cloud, cloud_place):
     """Four that know nothing of each other commit to an empty place, then over a checkpoint: each time one wins."""
     place = cloud_place()
     for k in (10, 20):
@@ -63,7 +55,7 @@ def test_of_machines_that_commit_at_once_one_wins(rank_pool: RankPool, cloud: Cl
         assert names_in(place) == {RECORD_NAME, *ck.record.names}
 
 
-def test_large_blobs_go_up_in_parts(cloud_place: Opens) -> None:
+def test_large_blobs_go_up_in_parts(cloud_place):
     """In parts, backwards, ending early; one that is abandoned is never seen, and its name is free."""
     place = cloud_place(part_bytes=PART, requests=4)
     data = sample(3 * PART + 12345)
@@ -84,9 +76,7 @@ def test_large_blobs_go_up_in_parts(cloud_place: Opens) -> None:
     assert read_blob(place, "b") == data[PART : 3 * PART]
 
 
-def test_many_checkpoints_and_the_command_line(
-    cloud: Cloud, cloud_place: Opens, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_checkpoints_and_the_command_line(cloud, cloud_place, monkeypatch, capsys):
     """A run keeps its last two, holds its root against others, and is listed, checked and pruned by its URL."""
     root = cloud_place()
     state = {"w": torch.zeros(1000), "step": 0}
@@ -118,7 +108,7 @@ def test_many_checkpoints_and_the_command_line(
     assert places_of(root) == ["step-4"]
 
 
-def test_codecs_and_other_layouts(cloud_place: Opens) -> None:
+def test_codecs_and_other_layouts(cloud_place):
     """A checkpoint that is compressed is loaded, converted to torch's layout beside it, and back: every bit is the same."""
     root = cloud_place()
     state = {"w": torch.randn(300, 1000), "zeros": torch.zeros(1 << 20), "step": 7}

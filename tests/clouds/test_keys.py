@@ -1,15 +1,10 @@
 """Keys and endpoints of Azure and Google, by options and by the variables that everybody uses; wrong ones say what to set."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import json
 import secrets
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.exceptions import InvalidSignature
@@ -19,15 +14,13 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
-from tests.clouds.conftest import Cloud
-from tests.support.azure_server import CONTAINER, AzureServer
-from tests.support.google_server import GoogleServer
+from tests.support.azure_server import CONTAINER
 
 WRONG = base64.b64encode(b"never-to-be-seen").decode()
 """A key that fits nothing."""
 
 
-def works(url: str, **options: Any) -> bool:
+def works(url, **options):
     """Put, get, list and delete something."""
     place = open_place(url, **options)
     name = f"blob-{secrets.token_hex(4)}"
@@ -38,7 +31,7 @@ def works(url: str, **options: Any) -> bool:
     return list(place.list()) == []
 
 
-def said(call: Callable[[], Any]) -> StorageError:
+def said(call):
     """Return the error, of which no line may show a key."""
     with pytest.raises(StorageError) as caught:
         call()
@@ -49,7 +42,7 @@ def said(call: Callable[[], Any]) -> StorageError:
 # -- Azure
 
 
-def azure_ways(server: AzureServer) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+def azure_ways(server):
     """Give every way to name account, key and endpoint: variables, and options."""
     at, key, signature = server.endpoint, server.key, server.signature()
     account = server.options["account_name"]
@@ -71,7 +64,7 @@ def azure_ways(server: AzureServer) -> Iterator[tuple[dict[str, str], dict[str, 
     yield {**where, "AZURE_STORAGE_ACCOUNT_KEY": WRONG}, {"connection_string": server.connection_string}
 
 
-def test_azure_by_all_ways(azure_server: AzureServer) -> None:
+def test_azure_by_all_ways(azure_server):
     """Account and key, a signature, a connection string: by variables or options, which come first."""
     for number, (environment, options) in enumerate(azure_ways(azure_server)):
         with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +73,7 @@ def test_azure_by_all_ways(azure_server: AzureServer) -> None:
             assert works(azure_server.url(f"ways/{number}"), **options), (environment, options)
 
 
-def test_an_account_in_the_url(azure_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_in_the_url(azure_server, monkeypatch):
     """It comes before the one of the environment."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
     account, key = azure_server.options["account_name"], azure_server.key
@@ -88,7 +81,7 @@ def test_an_account_in_the_url(azure_server: AzureServer, monkeypatch: pytest.Mo
     assert works(url, account_key=key, endpoint=azure_server.endpoint)
 
 
-def test_azurite_as_it_is_started_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azurite_as_it_is_started_by_itself(monkeypatch):
     """The emulator has an account and a key that all know; where it is can be said."""
     place = open_place("az://box/x", use_emulator=True)
     assert isinstance(place, ObjectStore)
@@ -101,7 +94,7 @@ def test_azurite_as_it_is_started_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     assert "AZURE_STORAGE_ENDPOINT" in error.hint
 
 
-def test_rights_that_lack(azure_server: AzureServer) -> None:
+def test_rights_that_lack(azure_server):
     """A signature that may only read reads, and is refused where it writes."""
     url = azure_server.url("read-only")
     open_place(url, **azure_server.options).put("a", b"x")
@@ -125,7 +118,7 @@ def test_rights_that_lack(azure_server: AzureServer) -> None:
         ({"account_name": "me", "nonsense": 1}, "nonsense", "open_place"),
     ],
 )
-def test_azure_options_that_make_no_sense(options: dict[str, Any], message: str, hint: str) -> None:
+def test_azure_options_that_make_no_sense(options, message, hint):
     """They are refused when the place is opened, or at the first request, with what to set."""
     with pytest.raises(CheckpointError, match=message) as caught:
         open_place("az://box/x", retries=0, **options).get("a", limit=1)
@@ -136,7 +129,7 @@ def test_azure_options_that_make_no_sense(options: dict[str, Any], message: str,
 
 
 @pytest.fixture(scope="module")
-def service_account() -> tuple[rsa.RSAPrivateKey, str]:
+def service_account():
     """A key, and the file that Google gives for it."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     text = key.private_bytes(
@@ -146,7 +139,7 @@ def service_account() -> tuple[rsa.RSAPrivateKey, str]:
     return key, json.dumps(file)
 
 
-def is_signed(key: rsa.RSAPrivateKey, token: str) -> bool:
+def is_signed(key, token):
     """Return whether a token was signed with a key, as Google would."""
     head, _, signature = token.rpartition(".")
     try:
@@ -160,18 +153,18 @@ def is_signed(key: rsa.RSAPrivateKey, token: str) -> bool:
 
 
 def test_google_by_service_account(
-    google_server: GoogleServer,
-    service_account: tuple[rsa.RSAPrivateKey, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    google_server,
+    service_account,
+    tmp_path,
+    monkeypatch,
+):
     """By a file or its text, by variables or options: each request carries a token that its key has signed."""
     key, text = service_account
     file = tmp_path / "account.json"
     file.write_text(text)
     monkeypatch.setattr(google_server, "accepts", lambda token: is_signed(key, token))
     at = {"GOOGLE_BASE_URL": google_server.endpoint}
-    ways: list[tuple[dict[str, str], dict[str, str]]] = [
+    ways = [
         ({**at, "GOOGLE_APPLICATION_CREDENTIALS": str(file)}, {}),
         ({**at, "GOOGLE_SERVICE_ACCOUNT": str(file)}, {}),
         ({**at, "GOOGLE_SERVICE_ACCOUNT_KEY": text}, {}),
@@ -187,7 +180,7 @@ def test_google_by_service_account(
             assert works(google_server.url(f"accounts/{number}"), **options)
 
 
-def test_google_by_token_and_without(google_server: GoogleServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_google_by_token_and_without(google_server, monkeypatch):
     """A token by variable or option, which comes first; an emulator that is named by its host asks for no keys."""
     url = google_server.url("tokens")
     assert works(url, **google_server.options)
@@ -212,7 +205,7 @@ def test_google_by_token_and_without(google_server: GoogleServer, monkeypatch: p
         ({"application_credentials": "/nowhere.json"}, "/nowhere.json"),
     ],
 )
-def test_google_keys_that_are_none(options: dict[str, Any], message: str) -> None:
+def test_google_keys_that_are_none(options, message):
     """They are refused when the place is opened, with what to set."""
     with pytest.raises(CheckpointError, match=message) as caught:
         open_place("gs://box/x", **options)
@@ -228,7 +221,7 @@ NOBODY = {
     "gs": {"client_options": {"allow_http": True}},
     "s3": {"metadata_endpoint": "http://127.0.0.1:1"},
 }
-VERBS: dict[str, Callable[[Any], Any]] = {
+VERBS = {
     "open": lambda store: store.open("a"),
     "put": lambda store: store.put("a", b"1"),
     "replace": lambda store: store.put("a", b"1", replace=True),
@@ -240,12 +233,11 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture(params=["s3", "azure", "google"])
-def cloud(request: pytest.FixtureRequest) -> Cloud:
-    found: Cloud = request.getfixturevalue(f"{request.param}_server")
-    return found
+def cloud(request):
+    return request.getfixturevalue(f"{request.param}_server")
 
 
-def test_wrong_keys(cloud: Cloud) -> None:
+def test_wrong_keys(cloud):
     """Every verb says that rights are lacking, where, and which variables hold the keys; no key is shown."""
     url = cloud.url("wrong")
     store = open_place(url, **{**cloud.options, **KEYS[url[:2]]})
@@ -256,7 +248,7 @@ def test_wrong_keys(cloud: Cloud) -> None:
         assert NAMES[url[:2]] in error.hint
 
 
-def test_no_keys_at_all(cloud: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_keys_at_all(cloud, monkeypatch, tmp_path):
     """That is said, and not that an address of the machine's role cannot be reached."""
     monkeypatch.setenv("HOME", str(tmp_path))
     url = cloud.url("keyless")
@@ -266,7 +258,7 @@ def test_no_keys_at_all(cloud: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert NAMES[url[:2]] in error.hint
 
 
-def test_a_missing_bucket_is_no_missing_blob(cloud: Cloud) -> None:
+def test_a_missing_bucket_is_no_missing_blob(cloud):
     """A mistyped name is reported neither as a missing checkpoint nor as a deleted one."""
     store = open_place(cloud.url("run", bucket="no-such-bucket"), **cloud.options)
     for verb in VERBS.values():
@@ -276,7 +268,7 @@ def test_a_missing_bucket_is_no_missing_blob(cloud: Cloud) -> None:
         assert "create the bucket" in error.hint
 
 
-def test_wrong_endpoints(cloud: Cloud) -> None:
+def test_wrong_endpoints(cloud):
     """What does not answer is named with the variable that says where to ask."""
     store = open_place(cloud.url("x"), **{**cloud.options, "endpoint": "http://127.0.0.1:1", "retries": 0})
     error = said(lambda: store.get("a", limit=1))

@@ -1,10 +1,6 @@
 """Answers that are lost on the way from Azure and Google: what was done is not taken for a failure, nor done twice."""
 
-from __future__ import annotations
-
 import secrets
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +10,7 @@ from shardkeep.errors import StorageError
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.testing.store_contract import read_blob, sample
-from tests.clouds.conftest import Cloud
-from tests.object_store.proxy import Fault, Proxy, Rule
+from tests.object_store.proxy import Proxy, Rule
 
 PART = 5 << 20
 THE_END = "comp=blocklist|^(?!.*partNumber).*uploadId="
@@ -23,15 +18,15 @@ THE_END = "comp=blocklist|^(?!.*partNumber).*uploadId="
 
 
 @pytest.fixture
-def proxy(cloud: Cloud) -> Iterator[Proxy]:
+def proxy(cloud):
     with Proxy(cloud.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def place(cloud: Cloud, proxy: Proxy) -> ObjectStore:
+def place(cloud, proxy):
     """A place that is reached through the proxy."""
-    options: dict[str, Any] = {**cloud.options, "part_bytes": PART, "requests": 4, "retries": 3, "timeout_s": 20}
+    options = {**cloud.options, "part_bytes": PART, "requests": 4, "retries": 3, "timeout_s": 20}
     options["endpoint"] = options["endpoint"].replace(str(cloud.port), str(proxy.port))
     found = open_place(cloud.url(f"network/{secrets.token_hex(4)}"), **options)
     assert isinstance(found, ObjectStore)
@@ -39,7 +34,7 @@ def place(cloud: Cloud, proxy: Proxy) -> ObjectStore:
     return found
 
 
-def test_the_lost_answer_to_the_end_of_an_upload(place: ObjectStore, proxy: Proxy) -> None:
+def test_the_lost_answer_to_the_end_of_an_upload(place, proxy):
     """To ask for it again says that the parts are gone: the object is looked for, and is there."""
     data = sample(2 * PART + 99)
     proxy.rules = [Rule("lose_answer", method="PUT|POST", path=THE_END, times=1)]
@@ -50,7 +45,7 @@ def test_the_lost_answer_to_the_end_of_an_upload(place: ObjectStore, proxy: Prox
     assert read_blob(place, "a") == data
 
 
-def test_the_lost_answer_to_a_put(place: ObjectStore, proxy: Proxy) -> None:
+def test_the_lost_answer_to_a_put(place, proxy):
     """One that is to create only, and one over a version: what is there is compared with what was sent."""
     proxy.rules = [Rule("lose_answer", method="PUT", path="(/|%2F)a$", times=1)]
     place.put("a", b"one")
@@ -64,7 +59,7 @@ def test_the_lost_answer_to_a_put(place: ObjectStore, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("fault", ["slow_down", "cut_answer", "refuse"])
-def test_a_save_and_a_load_through_a_bad_network(place: ObjectStore, proxy: Proxy, fault: Fault) -> None:
+def test_a_save_and_a_load_through_a_bad_network(place, proxy, fault):
     """Requests that fail in passing are made again; every bit arrives."""
     state = {"w": torch.randn(3 << 20), "step": 3}
     proxy.rules = [Rule(fault, chance=0.2, first=True)]

@@ -43,9 +43,7 @@ KEY = "a2V5"
         ),
     ],
 )
-def test_by_environment_and_by_option(
-    url: str, environment: dict[str, str], options: dict[str, str], same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_by_environment_and_by_option(url, environment, options, same, monkeypatch):
     """A checkpoint is not converted into the place that it is read from, also if it is named in two ways."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -59,7 +57,7 @@ def test_by_environment_and_by_option(
         check_different_place(by_environment.place("a"), by_option.place("a"))
 
 
-def test_an_account_in_the_url() -> None:
+def test_an_account_in_the_url():
     """It says the same as an option; where the account is in another of Microsoft's clouds, so is the endpoint."""
     named = open_place("abfss://b@me.dfs.core.windows.net/x", account_key=KEY)
     assert same_place(named, open_place("az://b/x", account_name="me", account_key=KEY))

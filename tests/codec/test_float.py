@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.codecs.base import FRAME_NBYTES
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.float import WIDTHS, analyze, merge, rotated, split, word_type
+from shardkeep.format.frames import FRAME_NBYTES
 from tests.codec.frames import coded, decoded, numbers
 
 

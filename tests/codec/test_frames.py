@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.codecs.base import FRAME_NBYTES
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.compression import Zstd
 from shardkeep.errors import InvalidCodec
+from shardkeep.format.frames import FRAME_NBYTES
 from tests.codec.frames import KEYS, KINDS, NAMES, coded, decoded, frames, numbers, place_of
 
 

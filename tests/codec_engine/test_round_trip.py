@@ -148,12 +148,12 @@ TREES = st.dictionaries(PARTS, NODES, min_size=1, max_size=4).map(lambda made: C
 NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=3).map(".".join), max_size=5, unique=True)
 
 
-def fits(name: str, leaf: str) -> bool:
+def fits(name, leaf):
     cuts = [at for at, char in enumerate(leaf) if char == "."]
     return any(matches(name, leaf[:cut]) for cut in [*cuts, len(leaf)])
 
 
-def matches(name: str, text: str) -> bool:
+def matches(name, text):
     """Of a pattern with stars and a text, character by character."""
     if not name:
         return not text
@@ -162,7 +162,7 @@ def matches(name: str, text: str) -> bool:
     return bool(text) and text[0] == name[0] and matches(name[1:], text[1:])
 
 
-def closer(name: str) -> tuple[int, int]:
+def closer(name):
     return name.count("."), -sum("*" in part for part in name.split("."))
 
 

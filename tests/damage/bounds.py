@@ -1,11 +1,8 @@
 """What an attack costs: memory, time, and which files of this machine are opened meanwhile."""
 
-from __future__ import annotations
-
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -14,7 +11,7 @@ MIB = 1 << 20
 _EVENTS = frozenset({"open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "os.link", "os.symlink"})
 
 
-def bounded(attack: Callable[[], T], *, mib: float = 64, seconds: float = 20.0, traced: bool = True) -> T:
+def bounded(attack, *, mib=64, seconds=20.0, traced=True):
     """
     Run an attack, insist that it takes no more memory and time than this, and return what it returns.
 
@@ -40,7 +37,7 @@ def bounded(attack: Callable[[], T], *, mib: float = 64, seconds: float = 20.0, 
     return answer
 
 
-def _reset_peak() -> float:
+def _reset_peak():
     """Begin a new high-water mark of resident memory, and return where it begins."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
@@ -50,7 +47,7 @@ def _reset_peak() -> float:
     return _peak()
 
 
-def _peak() -> float:
+def _peak():
     try:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
@@ -59,17 +56,17 @@ def _peak() -> float:
 
 
 class _Watch:
-    paths: list[str] | None = None
+    paths = None
     hooked = False
 
 
-def _hook(event: str, args: tuple[object, ...]) -> None:
+def _hook(event, args):
     if _Watch.paths is not None and event in _EVENTS:
         _Watch.paths.append(str(args[0]))
 
 
 @contextmanager
-def watched() -> Iterator[list[str]]:
+def watched():
     """List every path that is opened, listed, renamed or removed meanwhile, by Python's own audit events."""
     if not _Watch.hooked:  # a hook can never be removed
         sys.addaudithook(_hook)

@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.damage.forge import Forgery, take_apart
-from tests.damage.subjects import Subject, one_rank
+from tests.damage.forge import take_apart
+from tests.damage.subjects import one_rank
 
 
 @pytest.fixture
-def subject() -> Subject:
+def subject():
     return one_rank()
 
 
 @pytest.fixture
-def forgery(subject: Subject) -> Forgery:
+def forgery(subject):
     return take_apart(subject)

@@ -7,18 +7,16 @@ the test: another exception, or data that nobody saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
 import shardkeep as sk
 from shardkeep.opening import StoredTensor
-from tests.damage.subjects import QUICK, Subject, blank_for
+from tests.damage.subjects import QUICK, blank_for
 from tests.engine.samples import bits
 
 Answer = sk.CheckpointError | None
-Kinds = tuple[type[sk.CheckpointError], ...]
 
 DAMAGE = (sk.DamagedCheckpoint, sk.UnsupportedVersion, sk.CheckpointNotFound)
 """What a damaged checkpoint may raise. Never the bare CheckpointError: that is what a foreign exception becomes."""
@@ -26,29 +24,29 @@ FORGED = (*DAMAGE, sk.StateMismatch, sk.PickleRefused, sk.UnsupportedLeaf)
 """What a forged one may raise: it can also be sound, and hold what was not asked for."""
 
 
-def load(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+def load(store, subject, may=DAMAGE):
     """Load into a poisoned state."""
     state = blank_for(subject)
     return _answer(may, lambda: sk.load(state, store, options=QUICK), lambda: bits(state) == subject.loaded)
 
 
-def to_dict(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+def to_dict(store, subject, may=DAMAGE):
     """Open, and read everything."""
-    read: list[dict] = []
+    read = []
     return _answer(
         may, lambda: read.append(sk.open(store, options=QUICK).to_dict()), lambda: bits(read[0]) == subject.tree
     )
 
 
-def verify(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+def verify(store, subject, may=DAMAGE):
     """Open, and verify."""
     return _answer(may, lambda: sk.open(store, options=QUICK).verify(), lambda: True)
 
 
-def look(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
+def look(store, subject, may=DAMAGE):
     """Open, and look at everything there is to look at; one element is read of each tensor."""
 
-    def everything() -> None:
+    def everything():
         checkpoint = sk.open(store, options=QUICK)
         seen = [repr(checkpoint), checkpoint.step, checkpoint.meta, len(checkpoint)]
         for key in checkpoint:
@@ -60,7 +58,7 @@ def look(store, subject: Subject, may: Kinds = DAMAGE) -> Answer:
     return _answer(may, everything, lambda: True)
 
 
-def _answer(may: Kinds, enter: Callable[[], object], is_exact: Callable[[], bool]) -> Answer:
+def _answer(may, enter, is_exact):
     try:
         enter()
     except may as error:
@@ -83,11 +81,11 @@ class Answers:
     verify: Answer
 
     @property
-    def all(self) -> list[Answer]:
+    def all(self):
         return [self.load, self.to_dict, self.verify]
 
 
-def try_all(store, subject: Subject, what: str, may: Kinds = DAMAGE) -> Answers:
+def try_all(store, subject, what, may=DAMAGE):
     """Try every door; `what` was done to the checkpoint is said where one misbehaves."""
     answers = []
     for door in (load, to_dict, verify):
@@ -98,7 +96,7 @@ def try_all(store, subject: Subject, what: str, may: Kinds = DAMAGE) -> Answers:
     return Answers(*answers)
 
 
-def assert_refused(store, subject: Subject, what: str, *, naming: str, may: Kinds = DAMAGE) -> Answers:
+def assert_refused(store, subject, what, *, naming, may=DAMAGE):
     """
     Insist that every door raises an error which names the file.
 
@@ -111,6 +109,6 @@ def assert_refused(store, subject: Subject, what: str, *, naming: str, may: Kind
     return answers
 
 
-def is_of_other_ranks(name: str) -> bool:
+def is_of_other_ranks(name):
     """Say whether a file holds nothing but `PerRank` state of ranks other than 0."""
     return name.startswith("rng-") and not name.startswith("rng-00000-")

@@ -17,7 +17,7 @@ import numpy as np
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import MAGIC
 from shardkeep.format.record import RECORD_NAME
-from tests.damage.subjects import Blobs, Subject
+from tests.damage.subjects import Blobs
 
 ALIGN = 64
 U64_MAX = 2**64 - 1
@@ -36,7 +36,7 @@ class Section:
     """Declared digest; None for the right one."""
 
     @property
-    def column(self) -> np.ndarray:
+    def column(self):
         return np.frombuffer(self.raw, self.code).reshape(self.shape)
 
 
@@ -56,55 +56,55 @@ class Forgery:
     rows: dict[str, int] = field(default_factory=dict)
     """Row of each tensor, by key."""
 
-    def get(self, name: str) -> np.ndarray:
+    def get(self, name):
         """Return a section's numbers, to change; `set` puts them back."""
         return self.sections[name].column.astype(object)
 
-    def set(self, name: str, column: Any, code: str = "<u8") -> None:
+    def set(self, name, column, code="<u8"):
         """Store numbers as a section, in any type; they wrap as two's complement does."""
         array = np.asarray(column, object)
         raw = b"".join(int(n % 2**64).to_bytes(8, "little")[: np.dtype(code).itemsize] for n in array.reshape(-1))
         self.sections[name] = Section(code, array.shape, raw)
 
-    def put(self, name: str, at: Any, value: Any, code: str = "<u8") -> None:
+    def put(self, name, at, value, code="<u8"):
         """Change one number (or row) of a section."""
         column = self.get(name)
         column[at] = value
         self.set(name, column, code)
 
-    def set_strings(self, name: str, ends: str, strings: list[bytes]) -> None:
+    def set_strings(self, name, ends, strings):
         """Store byte strings as their two sections."""
         self.sections[name] = Section("|u1", (len(b"".join(strings)),), b"".join(strings))
         self.set(ends, np.cumsum([len(string) for string in strings], dtype=np.int64))
 
-    def strings(self, name: str, ends: str) -> list[bytes]:
+    def strings(self, name, ends):
         stops = self.get(ends).tolist()
         return [self.sections[name].raw[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
-    def set_tree(self, data: bytes) -> None:
+    def set_tree(self, data):
         self.sections["tree"] = Section("|u1", (len(data),), data)
 
-    def set_value(self, key: str, data: bytes) -> None:
+    def set_value(self, key, data):
         keys = self.strings("value_keys", "value_key_ends")
         values = self.strings("values", "value_ends")
         values[keys.index(key.encode())] = data
         self.set_strings("values", "value_ends", values)
 
-    def chunk(self, key: str) -> int:
+    def chunk(self, key):
         """Row of a tensor's first chunk."""
         row = self.rows[key]
         return int(self.get("chunk_ends")[row - 1]) if row else 0
 
-    def file(self, group: str) -> dict[str, Any]:
+    def file(self, group):
         """The record's entry of a group's file."""
         return next(file for file in self.record["files"] if file["name"].startswith(group))
 
-    def keep_index(self, subject: Subject) -> None:
+    def keep_index(self, subject):
         """Say of the index what is right, where only the record is written anew."""
         entry = subject.record.index
         self.record["index"] |= {"nbytes": entry.nbytes, "checksum": entry.checksum}
 
-    def blobs(self) -> Blobs:
+    def blobs(self):
         """Put it together, with every checksum right."""
         index = self.index if self.index is not None else encode_sections(self.sections, self.header)
         entry = {"nbytes": len(index), "checksum": checksum_text(digest(index))}
@@ -120,7 +120,7 @@ class Forgery:
     index_name: str = ""
 
 
-def take_apart(subject: Subject) -> Forgery:
+def take_apart(subject):
     """Read a sound checkpoint into its parts. The index's size and checksum are left out, to be made anew."""
     record = json.loads(subject.blobs[RECORD_NAME])
     name = record["index"].pop("name")
@@ -133,7 +133,7 @@ def take_apart(subject: Subject) -> Forgery:
     return forgery
 
 
-def seal_header(forgery: Forgery, group: str, data: bytes) -> None:
+def seal_header(forgery, group, data):
     """Put a changed data file in, its size and its header's checksum right in the record."""
     entry = forgery.file(group)
     forgery.data[entry["name"]] = data
@@ -141,17 +141,17 @@ def seal_header(forgery: Forgery, group: str, data: bytes) -> None:
     entry["checksum"] = checksum_text(digest(data[: entry["header_nbytes"]]))
 
 
-def json_text(record: Any) -> bytes:
+def json_text(record):
     """The record as JSON, up to where its checksum begins."""
     return json.dumps(record, indent=2).encode().removesuffix(b"}").rstrip()
 
 
-def seal_record(text: bytes) -> bytes:
+def seal_record(text):
     """End a record's text in its own checksum."""
     return text + b',\n  "checksum": "' + checksum_text(digest(text)).encode() + b'"\n}\n'
 
 
-def decode_sections(index: bytes) -> dict[str, Section]:
+def decode_sections(index):
     """Read an index that is known to be sound."""
     begin = len(MAGIC) + 4
     length = int.from_bytes(index[len(MAGIC) : begin], "little")
@@ -163,7 +163,7 @@ def decode_sections(index: bytes) -> dict[str, Section]:
     return sections
 
 
-def encode_sections(sections: dict[str, Section], header: bytes | None = None) -> bytes:
+def encode_sections(sections, header=None):
     """Write an index of sections as they are declared, sound or not."""
     table = []
     body = bytearray()
@@ -176,3 +176,9 @@ def encode_sections(sections: dict[str, Section], header: bytes | None = None) -
     header = msgspec.msgpack.encode(table) if header is None else header
     start = len(MAGIC) + 4 + len(header)
     return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % ALIGN), body))
+
+
+def change(thing, **attributes):
+    """Set attributes, in an expression."""
+    for name, value in attributes.items():
+        setattr(thing, name, value)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import shardkeep as sk
-from shardkeep.format.record import RECORD_NAME, Record, decode_record
+from shardkeep.format.record import RECORD_NAME, decode_record
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.engine.samples import bits
@@ -32,31 +32,31 @@ class Subject:
     """What `to_dict` must give."""
 
     @property
-    def record(self) -> Record:
+    def record(self):
         return decode_record(self.blobs[RECORD_NAME], self.name)
 
     @property
-    def index_name(self) -> str:
+    def index_name(self):
         return self.record.index.name
 
-    def with_blob(self, name: str, data: bytes | None) -> MemoryStore:
+    def with_blob(self, name, data):
         """The checkpoint with one file changed, or (None) gone."""
         changed = {**self.blobs, name: data}
         return store_of({key: value for key, value in changed.items() if value is not None})
 
 
-def store_of(blobs: Blobs) -> MemoryStore:
+def store_of(blobs):
     store = MemoryStore()
     for name, data in blobs.items():
         store.put(name, data)
     return store
 
 
-def blobs_of(store: MemoryStore) -> Blobs:
+def blobs_of(store):
     return {info.name: store.get(info.name, limit=info.nbytes) for info in store.list()}
 
 
-def state(seed: int = 0) -> dict:
+def state(seed=0):
     """Three groups of files, one of them of two blocks; tied, empty, strided and 0-dim tensors; values."""
     gen = torch.Generator().manual_seed(seed)
     table = torch.randn(5, 3, generator=gen)
@@ -82,10 +82,10 @@ def state(seed: int = 0) -> dict:
     }
 
 
-def poisoned() -> dict:
+def poisoned():
     """The same shape of state, full of what is in no checkpoint; one destination strided, one on meta."""
 
-    def poison(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def poison(*shape, dtype=torch.float32):
         return torch.from_numpy(np.full(shape, -7.5, np.float32)).to(dtype)
 
     return {
@@ -111,7 +111,7 @@ def poisoned() -> dict:
 
 
 @cache
-def one_rank(seed: int = 0) -> Subject:
+def one_rank(seed=0):
     """Saved by one process."""
     store, saved = MemoryStore(), state(seed)
     sk.save(saved, store, step=12, meta={"note": "small"}, options=QUICK)
@@ -119,11 +119,11 @@ def one_rank(seed: int = 0) -> Subject:
 
 
 @cache
-def three_ranks() -> Subject:
+def three_ranks():
     """Saved by three ranks, each with a third of two tensors and state of its own."""
     store, saved = MemoryStore(), state()
 
-    def main(world) -> None:
+    def main(world):
         mine = {**saved, "optim": dict(saved["optim"]), "model": dict(saved["model"])}
         for group, key, cuts in (("optim", "moment", (0, 50, 100, 140)), ("model", "weight", (0, 2, 2, 4))):
             low, high = cuts[world.rank : world.rank + 2]
@@ -139,7 +139,7 @@ def three_ranks() -> Subject:
     return Subject("three ranks", blobs_of(store), bits(loaded), bits(whole))
 
 
-def blank_for(subject: Subject) -> dict:
+def blank_for(subject):
     """A poisoned state to load this checkpoint into."""
     blank = poisoned()
     if subject.name == "three ranks":
@@ -150,6 +150,6 @@ def blank_for(subject: Subject) -> dict:
 SUBJECTS = [one_rank, three_ranks]
 
 
-def flipped(data: bytes, at: int, bit: int) -> bytes:
+def flipped(data, at, bit):
     """The bytes with one bit the other way round."""
     return data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]

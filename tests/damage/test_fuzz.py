@@ -32,7 +32,7 @@ ODD_BYTES = [
 
 
 @st.composite
-def mutations(draw, data: bytes):
+def mutations(draw, data):
     """Flip, overwrite, splice, insert, delete or repeat, a few times."""
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -162,7 +162,7 @@ def test_forged_data_files(data):
     _survives(store_of(forgery.blobs()), subject)
 
 
-def _survives(store, subject) -> None:
+def _survives(store, subject):
     """Whatever a forger wrote, every door raises one of our errors or gives something: it is the forger's own data."""
     for door in (doors.load, doors.to_dict, doors.verify, doors.look):
         try:

@@ -15,7 +15,7 @@ from shardkeep.format.values import Container, encode_tree, encode_value
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.damage import doors
 from tests.damage.bounds import bounded
-from tests.damage.forge import U64_MAX, Forgery, Section, take_apart
+from tests.damage.forge import U64_MAX, Section, change, take_apart
 from tests.damage.subjects import blank_for, store_of, three_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,7 +28,7 @@ def case(forge):
     return forge
 
 
-def _widen(f: Forgery, axes: int) -> None:
+def _widen(f, axes):
     for name, fill in (("shape", 1), ("offsets", 0), ("sizes", 1)):
         column = f.get(name)
         wide = np.full((len(column), axes), fill, object)
@@ -36,19 +36,19 @@ def _widen(f: Forgery, axes: int) -> None:
         f.set(name, wide)
 
 
-def _nothing(f: Forgery, *names: str) -> None:
+def _nothing(f, *names):
     """Sections of 2**31 rows that take no bytes."""
     f.sections.update({name: Section("|u1", (2**31, 0), b"") for name in names})
 
 
-def _rename(f: Forgery, of: str, at: int, new: bytes) -> None:
+def _rename(f, of, at, new):
     """Change a key of a tensor (`key`) or of a value (`value_key`)."""
     keys = f.strings(f"{of}s", f"{of}_ends")
     keys[at] = new
     f.set_strings(f"{of}s", f"{of}_ends", keys)
 
 
-def _resize(f: Forgery, key: str, shape, *, chunk: bool = True) -> None:
+def _resize(f, key, shape, *, chunk=True):
     f.put("shape", f.rows[key], shape)
     if chunk:
         f.put("sizes", f.chunk(key), shape)
@@ -154,12 +154,6 @@ def keys_that_are_text_only_together(f):
     keys = f.strings("keys", "key_ends")
     keys[-2], keys[-1] = b"optim.y\xc3", b"\xa9"
     f.set_strings("keys", "key_ends", keys)
-
-
-def change(thing, **attributes):
-    """Set attributes, in an expression."""
-    for name, value in attributes.items():
-        setattr(thing, name, value)
 
 
 CASES |= {

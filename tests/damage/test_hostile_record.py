@@ -13,7 +13,7 @@ from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.record import RECORD_NAME
 from tests.damage import doors
 from tests.damage.bounds import bounded
-from tests.damage.forge import json_text, seal_header, seal_record
+from tests.damage.forge import change, json_text, seal_header, seal_record
 from tests.damage.subjects import QUICK, state, store_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,12 +113,6 @@ def meta_a_hundred_thousand_deep(f):
 def an_unknown_member_a_hundred_thousand_deep(f):
     f.record["new"] = 0
     f.record_text = json_text(f.record).replace(b'"new": 0', b'"new": ' + b'{"a":' * 100_000 + b"0" + b"}" * 100_000)
-
-
-def change(thing, **attributes):
-    """Set attributes, in an expression."""
-    for name, value in attributes.items():
-        setattr(thing, name, value)
 
 
 CASES |= {

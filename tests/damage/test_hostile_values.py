@@ -17,7 +17,7 @@ from tests.format.test_values import ext, raw_ext
 pytestmark = pytest.mark.timeout(60)
 
 
-def is_untouched(state) -> bool:
+def is_untouched(state):
     """Say whether nothing was loaded into a poisoned state; what is on meta still is."""
     blank = blank_for(one_rank())
     for each in (state, blank):
@@ -60,7 +60,7 @@ def test_a_malformed_value_is_refused(subject, forgery, data):
 class Bomb:
     """Unpickled, it makes a directory."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
     def __reduce__(self):

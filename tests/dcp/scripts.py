@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard as Cut
 
 from tests.dcp.sides import quietly
 from tests.engine.samples import all_dtypes, random_tensor, raw_view
-from tests.protocol.samples import Counter, on_few_ranks
+from tests.protocol.samples import Counter, clear_torchs_plans, on_few_ranks
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, sharded_tensor, spread_out
 from tests.training.samples import Net, adamw, train
 from tests.training.wrappers import WRAPPERS
@@ -561,8 +561,7 @@ def plans_kept(writes: Any, reads: Any, folder: str) -> Any:
         into = zeroed(state)
         quietly(reads.load, into, checkpoint_id=f"{folder}-{step}")
         found.append(seen_all(into))
-    for kept in [each for name, each in vars(writes.SavePlanner).items() if name.startswith("_cached")]:
-        kept.clear()
+    clear_torchs_plans()
     return found
 
 

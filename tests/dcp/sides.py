@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from types import ModuleType
 from typing import Any
+
+from tests.protocol.samples import quietly
+
+__all__ = ["SIDES", "causes_of", "failure_of", "part", "quietly", "side"]
 
 SIDES = ("torch", "ours")
 _MODULES = {"torch": "torch.distributed.checkpoint", "ours": "shardkeep.dcp"}
@@ -21,13 +24,6 @@ def side(name: str) -> Any:
 def part(name: str, module: str) -> ModuleType:
     """Return a submodule of a side."""
     return importlib.import_module(f"{_MODULES[name]}.{module}")
-
-
-def quietly(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose warnings are another test's business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*args, **kwargs)
 
 
 def failure_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:

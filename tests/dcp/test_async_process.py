@@ -30,7 +30,7 @@ from shardkeep.dcp.state_dict_loader import load
 from shardkeep.engine.process.client import writer_manager
 from tests.protocol.samples import blank, holds, quietly, state_of_ranks
 from tests.toolkit.samples import numbered
-from tests.warm.python import needs_late_threads, warm_python
+from tests.warm.python import warm_python
 
 PROCESS = AsyncCheckpointerType.PROCESS
 
@@ -274,34 +274,6 @@ def test_our_own_writer_needs_no_process_of_the_script(tmp_path):
     assert writer_manager().pid != pid
     for name in "13":
         assert torch.equal(loaded(tmp_path / name, w=torch.empty(1000))["w"], numbered(1000))
-
-
-ENDS_EARLY = """
-import sys, warnings
-import torch
-from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save
-
-warnings.simplefilter("ignore")
-
-
-class Settings:
-    rate = 1
-
-
-if __name__ == "__main__":
-    state = {"w": torch.arange(1000.0), "settings": Settings()}
-    async_save(state, checkpoint_id=sys.argv[1], async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-"""
-
-
-@needs_late_threads
-def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
-    """The process knows the script's classes, though the script has ended when it takes the state."""
-    script = tmp_path / "script.py"
-    script.write_text(ENDS_EARLY)
-    done = warm_python(script, tmp_path / "a")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert torch.equal(loaded(tmp_path / "a", w=torch.empty(1000))["w"], torch.arange(1000.0))
 
 
 def test_states_of_many_tensors(tmp_path, request):

@@ -419,18 +419,27 @@ def test_a_storage_that_cannot_be_found_fails_the_future():
 LEAVES_EARLY = """
 import sys, warnings
 import torch
-from shardkeep.dcp._impl.async_ import async_save
-from shardkeep.dcp.filesystem import FileSystemWriter
+from shardkeep.dcp._impl.async_ import AsyncCheckpointerType, async_save
 
 warnings.simplefilter("ignore")
-async_save({"w": torch.arange(1000.0)}, storage_writer=FileSystemWriter(sys.argv[1]))
+
+
+class Settings:
+    rate = 1
+
+
+if __name__ == "__main__":
+    state = {"w": torch.arange(1000.0), "settings": Settings()}
+    async_save(state, checkpoint_id=sys.argv[1], async_checkpointer_type=AsyncCheckpointerType(sys.argv[2]))
 """
 
 
 @needs_late_threads
-def test_a_script_that_ends_early_ends_its_save_first(tmp_path):
-    """The interpreter waits for what is under way, which can still start the threads it needs."""
-    done = warm_python("-c", LEAVES_EARLY, tmp_path / "a")
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_a_script_that_ends_early_ends_its_save_first(tmp_path, kind):
+    """The interpreter waits for what is under way, which can still start the threads it needs and find its classes."""
+    (tmp_path / "script.py").write_text(LEAVES_EARLY)
+    done = warm_python(tmp_path / "script.py", tmp_path / "a", kind.value)
     assert (done.returncode, done.stderr) == (0, "")
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(1000))["w"], torch.arange(1000.0))
 
@@ -548,23 +557,25 @@ def test_training_goes_on_meanwhile(rank_pool, tmp_path):
 
 
 class Failing(AsyncStager):
-    def __init__(self, rank, later):
-        self.rank, self.later = rank, later
+    def __init__(self, rank, kind, later):
+        self.rank, self.kind, self.later = rank, kind, later
 
     def stage(self, state_dict):
         if self.later:
             future = Future()
-            future.set_exception(MemoryError("no room"))
+            future.set_exception(self.kind("no room"))
             return future if dist.get_rank() == self.rank else DefaultStager().stage(state_dict)
         if dist.get_rank() == self.rank:
-            raise MemoryError("no room")
+            raise self.kind("no room")
         return dict(state_dict)
 
 
-def stage_badly(folder, later):
+def stage_badly(folder, kind, later):
     found = []
     try:
-        response = async_save({"w": numbered(3)}, storage_writer=writer_to(folder), async_stager=Failing(1, later))
+        response = async_save(
+            {"w": numbered(3)}, storage_writer=writer_to(folder), async_stager=Failing(1, kind, later)
+        )
         upload = response.upload_completion if later else response
         upload.result(60)
     except BaseException as error:  # noqa: BLE001 - as told to the test
@@ -573,11 +584,11 @@ def stage_badly(folder, later):
     return found
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_staging_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, later):
-    """Nobody waits for the rank that could not stage, and the next save works."""
-    found = rank_pool.run(3, stage_badly, str(tmp_path), later)
-    here = ["CheckpointException", True] if later else ["MemoryError", True]
+@pytest.mark.parametrize(("kind", "later"), [(MemoryError, False), (MemoryError, True), (KeyboardInterrupt, False)])
+def test_staging_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, kind, later):
+    """No rank waits for the one that could not stage, also if that was interrupted, and the next save works."""
+    found = rank_pool.run(3, stage_badly, str(tmp_path), kind, later)
+    here = ["CheckpointException", True] if later else [kind.__name__, True]
     assert found == [["CheckpointException", True], here, ["CheckpointException", True]]
     assert not list(tmp_path.glob(".metadata"))
 
@@ -604,46 +615,6 @@ def test_an_old_failure_on_one_rank_costs_no_other_save(rank_pool, tmp_path):
     assert rank_pool.run(3, ignore_and_go_on, str(tmp_path)) == [False, True, False]
     for name in "bc":
         assert torch.equal(loaded(tmp_path / name, w=torch.empty(3))["w"], numbered(3))
-
-
-def never_ask(folder):
-    """Rank 0 knows of the failed save when it begins the next one; rank 1 is faster."""
-    told = 0
-    for step in range(4):
-        writer = Broken(f"{folder}/0") if step == 0 else writer_to(f"{folder}/{step}")
-        try:
-            future = async_save({"w": numbered(3)}, storage_writer=writer)
-        except EarlierSaveFailed as error:
-            told += 1
-            future = error.response
-        while not future.done() and (dist.get_rank() == 0 or step > 0):
-            time.sleep(0.01)
-    return told
-
-
-def test_one_failed_save_is_told_once_on_each_rank(rank_pool, tmp_path):
-    """Whenever each rank learns of it, all later saves are made."""
-    assert rank_pool.run(2, never_ask, str(tmp_path)) == [1, 1]
-    assert [(tmp_path / str(step) / ".metadata").exists() for step in range(4)] == [False, True, True, True]
-
-
-class Interrupted(AsyncStager):
-    def stage(self, state_dict):
-        if dist.get_rank() == 1:
-            raise KeyboardInterrupt("stop")
-        return dict(state_dict)
-
-
-def interrupt(folder):
-    try:
-        async_save({"w": numbered(3)}, storage_writer=writer_to(folder), async_stager=Interrupted()).result(60)
-    except BaseException as error:  # noqa: BLE001 - as told to the test
-        return type(error).__name__, "stop" in str(error)
-
-
-def test_an_interrupted_stager_keeps_nobody_waiting(rank_pool, tmp_path):
-    """What is no Exception fails the save on the other ranks as well."""
-    assert rank_pool.run(2, interrupt, str(tmp_path)) == [("CheckpointException", True), ("KeyboardInterrupt", True)]
 
 
 def on_groups(folder):

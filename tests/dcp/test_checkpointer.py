@@ -10,21 +10,9 @@ from torch.distributed.checkpoint._checkpointer import _Checkpointer as Theirs
 
 from shardkeep.dcp._checkpointer import _Checkpointer
 from shardkeep.dcp.metadata import Metadata
+from tests.protocol.samples import Counter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-class Counter:
-    """Has a state of its own."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def state_dict(self):
-        return {"n": self.n}
-
-    def load_state_dict(self, state):
-        self.n = state["n"]
 
 
 def made(place, kind=_Checkpointer, **options):
@@ -44,11 +32,11 @@ def test_what_it_saves_it_loads(tmp_path, way):
     saved = getattr(checkpointer, way)({"w": torch.arange(3.0), "c": Counter(7)})
     metadata = saved if way == "save" else saved.result()
     assert type(metadata) is Metadata
-    assert sorted(metadata.state_dict_metadata) == ["c.n", "w"]
+    assert sorted(metadata.state_dict_metadata) == ["c.count", "c.log", "w"]
     for kind in (_Checkpointer, Theirs):
         state = {"w": torch.zeros(3), "c": Counter(0)}
         made(tmp_path, kind).load(state)
-        assert (state["w"].tolist(), state["c"].n) == ([0, 1, 2], 7)
+        assert (state["w"].tolist(), state["c"].count) == ([0, 1, 2], 7)
 
 
 def test_it_keeps_what_it_was_given(tmp_path):
@@ -73,7 +61,12 @@ def save_and_load(place):
     checkpointer.save({f"w{rank}": torch.full((2,), float(rank)), "c": Counter(5)})
     state = {"w0": torch.zeros(2), "w1": torch.zeros(2), "c": Counter(0)}
     checkpointer.load(state)
-    return (pathlib.Path(place) / "by").read_text(), state["w0"].sum().item(), state["w1"].sum().item(), state["c"].n
+    return (
+        (pathlib.Path(place) / "by").read_text(),
+        state["w0"].sum().item(),
+        state["w1"].sum().item(),
+        state["c"].count,
+    )
 
 
 def test_the_coordinator_is_who_was_asked_for(rank_pool, tmp_path):

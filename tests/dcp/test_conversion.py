@@ -19,16 +19,16 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as Cut
 
 import shardkeep
-from shardkeep.codecs.stream_extensions import ExtensionRegistry
+from shardkeep.codecs.stream_extensions import ZStandard
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.to_file import pickle_state
 from shardkeep.dcp import format_utils as ours
 from shardkeep.dcp._impl import convert
-from shardkeep.dcp.filesystem import FileSystemReader, FileSystemWriter
+from shardkeep.dcp.filesystem import FileSystemWriter
 from shardkeep.dcp.state_dict_saver import save
+from shardkeep.engine import fill
 from shardkeep.errors import PickleRefused
 from shardkeep.format.dtypes import known_to_torch
-from shardkeep.testing import checkpoint_utils
 from tests.protocol.samples import quietly
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, spread_out
 from tests.warm.python import warm_python
@@ -39,8 +39,7 @@ BLOCK_NBYTES = 4096
 def small_windows(monkeypatch, blocks=1):
     """Write archives in windows of so many blocks."""
     monkeypatch.setattr(pipeline, "block_nbytes_for", lambda _: BLOCK_NBYTES)
-    monkeypatch.setattr(convert, "_LEAST_WINDOW_NBYTES", 0)
-    monkeypatch.setattr(convert, "_WINDOW_NBYTES", blocks * BLOCK_NBYTES)
+    monkeypatch.setattr(pipeline, "limits", lambda *_: (2, blocks * BLOCK_NBYTES))
 
 
 def plain_state():
@@ -182,17 +181,22 @@ def test_the_pickle_of_a_state_is_torchs(tmp_path):
 
 def test_a_transformed_checkpoint_is_decoded_tensor_by_tensor(tmp_path, monkeypatch):
     """
-    What was written through an extension cannot be read in parts, and comes out right in small windows all the same.
+    What was written through an extension cannot be read in parts: each tensor is decoded once, however many windows it has.
     """
     small_windows(monkeypatch)
-    registry = checkpoint_utils.get_test_extension_registry()
-    writer = FileSystemWriter(tmp_path / "ck", _extensions=[checkpoint_utils.Rot13Example()])
+    decoded = []
+
+    def counted(source, rows, options):
+        decoded.extend(rows.tolist())
+        return fill.read_whole(source, rows, options)
+
+    monkeypatch.setattr(convert, "read_whole", counted)
+    writer = FileSystemWriter(tmp_path / "ck", _extensions=[ZStandard()])
     state = {"a": numbered(5000), "step": 3, "b": {"c": numbered(70, 70), "tiny": numbered(3)}}
     quietly(save, state, storage_writer=writer)
-    assert isinstance(registry, ExtensionRegistry)
-    monkeypatch.setattr(convert, "FileSystemReader", lambda path: FileSystemReader(path, registry))
     ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     assert seen(torch.load(tmp_path / "file.pt")) == seen(state)
+    assert sorted(decoded) == [0, 1, 2]
 
 
 def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):

@@ -115,31 +115,21 @@ def test_an_fsdp_model_is_filled(rank_pool, tmp_path, device):
 
 
 def both_load(path):
-    states = []
+    states, halves = [], []
     for module, do_load in ((ours, load), (theirs, their_dcp.load)):
-        state = {"a": torch.zeros(5, 3), "b": {"c": torch.zeros(4, dtype=torch.float64)}}
+        state = {"a": torch.zeros(5, 3), "b": {"c": torch.zeros(4, dtype=torch.float64), "half": torch.zeros(3)}}
         reader, planner = module.BroadcastingTorchSaveReader(), module.DynamicMetaLoadPlanner()
         quietly(do_load, state, checkpoint_id=path, storage_reader=reader, planner=planner)
+        halves.append(state["b"].pop("half").tolist())
         states.append(seen(state))
-    return states[0] == states[1], float(state["a"].sum())
+    return states[0] == states[1], float(state["a"].sum()), halves[0]
 
 
 def test_torchs_reader_does_the_same_with_plain_tensors(rank_pool, tmp_path):
-    """Called alike, both fill the same values."""
-    torch.save({"a": numbered(5, 3), "b": {"c": numbered(4, dtype=torch.float64)}, "x": "y"}, tmp_path / "file.pt")
-    assert rank_pool.run(2, both_load, str(tmp_path / "file.pt")) == [(True, 105.0)] * 2
-
-
-def converted(path):
-    state = {"a": torch.zeros(3, dtype=torch.float64)}
-    broadcast(state, path)
-    return state["a"].tolist()
-
-
-def test_another_dtype_is_converted(rank_pool, tmp_path):
-    """As `copy_` does it."""
-    torch.save({"a": numbered(3, dtype=torch.float16)}, tmp_path / "file.pt")
-    assert rank_pool.run(2, converted, str(tmp_path / "file.pt")) == [[0.0, 1.0, 2.0]] * 2
+    """Called alike, both fill the same values; ours also converts them, as `copy_` does it, on every rank."""
+    nested = {"c": numbered(4, dtype=torch.float64), "half": numbered(3, dtype=torch.float16)}
+    torch.save({"a": numbered(5, 3), "b": nested, "x": "y"}, tmp_path / "file.pt")
+    assert rank_pool.run(2, both_load, str(tmp_path / "file.pt")) == [(True, 105.0, [0.0, 1.0, 2.0])] * 2
 
 
 def failure(path, state, planner=ours.DynamicMetaLoadPlanner):

@@ -27,6 +27,7 @@ from shardkeep.errors import CheckpointError, ChecksumMismatch, DamagedCheckpoin
 from tests.dcp import faulty
 from tests.dcp.sides import SIDES, causes_of, failure_of, part, quietly, side
 from tests.faults.forks import Fork
+from tests.protocol.samples import clear_torchs_plans
 from tests.toolkit.samples import numbered, seen
 
 
@@ -77,8 +78,9 @@ def test_1_a_failed_writer_thread_fails_the_save(tmp_path: Any, monkeypatch: Any
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     metadata = fails_in_a_thread("torch", str(tmp_path / "torch"))
     assert len(metadata.state_dict_metadata) == 5
-    assert len(metadata.storage_data) < 5
-    assert isinstance(causes_of(failure_of(level_at, side("torch"), str(tmp_path / "torch")))[0], KeyError)
+    assert len(metadata.storage_data or ()) < 5  # none at all if every thread failed
+    failure = causes_of(failure_of(level_at, side("torch"), str(tmp_path / "torch")))[0]
+    assert isinstance(failure, KeyError) or metadata.storage_data is None
     cause = causes_of(failure_of(fails_in_a_thread, "ours", str(tmp_path / "ours")))[0]
     assert isinstance(cause, OSError)
     assert cause.errno == errno.ENOSPC
@@ -265,25 +267,20 @@ def test_6_a_partial_load_keeps_what_it_cannot_find(tmp_path: Any) -> None:
         dcp = side(name)
         folder = str(tmp_path / name)
         quietly(dcp.save, {"w": numbered(2)}, checkpoint_id=folder)
-        into = {"w": torch.zeros(2), "set": {1}, "array": np.ones(2), "config": Config(), "n": 4}
-        quietly(dcp.load, into, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-        assert into["w"].tolist() == [0, 1]
-        if name == "torch":
-            assert [into[key] for key in ("set", "array", "config")] == [None] * 3
-        else:
-            assert into["set"] == {1}
-            assert into["array"].tolist() == [1, 1]
-            assert isinstance(into["config"], Config)
-            assert into["n"] == 4
+        kept = {"set": {1}, "array": np.ones(2), "config": Config(), "list": [{1}, np.zeros(1)]}
+        for reads in SIDES:  # with torch's reader ours goes item by item
+            into = {"w": torch.zeros(2), "sub": dict(kept), **kept}
+            reader, planner = side(reads).FileSystemReader(folder), dcp.DefaultLoadPlanner(allow_partial_load=True)
+            if name == "torch" == reads:
+                quietly(dcp.load, into, storage_reader=reader, planner=planner)
+                assert [into[key] for key in ("set", "array", "config")] == [None] * 3
+            elif name == "ours":
+                quietly(dcp.load, into, storage_reader=reader, planner=planner)
+                assert all(holder[key] is value for holder in (into, into["sub"]) for key, value in kept.items())
+            assert into["w"].tolist() == ([0, 1] if name in ("ours", reads) else [0, 0])
 
 
 # 7
-
-
-def clear_torchs_cache() -> None:
-    planner = side("torch").SavePlanner
-    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        getattr(planner, f"_cached_{name}").clear()
 
 
 def test_7_the_plan_cache_sees_what_changes(tmp_path: Any) -> None:
@@ -304,7 +301,7 @@ def test_7_the_plan_cache_sees_what_changes(tmp_path: Any) -> None:
             quietly(dcp.load, into, checkpoint_id=str(tmp_path / "ours1"))
             assert into["w"].tolist() == [0, 1, 2, 3]
             assert made[0].storage_meta.checkpoint_id != made[1].storage_meta.checkpoint_id
-    clear_torchs_cache()
+    clear_torchs_plans()
     assert kept == {"torch": ("torch.float32", True), "ours": ("torch.bfloat16", False)}
 
 
@@ -321,7 +318,7 @@ def test_7_planners_do_not_share_their_caches(tmp_path: Any) -> None:
         two.set_up_planner({"a": numbered(2)}, dcp.metadata.StorageMeta(), True)
         sent.append(two.create_local_plan().usable)
         found[name] = sent
-    clear_torchs_cache()
+    clear_torchs_plans()
     assert found == {"torch": [False], "ours": [True]}
 
 
@@ -368,9 +365,10 @@ def test_10_a_cast_is_told(tmp_path: Any, caplog: Any) -> None:
         dcp = side(name)
         quietly(dcp.save, {"w": torch.tensor([1e5])}, checkpoint_id=str(tmp_path / name))
         into = {"w": torch.zeros(1, dtype=torch.float16)}
+        reader = side("torch").FileSystemReader(str(tmp_path / name))
         with caplog.at_level(logging.DEBUG):
             caplog.clear()
-            quietly(dcp.load, into, checkpoint_id=str(tmp_path / name))
+            quietly(dcp.load, into, storage_reader=reader)
         assert into["w"].isinf().all()
         said = [each.getMessage() for each in caplog.records if "float16" in each.getMessage()]
         assert bool(said) == (name == "ours")

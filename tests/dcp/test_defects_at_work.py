@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from shardkeep.engine import peers
 from shardkeep.errors import RanksSilent
 from tests.dcp.sides import SIDES, causes_of, failure_of, part, quietly, side
 from tests.toolkit.samples import numbered, seen
@@ -48,22 +49,6 @@ def test_5_staging_waits_for_the_work_before_it(tmp_path: Any) -> None:
 
 
 # Hugging Face
-
-
-def test_11_whole_numbers_are_consolidated(tmp_path: Any) -> None:
-    """Line 11: an int64 tensor breaks torch's consolidation."""
-    for name in SIDES:
-        dcp = side(name)
-        where = str(tmp_path / name)
-        writer = dcp.HuggingFaceStorageWriter(where, save_distributed=True, enable_consolidation=True)
-        state = {"n": torch.arange(6).reshape(2, 3)}
-        if name == "torch":
-            failure_of(dcp.save, state, storage_writer=writer, no_dist=True)
-            continue
-        quietly(dcp.save, state, storage_writer=writer, no_dist=True)
-        into = {"n": torch.zeros(2, 3, dtype=torch.int64)}
-        quietly(dcp.load, into, storage_reader=dcp.HuggingFaceStorageReader(where), no_dist=True)
-        assert seen(into) == seen(state)
 
 
 def test_11_safetensors_files_can_be_read(tmp_path: Any) -> None:
@@ -183,10 +168,19 @@ def load_replica(name: str, folder: str) -> int:
     dcp = side(name)
     state = {"w": numbered(300_000), "step": 1}
     quietly(dcp.save, state, checkpoint_id=folder)
-    counted = Counted()
+    counted, fetched = Counted(), peers.Peers._timed
     into = {"w": torch.zeros(300_000), "step": None}
-    with mock.patch.dict(os.environ, {"SHARDKEEP_SHARE_READS": "1"}):
-        quietly(dcp.load, into, storage_reader=counted.reader(name, folder))
+
+    def count(self: Any, fetch: Any, view: Any) -> None:
+        counted.nbytes += len(view)
+        fetched(self, fetch, view)
+
+    reader = counted.reader(name, folder) if name == "torch" else None  # one of ours that is changed reads alone
+    with (
+        mock.patch.dict(os.environ, {"SHARDKEEP_SHARE_READS": "1"}),
+        mock.patch.object(peers.Peers, "_timed", count),
+    ):
+        quietly(dcp.load, into, checkpoint_id=folder, storage_reader=reader)
     assert seen(into) == seen(state)
     return counted.nbytes
 
@@ -194,7 +188,7 @@ def load_replica(name: str, folder: str) -> int:
 def test_17_replicas_are_read_once(rank_pool: Any, tmp_path: Any) -> None:
     """Line 17: every rank of torch's reads a replicated tensor from the files; ours, where asked to, one of them."""
     assert min(rank_pool.run(2, load_replica, "torch", str(tmp_path / "torch"))) > 1_200_000
-    assert sum(rank_pool.run(2, load_replica, "ours", str(tmp_path / "ours"))) < 1.5 * 1_200_000
+    assert 1_200_000 <= sum(rank_pool.run(2, load_replica, "ours", str(tmp_path / "ours"))) < 1.5 * 1_200_000
 
 
 # Writing

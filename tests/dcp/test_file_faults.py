@@ -9,7 +9,6 @@ import itertools
 import os
 import pickle
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from shardkeep.storage.file_systems import FileSystem
 from tests.dcp.faulty import files_named
 from tests.dcp.sides import causes_of, failure_of, quietly
 from tests.faults.calls import ASKING, CHANGING, strike_at
-from tests.faults.forks import Fork
 from tests.faults.scene import no_leaks
 from tests.toolkit.samples import numbered
 
@@ -176,40 +174,6 @@ def test_dead_from_any_call_on(place: str) -> None:
         for name in left:
             os.unlink(os.path.join(place, name))
     assert n >= 20
-    assert kept == {0, 1}
-
-
-def overwrite_and_die(pipe: Any, where: str, k: int, n: int) -> None:
-    """Save, and be killed in the place of the n-th call that changes anything."""
-
-    def die(name: str, _: Any) -> None:
-        pipe.send(name)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with strike_at(n, die, CHANGING):
-        error = save(where, k)
-    pipe.send(repr(error))
-
-
-def test_killed(place: str) -> None:
-    """The same with kill -9, at some of the calls."""
-    assert save(place, 0) is None
-    earlier, kept = 0, set()
-    for n in itertools.count(step=7):
-        with Fork(overwrite_and_die, place, earlier + 1, n) as fork:
-            ended = fork.join()
-            said = fork.said()
-        if ended == 0:
-            assert said == ["None"]
-            break
-        assert ended == -signal.SIGKILL, said
-        found = level_at(place)
-        assert found in (earlier, earlier + 1), said
-        kept.add(found - earlier)
-        earlier += 2
-        assert save(place, earlier) is None
-        assert clean(place), (said, os.listdir(place))
-    assert n >= 12
     assert kept == {0, 1}
 
 
@@ -502,12 +466,12 @@ def test_metadata_are_read_in_their_own_size(place: str) -> None:
 
 def test_streams_that_take_less_than_they_are_given(place: str) -> None:
     """Metadata larger than what a stream takes at once are written whole."""
-    state = {f"layer.{n}.weight": torch.full((2,), float(n)) for n in range(1500)}
+    state = {f"layer.{n}.weight": torch.full((2,), float(n)) for n in range(1700)}
     quietly(dcp.save, state, storage_writer=writer_of(Faulty(-1))(place), no_dist=True)
     assert os.path.getsize(os.path.join(place, ".metadata")) > 200_000
     into = {key: torch.zeros(2) for key in state}
     quietly(dcp.load, into, checkpoint_id=place, no_dist=True)
-    assert all(into[f"layer.{n}.weight"].eq(n).all() for n in range(1500))
+    assert all(into[f"layer.{n}.weight"].eq(n).all() for n in range(1700))
 
 
 def test_a_file_that_cannot_be_made_durable_fails_the_save(place: str) -> None:

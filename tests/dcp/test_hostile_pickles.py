@@ -4,7 +4,6 @@ import datetime as dt
 import io
 import logging
 import pathlib
-import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from shardkeep.layouts import torch_values as metadata
 from shardkeep.layouts import torch_values as stored_items
 from shardkeep.layouts.torch import decode_torch_metadata
 from shardkeep.layouts.torch_pickle import decode_metadata
+from tests.protocol.samples import quietly
 
 KINDS = [
     metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata,
@@ -45,12 +45,6 @@ class Planner(dcp.DefaultSavePlanner):
         plans, made = super().create_global_plan(all_plans)
         made.planner_data = {"mine": Mine(), **made.planner_data}
         return plans, made
-
-
-def quietly(call, *args, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return call(*args, **how)
 
 
 def patching(module: str, name: str) -> bytes:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as theirs
 
 import shardkeep as sk
 from shardkeep import dcp
-from shardkeep.dcp import filesystem, state_dict_loader, state_dict_saver
+from shardkeep.dcp import filesystem, format_utils, state_dict_loader, state_dict_saver
 from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
@@ -244,6 +244,9 @@ def test_elsewhere_too_nothing_of_an_older_save_stays(tmp_path, start):
     into = {"w": torch.zeros(2)}
     dcp.load(into, storage_reader=FsspecReader(where))  # a missing .metadata is one, whatever such an error looks like
     assert into["w"].tolist() == [1, 1]
+    format_utils.dcp_to_torch_save(where, tmp_path / "file.pt")
+    assert torch.load(tmp_path / "file.pt")["w"].tolist() == [1, 1]
+    (tmp_path / "file.pt").unlink()
     writer = FsspecWriter(where)
     with writer.fs.create_stream(f"{where}/notes.txt", "wb") as stream:
         stream.write(b"not ours")

@@ -71,51 +71,41 @@ def hand_over(make, target=None, kind=PGTransport):
     return seen(got), same
 
 
-def what_is_sent(make):
-    return seen(make())
-
-
-def test_a_state_arrives_as_it_was_sent(rank_pool):
-    """Every kind of value, with its bits, nesting and order, on two receivers at once."""
-    _, first, second = rank_pool.run(3, hand_over, plain_state)
-    assert first == second == (seen(plain_state()), None)
-    assert list(first[0]) == list(plain_state())
-
-
-def test_torch_sends_the_same_state(rank_pool):
-    """Where torch's transport can send a state at all, what arrives is what arrives with ours."""
-    _, ours = rank_pool.run(2, hand_over, simple_state)
-    _, torchs = rank_pool.run(2, hand_over, simple_state, None, theirs.PGTransport)
-    assert ours == torchs
-
-
 def simple_state():
     return {"a": numbered(3, 4), "b": {"c": numbered(2, dtype=torch.int64), "n": 5}}
 
 
-def test_spread_tensors_arrive_as_the_senders_part(rank_pool):
-    """DTensors and ShardedTensors come with the sender's local part and what it is a part of."""
-    sent = rank_pool.run(2, what_is_sent, spread_state)
-    _, (got, _) = rank_pool.run(2, hand_over, spread_state)
-    assert got == sent[0]
+def test_a_state_arrives_as_it_was_sent(rank_pool):
+    """
+    Every kind of value, with its bits, nesting and order, on two receivers at once; as with torch's transport, where that
+    can send a state at all.
+    """
+    _, first, second = rank_pool.run(3, hand_over, plain_state)
+    assert first == second == (seen(plain_state()), None)
+    assert list(first[0]) == list(plain_state())
+    _, ours = rank_pool.run(2, hand_over, simple_state)
+    assert ours == rank_pool.run(2, hand_over, simple_state, None, theirs.PGTransport)[1]
 
 
-def owners():
-    transport = PGTransport(dist.group.WORLD, SOON, CPU)
-    state = spread_state()
+def hand_over_spread():
+    transport, state = PGTransport(dist.group.WORLD, SOON, CPU), spread_state()
     if dist.get_rank() == 0:
         transport.send_checkpoint([1], state)
-        return None
+        return seen(state), None
     got = transport.recv_checkpoint(0)
     assert isinstance(got["rows"], DTensor)
-    return list(got["rows"].device_mesh.get_coordinate()), [
-        s.metadata.placement.rank() for s in got["chunks"].local_shards()
-    ]
+    owners = [shard.metadata.placement.rank() for shard in got["chunks"].local_shards()]
+    return seen(got), (list(got["rows"].device_mesh.get_coordinate()), owners)
 
 
-def test_the_sender_and_the_receiver_change_places(rank_pool):
-    """The receiver's mesh says whose part it is; a shard that it received is its own."""
-    assert rank_pool.run(2, owners)[1] == ([0], [1])
+def test_spread_tensors_arrive_as_the_senders_part(rank_pool):
+    """
+    DTensors and ShardedTensors come with the sender's local part and what it is a part of. The receiver's mesh says whose
+    part it is; a shard that it received is its own.
+    """
+    (sent, _), (got, places) = rank_pool.run(2, hand_over_spread)
+    assert got == sent
+    assert places == ([0], [1])
 
 
 def zeros_like_plain():

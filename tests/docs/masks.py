@@ -16,7 +16,7 @@ _MASKS = [
     (r"(/private)?/tmp/[\w./-]*?/(?=runs|models|ckpt|there)", ""),
     (r"\(pid \d+\)", "(pid <pid>)"),
     (r"process \d+ on \S+,", "process <pid> on <machine>,"),
-    (r"\b\d+(\.\d+)? (?:s|ms|min|h|d)\b", "<span>"),
+    (r"\b\d+(\.\d+)? (?:s|ms|µs|min|h|d)\b", "<span>"),
     (r"\b\d+(\.\d+)? [kMG]?B/s", "<speed>"),
     (r"(?: in|,) <span>, <speed>$", ""),  # said only of what took a while
     (r" \(<span> by earlier saves\)", ""),

@@ -1,5 +1,5 @@
 """
-Write what commands really print into the pages: `python -m tests.docs.refresh docs/cli.md`.
+Write what commands really print, and the table of variables, into the pages: `python -m tests.docs.refresh docs/cli.md`.
 
 Only blocks whose output is not what it should be are changed. Read the difference before you commit it.
 """
@@ -7,6 +7,7 @@ Only blocks whose output is not what it should be are changed. Read the differen
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -14,15 +15,15 @@ from pathlib import Path
 from tests.docs.fences import fences_of
 from tests.docs.masks import masked
 from tests.docs.running import Reader
-from tests.docs.scene import names
 from tests.docs.troubles import TROUBLES, text_of
+from tests.docs.variables import HEAD, table
 from tests.support.rank_pool import RankPool
 
 
 def refresh(page: Path, pool: RankPool) -> int:
     """Put real output into a page, and return how many blocks have changed."""
     os.chdir(tempfile.mkdtemp())
-    real = list(Reader(page, names(), pool).follow())
+    real = list(Reader(page, pool).follow())
     for fence in fences_of(page.read_text()):
         if fence.language == "text" and fence.title in TROUBLES:
             os.chdir(tempfile.mkdtemp())
@@ -32,6 +33,7 @@ def refresh(page: Path, pool: RankPool) -> int:
     for fence, printed in sorted(changed, key=lambda each: -each[0].begin):
         lines = "\n".join(line.rstrip() for line in printed.strip("\n").split("\n")) + "\n"
         text = text[: fence.begin] + lines + text[fence.begin + len(fence.body) :]
+    text = re.sub(rf"{re.escape(HEAD)}(\|.*\n)*", lambda _: table(), text)
     page.write_text(text)
     return len(changed)
 

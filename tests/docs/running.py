@@ -1,6 +1,8 @@
 """
 Runs the blocks of a page, in an empty folder, as a reader would who types all of it in.
 
+That reader has installed shardkeep and what the page says to install: other packages cannot be imported meanwhile.
+
 A console line `shardkeep ...` runs in this process with a real pseudo-terminal of 80 columns as its standard output;
 `torchrun --nproc-per-node N script.py` on N ranks of the pool, which is what torchrun would start, and `python ...` on
 one of them, as a process of its own that has imported torch already; anything else in bash.
@@ -9,6 +11,8 @@ one of them, as a process of its own that has imported torch already; anything e
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import io
 import os
 import pty
@@ -19,7 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,14 +41,69 @@ _PYTHON = re.compile(r"python (\S+\.py|-m (?!shardkeep\.dcp )\S+)((?: \S+)*)")
 _PLAIN = re.compile(r"shardkeep[^|&;<>$`\\]*")
 
 
+_NAMED = re.compile(r"pip install ([^`#\n]+)")
+_WORD = re.compile(r"([\w./-]+)(?:\[([\w,-]+)\])?")
+_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+"""What runs the tests; it is there whatever a page says."""
+_FOUND_ONCE = ("pillow",)
+"""Transformers looks for it once in a process, perhaps in an earlier test, and then imports it."""
+
+
+def missing_modules(page: str) -> list[str]:
+    """Return the installed modules that a reader of this page does not have."""
+    named = [_WORD.fullmatch(word.strip("'\"")) for line in _NAMED.findall(page) for word in line.split()]
+    wanted = {("shardkeep", ""), *((name, "") for name in (*_TOOLS, *_FOUND_ONCE))}
+    for found in filter(None, named):
+        wanted |= {(found[1].removeprefix("./"), extra) for extra in ("", *(found[2] or "").split(","))}
+    installed = _with_requirements(frozenset(wanted))
+    homes = importlib.metadata.packages_distributions().items()
+    return sorted(name for name, dists in homes if name != "tests" and not installed & {_plain(each) for each in dists})
+
+
+@functools.cache
+def _with_requirements(wanted: frozenset[tuple[str, str]]) -> set[str]:
+    todo, found = list(wanted), set()
+    while todo:
+        name, extra = each = todo.pop()
+        if each in found:
+            continue
+        found.add(each)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for line in importlib.metadata.requires(name) or []:
+                needed, _, marker = line.partition(";")
+                if "extra ==" in marker and not re.search(rf"extra == ['\"]{re.escape(extra or '-')}['\"]", marker):
+                    continue
+                package = _WORD.match(needed)
+                todo += [(_plain(package[1]), each) for each in ("", *(package[2] or "").split(","))]
+    return {_plain(name) for name, _ in found}
+
+
+def _plain(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+@contextlib.contextmanager
+def without(modules: list[str]) -> Iterator[None]:
+    """Let imports of these modules fail, as if they were not installed."""
+    loaded = {name: each for name, each in sys.modules.items() if name.partition(".")[0] in modules}
+    sys.modules.update(dict.fromkeys([*modules, *loaded]))
+    try:
+        yield
+    finally:  # what was imported meanwhile stays
+        for name in modules:
+            sys.modules.pop(name, None)
+        sys.modules.update(loaded)
+
+
 class Reader:
     """One who follows a page."""
 
-    def __init__(self, page: Path, names: dict[str, Any], pool: RankPool) -> None:
+    def __init__(self, page: Path, pool: RankPool) -> None:
         self.page = page
-        self._names = names
+        self._names: dict[str, Any] = {}
         self._pool = pool
         self._code = 0
+        self._missing = missing_modules(page.read_text())
 
     def follow(self) -> Iterator[tuple[Fence, str]]:
         """Run block by block; yield those that show output, with what it really is, written as the page has it."""
@@ -64,7 +123,7 @@ class Reader:
     def _python(self, fence: Fence) -> str:
         # Lines are counted from the top of the page, so that a traceback points into it.
         code = compile("\n" * (fence.line - 1) + fence.body, str(self.page), "exec")
-        with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stdout(io.StringIO()) as out, without(self._missing):
             exec(code, self._names)
         return out.getvalue()
 
@@ -74,14 +133,14 @@ class Reader:
             return f"{self._code}\n"
         if _TORCHRUN.fullmatch(words):
             self._code = 0
-            return on_ranks(self._pool, words)
+            return on_ranks(self._pool, words, self._missing)
         if alone := _PYTHON.fullmatch(words):
             self._code = 0
-            return "".join(
-                self._pool.run(1, run_script, os.getcwd(), alone[1], alone[2].split(), init=False, timeout_s=PATIENCE_S)
-            )
+            script = (os.getcwd(), alone[1], alone[2].split(), None, self._missing)
+            return "".join(self._pool.run(1, run_script, *script, init=False, timeout_s=PATIENCE_S))
         if _PLAIN.fullmatch(words):
-            self._code, printed = in_terminal(shlex.split(words)[1:])
+            with without(self._missing):
+                self._code, printed = in_terminal(shlex.split(words)[1:])
             return printed
         return self._in_bash(words)
 
@@ -101,7 +160,7 @@ class Reader:
         return done.stdout
 
 
-def on_ranks(pool: RankPool, words: str) -> str:
+def on_ranks(pool: RankPool, words: str, missing: Sequence[str] = ()) -> str:
     """
     Run `torchrun --nproc-per-node N script.py ...` on ranks of the pool; return what they printed.
 
@@ -114,11 +173,11 @@ def on_ranks(pool: RankPool, words: str) -> str:
         raise ValueError(f"no command of torchrun: {words}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ranks, script, arguments = int(found[1]), found[2], found[3].split()
-    return "".join(pool.run(ranks, run_script, os.getcwd(), script, arguments, port, init=False, timeout_s=PATIENCE_S))
+    script = (os.getcwd(), found[2], found[3].split(), port, list(missing))
+    return "".join(pool.run(int(found[1]), run_script, *script, init=False, timeout_s=PATIENCE_S))
 
 
-def run_script(folder: str, script: str, arguments: list[str], port: int | None = None) -> str:
+def run_script(folder: str, script: str, arguments: list[str], port: int | None, missing: list[str]) -> str:
     """
     Run a script, and return what it printed; on a rank of the pool.
 
@@ -131,6 +190,7 @@ def run_script(folder: str, script: str, arguments: list[str], port: int | None 
             mock.patch.dict(os.environ),
             mock.patch.object(sys, "argv", [script, *arguments]),
             contextlib.redirect_stdout(io.StringIO()) as out,
+            without(missing),
         ):
             if port is None:
                 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

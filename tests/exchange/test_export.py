@@ -150,7 +150,9 @@ def test_names_are_chosen_and_changed(tmp_path, how, names):
     ("how", "error", "says"),
     [
         ({"include": "model.lairs"}, sk.StateError, "lairs"),
-        ({"include": "modle"}, sk.StateError, "did you mean 'model'"),
+        ({"include": "modle"}, sk.StateError, "did you mean model"),
+        ({"rename": {"lyers": "h"}}, sk.StateError, "did you mean layers"),
+        ({"rename": [(r"^module\.", "")]}, sk.StateError, "a function may match nothing"),
         ({"exclude": "*"}, sk.StateError, "none"),
         ({"prefix": "nothing."}, sk.StateError, "nothing"),
         ({"rename": lambda _: "same"}, sk.KeyCollision, "same"),

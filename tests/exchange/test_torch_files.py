@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardkeep as sk
@@ -428,11 +429,13 @@ def test_files_that_were_cut_short(tmp_path, share):
         sk.open(tmp_path / "file.pt")
 
 
-def test_a_failing_disk_is_told_apart_from_damage(tmp_path):
-    """Whatever operation of a store fails, the store's error is raised."""
-    torch.save({"w": torch.ones(3), "v": torch.ones(4, 4)[:, ::3]}, tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize(("name", "save"), [("pytorch_model.bin", torch.save), ("model.safetensors", save_file)])
+def test_a_failing_disk_is_told_apart_from_damage(tmp_path, name, save):
+    """Whatever operation of a store fails, the store's error is raised, never that the files are damaged."""
+    strided = torch.ones(4, 4)[:, ::3]
+    save({"w": torch.ones(3), "v": strided.contiguous() if save is save_file else strided}, tmp_path / name)
     inner = sk.MemoryStore()
-    inner.put("pytorch_model.bin", (tmp_path / "pytorch_model.bin").read_bytes())
+    inner.put(name, (tmp_path / name).read_bytes())
     calm = FaultyStore(inner)
     sk.open(calm).to_dict()
     for at in range(len(calm.operations)):

@@ -20,11 +20,11 @@ class Bad(NamedTuple):
     check_replicas: bool = False
 
 
-def box(rank: int, rows: int = 1, at: int | None = None, columns: int = 4) -> sk.ShardedBox:
+def box(rank, rows=1, at=None, columns=4):
     return sk.ShardedBox(torch.ones(rows, columns), offsets=(rank if at is None else at, 0), shape=(3, 4))
 
 
-CASES: dict[str, Bad] = {
+CASES = {
     "no stored form": Bad(
         lambda rank: {"a": {"b": object() if rank == 2 else 3}, "w": T}, sk.UnsupportedLeaf, ("rank 2", "a.b", "object")
     ),
@@ -50,7 +50,7 @@ CASES: dict[str, Bad] = {
 }
 
 
-def fail_in_turn(place: str) -> list[tuple[str, str, list[int]]]:
+def fail_in_turn(place):
     """On a rank of a pool: try each of them; return the error's class, its text and the ranks it is about."""
     heard = []
     for bad in CASES.values():

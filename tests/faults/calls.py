@@ -1,31 +1,25 @@
 """The calls a save makes to the operating system, counted, so that one of them can be the last or go wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 CHANGING = ("open", "pwrite", "ftruncate", "fdatasync", "fsync", "replace", "link", "unlink", "mkdir")
 """Calls after which something may be different on disk."""
 ASKING = ("preadv", "fstat", "scandir")
 
-Call = Callable[[], Any]
-
 
 @contextlib.contextmanager
-def strike_at(n: int, strike: Callable[[str, Call], Any], names: tuple[str, ...]) -> Iterator[list[str]]:
+def strike_at(n, strike, names):
     """Hand the n-th call of these functions of `os` to `strike`; the list grows with every call, by name."""
-    made: list[str] = []
+    made = []
     lock = threading.Lock()
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def wrap(name):
         real = getattr(os, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             with lock:
                 number = len(made)
                 made.append(f"{name} {args[0] if isinstance(args[0], str) else ''}".strip())

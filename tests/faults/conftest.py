@@ -1,13 +1,12 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture
-def place() -> Iterator[str]:
+def place():
     """A directory for one checkpoint, in memory where the system has that: what fails here is not the disk."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="shardkeep-faults-", dir=base)

@@ -1,20 +1,14 @@
 """What runs in the processes that are killed, and what it leaves on disk."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.dist.world import World
-from shardkeep.storage.base import Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
@@ -26,7 +20,7 @@ TIMEOUT_S = 2.0
 OPTIONS = sk.Options(io_threads=1, host_budget_bytes=2 << 20, timeout_s=TIMEOUT_S)
 
 
-def level_state(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
+def level_state(k, rank=0, size=1):
     """A state that says `k` in every element: half a megabyte, in two files a rank."""
     share = ROWS // size
     mine = torch.full((share, 512), float(k))
@@ -37,7 +31,7 @@ def level_state(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
     }
 
 
-def level_at(place: str) -> int:
+def level_at(place):
     """Read and verify the whole checkpoint in a directory; say which `k` every element of it is."""
     ck = sk.open(place, options=OPTIONS)
     ck.verify()
@@ -50,7 +44,7 @@ def level_at(place: str) -> int:
     return k
 
 
-def save_level(place: str | Store, k: int, world: World | None = None) -> None:
+def save_level(place, k, world=None):
     """Save it, as the only process or as a rank of a world or of the default group."""
     rank, size = (world.rank, world.size) if world else (0, 1)
     if world is None and dist.is_initialized():
@@ -58,15 +52,15 @@ def save_level(place: str | Store, k: int, world: World | None = None) -> None:
     sk.save(level_state(k, rank, size), place, step=k, overwrite=True, group=world, options=OPTIONS)
 
 
-def save_levels(place: str, k: int, ranks: int) -> list[Any]:
+def save_levels(place, k, ranks):
     """Save it on ranks that are threads; return what each returned or raised."""
     return thread_outcomes(ranks, lambda world: save_level(place, k, world))
 
 
-def save_and_die_at(pipe: Connection, place: str, ranks: int, k: int, n: int) -> None:
+def save_and_die_at(pipe, place, ranks, k, n):
     """Save state `k`, and be killed in the place of the n-th call that changes anything."""
 
-    def die(name: str, _: Any) -> None:
+    def die(name, _):
         pipe.send(name)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -74,7 +68,7 @@ def save_and_die_at(pipe: Connection, place: str, ranks: int, k: int, n: int) ->
         save_levels(place, k, ranks)
 
 
-def save_for_ever(pipe: Connection, place: str, k: int) -> None:
+def save_for_ever(pipe, place, k):
     """Overwrite one checkpoint by the next; say each number once it is saved."""
     pipe.send("ready")
     while True:
@@ -83,7 +77,7 @@ def save_for_ever(pipe: Connection, place: str, k: int) -> None:
         k += 1
 
 
-def save_for_ever_as_rank(pipe: Connection, rank: int, size: int, port: int, place: str, k: int) -> None:
+def save_for_ever_as_rank(pipe, rank, size, port, place, k):
     """Do the same as one of several ranks; `port` 0 opens the store the ranks talk through, and says its port."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", RES_OPTIONS="timeout:1 attempts:1")
     store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -101,7 +95,7 @@ def save_for_ever_as_rank(pipe: Connection, rank: int, size: int, port: int, pla
         k += 1
 
 
-def save_with_a_rank_killed(place: str, k: int, victim: int, n: int) -> None:
+def save_with_a_rank_killed(place, k, victim, n):
     """On every rank of a pool: save state `k`; one of them is killed at the n-th operation on its files."""
     save_level(SelfDestruct(LocalStore(place), at=n) if dist.get_rank() == victim else place, k)
 
@@ -109,13 +103,13 @@ def save_with_a_rank_killed(place: str, k: int, victim: int, n: int) -> None:
 class SelfDestruct(FaultyStore):
     """At operation `at`, the process is killed."""
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         if len(self.operations) == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
         self.operations.append(f"{verb} {name}")
 
 
-def compete(pipe: Connection, place: str, k: int) -> None:
+def compete(pipe, place, k):
     """Save again and again until told to stop; say which were saved, and which errors stood in the way."""
     done, kinds = set(), set()
     while not pipe.poll():
@@ -131,17 +125,17 @@ def compete(pipe: Connection, place: str, k: int) -> None:
 class HeldStore(FaultyStore):
     """Before the first byte of the index is written, waits for a word from the pipe."""
 
-    def __init__(self, inner: LocalStore, pipe: Connection) -> None:
+    def __init__(self, inner, pipe):
         super().__init__(inner)
         self._pipe = pipe
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         if name.startswith("index-") and verb == "put":
             self._pipe.send(os.getpid())
             self._pipe.recv()
         return super().begin(verb, name)
 
 
-def hold_a_save(pipe: Connection, place: str, k: int) -> None:
+def hold_a_save(pipe, place, k):
     """Save, but stop before the index until told to go on; say which process this is."""
     sk.save(level_state(k), HeldStore(LocalStore(place), pipe), step=k, overwrite=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from multiprocessing.connection import Connection
-from typing import Any
 
 from tests.support.forking import fork_context, preload
 
@@ -19,7 +18,7 @@ preload("tests.faults.warm")
 class Fork:
     """A process running `fn(pipe, *args)`; `pipe` is the other end of `self.pipe`."""
 
-    def __init__(self, fn: Any, *args: Any) -> None:
+    def __init__(self, fn, *args):
         self.pipe: Connection
         context = fork_context()
         self.pipe, theirs = context.Pipe()
@@ -27,18 +26,18 @@ class Fork:
         self._process.start()
         theirs.close()
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill it without warning, if it is still there, and wait for its end."""
         if self._process.is_alive():
             os.kill(self._process.pid or 0, signal.SIGKILL)
         self.join()
 
-    def join(self, within_s: float = 60.0) -> int | None:
+    def join(self, within_s=60.0):
         """Wait for its end; return how it ended, negative for a signal."""
         self._process.join(within_s)
         return self._process.exitcode
 
-    def said(self) -> list[Any]:
+    def said(self):
         """Everything it has sent and nobody has read."""
         heard = []
         try:
@@ -51,7 +50,7 @@ class Fork:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.kill()
         self.pipe.close()
         self._process.close()

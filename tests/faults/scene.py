@@ -4,8 +4,6 @@ What every test here plays with: numbered states for one or three ranks, the one
 State `k` is random bits seeded by `k`, so that no two states share a byte by chance and `step` says which one it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -13,8 +11,6 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -42,7 +38,7 @@ ROWS = 1152
 
 
 @functools.lru_cache(maxsize=4)
-def whole(k: int) -> dict[str, torch.Tensor]:
+def whole(k):
     gen = torch.Generator().manual_seed(k)
     return {
         "w": torch.randn(ROWS, 256, generator=gen),
@@ -51,7 +47,7 @@ def whole(k: int) -> dict[str, torch.Tensor]:
     }
 
 
-def state_of(k: int, world: World | None = None) -> dict[str, Any]:
+def state_of(k, world=None):
     """State `k`, or this rank's part of it: rows of one tensor, all of two others, a value of its own."""
     rank, size = (world.rank, world.size) if world else (0, 1)
     tensors = whole(k)
@@ -65,7 +61,7 @@ def state_of(k: int, world: World | None = None) -> dict[str, Any]:
     }
 
 
-def blank_of(world: World | None = None) -> dict[str, Any]:
+def blank_of(world=None):
     """Somewhere to load this rank's part into; holds nothing of any state."""
     state = state_of(-1, world)
     [(mine, offsets)] = state["model"]["w"].pieces
@@ -75,16 +71,16 @@ def blank_of(world: World | None = None) -> dict[str, Any]:
     return state
 
 
-def facts(state: dict[str, Any]) -> Any:
+def facts(state):
     """Everything in a state that must survive, comparable."""
     [(mine, offsets)] = state["model"]["w"].pieces
     return bits({**state, "model": {"w": mine, "at": offsets, "b": state["model"]["b"]}})
 
 
-def save_all(ranks: int, where: Where | list[Where], k: int, *, timeout_s: float = 20.0) -> list[Any]:
+def save_all(ranks, where, k, *, timeout_s=20.0):
     """Save state `k` on some ranks, to one place or to each rank's own; return what each returned or raised."""
 
-    def main(world: World) -> Any:
+    def main(world):
         mine = where[world.rank] if isinstance(where, list) else where
         return sk.save(
             state_of(k, world), mine, step=k, overwrite=True, group=world, options=IN_ORDER if ranks == 1 else OPTIONS
@@ -93,13 +89,11 @@ def save_all(ranks: int, where: Where | list[Where], k: int, *, timeout_s: float
     return thread_outcomes(ranks, main, timeout_s=timeout_s)
 
 
-def load_all(
-    ranks: int, where: Where | list[Where], *, timeout_s: float = 20.0
-) -> tuple[list[Any], list[dict[str, Any]]]:
+def load_all(ranks, where, *, timeout_s=20.0):
     """Load on some ranks; return what each returned or raised, and what is now in their states."""
-    states: dict[int, dict[str, Any]] = {}
+    states = {}
 
-    def main(world: World) -> Any:
+    def main(world):
         states[world.rank] = blank_of(world)
         mine = where[world.rank] if isinstance(where, list) else where
         return sk.load(states[world.rank], mine, group=world, options=IN_ORDER if ranks == 1 else OPTIONS)
@@ -108,17 +102,17 @@ def load_all(
     return outcomes, [states[rank] for rank in range(ranks)]
 
 
-def assert_saved(outcomes: list[Any], why: str = "") -> None:
+def assert_saved(outcomes, why=""):
     """No rank raised."""
     assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == [], why
 
 
-def checkpoint_at(place: str) -> int:
+def checkpoint_at(place):
     """Verify and load the checkpoint in a directory; say which state it is, to the last bit."""
     ck = sk.open(place, options=IN_ORDER)
     ck.verify()
     tensors = whole(ck.step)
-    found: dict[str, Any] = {
+    found = {
         "model": {"w": torch.full((ROWS, 256), 7.0), "b": torch.full((4099,), 7.0)},
         "optim": {"m": torch.full((100, 150), 7.0), "lr": None},
         "step": None,
@@ -135,18 +129,18 @@ def checkpoint_at(place: str) -> int:
     return ck.step
 
 
-def files_of_checkpoint(place: str) -> set[str]:
+def files_of_checkpoint(place):
     """The names a directory must have for its checkpoint, and no others unless something was left behind."""
     record = native.read_record(LocalStore(place))
     return {RECORD_NAME, record.index.name, *(file.name for file in record.files)}
 
 
-def names_in(place: str) -> set[str]:
+def names_in(place):
     """Everything in a directory, hidden files too."""
     return set(os.listdir(place))
 
 
-def bury_claims(place: str) -> int:
+def bury_claims(place):
     """Make the claims in a directory those of a process that is no more; return how many there were."""
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -161,7 +155,7 @@ def bury_claims(place: str) -> int:
 
 
 @contextlib.contextmanager
-def no_leaks(*, crashing: bool = False) -> Iterator[None]:
+def no_leaks(*, crashing=False):
     """Whatever happens inside, our threads end and every file descriptor is closed; a process that dies closes none."""
     before, threads = _open_fds(), _our_threads()
     yield
@@ -173,22 +167,22 @@ def no_leaks(*, crashing: bool = False) -> Iterator[None]:
     assert crashing or _open_fds() <= before
 
 
-def _open_fds() -> int:
+def _open_fds():
     return len(os.listdir("/proc/self/fd"))
 
 
-def _our_threads() -> list[str]:
+def _our_threads():
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("shardkeep"))
 
 
 class DyingStore(FaultyStore):
     """From operation `since` on, every operation fails with EIO: the disk is gone, the process lives."""
 
-    def __init__(self, inner: Store, *, since: int) -> None:
+    def __init__(self, inner, *, since):
         super().__init__(inner)
         self._since = since
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         super().begin(verb, name)
         if len(self.operations) > self._since:
             raise self.broken(verb, name)
@@ -197,11 +191,11 @@ class DyingStore(FaultyStore):
 class InterruptedStore(FaultyStore):
     """At operation `when`, the user presses Ctrl-C."""
 
-    def __init__(self, inner: Store, *, when: int) -> None:
+    def __init__(self, inner, *, when):
         super().__init__(inner)
         self._when = when
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         super().begin(verb, name)
         if len(self.operations) == self._when + 1:
             raise KeyboardInterrupt

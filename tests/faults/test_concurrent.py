@@ -146,7 +146,7 @@ def test_processes_that_save_to_one_place(place):
     assert names_in(place) == files_of_checkpoint(place)
 
 
-def test_a_place_where_another_process_is_saving(place):
+def test_a_place_where_another_process_is_saving(place, monkeypatch):
     """
     While another process that is alive is writing there, a save raises CheckpointExists, names the process, and
     touches nothing; when it has ended, the place is free.
@@ -159,6 +159,11 @@ def test_a_place_where_another_process_is_saving(place):
         assert len(before - files_of_checkpoint(place)) >= 2
         with pytest.raises(sk.CheckpointExists, match=rf"another save is writing here \(process {pid}\)"):
             save_level(place, 2)
+        monkeypatch.setenv("WORLD_SIZE", "2")  # the other one is a rank of the same job
+        for overwrite in (True, False):
+            with pytest.raises(sk.CheckpointExists) as caught:
+                sk.save({"x": torch.ones(1)}, place, overwrite=overwrite)
+            assert "no process group: call torch.distributed.init_process_group first" in caught.value.hint
         assert names_in(place) == before
         fork.pipe.send("go on")
         assert fork.join() == 0

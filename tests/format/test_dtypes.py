@@ -1,7 +1,5 @@
 """The table of element types: complete, frozen, and the same bytes on both sides."""
 
-from __future__ import annotations
-
 import json
 import struct
 from functools import partial
@@ -21,7 +19,7 @@ ORDINARY = [d for d in TORCH_DTYPES if d not in QUANTIZED]
 
 
 @pytest.mark.parametrize("dtype", ORDINARY, ids=str)
-def test_every_torch_dtype_is_covered(dtype: torch.dtype) -> None:
+def test_every_torch_dtype_is_covered(dtype):
     """Each dtype torch has, but the quantized ones, is in the table with torch's own element size."""
     row = dtypes.of_torch(dtype)
 
@@ -34,7 +32,7 @@ def test_every_torch_dtype_is_covered(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4)])
 @pytest.mark.parametrize("row", dtypes.DTYPES, ids=lambda row: row.name)
-def test_safetensors_accepts_the_header(row: dtypes.DType, shape: tuple[int, ...], tmp_path) -> None:
+def test_safetensors_accepts_the_header(row, shape, tmp_path):
     """Under the dtype and shape we give it, safetensors opens a tensor of any dtype, with the right number of bytes."""
     name, stored = row.in_safetensors(shape)
     nbytes = int(np.prod(shape)) * row.itemsize
@@ -53,7 +51,7 @@ def test_safetensors_accepts_the_header(row: dtypes.DType, shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.safetensors], ids=lambda row: row.name)
-def test_safetensors_agrees_about_the_header(row: dtypes.DType) -> None:
+def test_safetensors_agrees_about_the_header(row):
     """Where safetensors knows a dtype, its own writer gives the dtype and shape that we give."""
     tensor = torch.zeros(2, 3 * row.itemsize, dtype=torch.uint8).view(dtypes.to_torch(row))
     blob = safetensors_save({"t": tensor})
@@ -62,7 +60,7 @@ def test_safetensors_agrees_about_the_header(row: dtypes.DType) -> None:
     assert (header["t"]["dtype"], tuple(header["t"]["shape"])) == row.in_safetensors((2, 3))
 
 
-def test_fallback_shapes() -> None:
+def test_fallback_shapes():
     """A type safetensors lacks is U8, with an axis more if its elements are several bytes."""
     assert dtypes.by_name("complex128").in_safetensors((3,)) == ("U8", (3, 16))
     assert dtypes.by_name("complex32").in_safetensors(()) == ("U8", (4,))
@@ -84,14 +82,14 @@ def test_fallback_shapes() -> None:
         (partial(dtypes.to_torch, dtypes.DType(98, "Tensor", 16)), UnsupportedLeaf, "Tensor"),
     ],
 )
-def test_what_there_is_not(ask, error, says) -> None:
+def test_what_there_is_not(ask, error, says):
     """Quantized dtypes, codes and names that no version wrote, and dtypes that the installed torch lacks are named."""
     with pytest.raises(error, match=says):
         ask()
 
 
 @pytest.mark.parametrize("code", [*np.typecodes["All"], *(row.numpy for row in dtypes.DTYPES if row.numpy)])
-def test_every_numpy_dtype(code: str) -> None:
+def test_every_numpy_dtype(code):
     """A numpy type is in the table exactly if torch has it, whatever C type it is an alias of, in native byte order."""
     native = np.dtype(code)
     row = dtypes.of_numpy(native)

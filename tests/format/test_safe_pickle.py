@@ -32,16 +32,16 @@ TABLES = {
 CASES = [(table, *name) for table, names in TABLES.items() for name in names]
 
 
-def text(value: str) -> bytes:
+def text(value):
     raw = value.encode()
     return b"X" + len(raw).to_bytes(4, "little") + raw
 
 
-def named(module: str, name: str) -> bytes:
+def named(module, name):
     return f"c{module}\n{name}\n".encode()
 
 
-def read(body: bytes, names=None):
+def read(body, names=None):
     return load_pickle(b"\x80\x04" + body + b".", plain_names() if names is None else names, where="a file")
 
 

@@ -1,17 +1,11 @@
 """Which files of a model a load opens: with an index file, those that hold what it asks for."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import pytest
 import safetensors
 import torch
 import torch.distributed.checkpoint as theirs
@@ -23,7 +17,7 @@ from tests.dcp.sides import failure_of, quietly, side
 FILES = 6
 
 
-def model(where: Path, *, index: bool = True) -> None:
+def model(where, *, index=True):
     """A model in the form of the hub: two tensors a file."""
     where.mkdir(parents=True)
     weight_map = {}
@@ -38,13 +32,13 @@ def model(where: Path, *, index: bool = True) -> None:
 
 
 @contextmanager
-def opened() -> Iterator[set[str]]:
+def opened():
     """The safetensors files that are opened inside, by whatever way Python has; of torch's reader, by safetensors."""
-    found: set[str] = set()
+    found = set()
     real = {(os, "open"): os.open, (builtins, "open"): builtins.open}
 
-    def watching(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def watching(function):
+        def call(*args, **kwargs):
             path = args[0] if args else kwargs.get("filename")
             if isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(".safetensors"):
                 found.add(os.path.basename(path))
@@ -60,7 +54,7 @@ def opened() -> Iterator[set[str]]:
         yield found
 
 
-def files_opened(name: str, where: str, keys: list[str]) -> int:
+def files_opened(name, where, keys):
     """Load these tensors on every rank; return how many files this rank opened."""
     dcp = side(name)
     into = {key: torch.zeros(3, 2) for key in keys}
@@ -70,7 +64,7 @@ def files_opened(name: str, where: str, keys: list[str]) -> int:
     return len(found)
 
 
-def test_25_files_that_nobody_asks_for_stay_closed(tmp_path: Path) -> None:
+def test_25_files_that_nobody_asks_for_stay_closed(tmp_path):
     """Line 25: torch opens every file; ours, with an index file, those of the tensors that are asked for."""
     model(tmp_path / "m")
     keys = ["layer.1.a", "layer.1.b", "layer.4.b"]
@@ -79,13 +73,13 @@ def test_25_files_that_nobody_asks_for_stay_closed(tmp_path: Path) -> None:
     assert files_opened("ours", str(tmp_path / "m"), [f"layer.{n}.a" for n in range(FILES)]) == FILES
 
 
-def test_without_an_index_all_headers_are_read(tmp_path: Path) -> None:
+def test_without_an_index_all_headers_are_read(tmp_path):
     """Where nothing says which file has a tensor, all are asked."""
     model(tmp_path / "m", index=False)
     assert files_opened("ours", str(tmp_path / "m"), ["layer.1.a"]) == FILES
 
 
-def test_what_dcp_writes_is_read_so_too(tmp_path: Path) -> None:
+def test_what_dcp_writes_is_read_so_too(tmp_path):
     """Files that torch's writer or ours put there with an index are opened as they are needed."""
     for name, module in (("torch", theirs), ("ours", dcp)):
         mapping = {f"layer.{n}.a": n + 1 for n in range(FILES)}
@@ -96,7 +90,7 @@ def test_what_dcp_writes_is_read_so_too(tmp_path: Path) -> None:
         assert files_opened("ours", str(tmp_path / name), ["layer.2.a"]) == 1
 
 
-def test_metadata_are_those_of_all_files(tmp_path: Path) -> None:
+def test_metadata_are_those_of_all_files(tmp_path):
     """Looked at as a whole, they are what they were: all tensors, all places, as torch has them."""
     model(tmp_path / "m")
     ours = dcp.HuggingFaceStorageReader(str(tmp_path / "m")).read_metadata()
@@ -108,7 +102,7 @@ def test_metadata_are_those_of_all_files(tmp_path: Path) -> None:
         assert ours.storage_data[index].shape == info.shape
 
 
-def test_an_index_that_is_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_that_is_wrong(tmp_path, caplog):
     """
     A tensor that is in another file than the index says, or that it does not name, is found; one that is nowhere is
     missing.
@@ -127,7 +121,7 @@ def test_an_index_that_is_wrong(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "'layer.9.x' in" in caplog.text
 
 
-def test_files_of_two_saves_are_told(tmp_path: Path) -> None:
+def test_files_of_two_saves_are_told(tmp_path):
     """Two files that the index names and that are of different saves are an error when both are needed."""
     mapping = {"layer.0.a": 1, "layer.1.a": 2}
     state = {key: torch.full((3, 2), float(n - 1)) for key, n in mapping.items()}

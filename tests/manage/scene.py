@@ -1,51 +1,45 @@
 """Helpers for tests of Checkpointers."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
 import shardkeep as sk
-from shardkeep.dist.world import World
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.memory import MemoryStore
-from shardkeep.testing.faulty_store import Fault, FaultyStore
+from shardkeep.testing.faulty_store import FaultyStore
 
 QUICK = Clock(sleep=lambda _: None, interval_s=0.0)
 """Never sleeps, and exchanges decisions at every step."""
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=16 << 20, timeout_s=20.0)
 
 
-def state_at(step: int, world: World | None = None) -> dict[str, Any]:
+def state_at(step, world=None):
     """Make a state whose numbers depend on the step."""
     return {"w": torch.arange(64.0) + 1000 * step, "step": step}
 
 
-def empty_state() -> dict[str, Any]:
+def empty_state():
     return {"w": torch.zeros(64), "step": 0}
 
 
-def checkpointer(root: Any, *, clock: Clock = QUICK, **more: Any) -> sk.Checkpointer:
+def checkpointer(root, *, clock=QUICK, **more):
     class Timed(sk.Checkpointer):
         _clock = clock
 
     return Timed(root, **{"options": OPTIONS, **more})
 
 
-def train(ckpt: sk.Checkpointer, steps: range, **more: Any) -> list[int]:
+def train(ckpt, steps, **more):
     """Run steps, and return those that were saved."""
     return [step for step in steps if ckpt.step(step, state_at(step), **more) is not None]
 
 
-def damage(place: Path) -> None:
+def damage(place):
     """Flip a bit in the data of a checkpoint."""
     [file] = place.glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -53,12 +47,12 @@ def damage(place: Path) -> None:
     file.write_bytes(data)
 
 
-def tear(place: Path) -> None:
+def tear(place):
     """Delete the commit record, as if the writer had died before the commit."""
     os.unlink(place / "shardkeep.json")
 
 
-def until(what: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(what, seconds=30.0):
     """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not what():
@@ -70,25 +64,25 @@ def until(what: Callable[[], bool], seconds: float = 30.0) -> None:
 class Overriding:
     """A store or root that passes everything on, except for the given verbs."""
 
-    def __init__(self, inner: Any, **verbs: Any) -> None:
+    def __init__(self, inner, **verbs):
         self._inner, self._verbs, self.url = inner, verbs, inner.url
 
-    def __getattr__(self, verb: str) -> Any:
+    def __getattr__(self, verb):
         return self._verbs[verb] if verb in self._verbs else getattr(self._inner, verb)
 
 
 class Hooked:
     """Calls a function before each operation on a store or root, with where, the verb and what it was given."""
 
-    def __init__(self, inner: Any, before: Callable[..., object]) -> None:
+    def __init__(self, inner, before):
         self._inner, self._before, self.url = inner, before, inner.url
 
-    def __getattr__(self, verb: str) -> Any:
+    def __getattr__(self, verb):
         work = getattr(self._inner, verb)
         if not callable(work):
             return work
 
-        def call(*args: Any, **more: Any) -> Any:
+        def call(*args, **more):
             self._before(self.url.rsplit("/", 1)[-1], verb, *args)
             done = work(*args, **more)
             return Hooked(done, self._before) if verb == "place" else done
@@ -99,42 +93,42 @@ class Hooked:
 class FarRoot:
     """A root, in memory by default, whose places call a function before each operation, with the verb and the name."""
 
-    def __init__(self, before: Callable[[str, str], object] | None = None, inner: Any = None) -> None:
+    def __init__(self, before=None, inner=None):
         self.inner = inner or MemoryStore()
         self.url = self.inner.url
         self.before = before
-        self.seen: list[str] = []
+        self.seen = []
         """The operations on its places, and what changed it: "verb name"."""
 
-    def __getattr__(self, verb: str) -> Any:
+    def __getattr__(self, verb):
         return getattr(self.inner, verb)
 
-    def put(self, name: str, data: bytes, **how: Any) -> None:
+    def put(self, name, data, **how):
         self.seen.append(f"put {name}")
         self.inner.put(name, data, **how)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name):
         self.seen.append(f"remove {name}")
         self.inner.remove(name)
 
-    def place(self, name: str) -> Any:
+    def place(self, name):
         return _Place(self, self.inner.place(name))
 
-    def count(self, verb: str, start: str = "") -> int:
+    def count(self, verb, start=""):
         """Count operations on blobs whose names start with `start`."""
         return sum(each.startswith(f"{verb} {start}") for each in self.seen)
 
-    def names(self, place: str) -> list[str]:
+    def names(self, place):
         """Return the names of the blobs of a place."""
         return [info.name for info in self.inner.place(place).list()]
 
 
 class _Place(FaultyStore):
-    def __init__(self, root: FarRoot, inner: Any) -> None:
+    def __init__(self, root, inner):
         super().__init__(inner)
         self._root = root
 
-    def begin(self, verb: str, name: str) -> Fault | None:
+    def begin(self, verb, name):
         self._root.seen.append(f"{verb} {name}")
         if self._root.before is not None:
             self._root.before(verb, name)
@@ -144,16 +138,16 @@ class _Place(FaultyStore):
 class Broken:
     """Fails a verb on names that start with `start`."""
 
-    def __init__(self, verb: str = "", start: str = "", code: int = errno.EACCES, times: float = math.inf) -> None:
+    def __init__(self, verb="", start="", code=errno.EACCES, times=math.inf):
         self.verb, self.start, self.code, self.times = verb, start, code, times
 
-    def __call__(self, verb: str, name: str) -> None:
+    def __call__(self, verb, name):
         if verb == self.verb and name.startswith(self.start) and self.times > 0:
             self.times -= 1
             kind = StorageFull if self.code == errno.ENOSPC else StorageError
             raise kind(f"injected: {verb} {name}", errno=self.code, name=name)
 
 
-def far_root(before: Callable[[str, str], object] | None = None, inner: Any = None) -> Any:
+def far_root(before=None, inner=None):
     """Make a FarRoot, typed as any root."""
     return FarRoot(before, inner)

@@ -1,26 +1,20 @@
 """One job at a time saves to a root."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 
 import shardkeep as sk
 from shardkeep.manage.lease import LEASE_NAME, Lease
 from shardkeep.manage.schedule import Clock
-from shardkeep.storage.base import Root, Store
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import Overriding, checkpointer, state_at, until
@@ -39,16 +33,15 @@ sys.stdin.readline()
 """
 
 
-def held(lease: Lease) -> bool:
+def held(lease):
     return lease._thread is not None and not lease._lost and not lease._ended.is_set()
 
 
 @contextmanager
-def holder(root: Path, host: str = "", lasts_s: float = 300.0) -> Iterator[subprocess.Popen[str]]:
+def holder(root, host="", lasts_s=300.0):
     """Another process that holds the lease of a root; with a host of its own, as if it ran on another machine."""
     command = [sys.executable, "-c", HOLDER, str(root), host, str(lasts_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         try:
             yield process
@@ -59,24 +52,24 @@ def holder(root: Path, host: str = "", lasts_s: float = 300.0) -> Iterator[subpr
 class SleepClock:
     """A clock that advances only during sleeps; `meanwhile` runs in each sleep."""
 
-    def __init__(self, meanwhile: Callable[[float], object] = lambda _: None) -> None:
+    def __init__(self, meanwhile=lambda _: None):
         self.now = 0.0
         self.meanwhile = meanwhile
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
         self.meanwhile(self.now)
 
-    def lease(self, root: Store, lasts_s: float = 300.0, **more: Any) -> Lease:
+    def lease(self, root, lasts_s=300.0, **more):
         return Lease(root, Clock(monotonic=lambda: self.now, sleep=self.sleep, lease_s=lasts_s), **more)
 
 
-def of_elsewhere(beat: int = 0, **more: Any) -> bytes:
+def of_elsewhere(beat=0, **more):
     said = {"id": "x", "machine": "node7", "host": "elsewhere", "pid": 1, "started": "1", "since": "then", "beat": beat}
     return json.dumps({**said, **more}).encode()
 
 
-def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_a_second_job_is_refused_and_told_by_whom(tmp_path, monkeypatch):
     """A living process of this machine is named; when it ends by itself, the root is free."""
     with holder(tmp_path) as process:
         with checkpointer(tmp_path) as ckpt:
@@ -84,13 +77,16 @@ def test_a_second_job_is_refused_and_told_by_whom(tmp_path: Path) -> None:
             with pytest.raises(sk.RootInUse, match=f"process {process.pid} on") as caught:
                 ckpt.save(1, state_at(1))
             assert "takeover=True" in str(caught.value)
+            monkeypatch.setenv("WORLD_SIZE", "2")  # another rank of one job, which has no process group
+            with pytest.raises(sk.RootInUse, match=r"hint: .*call torch.distributed.init_process_group first$"):
+                ckpt.save(1, state_at(1))
         process.communicate("end\n")
         assert not (tmp_path / LEASE_NAME).exists()
         with checkpointer(tmp_path) as ckpt:
             ckpt.save(1, state_at(1))
 
 
-def test_what_a_killed_job_held_is_free(tmp_path: Path) -> None:
+def test_what_a_killed_job_held_is_free(tmp_path):
     """Its process no longer exists, so the new job begins at once."""
     with holder(tmp_path) as process:
         process.kill()
@@ -101,7 +97,7 @@ def test_what_a_killed_job_held_is_free(tmp_path: Path) -> None:
     assert not (tmp_path / LEASE_NAME).exists()
 
 
-def test_a_holder_elsewhere_that_moves_is_alive() -> None:
+def test_a_holder_elsewhere_that_moves_is_alive():
     """It is watched, and the second job refused as soon as it writes."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
@@ -113,7 +109,7 @@ def test_a_holder_elsewhere_that_moves_is_alive() -> None:
 
 
 @pytest.mark.parametrize("seen", [of_elsewhere(), b"{", b"x" * 5000])
-def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
+def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen):
     """After as long as a lease lasts."""
     root = MemoryStore()
     root.put(LEASE_NAME, seen)
@@ -141,7 +137,7 @@ def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen: bytes) -> None:
         (-1e6, {}, 100),
     ],
 )
-def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path, old_s: float, says: Any, waits_s: int) -> None:
+def test_an_old_lease_is_still_watched_for_a_moment(tmp_path, old_s, says, waits_s):
     """By the store's clock it ran out long ago, but that clock may have jumped, and a living holder would renew it."""
     root = LocalStore(tmp_path)
     for beat in (0, 1):
@@ -160,7 +156,7 @@ def test_an_old_lease_is_still_watched_for_a_moment(tmp_path: Path, old_s: float
 
 
 @pytest.mark.parametrize("fate", ["killed", "alive"])
-def test_a_restore_counts_as_waiting_for_the_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture, fate: str) -> None:
+def test_a_restore_counts_as_waiting_for_the_lease(tmp_path, caplog, fate):
     """A killed job of another machine is not waited for again in the first save; a living one keeps its root."""
     clock = Clock(lease_s=2.0)
     with holder(tmp_path, "another machine", clock.lease_s) as process, checkpointer(tmp_path, clock=clock) as ckpt:
@@ -180,7 +176,7 @@ def test_a_restore_counts_as_waiting_for_the_lease(tmp_path: Path, caplog: pytes
         assert "waiting" not in caplog.text
 
 
-def test_waiting_for_a_lease_is_said_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_a_lease_is_said_every_ten_seconds(caplog):
     """For what, how long still, and how to skip it."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
@@ -206,9 +202,7 @@ RELEASED = json.dumps({**json.loads(of_elsewhere()), "contested": True, "release
     ],
     ids=["ended", "released", "takeover"],
 )
-def test_a_lease_that_ends_while_it_is_watched_is_free(
-    meanwhile: Callable[[Store], object], takeover: bool, stays: bool
-) -> None:
+def test_a_lease_that_ends_while_it_is_watched_is_free(meanwhile, takeover, stays):
     """The other job has ended well, or is not waited for; one that may come back finds a released lease at the end."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())  # as an earlier release wrote it
@@ -220,14 +214,14 @@ def test_a_lease_that_ends_while_it_is_watched_is_free(
     assert [json.loads(root.get(info.name, limit=999))["released"] for info in root.list()] == [True] * stays
 
 
-def test_it_is_renewed_while_it_is_held() -> None:
+def test_it_is_renewed_while_it_is_held():
     """A thread renews it, notices when it is lost, and writes it again when it was deleted by hand."""
     root = MemoryStore()
     lease = Lease(root, Clock(lease_s=2.0))
     lease.acquire()
     lease.acquire()
 
-    def beat() -> int:
+    def beat():
         return int(json.loads(root.get(LEASE_NAME, limit=999))["beat"])
 
     until(lambda: beat() >= 2)
@@ -243,11 +237,11 @@ def test_it_is_renewed_while_it_is_held() -> None:
 
 
 class _Undeletable(MemoryStore):
-    def delete(self, name: str) -> None:
+    def delete(self, name):
         raise sk.StorageError(f"{name} cannot be deleted", name=name)
 
 
-def test_a_lease_that_could_not_be_deleted_is_given_up_all_the_same() -> None:
+def test_a_lease_that_could_not_be_deleted_is_given_up_all_the_same():
     """A later Checkpointer of this process takes the root, and one that still holds it is not taken for such a one."""
     root = _Undeletable()
     first = Lease(root)
@@ -267,7 +261,7 @@ class _Flipping(MemoryStore):
 
     after = b""
 
-    def get(self, name: str, *, limit: int) -> bytes:
+    def get(self, name, *, limit):
         data = bytearray(super().get(name, limit=limit))
         if self.after:
             data[data.index(self.after) + len(self.after)] ^= 1
@@ -275,7 +269,7 @@ class _Flipping(MemoryStore):
         return bytes(data)
 
 
-def test_a_flipped_bit_is_no_other_job() -> None:
+def test_a_flipped_bit_is_no_other_job():
     """One answer that names another holder loses no lease, and one that names another process frees none."""
     root = _Flipping()
     lease = Lease(root)
@@ -297,7 +291,7 @@ def test_a_flipped_bit_is_no_other_job() -> None:
 # Two jobs that write the lease or `latest` of one root at the same moment: the store lets one through.
 
 
-def leave_dead_lease(root: Root) -> None:
+def leave_dead_lease(root):
     """Leave the lease of a process of this machine that is gone."""
     lease = Lease(root)
     lease.acquire()
@@ -306,12 +300,12 @@ def leave_dead_lease(root: Root) -> None:
     root.put("lease.json", json.dumps({**holder, "started": "long ago"}).encode())
 
 
-def together(inner: Root, writers: int) -> Any:
+def together(inner, writers):
     """Make a root in whose conditional `put` all writers wait for each other, once."""
-    met: list[bool] = []
+    met = []
     barrier = Barrier(writers, action=lambda: met.append(True))
 
-    def put(name: str, data: bytes, **how: Any) -> None:
+    def put(name, data, **how):
         if how.get("over") is not None and not met:
             barrier.wait(20)
         inner.put(name, data, **how)
@@ -320,7 +314,7 @@ def together(inner: Root, writers: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["files", "memory", "of another machine"])
-def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
+def test_one_of_many_takes_over_a_dead_lease(tmp_path, kind):
     """All have seen that its holder is gone, or that it was not renewed for a whole term, and write in one moment."""
     inner = LocalStore(tmp_path) if kind == "files" else MemoryStore()
     root = together(inner, 4)
@@ -333,7 +327,7 @@ def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
     else:
         leave_dead_lease(inner)
 
-    def take(lease: Lease) -> str:
+    def take(lease):
         try:
             lease.acquire()
         except sk.RootInUse as error:
@@ -351,18 +345,18 @@ def test_one_of_many_takes_over_a_dead_lease(tmp_path: Path, kind: str) -> None:
     assert left == [True] * ("another" in kind)  # its holder may come back
 
 
-def test_a_renewal_does_not_undo_a_takeover() -> None:
+def test_a_renewal_does_not_undo_a_takeover():
     """The renewing job has read the lease, and another job takes it before the write."""
     inner = MemoryStore()
 
-    others: list[Lease] = []
+    others = []
 
-    def put(name: str, data: bytes, **how: Any) -> None:
+    def put(name, data, **how):
         while others:  # another job acquires the lease between the look and the write
             others.pop().acquire()
         inner.put(name, data, **how)
 
-    late: Any = Overriding(inner, put=put)
+    late = Overriding(inner, put=put)
     first, second = Lease(late, Clock(lease_s=0.2)), Lease(inner, takeover=True)
     first.acquire()
     others.append(second)
@@ -374,16 +368,16 @@ def test_a_renewal_does_not_undo_a_takeover() -> None:
     first.release()
 
 
-def test_latest_of_a_job_that_took_over_stays(tmp_path: Path) -> None:
+def test_latest_of_a_job_that_took_over_stays(tmp_path):
     """The job that had the root looked at the lease, and points to its own checkpoint too late."""
     inner = LocalStore(tmp_path)
 
-    def put(name: str, data: bytes, **how: Any) -> None:
+    def put(name, data, **how):
         if name == "latest":
             inner.put(name, b"step-9\n", replace=True)
         inner.put(name, data, **how)
 
-    root: Any = Overriding(inner, put=put)
+    root = Overriding(inner, put=put)
     with checkpointer(root, keep_last=1) as ckpt:
         ckpt.save(1, state_at(1))
         ckpt.wait()

@@ -1,7 +1,5 @@
 """What users, disks and other jobs do to a Checkpointer."""
 
-from __future__ import annotations
-
 import errno
 import json
 import signal
@@ -9,8 +7,6 @@ import threading
 import time
 from contextlib import suppress
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +16,8 @@ import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.engine.native_save import Coordinator
 from shardkeep.errors import StorageError
-from shardkeep.events import Event, PruneFailed
-from shardkeep.manage.catalog import Entry, template_of
+from shardkeep.events import PruneFailed
+from shardkeep.manage.catalog import template_of
 from shardkeep.manage.decisions import StepDecisions
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
@@ -30,30 +26,29 @@ from shardkeep.manage.saves import Saves, find_timeline
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from tests.manage.scene import Hooked, checkpointer, empty_state, state_at, train
-from tests.support.rank_pool import RankPool
 from tests.warm.python import warm_python
 
 
 class Fault:
     """Fails a verb below a root, so many times from when it is set."""
 
-    def __init__(self, path: Path) -> None:
-        self.root: Any = Hooked(LocalStore(path), self._before)
-        self.wanted: tuple[str, ...] = ()
+    def __init__(self, path):
+        self.root = Hooked(LocalStore(path), self._before)
+        self.wanted = ()
         self.times = 0
         self.errno = errno.ENOSPC
 
-    def set(self, *wanted: str, times: int = 1, code: int = errno.ENOSPC) -> None:
+    def set(self, *wanted, times=1, code=errno.ENOSPC):
         self.wanted, self.times, self.errno = wanted, times, code
 
-    def _before(self, where: str, verb: str, *args: Any) -> None:
+    def _before(self, where, verb, *args):
         said = (where, verb, *(each for each in args if isinstance(each, str)))
         if self.times and all(each in said for each in self.wanted):
             self.times -= 1
             raise StorageError("injected", errno=self.errno)
 
 
-def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
+def test_steps_that_go_down_are_refused(tmp_path):
     """Such as steps counted per epoch: they would count as older than what exists, and be deleted at once."""
     with checkpointer(tmp_path, every_steps=10, keep_last=2) as ckpt:
         assert train(ckpt, range(1, 31)) == [10, 20, 30]
@@ -73,7 +68,7 @@ def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
         find_timeline([], (0, 4), 3, roots=["here"])
 
 
-def went_back(root: Path) -> None:
+def went_back(root):
     """Leave steps 100 and 200, then 150 and 300 of a job that went back to 100."""
     with checkpointer(root) as ckpt:
         ckpt.save(100, state_at(100))
@@ -83,7 +78,7 @@ def went_back(root: Path) -> None:
         ckpt.save(300, state_at(300))
 
 
-def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> None:
+def test_an_unreadable_record_is_not_passed_over_silently(tmp_path):
     """A failed read is raised, and a damaged record is reported, whatever its timeline."""
     went_back(tmp_path)
     fault = Fault(tmp_path)
@@ -94,17 +89,15 @@ def test_an_unreadable_record_is_not_passed_over_silently(tmp_path: Path) -> Non
     record.write_bytes(b"XXXX" + record.read_bytes()[4:])
     with checkpointer(tmp_path) as ckpt:
         assert ckpt.restore_latest(empty_state()) == 150
-        assert ckpt.last_restore is not None
         assert [each.step for each in ckpt.last_restore.skipped] == [300]
         ckpt.save(160, state_at(160))
     found = sk.Catalog(tmp_path).latest()
-    assert found is not None
     assert (found.timeline, found.step) == (2, 160)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_training_stops_only_for_a_durable_checkpoint(tmp_path: Path, asynchronous: bool, on_error: Any) -> None:
+def test_training_stops_only_for_a_durable_checkpoint(tmp_path, asynchronous, on_error):
     """If the save that a signal requested fails, the next step saves again."""
     fault = Fault(tmp_path)
     how = {"asynchronous": asynchronous, "on_error": on_error, "retries": 0, "signals": ("SIGUSR1",)}
@@ -123,7 +116,7 @@ def test_training_stops_only_for_a_durable_checkpoint(tmp_path: Path, asynchrono
         assert ckpt.step(4, state_at(4)) is None
 
 
-def test_the_first_save_may_fail_like_any_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_save_may_fail_like_any_other(tmp_path, caplog):
     """A root that cannot be acquired or listed is reported as `on_error` says, and the next save tries again."""
     for verb, code in (("put", errno.EROFS), ("places", errno.EACCES)):
         fault = Fault(tmp_path / verb)
@@ -138,9 +131,9 @@ def test_the_first_save_may_fail_like_any_other(tmp_path: Path, caplog: pytest.L
         ckpt.save(1, state_at(1))
 
 
-def test_a_root_that_fails_in_passing_is_asked_again(tmp_path: Path) -> None:
+def test_a_root_that_fails_in_passing_is_asked_again(tmp_path):
     """Restoring, acquiring the root and pruning retry as often as saving does."""
-    heard: list[Event] = []
+    heard = []
     fault = Fault(tmp_path)
     with checkpointer(fault.root, on_event=heard.append, keep_last=1) as ckpt:
         for verb in ("places", "get", "remove", "list"):
@@ -155,9 +148,9 @@ def test_a_root_that_fails_in_passing_is_asked_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_lost_lease_is_always_raised(tmp_path, asynchronous):
     """A job must not go on with a root that another job has taken."""
-    reported: list[BaseException] = []
+    reported = []
     first = checkpointer(tmp_path, on_error=reported.append, asynchronous=asynchronous)
     first.save(1, state_at(1))
     first.wait()
@@ -172,7 +165,7 @@ def test_a_lost_lease_is_always_raised(tmp_path: Path, asynchronous: bool) -> No
     assert reported == []
 
 
-def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
+def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path):
     """Neither a save nor the first look at a root fails because something cannot be listed."""
     fault = Fault(tmp_path)
     catalog = sk.Catalog(fault.root)
@@ -185,35 +178,35 @@ def test_sweeping_raises_nothing_but_a_lost_lease(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_deletes_keep_up_with_saves(tmp_path: Path, asynchronous: bool) -> None:
+def test_deletes_keep_up_with_saves(tmp_path, asynchronous):
     """However slow deletes are, at most one round of them is pending."""
-    there: list[int] = []
+    there = []
 
-    def before(where: str, verb: str, *args: Any) -> None:
+    def before(where, verb, *args):
         if verb == "remove":
             time.sleep(0.05)
         if verb == "create":
             there.append(len(list(tmp_path.glob("step-*/shardkeep.json"))))
 
-    root: Any = Hooked(LocalStore(tmp_path), before)
+    root = Hooked(LocalStore(tmp_path), before)
     with checkpointer(root, every_steps=1, keep_last=1, asynchronous=asynchronous) as ckpt:
         train(ckpt, range(1, 9))
     assert max(there) <= 2, there
     assert sk.Catalog(tmp_path).entries()[0].step == 8
 
 
-def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
+def test_a_pin_holds_while_others_are_deleted(tmp_path):
     """A pin that is set while others are deleted keeps its checkpoint; a pin that comes too late is refused."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 6))
     begun, pinned = threading.Event(), threading.Event()
 
-    def before(where: str, verb: str, *args: Any) -> None:
+    def before(where, verb, *args):
         if verb == "remove":
             begun.set()
             pinned.wait(30)
 
-    root: Any = Hooked(LocalStore(tmp_path), before)
+    root = Hooked(LocalStore(tmp_path), before)
     with checkpointer(root, keep_last=1) as ckpt:
         ckpt.restore_latest(empty_state())
         ckpt.save(6, state_at(6))
@@ -223,24 +216,24 @@ def test_a_pin_holds_while_others_are_deleted(tmp_path: Path) -> None:
         ckpt.wait()
         assert ckpt.all_steps() == [3, 6]
 
-    def too_late(where: str, verb: str, *args: Any) -> None:
+    def too_late(where, verb, *args):
         if verb == "put":
             LocalStore(tmp_path).remove("step-6")
 
-    late: Any = Hooked(LocalStore(tmp_path), too_late)
+    late = Hooked(LocalStore(tmp_path), too_late)
     with checkpointer(late) as ckpt, pytest.raises(sk.CheckpointNotFound):
         ckpt.pin(6)
     assert not (tmp_path / "pin.step-6").exists()
 
 
-def leave(root: Path, name: str, host: str, save: str) -> None:
+def leave(root, name, host, save):
     """Leave what a writer leaves that dies in a save."""
     place = LocalStore(root).place(name)
     place.put(f"claim-{save}.json", json.dumps({"host": host, "pid": 1, "started": "1"}).encode())
     place.put(f"model-00000-of-00001-{save}.safetensors", b"x")
 
 
-def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
+def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path):
     """Also beside a checkpoint, whose own files stay; files that another machine may be writing stay, too."""
     with checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state_at(1))
@@ -260,14 +253,12 @@ def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f"step-1/claim-{'a' * 20}*"))
 
 
-def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(tmp_path, monkeypatch):
     """The lease is looked at before the commit, wherever the data is written."""
     at, go = threading.Event(), threading.Event()
     real = Coordinator.collect
 
-    def slow(self: Any, *args: Any) -> Any:
+    def slow(self, *args):
         if self.store.url.endswith("step-2"):
             at.set()
             go.wait(30)
@@ -283,7 +274,6 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
         second.restore_latest(empty_state())
         second.save(3, state_at(3))
         go.set()
-        assert isinstance(handle, sk.SaveHandle)
         assert isinstance(handle.exception(), sk.LeaseLost)
         assert second.all_steps() == [1, 3]
     with pytest.raises(sk.EarlierSaveFailed):
@@ -292,7 +282,7 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pinned_step_is_passed_by(tmp_path, asynchronous, caplog):
     """A job that went back skips it and saves the next due step; an explicit save of that step raises."""
     with checkpointer(tmp_path, every_steps=10) as ckpt:
         train(ckpt, range(1, 31))
@@ -312,24 +302,22 @@ def test_a_pinned_step_is_passed_by(tmp_path: Path, asynchronous: bool, caplog: 
 
 
 @pytest.mark.parametrize("call", ["save", "restore"])
-def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(
-    tmp_path: Path, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(tmp_path, call, caplog):
     """It is the context of what is raised, and is logged."""
     fault = Fault(tmp_path)
     with checkpointer(fault.root, retries=0) as ckpt:
         fault.set("create")
-        ckpt.save(1, state_at(1)).exception()  # type: ignore[union-attr]
+        ckpt.save(1, state_at(1)).exception()
         with pytest.raises((sk.StateError, sk.CheckpointNotFound)) as caught:
             ckpt.save(2, {"w": object()}) if call == "save" else ckpt.restore(77, empty_state())
         assert isinstance(caught.value.__context__, StorageError)
         assert "was not reported before: injected" in caplog.text
 
 
-def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_can_be_called_again_after_an_interrupt(tmp_path, monkeypatch):
     """An interrupted close releases the root, and the second call does the rest."""
     ckpt = checkpointer(tmp_path, signals=("SIGUSR1",))
-    ckpt.save(1, state_at(1)).result()  # type: ignore[union-attr]
+    ckpt.save(1, state_at(1)).result()
     with monkeypatch.context() as patch:
         for each in (Saves, "wait"), (Pruner, "close"):
             patch.setattr(*each, interrupted)
@@ -344,11 +332,11 @@ def test_close_can_be_called_again_after_an_interrupt(tmp_path: Path, monkeypatc
         again.save(2, state_at(2))
 
 
-def interrupted(*_: Any) -> None:
+def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def misuse(root: Path, metrics: Any) -> str:
+def misuse(root, metrics):
     """Save with metrics on rank 0 that are none."""
     numbers = {"every_steps": np.int64(1), "keep_last": np.int32(2), "every_minutes": np.float32(5)}
     with checkpointer(root, asynchronous=False, **numbers) as ckpt:
@@ -361,24 +349,24 @@ def misuse(root: Path, metrics: Any) -> str:
 
 
 @pytest.mark.parametrize("metrics", [0.5, {"loss": 10**400}, {"loss": 10**5000}])
-def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPool, metrics: Any) -> None:
+def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path, rank_pool, metrics):
     """At once, even if they are wrong on one rank only; numbers of numpy are accepted."""
     for outcome in rank_pool.outcomes(2, misuse, tmp_path, metrics, timeout_s=60):
         assert "metric" in str(outcome.value), outcome
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [2]
 
 
-def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
+def test_restoring_beside_a_job_that_deletes(tmp_path):
     """A checkpoint that is deleted before it is loaded is no loss, because there is a newer one."""
     training = checkpointer(tmp_path, keep_last=1)
     training.save(1, state_at(1))
     training.wait()
-    seen: list[str] = []
+    seen = []
     state = empty_state()
     with training, checkpointer(tmp_path) as reader:
         entries = reader._tiers.near.entries
 
-        def late() -> list[Entry]:
+        def late():
             found = entries()
             if len(seen) < 2:
                 seen.append("look")
@@ -386,14 +374,13 @@ def test_restoring_beside_a_job_that_deletes(tmp_path: Path) -> None:
                 training.wait()
             return found
 
-        reader._tiers.near.entries = late  # type: ignore[method-assign]
+        reader._tiers.near.entries = late
         assert reader.restore_latest(state) == 3
         assert state["step"] == 3
-        assert reader.last_restore is not None
         assert reader.last_restore.skipped == ()
 
 
-def test_checkpoints_of_another_name_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_of_another_name_are_told_of(tmp_path, caplog):
     """If the template was changed, training does not silently start afresh."""
     with checkpointer(tmp_path, template="ckpt_{step:04d}.x") as ckpt:
         ckpt.save(7, state_at(7))
@@ -406,12 +393,12 @@ def test_checkpoints_of_another_name_are_told_of(tmp_path: Path, caplog: pytest.
     assert template_of("nothing") is None
 
 
-def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -> None:
+def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path):
     """A network file system may carry out a request twice."""
-    done: list[str] = []
+    done = []
 
     class Twice(LocalStore):
-        def put(self, name: str, data: bytes, **how: Any) -> None:
+        def put(self, name, data, **how):
             super().put(name, data, **how)
             if name == "lease.json" and not done:
                 done.append(name)
@@ -423,9 +410,9 @@ def test_a_lease_that_is_there_because_it_was_just_put_is_held(tmp_path: Path) -
         assert ckpt.all_steps() == [1]
 
 
-def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path):
     """No event listener stays, and a reserved name is refused as the request file."""
-    heard: list[Event] = []
+    heard = []
     with pytest.raises(sk.StateError, match="SIGKILL"):
         checkpointer(tmp_path, signals=("SIGUSR1", "SIGKILL"), on_event=heard.append)
     sk.save(state_at(1), tmp_path / "step-1")
@@ -436,7 +423,7 @@ def test_a_checkpointer_that_cannot_be_made_leaves_nothing_behind(tmp_path: Path
             checkpointer(tmp_path, request_file=name)
 
 
-def test_close_works_while_the_interpreter_shuts_down(tmp_path: Path) -> None:
+def test_close_works_while_the_interpreter_shuts_down(tmp_path):
     """A function registered with `atexit` may close a Checkpointer, though no thread pool takes work any more."""
     script = (
         "import atexit, sys, torch, shardkeep as sk\n"
@@ -453,7 +440,7 @@ def test_close_works_while_the_interpreter_shuts_down(tmp_path: Path) -> None:
     assert sk.Catalog(tmp_path).latest().step == 2
 
 
-def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_path):
     """Although no more threads can be started by then to read records."""
     with checkpointer(tmp_path) as ckpt:
         for step in range(1, 5):
@@ -471,7 +458,7 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
     assert not (tmp_path / "lease.json").exists()
 
 
-def test_a_signal_does_not_wait_for_many_steps_that_became_slow() -> None:
+def test_a_signal_does_not_wait_for_many_steps_that_became_slow():
     """However fast the steps were before."""
     now = [0.0]
     agreement = StepDecisions(World(0, 1), "s", Clock(monotonic=lambda: now[0]))

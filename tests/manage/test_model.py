@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -26,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import shardkeep as sk
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.memory import MemoryStore
-from shardkeep.testing.faulty_store import Fault, FaultyStore, InjectedCrash
+from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.manage.scene import OPTIONS, checkpointer
 
 RECORD = "shardkeep.json"
@@ -42,33 +41,33 @@ CHANGES = ("create", "write_at", "finish", "put", "delete")
 class View:
     """A root as one job sees it: its disk can fail in places, and the job can die, after which it does nothing more."""
 
-    def __init__(self, inner: MemoryStore) -> None:
+    def __init__(self, inner):
         self.inner = inner
         self.url = inner.url
-        self.fault: tuple[Fault, int] | None = None
+        self.fault = None
         """What strikes the next save, and in which of its operations."""
         self.dead = False
         self.struck = False
         self.commits = 0
         """Records that were put."""
 
-    def place(self, name: str) -> Any:
+    def place(self, name):
         return _Place(self, self.inner.place(name))
 
-    def __getattr__(self, verb: str) -> Any:
+    def __getattr__(self, verb):
         if self.dead:
             raise InjectedCrash(verb)
         return getattr(self.inner, verb)
 
 
 class _Place(FaultyStore):
-    def __init__(self, view: View, inner: Any) -> None:
+    def __init__(self, view, inner):
         self._view = view
         kind, at = view.fault or ("error", None)
         # What cannot be deleted fails no save.
         super().__init__(inner, kind, at=at, verbs=CHANGES if kind == "crash" else CHANGES[:-1])
 
-    def begin(self, verb: str, name: str) -> Fault | None:
+    def begin(self, verb, name):
         if self._view.dead:
             raise InjectedCrash(verb)
         try:
@@ -80,7 +79,7 @@ class _Place(FaultyStore):
         self._view.struck = self._view.struck or fault is not None
         return fault
 
-    def put(self, name: str, data: bytes, **how: Any) -> None:
+    def put(self, name, data, **how):
         super().put(name, data, **how)
         self._view.commits += name == RECORD
 
@@ -103,7 +102,7 @@ class Made:
     """After which timeline and step its own began."""
 
     @property
-    def age(self) -> tuple[int, int]:
+    def age(self):
         return self.timeline, self.step
 
 
@@ -129,7 +128,7 @@ class Job:
     """Whether it has the root: it has tried to save."""
 
 
-def wanted(made: list[Made], keep: dict[str, Any], off: timedelta) -> set[int]:
+def wanted(made, keep, off):
     """Say which steps are kept, by the words of the documentation."""
     order = newest_first(made)
     found = {each.step for each in order[:1]} | {each.step for each in made if each.pinned}
@@ -147,11 +146,11 @@ def wanted(made: list[Made], keep: dict[str, Any], off: timedelta) -> set[int]:
     return found
 
 
-def newest_first(made: list[Made]) -> list[Made]:
+def newest_first(made):
     """Order checkpoints: those that the newest one came from, then those that were gone back from."""
     origins = {each.timeline: each.began for each in made}
-    path: list[Made] = []
-    age: tuple[int, float] | None = (max(origins, default=0), math.inf)
+    path = []
+    age = (max(origins, default=0), math.inf)
     while age is not None:
         path += [each for each in made if each.timeline == age[0] and each.step <= age[1]]
         origin = origins.get(age[0])
@@ -159,7 +158,7 @@ def newest_first(made: list[Made]) -> list[Made]:
     return sorted(made, key=lambda each: (each in path, each.age), reverse=True)
 
 
-def ranked(made: list[Made], mode: str) -> list[int]:
+def ranked(made, mode):
     """Order steps by their loss, the best first; of equals the newest."""
     known = [each for each in made if each.loss is not None and not math.isnan(each.loss)]
     known.sort(key=lambda each: each.age, reverse=True)
@@ -170,25 +169,25 @@ def ranked(made: list[Made], mode: str) -> list[int]:
 class Machine(RuleBasedStateMachine):
     """Jobs on one root, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.root = MemoryStore()
-        self.made: dict[int, Made] = {}
-        self.garbled: set[int] = set()
+        self.made = {}
+        self.garbled = set()
         """Steps whose record is unreadable."""
-        self.pointer: int | None = None
+        self.pointer = None
         self.count = 0
-        self.read: dict[str, int] = {}
+        self.read = {}
         self.job: Job
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     @initialize(data=st.data())
-    def first_job(self, data: st.DataObject) -> None:
+    def first_job(self, data):
         self.job = self.begin(data)
 
-    def begin(self, data: st.DataObject, *, takeover: bool = False) -> Job:
-        keep: dict[str, Any] = {
+    def begin(self, data, *, takeover=False):
+        keep = {
             "keep_last": data.draw(st.sampled_from([None, 1, 2, 3]), "keep_last"),
             "keep_every": data.draw(st.sampled_from([None, None, 5]), "keep_every"),
             "keep_best": data.draw(st.sampled_from([None, ("loss", 1, "min"), ("loss", 2, "max")]), "keep_best"),
@@ -207,23 +206,23 @@ class Machine(RuleBasedStateMachine):
         return Job(ckpt, view, keep, off)
 
     @rule(data=st.data())
-    def next_job(self, data: st.DataObject) -> None:
+    def next_job(self, data):
         """The job ends, and another one begins."""
         self.job.ckpt.close()
         assert not (self.job.holds and self.is_held())
         self.job = self.begin(data)
 
-    def ahead(self, by: int) -> int:
+    def ahead(self, by):
         """Name a step so far from where the job is, or from the newest where it is nowhere."""
         newest = max((each.age for each in self.made.values()), default=(0, -1))[1]
         return max(0, by + (newest if self.job.highest is None else self.job.highest))
 
-    def any_step(self, data: st.DataObject) -> int:
+    def any_step(self, data):
         """Draw a step that is there, or one that is not."""
         return data.draw(st.sampled_from([*sorted({*self.made, *self.garbled}), 99]), "step")
 
     @rule(data=st.data(), by=AHEAD, at=st.integers(0, 14), resumes=st.booleans())
-    def crash(self, data: st.DataObject, by: int, at: int, resumes: bool) -> None:
+    def crash(self, data, by, at, resumes):
         """The process dies in a save, at some operation, or after it; another one goes on."""
         self.job.view.fault = "crash", at
         self.save(self.ahead(by), None)
@@ -232,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         if resumes:
             self.restore_latest()
 
-    def bury(self, job: Job) -> None:
+    def bury(self, job):
         """Make a job as dead as one whose process was killed."""
         job.view.dead = True
         with suppress(BaseException):
@@ -242,7 +241,7 @@ class Machine(RuleBasedStateMachine):
             self.root.put("lease.json", json.dumps({**holder, "started": "long ago"}).encode(), replace=True)
 
     @rule(data=st.data(), by=AHEAD)
-    def takeover(self, data: st.DataObject, by: int) -> None:
+    def takeover(self, data, by):
         """Another job is refused the root, then takes it over; the first one saves and deletes no more."""
         old, step = self.job, self.ahead(by)
         if old.holds:
@@ -262,34 +261,34 @@ class Machine(RuleBasedStateMachine):
         assert self.is_held()
 
     @rule(hours=st.sampled_from([0, 10, -10, 10_000]))
-    def clock_jumps(self, hours: int) -> None:
+    def clock_jumps(self, hours):
         self.job.now[0] = timedelta(hours=hours)
 
     # -- saves -------------------------------------------------------------------------------------------------------
 
     @rule(by=AHEAD, loss=LOSSES, overwrite=st.booleans())
-    def save_one(self, by: int, loss: float | None, overwrite: bool) -> None:
+    def save_one(self, by, loss, overwrite):
         self.save(self.ahead(by), loss, overwrite=overwrite)
 
     @rule(by=st.integers(1, 3), loss=LOSSES)
-    def save_next(self, by: int, loss: float | None) -> None:
+    def save_next(self, by, loss):
         """As training does."""
         self.save(self.ahead(by), loss)
 
     @rule(data=st.data(), loss=LOSSES)
-    def save_again(self, data: st.DataObject, loss: float | None) -> None:
+    def save_again(self, data, loss):
         """A step that is there: a job that has gone back from it overwrites it, unless it is pinned."""
         there = [step for step in {*self.made, *self.garbled} if step >= (self.job.highest or 0)]
         if there:
             self.save(data.draw(st.sampled_from(sorted(there)), "again"), loss)
 
     @rule(by=AHEAD, kind=st.sampled_from(["full", "short", "error"]), at=st.integers(0, 10))
-    def save_on_a_bad_disk(self, by: int, kind: Fault, at: int) -> None:
+    def save_on_a_bad_disk(self, by, kind, at):
         self.job.view.fault = kind, at
         self.save(self.ahead(by), 1.0)
 
     @rule(by=st.integers(0, 3), asked=st.booleans())
-    def step_when_asked(self, by: int, asked: bool) -> None:
+    def step_when_asked(self, by, asked):
         """A file in the root asks for a save of the next step, which is not made if it is there."""
         step = self.ahead(by)
         if asked:
@@ -297,9 +296,7 @@ class Machine(RuleBasedStateMachine):
         self.save(step, None, by_step=True, due=asked and step != self.job.last)
         assert "save-now" not in {info.name for info in self.root.list()}
 
-    def save(
-        self, step: int, loss: float | None, *, overwrite: bool = False, by_step: bool = False, due: bool = True
-    ) -> None:
+    def save(self, step, loss, *, overwrite=False, by_step=False, due=True):
         """Save, and do to the model what must come of it."""
         job, self.count = self.job, self.count + 1
         refused = self.refused(step, overwrite=overwrite) if due else None
@@ -324,7 +321,7 @@ class Machine(RuleBasedStateMachine):
             if due:
                 self.committed(made)
 
-    def refused(self, step: int, *, overwrite: bool) -> type[sk.CheckpointError] | None:
+    def refused(self, step, *, overwrite):
         """Find out, as the first save does, where the job is; and how a save must be refused."""
         job = self.job
         if job.highest is not None and step < job.highest:
@@ -348,7 +345,7 @@ class Machine(RuleBasedStateMachine):
         may = overwrite or (goes_back and not self.is_pinned(step))
         return sk.CheckpointExists if (step in self.made or step in self.garbled) and not may else None
 
-    def committed(self, made: Made) -> None:
+    def committed(self, made):
         """A save succeeded: it is pointed to, and what no policy wants is deleted."""
         job = self.job
         self.made[made.step] = made
@@ -364,7 +361,7 @@ class Machine(RuleBasedStateMachine):
     # -- restores ----------------------------------------------------------------------------------------------------
 
     @rule()
-    def restore_latest(self) -> None:
+    def restore_latest(self):
         newest = max((each.timeline for each in self.made.values()), default=0)
         # One whose record is unreadable may be of any timeline, and counts as of the newest.
         origin = next((each.began for each in self.made.values() if each.timeline == newest), None)
@@ -373,7 +370,7 @@ class Machine(RuleBasedStateMachine):
         self.restore([(each.step, None if each in unread else each) for each in order], self.job.ckpt.restore_latest)
 
     @rule(mode=st.sampled_from(["min", "max"]))
-    def restore_best(self, mode: Any) -> None:
+    def restore_best(self, mode):
         order = [(step, self.made[step]) for step in ranked(list(self.made.values()), mode)]
         assert self.job.ckpt.best_step("loss", mode) == (order[0][0] if order else None)
         if self.made and all(each.loss is None for each in self.made.values()):
@@ -383,7 +380,7 @@ class Machine(RuleBasedStateMachine):
         self.restore(order, lambda state: self.job.ckpt.restore_best(state, "loss", mode))
 
     @rule(data=st.data())
-    def restore_step(self, data: st.DataObject) -> None:
+    def restore_step(self, data):
         step = self.any_step(data)
         if step not in self.made and step not in self.garbled:
             with pytest.raises(sk.CheckpointNotFound):
@@ -391,7 +388,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.restore([(step, self.made.get(step))], lambda state: self.job.ckpt.restore(step, state))
 
-    def restore(self, order: Sequence[tuple[int, Made | None]], restoring: Any) -> None:
+    def restore(self, order, restoring):
         """Restore the first of these that is whole."""
         state, job = blank(), self.job
         good = next((row for row, (_, each) in enumerate(order) if each is not None and not each.rotten), None)
@@ -402,19 +399,17 @@ class Machine(RuleBasedStateMachine):
                 restoring(state)
         else:
             made = order[good][1]
-            assert made is not None
             assert restoring(state) == made.step
             assert value_of(state) == made.value
             job.restored, job.timeline, job.saved = made, None, set()
             job.highest = job.last = made.step
             job.distrusted = {step for step, _ in order[:good]}
-            assert job.ckpt.last_restore is not None
             assert [each.step for each in job.ckpt.last_restore.skipped] == [step for step, _ in order[:good]]
 
     # -- what happens to checkpoints ---------------------------------------------------------------------------------
 
     @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
+    def pin(self, data):
         if (step := self.any_step(data)) in self.made:
             self.job.ckpt.pin(step)
             self.made[step].pinned = True
@@ -423,7 +418,7 @@ class Machine(RuleBasedStateMachine):
                 self.job.ckpt.pin(step)
 
     @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
+    def unpin(self, data):
         step = self.any_step(data)
         self.job.ckpt.unpin(step)
         if step in self.made:
@@ -431,7 +426,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule(data=st.data())
-    def tear(self, data: st.DataObject) -> None:
+    def tear(self, data):
         """A record is lost: there is no checkpoint any more."""
         step = data.draw(st.sampled_from(sorted(self.made)), "torn")
         self.root.place(f"step-{step}").delete(RECORD)
@@ -439,7 +434,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule(data=st.data())
-    def rot(self, data: st.DataObject) -> None:
+    def rot(self, data):
         """A bit of the data flips."""
         step = data.draw(st.sampled_from(sorted(self.made)), "rotten")
         if not self.made[step].rotten:
@@ -448,7 +443,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule(loss=LOSSES)
-    def resume_from_the_one_before(self, loss: float | None) -> None:
+    def resume_from_the_one_before(self, loss):
         """The newest is found to be damaged, and is made again."""
         step = newest_first(list(self.made.values()))[0].step
         if not self.made[step].rotten:
@@ -459,16 +454,18 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.made)
     @rule(data=st.data())
-    def garble(self, data: st.DataObject) -> None:
+    def garble(self, data):
         """A bit of a record flips."""
         step = data.draw(st.sampled_from(sorted(self.made)), "garbled")
         self.flip(step, RECORD)
         del self.made[step]
         self.garbled.add(step)
 
-    def flip(self, step: int, ending: str) -> None:
+    def flip(self, step, ending):
         store = self.root.place(f"step-{step}")
-        name = next(info.name for info in store.list() if info.name.endswith(ending))
+        # A save that crashed may have left a file of its own, which is no part of the checkpoint.
+        ours = dict(self.on_disk())[step]["save_id"] + ending if ending != RECORD else RECORD
+        name = next(info.name for info in store.list() if info.name.endswith(ours))
         data = bytearray(store.get(name, limit=1 << 20))
         data[-9] ^= 1
         store.put(name, bytes(data), replace=True)
@@ -476,7 +473,7 @@ class Machine(RuleBasedStateMachine):
     # -- comparison --------------------------------------------------------------------------------------------------
 
     @invariant()
-    def what_is_there_is_what_must_be(self) -> None:
+    def what_is_there_is_what_must_be(self):
         found = dict(self.on_disk())
         assert {step: record["meta"].get("timeline", 0) for step, record in found.items()} == {
             step: made.timeline for step, made in self.made.items()
@@ -494,7 +491,7 @@ class Machine(RuleBasedStateMachine):
         pointer = next((self.root.get("latest", limit=99) for info in self.root.list() if info.name == "latest"), b"")
         assert pointer.decode() == ("" if self.pointer is None else f"step-{self.pointer}\n")
 
-    def on_disk(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def on_disk(self):
         """Read the records that are whole."""
         for name in self.root.places():
             blobs = {info.name for info in self.root.place(name).list()}
@@ -504,41 +501,39 @@ class Machine(RuleBasedStateMachine):
                 if rest == f' "xxh3_128:{xxhash.xxh3_128(body).hexdigest()}"\n}}\n'.encode():
                     yield int(name.removeprefix("step-")), json.loads(data)
 
-    def value_in(self, step: int, save_id: str) -> int:
+    def value_in(self, step, save_id):
         if save_id not in self.read:
             self.read[save_id] = value_of(sk.open(self.root.place(f"step-{step}")).to_dict())
         return self.read[save_id]
 
-    def is_held(self) -> bool:
+    def is_held(self):
         there = "lease.json" in {info.name for info in self.root.list()}
         return there and not json.loads(self.root.get("lease.json", limit=4096))["released"]
 
-    def is_pinned(self, step: int) -> bool:
+    def is_pinned(self, step):
         return f"pin.step-{step}" in {info.name for info in self.root.list()}
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "job"):
             with suppress(InjectedCrash):  # it may have died in the background since the last look
                 self.job.ckpt.close()
 
 
-def state_of(value: int) -> dict[str, Any]:
+def state_of(value):
     return {"w": torch.full((8,), float(value)), "value": value}
 
 
-def blank() -> dict[str, Any]:
+def blank():
     return {"w": torch.zeros(8), "value": 0}
 
 
-def value_of(state: dict[str, Any]) -> int:
-    value: int = state["value"]
+def value_of(state):
+    value = state["value"]
     assert torch.equal(state["w"], state_of(value)["w"])
     return value
 
 
-def attempt(
-    job: Job, step: int, state: dict[str, Any], how: dict[str, Any], *, by_step: bool = False
-) -> BaseException | None:
+def attempt(job, step, state, how, *, by_step=False):
     """Save and wait; return what went wrong."""
     try:
         saved = job.ckpt.step(step, state, **how) if by_step else job.ckpt.save(step, state, **how)

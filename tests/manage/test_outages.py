@@ -3,10 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,14 +18,14 @@ from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import QUICK, Broken, Hooked, Overriding, checkpointer, empty_state, far_root, state_at, until
 
 
-def holder_of(root: Any) -> Holder:
+def holder_of(root):
     return msgspec.json.decode(root.get(LEASE_NAME, limit=4096), type=Holder)
 
 
 # -- jobs that come back
 
 
-def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path: Path) -> None:
+def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path):
     """What the other one has saved is as it was, and a third one begins at once; no job is said to be there."""
     with checkpointer(tmp_path, asynchronous=False) as first:
         first.save(10, state_at(10))
@@ -54,7 +51,7 @@ def test_a_job_that_was_taken_over_by_one_that_has_ended_saves_no_more(tmp_path:
     assert holder_of(LocalStore(tmp_path)).released
 
 
-def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
+def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies():
     """The job that took it over was killed; when a third job acquires the lease, the first one still notices."""
     root = MemoryStore()
     away, second, third = Lease(root), Lease(root, takeover=True), Lease(root)
@@ -69,7 +66,7 @@ def test_that_it_was_taken_is_not_forgotten_when_the_next_one_dies() -> None:
         away.check()
 
 
-def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
+def test_a_lease_that_vanished_is_put_back_only_while_it_lasts():
     """A live job writes a deleted lease again; a job that did not renew it in time must not."""
     root, now = MemoryStore(), [0.0]
     lease = Lease(root, Clock(lease_s=1000.0, monotonic=lambda: now[0]))
@@ -89,13 +86,13 @@ def test_a_lease_that_vanished_is_put_back_only_while_it_lasts() -> None:
     lease.release()
 
 
-def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> None:
+def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed():
     """It held the lease when this job tried to write it, and was gone when this job read it."""
     inner = MemoryStore()
 
-    busy: list[bool] = []
+    busy = []
 
-    def put(name: str, data: bytes, **how: Any) -> None:
+    def put(name, data, **how):
         if not busy:
             return inner.put(name, data, **how)
         other = Lease(inner)
@@ -105,7 +102,7 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
         finally:
             other.release()
 
-    root: Any = Overriding(inner, put=put)
+    root = Overriding(inner, put=put)
     lease = Lease(root)
     lease.acquire()
     inner.delete(LEASE_NAME)
@@ -121,16 +118,16 @@ def test_a_job_that_comes_and_goes_while_a_lease_is_put_back_is_noticed() -> Non
 class Away(Hooked):
     """A root that fails to give the record of one checkpoint while `away` is set."""
 
-    def __init__(self, inner: Any, name: str) -> None:
+    def __init__(self, inner, name):
         super().__init__(inner, self._look)
         self.away, self._name = True, name
 
-    def _look(self, where: str, verb: str, *args: Any) -> None:
+    def _look(self, where, verb, *args):
         if self.away and (where, verb, *args) == (self._name, "get", "shardkeep.json"):
             raise StorageError("503 slow down", errno=5)
 
 
-def gone_back() -> Away:
+def gone_back():
     """Steps 100 and 200, then 150 of a job that went back to 100: the newest, whose record is not given."""
     root = MemoryStore()
     with checkpointer(root, asynchronous=False) as ckpt:
@@ -151,9 +148,9 @@ def gone_back() -> Away:
     ],
     ids=["restore_latest", "restore_best", "latest_step", "best_step"],
 )
-def test_what_may_be_the_newest_or_the_best_is_not_passed_over(look: Callable[[sk.Checkpointer], int | None]) -> None:
+def test_what_may_be_the_newest_or_the_best_is_not_passed_over(look):
     """Its record cannot be read for the moment: that is raised, however low its step; another one can be asked for."""
-    root: Any = gone_back()
+    root = gone_back()
     with checkpointer(root, retries=0) as ckpt:
         with pytest.raises(StorageError, match=r"step-150 cannot be read at the moment.*503 slow down") as caught:
             look(ckpt)
@@ -164,9 +161,9 @@ def test_what_may_be_the_newest_or_the_best_is_not_passed_over(look: Callable[[s
         assert look(ckpt) == 150
 
 
-def test_no_timeline_is_numbered_twice() -> None:
+def test_no_timeline_is_numbered_twice():
     """A job whose first save cannot see the newest timeline saves nothing; the next try is newer than all there is."""
-    root: Any = gone_back()
+    root = gone_back()
     with checkpointer(root, retries=0, asynchronous=False) as ckpt:
         ckpt.restore(100, empty_state())
         with pytest.raises(StorageError, match="503 slow down"):
@@ -178,7 +175,7 @@ def test_no_timeline_is_numbered_twice() -> None:
         assert ckpt.restore_latest(empty_state()) == 120
 
 
-def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path: Path) -> None:
+def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path):
     """The error says which place it is and to move it away; that done, the one before is restored, and saves go on."""
     root = tmp_path / "run"
     with checkpointer(root, asynchronous=False) as ckpt:
@@ -197,7 +194,7 @@ def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path: Path) -> 
         assert ckpt.all_steps() == [1, 2]
 
 
-def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path: Path) -> None:
+def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path):
     """The error names the far place, and says that promote_to can be left out, which is so."""
     far = far_root()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
@@ -214,29 +211,29 @@ def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path: Path
 # Roots that are far away: what killed jobs left there, stores that do not answer, and keys that change meanwhile.
 
 
-def steps(root: Any) -> list[int]:
+def steps(root):
     return sorted(entry.step for entry in sk.Catalog(root).entries() if entry.committed)
 
 
 class Silent:
     """Lets nothing through, from when it is closed to when it is opened: a far store that does not answer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.open = threading.Event()
         self.open.set()
         self.asked = threading.Event()
 
-    def __call__(self, verb: str, name: str) -> None:
+    def __call__(self, verb, name):
         self.asked.set()
         self.open.wait(60)
 
 
-def silent_root() -> tuple[Any, Silent]:
+def silent_root():
     """Make a root that can stop answering, with all of its places."""
     silent = Silent()
     root = far_root(silent)
 
-    def waiting(verb: str) -> Any:
+    def waiting(verb):
         work = getattr(root.inner, verb)
         return lambda *args, **more: (silent(verb, ""), work(*args, **more))[1]
 
@@ -245,7 +242,7 @@ def silent_root() -> tuple[Any, Silent]:
     return root, silent
 
 
-def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path, monkeypatch):
     """The near root is free when it returns, what was under way commits nothing later, and the next job goes on."""
     monkeypatch.setattr("shardkeep.manage.replicate.GRACE_S", 0.2)
     far, silent = silent_root()
@@ -268,11 +265,11 @@ def test_close_does_not_wait_for_a_far_root_that_is_silent(tmp_path: Path, monke
     assert steps(far.inner) == [1, 2, 3]
 
 
-def test_what_is_cancelled_is_not_tried_again(tmp_path: Path) -> None:
+def test_what_is_cancelled_is_not_tried_again(tmp_path):
     """A promotion whose far root fails in passing ends between two attempts, as cancelled and not as failed."""
     broken, seen, waited = Broken("create", "", errno.EIO), list[sk.events.Event](), list[float]()
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         waited.append(seconds)
         ckpt.cancel_promotions()
 
@@ -292,12 +289,12 @@ def test_what_is_cancelled_is_not_tried_again(tmp_path: Path) -> None:
     ckpt.close()
 
 
-def test_keys_that_are_rotated_while_it_is_copied_are_promoted(tmp_path: Path) -> None:
+def test_keys_that_are_rotated_while_it_is_copied_are_promoted(tmp_path):
     """The far checkpoint opens with the new key alone, as the near one does."""
     old, new = sk.new_key(), sk.new_key()
     near, far = tmp_path / "near", tmp_path / "far"
 
-    def rotate(event: sk.events.Event) -> None:
+    def rotate(event):
         if isinstance(event, sk.events.PromotionBegan):
             assert sk.rotate_keys(near / "step-1", options=sk.Options(keys=sk.KeyRing.from_text(f"{new}\n{old}")))
 

@@ -1,7 +1,5 @@
 """Promotions that fail, are cut short, cancelled, or meet damage: what was saved is as safe as before."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import signal
@@ -10,7 +8,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ from tests.manage.test_tiers import committed
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=8 << 20)
 
 
-def groups(step: int) -> dict[str, Any]:
+def groups(step):
     """Make a state of several files."""
     return {f"part{number}": {"w": torch.arange(20_000.0) + step + number} for number in range(4)}
 
@@ -37,13 +34,13 @@ def groups(step: int) -> dict[str, Any]:
 # -- copying
 
 
-def copied(source: Any, target: Any, names: Any = None, wanted: Any = lambda: True) -> Any:
+def copied(source, target, names=None, wanted=lambda: True):
     record = read_record(source)
     return copy_files(source, target, record, list(names or record.names), OPTIONS, wanted)
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
-def test_what_is_sound_is_not_copied_again(codecs: Any) -> None:
+def test_what_is_sound_is_not_copied_again(codecs):
     """What is there is read and checked: cut short, flipped, or of another size, it is replaced."""
     source, target = MemoryStore(), MemoryStore()
     sk.save({**groups(1), "long": torch.arange(3_000_000)}, source, codecs=codecs)
@@ -68,7 +65,7 @@ def test_what_is_sound_is_not_copied_again(codecs: Any) -> None:
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
-def test_no_damaged_byte_is_copied(codecs: Any) -> None:
+def test_no_damaged_byte_is_copied(codecs):
     """Wherever a bit of the source is flipped, copying stops, and says in which file; nothing is left of that file."""
     source = MemoryStore()
     sk.save({"w": torch.arange(60_000), "name": "x"}, source, codecs=codecs)
@@ -92,7 +89,7 @@ def test_no_damaged_byte_is_copied(codecs: Any) -> None:
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
-def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
+def test_what_comes_damaged_once_is_no_damage(codecs):
     """Whichever read of the source is damaged on the way, it is read again, and what is copied is right."""
     source = MemoryStore()
     sk.save({"w": torch.arange(6000), "name": "x"}, source, codecs=codecs)
@@ -106,7 +103,7 @@ def test_what_comes_damaged_once_is_no_damage(codecs: Any) -> None:
         assert copied(source, target).nbytes == 0
 
 
-def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch):
     """A whole index, or header, has one digest: damage of one read is repaired, permanent damage is raised."""
     monkeypatch.setattr("shardkeep.manage.file_copy.divide_budget", lambda *_: (2, 4096))
     source = MemoryStore()
@@ -128,7 +125,7 @@ def test_what_is_larger_than_a_window_is_read_again_too(monkeypatch: pytest.Monk
     assert not list(target.list())
 
 
-def test_a_copy_goes_on_after_any_failure() -> None:
+def test_a_copy_goes_on_after_any_failure():
     """Whichever operation of the target fails, or half of it: the next attempt ends well."""
     source = MemoryStore()
     sk.save(groups(1), source)
@@ -143,11 +140,11 @@ def test_a_copy_goes_on_after_any_failure() -> None:
             assert copied(source, target).nbytes == 0
 
 
-def test_a_copy_that_is_cancelled_ends_soon() -> None:
+def test_a_copy_that_is_cancelled_ends_soon():
     """At the next window; files that were complete by then stay."""
     source, target, asked = MemoryStore(), MemoryStore(), []
 
-    def wanted() -> bool:
+    def wanted():
         asked.append(1)
         return len(asked) <= 3
 
@@ -162,7 +159,7 @@ def test_a_copy_that_is_cancelled_ends_soon() -> None:
 
 
 @pytest.mark.parametrize(("verb", "start"), [("create", "part"), ("put", "claim"), ("put", "shardkeep"), ("list", "")])
-def test_a_failure_is_told_and_tried_again(tmp_path: Path, verb: str, start: str) -> None:
+def test_a_failure_is_told_and_tried_again(tmp_path, verb, start):
     """The checkpoint stays where it was saved, nothing is visible in the far root, and the next save promotes both."""
     far, heard = far_root(), list[Event]()
     with checkpointer(tmp_path, promote_to=far, keep_last=1, on_event=heard.append, retries=0) as ckpt:
@@ -186,10 +183,10 @@ def test_a_failure_is_told_and_tried_again(tmp_path: Path, verb: str, start: str
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_what_is_to_be_promoted_stays(tmp_path: Path, required: bool) -> None:
+def test_what_is_to_be_promoted_stays(tmp_path, required):
     """While the far root is away, old steps that it wants are not deleted, unless the user said so; then all come."""
     far = far_root()
-    how: dict[str, Any] = {"keep_last": 1, "keep_promoted": KeepAll(), "on_error": "warn", "retries": 0}
+    how = {"keep_last": 1, "keep_promoted": KeepAll(), "on_error": "warn", "retries": 0}
     with checkpointer(tmp_path, promote_to=far, promote_required=required, **how) as ckpt:
         ckpt.save(1, state_at(1))
         ckpt.wait()
@@ -206,7 +203,7 @@ def test_what_is_to_be_promoted_stays(tmp_path: Path, required: bool) -> None:
         assert committed(tmp_path) == [5]
 
 
-def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
+def test_a_failure_is_told_by_a_later_step(tmp_path):
     """As that of a save is; what the step saves is not affected."""
     far, heard = far_root(), list[Event]()
     with checkpointer(tmp_path, promote_to=far, every_steps=1, retries=0, on_event=heard.append) as ckpt:
@@ -215,7 +212,7 @@ def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
         far.before = Broken("put", "shardkeep")
         ckpt.step(2, state_at(2))
         ckpt.wait(promotions=False)
-        until(ckpt._saves.replicator.rounds._tasks[2].done)  # type: ignore[union-attr]
+        until(ckpt._saves.replicator.rounds._tasks[2].done)
         far.before = None
         with pytest.raises(NotPromoted) as caught:
             ckpt.step(3, state_at(3))
@@ -226,7 +223,7 @@ def test_a_failure_is_told_by_a_later_step(tmp_path: Path) -> None:
     assert copied[2] == (0, 0) < copied[3]  # everything was there except the commit
 
 
-def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_promoted(tmp_path):
     """It is reported once, is kept, does not count in the policy, and does not block other checkpoints."""
     far = far_root()
     with checkpointer(tmp_path) as ckpt:
@@ -245,7 +242,7 @@ def test_a_damaged_checkpoint_is_not_promoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
-def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch, which):
     """Whichever read of it is damaged on the way, in either root, nothing fails."""
     reads, flipped = 1, 0
     while flipped < reads:
@@ -254,7 +251,7 @@ def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch: pytest.Monkey
         place = (near if which == "near" else far).inner.place("step-1")
         get = place.get
 
-        def once(name: str, *, limit: int, get: Any = get, at: int = flipped) -> bytes:
+        def once(name, *, limit, get=get, at=flipped):
             nonlocal reads
             data = bytearray(get(name, limit=limit))
             if name == "shardkeep.json":
@@ -275,7 +272,7 @@ def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch: pytest.Monkey
     assert reads > 1
 
 
-def test_a_partial_copy_stays_while_the_near_record_cannot_be_read() -> None:
+def test_a_partial_copy_stays_while_the_near_record_cannot_be_read():
     """A near root that does not give a record for a moment has not lost its checkpoint: the next round goes on."""
     near, far = far_root(), far_root(Broken("put", "shardkeep.json"))
     with checkpointer(near, promote_to=far, on_error="warn", retries=0, asynchronous=False) as ckpt:
@@ -283,7 +280,7 @@ def test_a_partial_copy_stays_while_the_near_record_cannot_be_read() -> None:
         ckpt.wait()
         half = far.names("step-1")
         far.before, near.before = None, Broken("get", "shardkeep.json", errno.EIO)
-        ckpt._saves.replicator.after(None)  # type: ignore[union-attr]  # a round of its own, as after a save
+        ckpt._saves.replicator.after(None)  # a round of its own, as after a save
         ckpt.wait()
         assert far.names("step-1") == half
         near.before = None
@@ -295,10 +292,10 @@ def test_a_partial_copy_stays_while_the_near_record_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("becomes", ["deleted", "damaged"])
 @pytest.mark.parametrize("replaces", [True, False])
-def test_nothing_is_left_of_what_will_not_be_promoted(tmp_path: Path, becomes: str, replaces: bool) -> None:
+def test_nothing_is_left_of_what_will_not_be_promoted(tmp_path, becomes, replaces):
     """A partial copy that will not be continued is removed, alone or beside an older save of the step."""
     far = far_root()
-    how: dict[str, Any] = {"keep_promoted": KeepAll(), "promote_required": False, "on_error": "warn", "retries": 0}
+    how = {"keep_promoted": KeepAll(), "promote_required": False, "on_error": "warn", "retries": 0}
     with checkpointer(tmp_path, promote_to=far, keep_last=1 if becomes == "deleted" else 3, **how) as ckpt:
         for step in (1, 2) if replaces else (1,):
             ckpt.save(step, state_at(step))
@@ -322,16 +319,16 @@ def test_nothing_is_left_of_what_will_not_be_promoted(tmp_path: Path, becomes: s
         assert committed(far) == ([1, 2, 3] if replaces else [1, 3])
 
 
-def train_three(ckpt: sk.Checkpointer) -> None:
+def train_three(ckpt):
     for step in (1, 2, 3):
         ckpt.save(step, state_at(step))
 
 
-def held_at_create() -> tuple[Any, threading.Event, threading.Event]:
+def held_at_create():
     """A far root that says when a file is to be made in it, and waits until it may go on."""
     far, arrived, go = far_root(), threading.Event(), threading.Event()
 
-    def slow(verb: str, name: str) -> None:
+    def slow(verb, name):
         if verb == "create":
             arrived.set()
             go.wait(20)
@@ -340,7 +337,7 @@ def held_at_create() -> tuple[Any, threading.Event, threading.Event]:
     return far, arrived, go
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path):
     """The new save of the step is promoted in its place."""
     far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
@@ -354,7 +351,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path: Path) -
     assert len(far.names("step-1")) == 6
 
 
-def test_waiting_has_an_end(tmp_path: Path) -> None:
+def test_waiting_has_an_end(tmp_path):
     """wait() gives up after a time, close() cancels after one, and the next job goes on with what is there."""
     far, go = far_root(), threading.Event()
     far.before = lambda verb, name: go.wait(20) if (verb, name[:5]) == ("create", "part3") else None
@@ -363,9 +360,9 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"not all checkpoints were promoted to memory://.* within 0.05 s"):
         ckpt.wait(timeout_s=0.05)
     assert committed(tmp_path) == [1]
-    promotions: Any = ckpt._saves.replicator
+    promotions = ckpt._saves.replicator
 
-    def let_go() -> None:
+    def let_go():
         until(lambda: promotions._cancelled_before > 0)
         go.set()
 
@@ -376,7 +373,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     assert committed(far) == []
     assert not list(far.list())  # the lease was given back
     before = far.count("create", "part")
-    heard: list[Event] = []
+    heard = []
     with checkpointer(tmp_path, promote_to=far, on_event=heard.append) as ckpt:
         assert ckpt.restore_latest(groups(0)) == 1
         ckpt.save(2, groups(2))
@@ -387,7 +384,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     assert far.count("create", "part") - before < 4 + 4
 
 
-def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path: Path) -> None:
+def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path):
     """A cancellation is no failure."""
     far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
@@ -402,7 +399,7 @@ def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path: Path) -
         assert committed(far) == [1, 2]
 
 
-def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path: Path) -> None:
+def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path):
     """Whatever on_error says, it is raised; both jobs' checkpoints are where they were saved."""
     far = far_root()
     first = checkpointer(tmp_path / "a", promote_to=far, on_error="warn")
@@ -449,12 +446,12 @@ ckpt.wait(promotions=False)
 """
 
 
-def run_job(near: Path, far: Path, verb: str, start: str, how: str) -> int:
+def run_job(near, far, verb, start, how):
     code = [sys.executable, "-c", JOB, str(near), str(far), verb, start, how]
     return subprocess.run(code, check=False, timeout=60, capture_output=True, cwd=Path(__file__).parents[2]).returncode
 
 
-def test_a_killed_promotion_is_taken_up(tmp_path: Path) -> None:
+def test_a_killed_promotion_is_taken_up(tmp_path):
     """It was never visible; the next job copies only what is missing, or sweeps what is not wanted."""
     near, far, heard = tmp_path / "near", tmp_path / "far", list[Event]()
     assert run_job(near, far, "finish", "part2", "kill") == -signal.SIGKILL
@@ -480,7 +477,7 @@ def test_a_killed_promotion_is_taken_up(tmp_path: Path) -> None:
     assert committed(tmp_path / "alone") == [2]
 
 
-def test_a_process_that_ends_without_close_does_not_wait_for_promotions(tmp_path: Path) -> None:
+def test_a_process_that_ends_without_close_does_not_wait_for_promotions(tmp_path):
     """They are cut short at exit, and the far root has none of it."""
     near, far = tmp_path / "near", tmp_path / "far"
     assert run_job(near, far, "create", "part0", "exit") == 0

@@ -1,9 +1,6 @@
 """From one bucket to another, on a real S3 server: as it is stored, bit for bit, and nothing that is damaged."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +12,12 @@ from shardkeep.layouts.native import read_record
 from shardkeep.storage.resolve import open_place
 from tests.manage.scene import checkpointer
 from tests.manage.test_tiers import committed
-from tests.support.s3_server import S3Server
 
 KEYS = KeyRing([bytes(range(32))])
 CODECS = {"plain": None, "compressed": ["zstd"], "encrypted": ["zstd", "aes"], "some": {"optim": ["aes"]}}
 
 
-def state_of(step: int) -> dict[str, Any]:
+def state_of(step):
     torch.manual_seed(step)
     return {
         "model": {"w": torch.randn(2_500_000), "b": torch.randn(9)},
@@ -30,7 +26,7 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def roots(server: S3Server, name: str) -> tuple[Any, Any]:
+def roots(server, name):
     """Two buckets' worth of root, with parts that are small enough for several of a file."""
     where = f"promotions/{os.getpid()}/{name}"
     near, far = (
@@ -39,14 +35,14 @@ def roots(server: S3Server, name: str) -> tuple[Any, Any]:
     return near, far
 
 
-def job(roots: tuple[Any, Any], kind: str, **more: Any) -> sk.Checkpointer:
+def job(roots, kind, **more):
     near, far = roots
     options = sk.Options(io_threads=2, host_budget_bytes=64 << 20, keys=KEYS)
     return checkpointer(near, promote_to=far, codecs=CODECS[kind], options=options, **more)
 
 
 @pytest.mark.parametrize("kind", CODECS)
-def test_from_bucket_to_bucket(s3_server: S3Server, kind: str) -> None:
+def test_from_bucket_to_bucket(s3_server, kind):
     """The same bytes under the same names and nothing else, restored bit for bit when the near bucket is empty."""
     near, far = roots(s3_server, kind)
     with job((near, far), kind) as ckpt:
@@ -73,7 +69,7 @@ def test_from_bucket_to_bucket(s3_server: S3Server, kind: str) -> None:
     [("plain", "model", -3), ("plain", "blocks", 20), ("encrypted", "model", 4000), ("encrypted", "model", -30)],
     ids=["data", "digests", "frame", "table"],
 )
-def test_damage_at_the_source(s3_server: S3Server, kind: str, what: str, at: int) -> None:
+def test_damage_at_the_source(s3_server, kind, what, at):
     """It is reported with the file's name, nothing of it stays in the far bucket, and the rest is promoted."""
     near, far = roots(s3_server, f"damage-{what}{at}")
     small = {"model": {"w": torch.arange(3000.0)}}

@@ -5,8 +5,6 @@ import os
 import signal
 import time
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +15,13 @@ from shardkeep.manage.decisions import Decision, StepDecisions
 from shardkeep.manage.schedule import Clock
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train
-from tests.support.rank_pool import RankPool
 
 
-def rank() -> int:
+def rank():
     return torch.distributed.get_rank()
 
 
-def job(root: Path, signalled: int, asked: int, ahead: bool) -> tuple[list[int], list[int], bool]:
+def job(root, signalled, asked, ahead):
     """Train a while; one rank gets a signal, one is asked for a save; `ahead`: ask before each step whether it is saved."""
     saved, stop = [], []
     with checkpointer(root, every_steps=10, signals=("SIGUSR1",), keep_last=3) as ckpt:
@@ -47,9 +44,7 @@ def job(root: Path, signalled: int, asked: int, ahead: bool) -> tuple[list[int],
 
 
 @pytest.mark.parametrize(("signalled", "asked", "ahead"), [(2, 3, False), (2, 3, True), (0, 0, False)])
-def test_all_ranks_save_the_same_steps(
-    tmp_path: Path, rank_pool: RankPool, signalled: int, asked: int, ahead: bool
-) -> None:
+def test_all_ranks_save_the_same_steps(tmp_path, rank_pool, signalled, asked, ahead):
     """A signal or a request on one rank makes all save, once, at the same step, and stop at the same one."""
     results = rank_pool.run(4, job, tmp_path, signalled, asked, ahead)
     assert all(result == results[0] for result in results)
@@ -60,10 +55,10 @@ def test_all_ranks_save_the_same_steps(
     assert len(saved) == 3
     assert stop == [saved[2]]
     assert done
-    assert sk.Catalog(tmp_path).latest().step == saved[2]  # type: ignore[union-attr]
+    assert sk.Catalog(tmp_path).latest().step == saved[2]
 
 
-def signal_to_all(root: Path) -> list[int]:
+def signal_to_all(root):
     saved = []
     with checkpointer(root, signals=("SIGUSR1",)) as ckpt:
         for step in range(1, 30):
@@ -75,25 +70,24 @@ def signal_to_all(root: Path) -> list[int]:
     return saved
 
 
-def test_a_signal_to_all_ranks_is_one_signal(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_a_signal_to_all_ranks_is_one_signal(tmp_path, rank_pool):
     """It reaches them at different steps, and one save is made."""
     results = rank_pool.run(4, signal_to_all, tmp_path)
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 1
 
 
-def resume(root: Path) -> tuple[int | None, list[int], list[int], bool]:
+def resume(root):
     state = empty_state()
     with checkpointer(root, every_steps=2, keep_last=2) as ckpt:
         step = ckpt.restore_latest(state)
-        assert step is not None
         skipped = [each.step for each in ckpt.last_restore.skipped] if ckpt.last_restore else []
         same = torch.equal(state["w"], state_at(step)["w"])
         saved = train(ckpt, range(step, step + 5))
         return step, skipped, saved, same
 
 
-def test_all_ranks_walk_back_to_the_same_step(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_all_ranks_walk_back_to_the_same_step(tmp_path, rank_pool):
     """Past torn and damaged ones."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 6))
@@ -104,10 +98,10 @@ def test_all_ranks_walk_back_to_the_same_step(tmp_path: Path, rank_pool: RankPoo
     assert results[0] == (3, [4], [4, 6], True)
 
 
-def fail_on(root: Path, broken: int, kind: str) -> list[str]:
+def fail_on(root, broken, kind):
     """Save with something wrong on one rank; return what each call raised."""
     said = []
-    state: dict[str, Any] = state_at(1)
+    state = state_at(1)
     if rank() == broken:
         state["odd"] = object()
     ckpt = checkpointer(root, asynchronous=kind == "asynchronous", request_file="save-now")
@@ -123,17 +117,17 @@ def fail_on(root: Path, broken: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
-def test_a_failure_on_one_rank_is_told_on_all(tmp_path: Path, rank_pool: RankPool, kind: str) -> None:
+def test_a_failure_on_one_rank_is_told_on_all(tmp_path, rank_pool, kind):
     """By its own error; the ranks that learn of it later do so at one and the same step; later saves work."""
     results = rank_pool.run(3, fail_on, tmp_path, 1, kind)
     assert all("".join(result) == "UnsupportedLeaf" for result in results), results
     assert results[0] == results[2]
     if kind == "synchronous":
         assert results[0] == results[1]
-    assert sk.Catalog(tmp_path).latest().step == 4  # type: ignore[union-attr]
+    assert sk.Catalog(tmp_path).latest().step == 4
 
 
-def pure(root: Path) -> tuple[list[int], int]:
+def pure(root):
     from torch.distributed import distributed_c10d as c10d
 
     ckpt = checkpointer(root, every_steps=2, request_file=None)
@@ -147,12 +141,12 @@ def pure(root: Path) -> tuple[list[int], int]:
     return saved, after - before
 
 
-def test_steps_that_say_it_themselves_need_no_talk(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_steps_that_say_it_themselves_need_no_talk(tmp_path, rank_pool):
     """No key is written for a step that is not saved."""
     assert rank_pool.run(2, pure, tmp_path) == [([2, 4], 0)] * 2
 
 
-def keys_left(root: Path) -> int:
+def keys_left(root):
     from torch.distributed import distributed_c10d as c10d
 
     store = c10d._get_default_store()
@@ -168,12 +162,12 @@ def keys_left(root: Path) -> int:
     return counts[1] - counts[0]
 
 
-def test_decisions_are_deleted_again(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_decisions_are_deleted_again(tmp_path, rank_pool):
     """Forty decisions later the store has no more keys."""
     assert max(rank_pool.run(3, keys_left, tmp_path)) <= 2  # a gloo barrier may leave keys of its own
 
 
-def different(root: Path) -> str:
+def different(root):
     try:
         with checkpointer(root, every_steps=2 + rank()) as ckpt:
             ckpt.step(1, state_at(1))
@@ -182,13 +176,13 @@ def different(root: Path) -> str:
     return ""
 
 
-def test_different_arguments_are_found_out(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_different_arguments_are_found_out(tmp_path, rank_pool):
     """Before anything is saved, on all ranks."""
     for said in rank_pool.run(2, different, tmp_path):
         assert "same arguments" in said
 
 
-def in_use(root: Path) -> str:
+def in_use(root):
     try:
         with checkpointer(root) as ckpt:
             ckpt.save(1, state_at(1))
@@ -197,7 +191,7 @@ def in_use(root: Path) -> str:
     return ""
 
 
-def test_a_root_in_use_is_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_a_root_in_use_is_refused_on_all_ranks(tmp_path, rank_pool):
     """Rank 0 alone looks at the lease."""
     with checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state_at(1))
@@ -206,10 +200,10 @@ def test_a_root_in_use_is_refused_on_all_ranks(tmp_path: Path, rank_pool: RankPo
             assert f"process {os.getpid()} on" in said
 
 
-def end_of_run(root: Path, how: str) -> str:
+def end_of_run(root, how):
     """End a run in which the last step is not saved; return what was raised."""
     group = torch.distributed.new_group()
-    state: dict[str, Any] = {"w": torch.full((8,), float(rank())), "own": sk.PerRank(rank())}
+    state = {"w": torch.full((8,), float(rank())), "own": sk.PerRank(rank())}
     try:
         with checkpointer(root, every_steps=10, group=group) as ckpt:
             for step in range(1, 13):
@@ -235,9 +229,7 @@ def end_of_run(root: Path, how: str) -> str:
         ("gone", [10], ("", "")),
     ],
 )
-def test_all_ranks_save_the_last_step_or_none_does(
-    tmp_path: Path, rank_pool: RankPool, how: str, steps: list[int], said: tuple[str, str]
-) -> None:
+def test_all_ranks_save_the_last_step_or_none_does(tmp_path, rank_pool, how, steps, said):
     """A rank that fails notifies the others, which would wait for it otherwise."""
     for expected, heard in zip(said, rank_pool.run(2, end_of_run, tmp_path, how), strict=True):
         assert heard.startswith(expected)
@@ -249,11 +241,11 @@ def test_all_ranks_save_the_last_step_or_none_does(
 # -- decisions themselves, by ranks in threads
 
 
-def test_rank_0_decides_and_paces() -> None:
+def test_rank_0_decides_and_paces():
     """Others get its decisions, at the same calls, and these get rarer while steps are quick."""
     now = [0.0]
 
-    def main(world: World) -> list[tuple[int, str]]:
+    def main(world):
         agreement = StepDecisions(world, "s", Clock(monotonic=lambda: now[0]))
         seen = []
         for step in range(100):
@@ -273,10 +265,10 @@ def test_rank_0_decides_and_paces() -> None:
     assert len(steps) < 20
 
 
-def test_a_silent_rank_0_is_named() -> None:
+def test_a_silent_rank_0_is_named():
     """A rank that waits in vain says for whom, and at which step."""
 
-    def main(world: World) -> None:
+    def main(world):
         if world.rank:
             StepDecisions(world, "s").decision(7, lambda asked: Decision(step=7), ())
 
@@ -286,10 +278,21 @@ def test_a_silent_rank_0_is_named() -> None:
     assert "step 7" in str(outcomes[1])
 
 
-def test_ranks_at_different_steps_are_found_out() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_key_value_store_is_explained(rank):
+    """Rank 0 may be the one that raises, because torchrun itself may have held the store."""
+    server = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = torch.distributed.TCPStore("localhost", server.port, is_master=False)
+    decisions = StepDecisions(World(rank, 2, client, timeout_s=5), "s")
+    del server
+    with pytest.raises(sk.RanksSilent, match="held the key-value store has ended: rank 0, or torchrun itself"):
+        decisions.decision(7, lambda asked: Decision(step=7), ("save",))
+
+
+def test_ranks_at_different_steps_are_found_out():
     """A loop that lost count gets an error."""
 
-    def main(world: World) -> None:
+    def main(world):
         step = 5 + world.rank
         StepDecisions(world, "s").decision(step, lambda asked: Decision(step=step), ())
 
@@ -298,11 +301,11 @@ def test_ranks_at_different_steps_are_found_out() -> None:
     assert isinstance(outcomes[1], sk.RanksDisagree)
 
 
-def test_thread_ranks_share_one_root(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_thread_ranks_share_one_root(tmp_path, caplog):
     """The world may be given; a step is announced once."""
     caplog.set_level(logging.INFO, logger="shardkeep")
 
-    def main(world: World) -> list[int]:
+    def main(world):
         with checkpointer(tmp_path, every_steps=2, group=world, asynchronous=False) as ckpt:
             train(ckpt, range(1, 5))
             return ckpt.all_steps()

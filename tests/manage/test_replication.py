@@ -1,14 +1,10 @@
 """How promotions behave: they let training and saves go first, trust no store that checks nothing, and say what they did."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,27 +21,26 @@ from shardkeep.storage.resolve import open_place
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from tests.manage.scene import QUICK, checkpointer, far_root, state_at
 from tests.manage.test_tiers import committed, groups
-from tests.support.rank_pool import RankPool
 
 # -- who goes first
 
 
-def test_a_save_goes_first(tmp_path: Path) -> None:
+def test_a_save_goes_first(tmp_path):
     """While one is under way each window of a promotion waits a moment, before and after it none does."""
     near, far, slept = far_root(), far_root(), list[float]()
     held, go, copying, copy = (threading.Event() for _ in range(4))
 
-    def hold_the_save(verb: str, name: str) -> None:
+    def hold_the_save(verb, name):
         if verb == "create" and near.count("create", "state-") > 1:
             held.set()
             go.wait(20)
 
-    def hold_the_promotion(verb: str, name: str) -> None:
+    def hold_the_promotion(verb, name):
         if verb == "create":
             copying.set()
             copy.wait(20)
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         slept.append(seconds)
         if len(slept) == 30:  # the promotion went on all the same: three windows
             go.set()
@@ -55,7 +50,7 @@ def test_a_save_goes_first(tmp_path: Path) -> None:
         ckpt.save(1, state_at(1))
         assert copying.wait(20)
         assert not slept
-        handle: Any = ckpt.save(2, state_at(2))
+        handle = ckpt.save(2, state_at(2))
         assert held.wait(20)
         copy.set()
         handle.result(20)
@@ -67,22 +62,22 @@ def test_a_save_goes_first(tmp_path: Path) -> None:
     assert committed(far) == [1, 2]
 
 
-def test_windows_are_bounded_and_each_gives_way() -> None:
+def test_windows_are_bounded_and_each_gives_way():
     """A copy takes windows of what its budget allows, and asks before each of them, also of those it reads back."""
     source, target, asked, sizes = MemoryStore(), MemoryStore(), list[int](), list[int]()
     sk.save({"w": torch.arange(3_000_000)}, source)
     record = read_record(source)
 
     class Noting(MemoryStore):
-        def create(self, name: str, nbytes: int) -> Any:
+        def create(self, name, nbytes):
             writer, noted = super().create(name, nbytes), sizes
             write_at = writer.write_at
 
-            def noting(offset: int, data: memoryview) -> None:
+            def noting(offset, data):
                 noted.append(len(data))
                 write_at(offset, data)
 
-            writer.write_at = noting  # type: ignore[method-assign]
+            writer.write_at = noting
             return writer
 
     target = Noting()
@@ -94,17 +89,17 @@ def test_windows_are_bounded_and_each_gives_way() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-def test_promotions_stand_back(tmp_path: Path) -> None:
+def test_promotions_stand_back(tmp_path):
     """
     Threads that copy have a lower priority than those of asynchronous saves, which have a lower one than training.
 
     The thread that asks a store first has that of training, and so have threads that a package starts then, for all.
     """
     near, far = far_root(), far_root()
-    found: dict[str, set[int]] = {"near": set(), "far": set()}
+    found = {"near": set(), "far": set()}
     first = set[int]()
 
-    def note(root: str, verb: str) -> None:
+    def note(root, verb):
         if verb in ("create", "write_at"):
             found[root].add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         elif threading.current_thread().name == "shardkeep-promote":
@@ -122,15 +117,15 @@ def test_promotions_stand_back(tmp_path: Path) -> None:
 # -- what arrives
 
 
-def flipping(target: Any, start: str) -> Any:
+def flipping(target, start):
     """A store that keeps another byte than it was given, in the middle of a file."""
     create = target.create
 
-    def flipped(name: str, nbytes: int) -> Any:
+    def flipped(name, nbytes):
         writer = create(name, nbytes)
         finish = writer.finish
 
-        def finishing(end: int | None = None) -> None:
+        def finishing(end=None):
             if name.startswith(start):
                 writer.data[nbytes // 2] ^= 1
             finish(end)
@@ -144,7 +139,7 @@ def flipping(target: Any, start: str) -> Any:
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
 @pytest.mark.parametrize("start", ["w-", "index-"])
-def test_what_a_store_changes_is_noticed(codecs: Any, start: str) -> None:
+def test_what_a_store_changes_is_noticed(codecs, start):
     """What was written is read back: the file and the place in it are named, and the next copy replaces it."""
     source, target = MemoryStore(), MemoryStore()
     sk.save({"w": {"w": torch.arange(60_000)}, "name": "x"}, source, codecs=codecs)
@@ -153,19 +148,19 @@ def test_what_a_store_changes_is_noticed(codecs: Any, start: str) -> None:
         copy_files(source, flipping(target, start), record, list(record.names), options, lambda: True)
     assert caught.value.details["name"].startswith(start)
     assert caught.value.details["offset"] >= 0
-    del target.create  # type: ignore[method-assign]
+    del target.create
     again = copy_files(source, target, record, list(record.names), options, lambda: True)
     assert again.files == 1
     assert again.nbytes == record.at_rest[caught.value.details["name"]]
 
 
-def test_a_record_that_the_store_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_the_store_changes_is_noticed(tmp_path, monkeypatch):
     """It is reported as a failed promotion, and written again after the next save."""
     far = far_root()
     place_of = far.inner.place("step-1")
     put = place_of.put
 
-    def other(name: str, data: bytes, **how: Any) -> None:
+    def other(name, data, **how):
         put(name, data.replace(b'"step"', b'"stop"') if name == "shardkeep.json" else data, **how)
 
     with checkpointer(tmp_path, promote_to=far) as ckpt:
@@ -179,7 +174,7 @@ def test_a_record_that_the_store_changes_is_noticed(tmp_path: Path, monkeypatch:
     sk.open(far.place("step-1")).verify()
 
 
-def test_which_stores_check_what_arrives(tmp_path: Path) -> None:
+def test_which_stores_check_what_arrives(tmp_path):
     """Only S3 itself, with a checksum: all else is read back."""
     keys = {"access_key_id": "a", "secret_access_key": "b", "region": "x"}
     s3 = open_place("s3://bucket/run", **keys).place("step-1")
@@ -198,14 +193,14 @@ def test_which_stores_check_what_arrives(tmp_path: Path) -> None:
 # -- what is said
 
 
-def traced(folder: Path) -> None:
-    how: dict[str, Any] = {"promote_to": folder / "far", "asynchronous": False}
+def traced(folder):
+    how = {"promote_to": folder / "far", "asynchronous": False}
     with sk.trace(folder / "trace.json"), checkpointer(folder / "near", **how) as ckpt:
         ckpt.save(1, groups(1))
         ckpt.wait()
 
 
-def test_a_trace_shows_promotions(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_trace_shows_promotions(rank_pool, tmp_path):
     """Those of all ranks, with bytes, files and phases, each within its promotion."""
     rank_pool.run(2, traced, tmp_path)
     record = read_record(LocalStore(tmp_path / "far" / "step-1"))

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from shardkeep.errors import StateError
 from shardkeep.manage.catalog import Entry
-from shardkeep.manage.retention import AnyOf, KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
+from shardkeep.manage.retention import AnyOf, KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 METRIC = st.one_of(st.just(math.nan), st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.inf]))
 
 
-def entry(step: int, **more: object) -> Entry:
-    return Entry(**{"name": f"step-{step}", "step": step, "status": "committed", "saved_at": NOW, **more})  # type: ignore[arg-type]
+def entry(step, **more):
+    return Entry(**{"name": f"step-{step}", "step": step, "status": "committed", "saved_at": NOW, **more})
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw):
     steps = draw(st.lists(st.integers(0, 40), unique=True, max_size=12))
     return [
         entry(
@@ -52,7 +52,7 @@ POLICIES = st.lists(
 )
 
 
-def kept_by(policy: Policy, mine: Entry, committed: list[Entry]) -> bool:
+def kept_by(policy, mine, committed):
     """Say by looking at one checkpoint alone whether a policy wants it."""
     newer = [each for each in committed if (each.timeline, each.step) > (mine.timeline, mine.step)]
     if isinstance(policy, KeepLast):
@@ -78,7 +78,7 @@ def kept_by(policy: Policy, mine: Entry, committed: list[Entry]) -> bool:
 
 
 @given(entries(), POLICIES, st.lists(st.integers(0, 40), max_size=2))
-def test_what_is_deleted_is_what_no_policy_wants(every: list[Entry], policies: list[Policy], spare: list[int]) -> None:
+def test_what_is_deleted_is_what_no_policy_wants(every, policies, spare):
     """A checkpoint goes if and only if it is committed and neither wanted, pinned, in use nor the newest."""
     spared = {f"step-{step}" for step in spare}
     committed = [each for each in every if each.status == "committed"]
@@ -95,7 +95,7 @@ def test_what_is_deleted_is_what_no_policy_wants(every: list[Entry], policies: l
     assert [each.age for each in to_delete] == sorted(each.age for each in to_delete)
 
 
-def test_policies_combine() -> None:
+def test_policies_combine():
     """Kept if any of them wants it."""
     every = [entry(step) for step in range(1, 11)]
     kept, _ = plan(every, KeepLast(2) | KeepEvery(4), NOW)
@@ -105,10 +105,10 @@ def test_policies_combine() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: KeepLast(0), lambda: KeepEvery(0), lambda: KeepBest("loss", 0), lambda: KeepBest("loss", mode="low"),  # type: ignore[arg-type]
+    [lambda: KeepLast(0), lambda: KeepEvery(0), lambda: KeepBest("loss", 0), lambda: KeepBest("loss", mode="low"),
      lambda: KeepYounger(0), lambda: KeepYounger(math.nan)],
 )  # fmt: skip
-def test_policies_that_make_no_sense_are_refused(make) -> None:  # type: ignore[no-untyped-def]
+def test_policies_that_make_no_sense_are_refused(make):
     """At once, not at the first prune."""
     with pytest.raises(StateError):
         make()

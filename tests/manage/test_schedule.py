@@ -14,7 +14,7 @@ from shardkeep.manage.schedule import Clock, SaveRequests, SignalHandlers, StepS
 from shardkeep.storage.memory import MemoryStore
 
 
-def due(schedule: StepSchedule, steps: range | list[int]) -> list[int]:
+def due(schedule, steps):
     return [step for step in steps if schedule.reached(step)]
 
 
@@ -29,13 +29,13 @@ def due(schedule: StepSchedule, steps: range | list[int]) -> list[int]:
         (StepSchedule(every=2), [2, 2, 1, 2, 3, 4], [2, 4]),  # the same step, or an earlier one, is not due again
     ],
 )
-def test_steps_that_are_due(schedule: StepSchedule, steps: range | list[int], expected: list[int]) -> None:
+def test_steps_that_are_due(schedule, steps, expected):
     """Each multiple and each given step that is reached or passed, once."""
     assert due(schedule, steps) == expected
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 30), max_size=3), st.lists(st.integers(0, 40), unique=True))
-def test_due_once_for_each_point_that_is_passed(every: int, at: list[int], steps: list[int]) -> None:
+def test_due_once_for_each_point_that_is_passed(every, at, steps):
     """Compared with going through all numbers one by one."""
     steps.sort()
     points = {step for step in range(1, 41) if step % every == 0} | set(at)
@@ -48,7 +48,7 @@ def test_due_once_for_each_point_that_is_passed(every: int, at: list[int], steps
     assert due(StepSchedule(every=every, at=at), steps) == expected
 
 
-def test_time_since_the_last_save() -> None:
+def test_time_since_the_last_save():
     """By a clock that the test moves."""
     now = [100.0]
     requests = SaveRequests(MemoryStore(), None, Clock(monotonic=lambda: now[0]), every_minutes=2)
@@ -61,7 +61,7 @@ def test_time_since_the_last_save() -> None:
     assert requests.why([]) == ("", False)
 
 
-def test_a_request_is_taken_once() -> None:
+def test_a_request_is_taken_once():
     """Requests of one kind are one request."""
     requests = SaveRequests(MemoryStore(), None, Clock())
     assert not requests.take()
@@ -79,7 +79,7 @@ class SilentRoot(MemoryStore):
 
     sequential = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.answers = threading.Event()
 
@@ -109,7 +109,7 @@ def test_training_does_not_wait_for_a_root_that_does_not_answer():
 # Handlers of signals: whose they are, and what they do when they are no longer wanted.
 
 
-def test_a_forked_child_can_be_terminated() -> None:
+def test_a_forked_child_can_be_terminated():
     """As it could without handlers: they act only in the process that installed them."""
     # In an interpreter of its own, because pytest's may have threads, and forking beside them is unsafe. The child says when it
     # runs: Python forgets signals that come to any handler of its own in the very moment of a fork. And it sleeps little
@@ -126,9 +126,9 @@ def test_a_forked_child_can_be_terminated() -> None:
     assert done.stdout.split("\n") == ["-15 []", "[1]", ""]
 
 
-def test_handlers_may_be_removed_in_any_order() -> None:
+def test_handlers_may_be_removed_in_any_order():
     """The last one that is removed leaves what was there before the first; until then each signal reaches those left."""
-    heard: list[str] = []
+    heard = []
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("mine"))
     try:
         first = SignalHandlers([signal.SIGUSR1], lambda: heard.append("first"))
@@ -149,7 +149,7 @@ def test_handlers_may_be_removed_in_any_order() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_ends_a_process_whose_handlers_were_removed() -> None:
+def test_a_signal_ends_a_process_whose_handlers_were_removed():
     """In whichever order or thread."""
     script = (
         "import signal, sys, threading; from shardkeep.manage.schedule import SignalHandlers as Handlers\n"

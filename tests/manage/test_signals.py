@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,18 @@ from tests.manage import torchrun_job as job
 from tests.manage.scene import until
 
 
-def lines(folder: Path, rank: int) -> list[str]:
+def lines(folder, rank):
     path = folder / f"rank-{rank}.log"
     return path.read_text().splitlines() if path.exists() else []
 
 
-def said(folder: Path, rank: int, word: str) -> list[str]:
+def said(folder, rank, word):
     """What a rank wrote down that begins with a word."""
     return [line for line in lines(folder, rank) if line.startswith(f"{word} ")]
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def torchrun(tmp_path):
     """A job of two ranks, and its agent."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.WORLD)]
     repository = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def torchrun(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
                 os.killpg(agent.pid, signal.SIGKILL)
 
 
-def exact(place: Path, step: int) -> bool:
+def exact(place, step):
     """Whether a checkpoint is that of a step, as its ranks had it."""
     found, wanted = sk.open(place), job.values_at(step)
     found.verify()
@@ -54,11 +53,11 @@ def exact(place: Path, step: int) -> bool:
 
 
 @pytest.mark.timeout(150)
-def test_signals_under_torchrun(tmp_path: Path, torchrun: subprocess.Popen[bytes]) -> None:
+def test_signals_under_torchrun(tmp_path, torchrun):
     """SIGUSR1 to one rank saves one step on all, which go on; SIGTERM to the agent saves one more, and ends the job."""
     ranks = range(job.WORLD)
 
-    def going() -> bool:
+    def going():
         if torchrun.poll() is not None:
             raise ChildProcessError((tmp_path / "agent.log").read_text())
         return all(said(tmp_path, rank, "step") for rank in ranks)

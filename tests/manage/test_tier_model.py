@@ -7,12 +7,8 @@ says is committed is bit for bit what was saved; a restore gives the newest chec
 the nearest root that has one; and once nothing fails, the far root has all that is to be there.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -22,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import shardkeep as sk
 from shardkeep.errors import NearCopyDamaged, NotPromoted
 from shardkeep.manage.retention import KeepAll, KeepLast
-from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import Broken, FarRoot, checkpointer
 
 RECORD = "shardkeep.json"
@@ -32,33 +27,33 @@ PICKS = st.integers(0, 99)
 ROOTS = st.sampled_from(["near", "far"])
 
 
-def state_of(value: int) -> dict[str, Any]:
+def state_of(value):
     return {"a": {"w": torch.full((8,), float(value))}, "b": {"w": torch.full((5,), float(-value))}, "value": value}
 
 
 class TwoRoots(RuleBasedStateMachine):
     """Jobs, one after the other, that save to a near root and promote to a far one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.roots: dict[str, Any] = {"near": FarRoot(), "far": FarRoot()}
+        self.roots = {"near": FarRoot(), "far": FarRoot()}
         self.value = 0
-        self.saved: dict[str, int] = {}
+        self.saved = {}
         """Values by the id of their save."""
-        self.rotten: set[tuple[str, str]] = set()
+        self.rotten = set()
         """Roots and saves in it that are damaged."""
-        self.ckpt: Any = None
+        self.ckpt = None
         self.begun = False
         """Whether this job has saved since it restored: before, it has to see all that is in both roots."""
         self.at = 0
 
     @initialize(keep=st.sampled_from([None, 1, 2]), far_keep=st.sampled_from([None, 1, 3]), required=st.booleans())
-    def first(self, keep: int | None, far_keep: int | None, required: bool) -> None:
+    def first(self, keep, far_keep, required):
         far_policy = KeepLast(far_keep) if far_keep else KeepAll()
         self.how = {"keep_last": keep, "keep_promoted": far_policy, "promote_required": required}
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self):
         """A new job restores the newest there is."""
         if self.ckpt is not None:
             with suppress(sk.CheckpointError):
@@ -68,9 +63,9 @@ class TwoRoots(RuleBasedStateMachine):
         self.begun = False
         self.restore()
 
-    def wait(self) -> None:
+    def wait(self):
         """Nothing fails but what is damaged."""
-        said: BaseException | None = None
+        said = None
         try:
             self.ckpt.wait()
         except NotPromoted as error:
@@ -80,7 +75,7 @@ class TwoRoots(RuleBasedStateMachine):
     # -- what happens ------------------------------------------------------------------------------------------------
 
     @rule(by=st.integers(1, 2), waits=st.booleans())
-    def save(self, by: int, waits: bool) -> None:
+    def save(self, by, waits):
         self.value += 1
         self.at += by
         with suppress(sk.EarlierSaveFailed):
@@ -92,7 +87,7 @@ class TwoRoots(RuleBasedStateMachine):
             self.all_is_promoted()
 
     @rule(verb=VERBS, by=st.integers(1, 2), closes=st.booleans())
-    def save_while_the_far_root_fails(self, verb: str, by: int, closes: bool) -> None:
+    def save_while_the_far_root_fails(self, verb, by, closes):
         """Whatever becomes of the promotion, the save is safe."""
         self.wait()
         self.roots["far"].before = Broken(verb)
@@ -113,11 +108,11 @@ class TwoRoots(RuleBasedStateMachine):
             self.begin()
 
     @rule()
-    def next_job(self) -> None:
+    def next_job(self):
         self.begin()
 
     @rule(pick=PICKS, root=ROOTS)
-    def rot(self, pick: int, root: str) -> None:
+    def rot(self, pick, root):
         """A bit of a data file flips."""
         self.wait()
         there = sorted(step for step, _ in self.records(root))
@@ -133,7 +128,7 @@ class TwoRoots(RuleBasedStateMachine):
                 self.rotten.add((root, record["save_id"]))
 
     @rule()
-    def the_near_disk_is_lost(self) -> None:
+    def the_near_disk_is_lost(self):
         with suppress(sk.CheckpointError):
             self.ckpt.close()
         self.roots["near"] = FarRoot()
@@ -141,7 +136,7 @@ class TwoRoots(RuleBasedStateMachine):
         self.begin()
 
     @rule(pick=PICKS)
-    def go_back(self, pick: int) -> None:
+    def go_back(self, pick):
         """To any step of which there is a whole copy of the newest save."""
         self.wait()
         whole = sorted({step for step in self.steps() if self.copies(step)})
@@ -151,7 +146,7 @@ class TwoRoots(RuleBasedStateMachine):
             self.check_restored(step, state)
             self.at, self.begun = step, False
 
-    def restore(self) -> None:
+    def restore(self):
         state, self.at = state_of(0), 0
         try:
             found = self.ckpt.restore_latest(state)
@@ -169,12 +164,11 @@ class TwoRoots(RuleBasedStateMachine):
 
     # -- what must be ------------------------------------------------------------------------------------------------
 
-    def check_restored(self, step: int, state: dict[str, Any]) -> None:
+    def check_restored(self, step, state):
         """It is what was saved, and from the nearest root that has a whole copy of it."""
         value = state["value"]
         assert all(torch.equal(state[key]["w"], state_of(value)[key]["w"]) for key in "ab")
         found = self.ckpt.last_restore
-        assert found is not None
         holders = [
             root
             for root in ("near", "far")
@@ -183,7 +177,7 @@ class TwoRoots(RuleBasedStateMachine):
         ]
         assert found.where == self.roots[holders[0]].url
 
-    def all_is_promoted(self) -> None:
+    def all_is_promoted(self):
         """The newest near checkpoint is in the far root, as that save or a newer one, unless it is damaged."""
         near = dict(self.records("near"))
         record = near[self.at]
@@ -194,7 +188,7 @@ class TwoRoots(RuleBasedStateMachine):
             assert not [name for name in blobs if name.startswith("claim-")]
 
     @invariant()
-    def what_is_committed_is_what_was_saved(self) -> None:
+    def what_is_committed_is_what_was_saved(self):
         if self.ckpt is None:
             return
         for root in ("near", "far"):
@@ -211,19 +205,19 @@ class TwoRoots(RuleBasedStateMachine):
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def records(self, root: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        inner: MemoryStore = self.roots[root].inner
+    def records(self, root):
+        inner = self.roots[root].inner
         for name in list(inner.places()):
             with suppress(sk.BlobNotFound):
                 yield int(name.removeprefix("step-")), json.loads(inner.place(name).get(RECORD, limit=1 << 20))
 
-    def record(self, root: str, step: int) -> dict[str, Any]:
+    def record(self, root, step):
         return dict(self.records(root))[step]
 
-    def steps(self) -> set[int]:
+    def steps(self):
         return {step for root in ("near", "far") for step, _ in self.records(root)}
 
-    def copies(self, step: int, *, any_save: bool = False) -> list[str]:
+    def copies(self, step, *, any_save=False):
         """Roots with a whole copy of the newest save of a step."""
         found = [(root, record) for root in ("near", "far") for at, record in self.records(root) if at == step]
         newest = max((record["meta"].get("timeline", 0), record["save_id"]) for _, record in found)[1]
@@ -233,7 +227,7 @@ class TwoRoots(RuleBasedStateMachine):
             if (any_save or record["save_id"] == newest) and (root, record["save_id"]) not in self.rotten
         ]
 
-    def teardown(self) -> None:
+    def teardown(self):
         if self.ckpt is not None:
             with suppress(sk.CheckpointError):
                 self.ckpt.close()

@@ -1,13 +1,9 @@
 """A Checkpointer that promotes to a second root: what is where, what is kept, what is restored."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import shutil
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,23 +17,22 @@ from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
 from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, tear, train
-from tests.support.rank_pool import RankPool
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def committed(root: Any) -> list[int]:
+def committed(root):
     return sorted(entry.step for entry in sk.Catalog(root).entries() if entry.committed)
 
 
-def files_of(place: Path) -> dict[str, bytes]:
+def files_of(place):
     return {file.name: file.read_bytes() for file in place.iterdir()}
 
 
 # -- which are promoted
 
 
-def entry(step: int, save_id: str = "a", *, timeline: int = 0, pinned: bool = False, **more: Any) -> Entry:
+def entry(step, save_id="a", *, timeline=0, pinned=False, **more):
     record = Record(
         save_id=save_id,
         step=step,
@@ -48,7 +43,7 @@ def entry(step: int, save_id: str = "a", *, timeline: int = 0, pinned: bool = Fa
         index=Blob(name="i", nbytes=0, checksum=""),
         files=[],
     )
-    kept: dict[str, Any] = {"status": "committed", "record": record, "timeline": timeline, "pinned": pinned, **more}
+    kept = {"status": "committed", "record": record, "timeline": timeline, "pinned": pinned, **more}
     return Entry(name=f"step-{step}", step=step, **kept)
 
 
@@ -73,13 +68,13 @@ def entry(step: int, save_id: str = "a", *, timeline: int = 0, pinned: bool = Fa
         ([entry(2, record=None, layout="torch")], [], {}, []),
     ],
 )
-def test_what_is_to_be_promoted(near: list[Entry], far: list[Entry], more: dict[str, Any], wanted: list[int]) -> None:
+def test_what_is_to_be_promoted(near, far, more, wanted):
     """What is due, is not there as this save or a newer one, and would be kept."""
     found = to_replicate(near, far, **{"policy": KeepAll(), "now": NOW, **more})
     assert [each.step for each in found] == wanted
 
 
-def test_files_are_shared_out_by_size() -> None:
+def test_files_are_shared_out_by_size():
     """Each to one rank, the same on all, and none has much more than the others."""
     sizes = {f"{size}": size for size in (100, 60, 50, 40, 5, 0)}
     parts = share_files(sizes, 3)
@@ -92,7 +87,7 @@ def test_files_are_shared_out_by_size() -> None:
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
-def test_both_roots_are_ordinary_ones(tmp_path: Path, codecs: Any) -> None:
+def test_both_roots_are_ordinary_ones(tmp_path, codecs):
     """The copy has the very same bytes, is verified, and is reported by events."""
     near, far, heard = tmp_path / "near", tmp_path / "far", list[Event]()
     with checkpointer(near, promote_to=far, every_steps=1, on_event=heard.append, codecs=codecs) as ckpt:
@@ -121,7 +116,7 @@ def test_both_roots_are_ordinary_ones(tmp_path: Path, codecs: Any) -> None:
     assert torch.equal(state["w"], state_at(2)["w"])
 
 
-def test_each_root_has_its_own_retention(tmp_path: Path) -> None:
+def test_each_root_has_its_own_retention(tmp_path):
     """The far one keeps more here; what is pinned is pinned in both, and is there for all who ask for steps."""
     near, far = tmp_path / "near", far_root()
     with checkpointer(near, promote_to=far, every_steps=1, keep_last=1, keep_promoted=KeepLast(3)) as ckpt:
@@ -144,7 +139,7 @@ def test_each_root_has_its_own_retention(tmp_path: Path) -> None:
     assert far.get("latest", limit=99) == b"step-7\n"
 
 
-def test_some_steps_are_promoted_and_the_newest_at_the_end(tmp_path: Path) -> None:
+def test_some_steps_are_promoted_and_the_newest_at_the_end(tmp_path):
     """Multiples of promote_every, what is pinned, and when all is over the newest."""
     near, far = tmp_path / "near", far_root()
     with checkpointer(near, promote_to=far, promote_every=4, every_steps=1) as ckpt:
@@ -159,7 +154,7 @@ def test_some_steps_are_promoted_and_the_newest_at_the_end(tmp_path: Path) -> No
     assert committed(near) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_job_that_only_reads_takes_nothing(tmp_path: Path) -> None:
+def test_a_job_that_only_reads_takes_nothing(tmp_path):
     """No lease, no promotion: not even of what an earlier job left."""
     near, far = tmp_path / "near", far_root()
     with checkpointer(near) as ckpt:
@@ -170,7 +165,7 @@ def test_a_job_that_only_reads_takes_nothing(tmp_path: Path) -> None:
     assert not list(far.places())
 
 
-def test_two_jobs_do_not_promote_to_one_root(tmp_path: Path) -> None:
+def test_two_jobs_do_not_promote_to_one_root(tmp_path):
     """The second one is refused, whatever root it saves to."""
     far = far_root()
     with checkpointer(tmp_path / "a", promote_to=far) as first, checkpointer(tmp_path / "b", promote_to=far) as second:
@@ -186,7 +181,7 @@ def test_two_jobs_do_not_promote_to_one_root(tmp_path: Path) -> None:
 # -- what is restored
 
 
-def two_roots(tmp_path: Path, steps: int = 2) -> tuple[Path, Path]:
+def two_roots(tmp_path, steps=2):
     near, far = tmp_path / "near", tmp_path / "far"
     with checkpointer(near, promote_to=far, every_steps=1) as ckpt:
         train(ckpt, range(1, steps + 1))
@@ -211,15 +206,13 @@ REASONS = {
         *(("best", mishap) for mishap in ("damaged", "record")),
     ],
 )
-def test_the_nearest_valid_copy_is_restored(
-    tmp_path: Path, how: str, mishap: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_nearest_valid_copy_is_restored(tmp_path, how, mishap, caplog):
     """The near one, or the far one of the same step where the near one is missing or damaged; it says which, and why."""
     near, far = tmp_path / "near", tmp_path / "far"
     with checkpointer(near, promote_to=far, every_steps=1) as ckpt:
         train(ckpt, range(1, 3), metrics={"loss": 1.0})
     heard, reason = list[Event](), REASONS[mishap]
-    root: Any = far_root(Broken("open", "state-", errno.EIO), LocalStore(near)) if mishap == "disk" else near
+    root = far_root(Broken("open", "state-", errno.EIO), LocalStore(near)) if mishap == "disk" else near
     if mishap == "damaged":
         damage(near / "step-2")
     if mishap == "record":
@@ -240,7 +233,6 @@ def test_the_nearest_valid_copy_is_restored(
             ckpt.restore_best(state, "loss")
         found = ckpt.last_restore
     assert torch.equal(state["w"], state_at(2)["w"])
-    assert found is not None
     assert (found.step, found.where) == (2, str(far if reason else near))
     if (mishap, how) == ("record", "best"):  # what it says of a metric cannot be read
         reason = "has no whole copy of it"
@@ -251,7 +243,7 @@ def test_the_nearest_valid_copy_is_restored(
     assert f"step 2 is restored from {found.where}" in caplog.text
 
 
-def test_a_step_that_is_only_far_is_newer_than_older_near_ones(tmp_path: Path) -> None:
+def test_a_step_that_is_only_far_is_newer_than_older_near_ones(tmp_path):
     """Another machine went on from here, and its disk is gone; what is saved next goes on from there."""
     near, far = two_roots(tmp_path)
     with checkpointer(tmp_path / "other", promote_to=far) as ckpt:
@@ -269,7 +261,7 @@ def test_a_step_that_is_only_far_is_newer_than_older_near_ones(tmp_path: Path) -
     assert committed(far) == [1, 2, 3, 4]
 
 
-def test_going_back_replaces_far_steps_too(tmp_path: Path) -> None:
+def test_going_back_replaces_far_steps_too(tmp_path):
     """A new save of a step takes the place of the old one, also where only the far root has that; a pinned one stays."""
     near, far = two_roots(tmp_path, 4)
     shutil.rmtree(near / "step-3")
@@ -287,18 +279,17 @@ def test_going_back_replaces_far_steps_too(tmp_path: Path) -> None:
     assert state["step"] == 30
     for step in (2, 3):
         found = sk.Catalog(far).find(step)
-        assert found is not None
         assert found.timeline == 1
         assert len(files_of(far / f"step-{step}")) == 3  # nothing of the old one is left
     assert sk.open(far / "step-4")["step"] == 4
 
 
-def test_where_a_root_cannot_be_reached_nothing_is_begun_anew(tmp_path: Path) -> None:
+def test_where_a_root_cannot_be_reached_nothing_is_begun_anew(tmp_path):
     """What it has may be newer: a restore and the first save are refused."""
     near, far = two_roots(tmp_path)
 
     class Away(LocalStore):
-        def places(self) -> Any:
+        def places(self):
             raise StorageError("no route to host", errno=113)
 
     with checkpointer(near, promote_to=Away(far), retries=0) as ckpt:
@@ -311,18 +302,18 @@ def test_where_a_root_cannot_be_reached_nothing_is_begun_anew(tmp_path: Path) ->
 # Promotions of several ranks, and to a real S3 server.
 
 
-def rank() -> int:
+def rank():
     return torch.distributed.get_rank()
 
 
-def groups(step: int) -> dict[str, Any]:
+def groups(step):
     return {f"part{number}": {"w": torch.arange(5000.0) + step + number} for number in range(6)}
 
 
-def job(near: Path, far: Path, fails: int) -> dict[str, Any]:
+def job(near, far, fails):
     """Save, with one rank that fails to copy the second time."""
     root, heard = far_root(inner=LocalStore(far)), list[Event]()
-    said: list[str] = []
+    said = []
     with checkpointer(near, promote_to=root, keep_last=2, on_event=heard.append, retries=0) as ckpt:
         ckpt.save(1, groups(1))
         ckpt.wait()
@@ -355,7 +346,7 @@ def job(near: Path, far: Path, fails: int) -> dict[str, Any]:
     }
 
 
-def test_ranks_share_the_files_and_fail_together(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_ranks_share_the_files_and_fail_together(tmp_path, rank_pool):
     """Each file is copied by one rank; what one cannot copy fails on all, and is taken up together."""
     near, far = tmp_path / "near", tmp_path / "far"
     results = rank_pool.run(3, job, near, far, 1)

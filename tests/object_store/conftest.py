@@ -2,15 +2,13 @@
 
 import itertools
 import os
-from collections.abc import Callable
-from typing import Any
 
 import obstore
 import pytest
 
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
-from tests.support.s3_server import S3Server
+from tests.object_store.proxy import Proxy
 
 _numbers = itertools.count()
 
@@ -20,13 +18,20 @@ TAKES_BACK = tuple(map(int, obstore.__version__.split(".")[:2])) >= (0, 12)
 
 
 @pytest.fixture(scope="session")
-def s3_place(s3_server: S3Server) -> Callable[..., ObjectStore]:
+def s3_place(s3_server):
     """Open a place of its own."""
 
-    def opened(**options: Any) -> ObjectStore:
+    def opened(**options):
         path = options.pop("path", None) or f"tests/{os.getpid()}-{next(_numbers)}"
         place = open_place(s3_server.url(path), **{**s3_server.options, **options})
         assert isinstance(place, ObjectStore)
         return place
 
     return opened
+
+
+@pytest.fixture(scope="module")
+def proxy(s3_server):
+    """A proxy in front of the server."""
+    with Proxy(s3_server.port, seed=7) as proxy:
+        yield proxy

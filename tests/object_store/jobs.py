@@ -1,14 +1,9 @@
 """What ranks and doomed processes do to places on the S3 server, in processes of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -17,7 +12,6 @@ import torch.distributed as dist
 import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.base import Store
 from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
@@ -26,7 +20,7 @@ ROWS = 1200
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=64 << 20, timeout_s=60.0)
 
 
-def state_of(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
+def state_of(k, rank=0, size=1):
     """State `k`, or a rank's part of it: 6 MB of random bits, most of them in one tensor, two parts of the least size."""
     gen = torch.Generator().manual_seed(k)
     w, b = torch.randn(ROWS, 1280, generator=gen), torch.randn(999, generator=gen)
@@ -39,7 +33,7 @@ def state_of(k: int, rank: int = 0, size: int = 1) -> dict[str, Any]:
     }
 
 
-def load_and_compare(where: str | Store, k: int, rank: int = 0, size: int = 1, group: World | None = None) -> None:
+def load_and_compare(where, k, rank=0, size=1, group=None):
     """Load this rank's part of state `k`, and compare every bit."""
     wanted, found = state_of(k, rank, size), state_of(k + 1, rank, size)
     for state in (wanted, found):
@@ -48,13 +42,13 @@ def load_and_compare(where: str | Store, k: int, rank: int = 0, size: int = 1, g
     assert _bits(found) == _bits(wanted)
 
 
-def _bits(state: dict[str, Any]) -> Any:
+def _bits(state):
     [(mine, offsets)] = state["model"]["w"].pieces
     return bits({**state, "model": {"w": mine, "at": offsets, "b": state["model"]["b"]}})
 
 
 @contextlib.contextmanager
-def nowhere(environment: dict[str, str]) -> Iterator[None]:
+def nowhere(environment):
     """Have only these variables of object stores, and nothing to write to but folders that must stay empty."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +66,7 @@ def nowhere(environment: dict[str, str]) -> Iterator[None]:
         assert written == [], "something was written outside the store"
 
 
-def save_by_url(url: str, environment: dict[str, str], k: int) -> None:
+def save_by_url(url, environment, k):
     """On every rank: save state `k`, overwrite it by the next one in the background, and look at it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with nowhere(environment):
@@ -82,7 +76,7 @@ def save_by_url(url: str, environment: dict[str, str], k: int) -> None:
         sk.finish_saves()
 
 
-def load_by_url(url: str, environment: dict[str, str], k: int) -> None:
+def load_by_url(url, environment, k):
     """On every rank: load state `k`, whatever the number of ranks that saved it."""
     with nowhere(environment):
         load_and_compare(url, k, dist.get_rank(), dist.get_world_size())
@@ -91,13 +85,13 @@ def load_by_url(url: str, environment: dict[str, str], k: int) -> None:
 class Meets(FaultyStore):
     """Before the commit, waits until all ranks are about to make it."""
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         if verb == "put" and name == RECORD_NAME:
             dist.barrier()
         return super().begin(verb, name)
 
 
-def race(url: str, options: dict[str, Any], k: int) -> str:
+def race(url, options, k):
     """On every rank: save alone to one place, as if from a machine of its own, and commit when all others do."""
     rank = dist.get_rank()
     with mock.patch("shardkeep.layouts.orphans.host_identity", return_value=f"machine {rank}"):
@@ -109,7 +103,7 @@ def race(url: str, options: dict[str, Any], k: int) -> str:
     return "won"
 
 
-def save_for_ever(pipe: Connection, url: str, options: dict[str, Any], k: int) -> None:
+def save_for_ever(pipe, url, options, k):
     """Overwrite one checkpoint by the next; say each number once it is saved."""
     place = open_place(url, **options)
     pipe.send("ready")

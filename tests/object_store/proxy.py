@@ -17,7 +17,6 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,7 +46,7 @@ class Request:
     """Of its body."""
 
     @property
-    def like(self) -> str:
+    def like(self):
         """What it asks for, without names that are drawn by lot."""
         return f"{self.method} {_ID.sub('*', self.path)}"
 
@@ -72,7 +71,7 @@ class Rule:
     least: int = 0
     """Bytes that the request's body must have."""
 
-    def wants(self, request: Request) -> bool:
+    def wants(self, request):
         """Return whether the rule applies to a request."""
         return bool(
             re.fullmatch(self.method or ".*", request.method)
@@ -96,40 +95,40 @@ class Counts:
 class Proxy:
     """Listens on a port of its own, as long as the context lasts."""
 
-    def __init__(self, port: int, *, seed: int = 0) -> None:
+    def __init__(self, port, *, seed=0):
         """Stand before a server on this machine."""
         self.upstream = port
         self._seed = seed
-        self._rules: list[Rule] = []
-        self._seen: Counter[str] = Counter()
-        self._struck: Counter[int] = Counter()
+        self._rules = []
+        self._seen = Counter()
+        self._struck = Counter()
         self.counts = Counts()
         self._lock = threading.Lock()
         self.over = threading.Event()
-        self._open: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
+        self._open = set()
+        self._threads = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port: int = self._listener.getsockname()[1]
+        self.port = self._listener.getsockname()[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self):
         """What goes wrong; setting it begins all counts anew."""
         return self._rules
 
     @rules.setter
-    def rules(self, rules: list[Rule]) -> None:
+    def rules(self, rules):
         with self._lock:
             self._rules = list(rules)
             self._seen.clear()
             self._struck.clear()
             self.counts = Counts()
 
-    def __enter__(self) -> Proxy:  # noqa: PYI034 - Python 3.10 has no Self
+    def __enter__(self):
         self._spawn(self._accept)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -141,7 +140,7 @@ class Proxy:
         for thread in self._threads:
             thread.join(10)
 
-    def judge(self, request: Request) -> Rule | None:
+    def judge(self, request):
         """Say what becomes of a request."""
         with self._lock:
             self.counts.requests.append(request)
@@ -163,34 +162,34 @@ class Proxy:
                 return rule
         return None
 
-    def has_seen(self, requests: int) -> bool:
+    def has_seen(self, requests):
         """Return whether more requests than that came."""
         return len(self.counts.requests) > requests
 
-    def count(self, *, sent: int = 0, received: int = 0) -> None:
+    def count(self, *, sent=0, received=0):
         with self._lock:
             self.counts.sent += sent
             self.counts.received += received
 
-    def keep(self, connection: socket.socket) -> socket.socket:
+    def keep(self, connection):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._open.add(connection)
         return connection
 
-    def forget(self, connection: socket.socket | None) -> None:
+    def forget(self, connection):
         """Close a connection."""
         if connection is not None:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
 
-    def _spawn(self, work: object, *args: object) -> None:
-        thread = threading.Thread(target=work, args=args, name="proxy", daemon=True)  # type: ignore[arg-type]
+    def _spawn(self, work, *args):
+        thread = threading.Thread(target=work, args=args, name="proxy", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self):
         while not self.over.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -202,7 +201,7 @@ class Proxy:
 class _Cut(Exception):
     """The connection is at its end, and how."""
 
-    def __init__(self, *, reset: bool = False) -> None:
+    def __init__(self, *, reset=False):
         super().__init__()
         self.reset = reset
 
@@ -210,12 +209,12 @@ class _Cut(Exception):
 class _Link:
     """One connection of a client, and the one to the server that goes with it."""
 
-    def __init__(self, proxy: Proxy, client: socket.socket) -> None:
+    def __init__(self, proxy, client):
         self._proxy = proxy
         self._client = client
-        self._server: socket.socket | None = None
+        self._server = None
 
-    def serve(self) -> None:
+    def serve(self):
         """Pass on requests until either side has enough."""
         try:
             with contextlib.suppress(OSError):
@@ -229,7 +228,7 @@ class _Link:
             self._proxy.forget(self._client)
             self._proxy.forget(self._server)
 
-    def _one(self) -> bool:
+    def _one(self):
         head, early = _head_of(self._client)
         if not head:
             return False
@@ -251,7 +250,7 @@ class _Link:
         self._pass_request(head, early, nbytes, fault)
         return self._pass_answer(method, rule)
 
-    def _pass_request(self, head: bytes, early: bytes, nbytes: int, fault: str | None) -> None:
+    def _pass_request(self, head, early, nbytes, fault):
         if self._server is None:
             self._server = self._proxy.keep(socket.create_connection(("127.0.0.1", self._proxy.upstream)))
         if b"100-continue" in head.lower():
@@ -266,7 +265,7 @@ class _Link:
         if fault == "cut_request":
             raise _Cut(reset=True)
 
-    def _pass_answer(self, method: str, rule: Rule | None) -> bool:
+    def _pass_answer(self, method, rule):
         fault = rule.fault if rule else None
         server = self._server
         if server is None:
@@ -295,7 +294,7 @@ class _Link:
             raise _Cut(reset=fault == "cut_answer")
         return b"connection: close" not in head.lower()
 
-    def _pass_chunked(self, head: bytes, early: bytes, fault: str | None) -> bool:
+    def _pass_chunked(self, head, early, fault):
         """Pass on an answer of unknown length (listings): whole, or cut after its head."""
         server = self._server
         body = bytearray(early)
@@ -315,7 +314,7 @@ class _Link:
         return True
 
 
-def _head_of(connection: socket.socket) -> tuple[bytes, bytes]:
+def _head_of(connection):
     """Read up to the end of the headers; returns them, and what came after them already."""
     got = b""
     while b"\r\n\r\n" not in got:
@@ -329,12 +328,12 @@ def _head_of(connection: socket.socket) -> tuple[bytes, bytes]:
     return head + b"\r\n\r\n", rest
 
 
-def _length_of(head: bytes) -> int | None:
+def _length_of(head):
     found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
     return int(found[1]) if found else None
 
 
-def _drain(connection: socket.socket, nbytes: int) -> None:
+def _drain(connection, nbytes):
     while nbytes > 0:
         piece = connection.recv(min(nbytes, _PIECE_BYTES))
         if not piece:
@@ -342,7 +341,7 @@ def _drain(connection: socket.socket, nbytes: int) -> None:
         nbytes -= len(piece)
 
 
-def _body(source: socket.socket, early: bytes, nbytes: int, stop: int, flip: int) -> Iterator[bytes]:
+def _body(source, early, nbytes, stop, flip):
     """Read a body of `nbytes`, of which some came `early`, up to `stop`; the byte at `flip` is another."""
     done = 0
     while done < stop:
@@ -357,7 +356,7 @@ def _body(source: socket.socket, early: bytes, nbytes: int, stop: int, flip: int
         yield bytes(changed)
 
 
-def _error(fault: str) -> bytes:
+def _error(fault):
     code, status = {"slow_down": ("SlowDown", "503 Slow Down")}.get(
         fault, ("InternalError", "500 Internal Server Error")
     )

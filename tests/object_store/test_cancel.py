@@ -3,9 +3,7 @@
 import errno
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -17,24 +15,25 @@ from shardkeep.options import cores, local_ranks
 from shardkeep.storage import cancel, multipart
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope, current_scope, run_cancellable
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.faulty_store import FaultyStore
+from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.proxy import Proxy, Rule
 from tests.object_store.test_uploads import PART, interrupted_when
-from tests.support.s3_server import S3Server
+from tests.support.uploads import unfinished
 
-Opened = Callable[..., ObjectStore]
 STALLS = {
     "look whether it is there": (1000, Rule("stall", method="HEAD", path=r"/m1-[^?]*safetensors$")),
     "put of one part": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*safetensors$")),
     "digests beside": (1000, Rule("stall", method="PUT", path=r"/m1-[^?]*blocks$")),
     "look at what arrived": (PART + 99, Rule("stall", method="HEAD", path=r"/m1-[^?]*safetensors$", after=1)),
+    "parts": (2 * PART + 99, Rule("stall", path="/m1-.*partNumber=")),
+    "parts of a coded file": (2 * PART + 99, Rule("stall", path="/m1-.*partNumber=")),
 }
 """How large a file is, and what of it stalls; no request is cut short by its timeout."""
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(monkeypatch):
     """Wait a moment only for what was given up to end by itself."""
     monkeypatch.setattr(multipart, "_DEADLINE_S", 0.3)
     monkeypatch.setattr(cancel, "CANCEL_DEADLINE_S", 2.0)
@@ -43,11 +42,11 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class FailsThen(FaultyStore):
     """Fails to finish the first file, once something is so."""
 
-    def __init__(self, inner: ObjectStore, due: Callable[[], bool]) -> None:
+    def __init__(self, inner, due):
         super().__init__(inner)
         self._due = due
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         if verb == "finish" and name.startswith("m0-"):
             while not self._due():
                 time.sleep(0.01)
@@ -55,13 +54,13 @@ class FailsThen(FaultyStore):
         return super().begin(verb, name)
 
 
-def save_and_stop(way: str, state: dict[str, Any], place: ObjectStore, due: Callable[[], bool]) -> None:
+def save_and_stop(way, state, place, due, **how):
     """Begin a save, and stop it, by Ctrl-C or by cancelling it, once something is so."""
     if way == "ctrl_c":
         with interrupted_when(due), pytest.raises(KeyboardInterrupt):
-            sk.save(state, place)
+            sk.save(state, place, **how)
         return
-    handle = sk.async_save(state, place)
+    handle = sk.async_save(state, place, **how)
     while not due():
         time.sleep(0.01)
     assert handle.cancel()
@@ -73,28 +72,29 @@ def save_and_stop(way: str, state: dict[str, Any], place: ObjectStore, due: Call
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("what", STALLS)
 @pytest.mark.parametrize("way", ["refused", "ctrl_c", "cancelled"])
-def test_no_request_of_a_save_is_waited_for_in_vain(s3_server: S3Server, s3_place: Opened, what: str, way: str) -> None:
+def test_no_request_of_a_save_is_waited_for_in_vain(s3_server, s3_place, what, way):
     """When another file fails, at Ctrl-C, and when the save is cancelled, it ends at once and leaves nothing."""
-    nbytes, rule = STALLS[what]
+    (nbytes, rule), codecs = STALLS[what], ["float"] if "coded" in what else None
     state = {f"m{i}": {"w": torch.randint(0, 255, (nbytes,), dtype=torch.uint8)} for i in range(2)}
     with Proxy(s3_server.port) as proxy:
         place = s3_place(endpoint=proxy.endpoint, part_bytes=PART, conditional_puts=True, timeout_s=300, retries=0)
         proxy.rules = [rule]
 
-        def stalls() -> bool:
+        def stalls():
             return proxy.counts.faults["stall"] > 0
 
         if way == "refused":
             with pytest.raises(StorageError, match=r"m0-.* no more, on purpose"):
-                sk.save(state, FailsThen(place, stalls))
+                sk.save(state, FailsThen(place, stalls), codecs=codecs)
         else:
-            save_and_stop(way, state, place, stalls)
+            save_and_stop(way, state, place, stalls, codecs=codecs)
         assert stalls(), "or nothing was there to wait for"
         assert [blob.name for blob in place.list()] == []
+        assert unfinished(place) == [] or not TAKES_BACK
 
 
 @pytest.mark.parametrize("way", ["ctrl_c", "cancelled"])
-def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place: Opened, way: str) -> None:
+def test_a_network_that_is_gone_is_not_waited_for(s3_server, s3_place, way):
     """Nor are deletes: files that were finished stay, and so does their claim, by which the next save removes them."""
     state = {f"m{i}": {"w": torch.randint(0, 255, (1000,), dtype=torch.uint8)} for i in range(3)}
     with Proxy(s3_server.port) as proxy:
@@ -102,10 +102,10 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
         beyond = s3_place(path=place.prefix.rstrip("/"))
         proxy.rules = [Rule("stall", method="PUT", path=r"/m2-[^?]*safetensors$")]
 
-        def left() -> list[str]:
+        def left():
             return [blob.name.partition("-")[0] for blob in beyond.list()]
 
-        def goes() -> bool:
+        def goes():
             if not proxy.counts.faults["stall"] or left() != ["claim", "m0", "m0", "m1", "m1"]:
                 return False
             proxy.rules = [Rule("stall")]
@@ -123,14 +123,14 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server: S3Server, s3_place:
     ids=["put", "upload"],
 )
 def test_what_was_left_behind_does_not_stay(
-    s3_server: S3Server,
-    s3_place: Opened,
-    monkeypatch: pytest.MonkeyPatch,
-    nbytes: int,
-    method: str,
-    path: str,
-    thread: str,
-) -> None:
+    s3_server,
+    s3_place,
+    monkeypatch,
+    nbytes,
+    method,
+    path,
+    thread,
+):
     """A cancelled put or upload whose last request is on its way is not waited for; what appears later is deleted."""
     monkeypatch.setattr(multipart, "_DEADLINE_S", 0.0)
     scope = CancelScope()
@@ -153,7 +153,7 @@ def test_what_was_left_behind_does_not_stay(
         assert list(place.list()) == []
 
 
-def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
+def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place):
     """On terms that can be given up as without them: that there is one of that name, which stays."""
     place = s3_place(conditional_puts=True)
     with CancelScope().active():
@@ -170,18 +170,18 @@ def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place: Opened) -> None:
 class NotesRooms(FaultyStore):
     """Keeps the rooms that files are created with."""
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner):
         super().__init__(inner)
-        self.rooms: set[MemoryBudget | None] = set()
+        self.rooms = set()
 
-    def begin(self, verb: str, name: str) -> Any:
+    def begin(self, verb, name):
         if verb == "create" and name.startswith("m") and (scope := current_scope()) is not None:
             self.rooms.add(scope.budget)
         return super().begin(verb, name)
 
 
 @pytest.mark.parametrize("codecs", [[], ["float"]], ids=["plain", "coded"])
-def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place: Opened, codecs: list[str]) -> None:
+def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place, codecs):
     """All its files share one, of the same division as its threads: of as many as write, and with codecs if there are."""
     store, budget = NotesRooms(s3_place(part_bytes=PART)), 96 << 20
     state = {f"m{i}": {"w": torch.zeros(1000)} for i in range(3)}
@@ -192,7 +192,7 @@ def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place: Open
     assert room.nbytes == budget_for_store(store, threads, budget, coded=bool(codecs)).room_nbytes
 
 
-def test_a_scope_is_cancelled_with_its_parent() -> None:
+def test_a_scope_is_cancelled_with_its_parent():
     """And has its memory; an answer that comes is returned, an error raised, and one that does not come left behind."""
     outer = CancelScope(budget=MemoryBudget(3))
     with outer.active():

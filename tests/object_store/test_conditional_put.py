@@ -6,22 +6,17 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.storage.base import Store, Version
+from shardkeep.storage.base import Version
 from shardkeep.storage.fsspec import FsspecStore, _shared
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import raises_errno
-from tests.support.s3_server import S3Server
-
-Opened = Callable[..., ObjectStore]
 
 _RACER = """
 import json, sys
@@ -50,7 +45,7 @@ print(json.dumps(won))
 """
 
 
-def race(url: str, environment: dict[str, str], rounds: int) -> list[list[str]]:
+def race(url, environment, rounds):
     """Let two processes put the same names, and add to one list by swapping; returns what each of them won."""
     racers = [
         subprocess.Popen(
@@ -78,9 +73,9 @@ def race(url: str, environment: dict[str, str], rounds: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["s3", "local"])
-def test_two_processes(s3_place: Opened, s3_server: S3Server, tmp_path: Any, kind: str) -> None:
+def test_two_processes(s3_place, s3_server, tmp_path, kind):
     """Each name is won by one of them, whose bytes are there, and of what both add to one blob nothing is lost."""
-    store: Store = s3_place() if kind == "s3" else LocalStore(tmp_path)
+    store = s3_place() if kind == "s3" else LocalStore(tmp_path)
     rounds = 4 if kind == "s3" else 100
     store.put("counter", b"[]")
     a, b = race(store.url, s3_server.environment, rounds)
@@ -95,11 +90,11 @@ def test_two_processes(s3_place: Opened, s3_server: S3Server, tmp_path: Any, kin
 class _Careless(ObjectStore):
     """A service that says that all is well, and looks at no condition."""
 
-    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+    def send(self, name, data, *, create=False, over=None):
         super().send(name, data)
 
 
-def test_a_service_that_ignores_conditions_is_found_out(s3_place: Opened) -> None:
+def test_a_service_that_ignores_conditions_is_found_out(s3_place):
     """It is probed once, leaves nothing behind, and warns once; a name that is taken is still refused."""
     store = s3_place(settle_s=0.01, requests=9)
     small = _Careless(store.bucket, store.prefix, store.url)
@@ -118,11 +113,11 @@ def test_a_service_that_ignores_conditions_is_found_out(s3_place: Opened) -> Non
 class _HalfCareful(ObjectStore):
     """A service that checks whether there is one, and not which one."""
 
-    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+    def send(self, name, data, *, create=False, over=None):
         super().send(name, data, create=create)
 
 
-def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
+def test_each_condition_is_tried_out_by_itself(s3_place):
     """A service may check one and ignore the other: of two who swap the same version one is refused all the same."""
     store = s3_place(settle_s=0.01, requests=10)
     small = _HalfCareful(store.bucket, store.prefix, store.url)
@@ -142,7 +137,7 @@ def test_each_condition_is_tried_out_by_itself(s3_place: Opened) -> None:
     assert sorted(careful.bucket.probed.values()) == [True, True]
 
 
-def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened) -> None:
+def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place):
     """By the next that tries them; and one that is deleted by another meanwhile is not taken for an ignored condition."""
     store = s3_place(requests=12)
     store.put("shardkeep.probe", b"1", replace=True)
@@ -150,7 +145,7 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened)
     class Beside(ObjectStore):
         """Another process probes, too, and deletes its object at the worst moment."""
 
-        def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+        def send(self, name, data, *, create=False, over=None):
             if data == b"333" and name == "shardkeep.probe":
                 store.delete(name)
             super().send(name, data, create=create, over=over)
@@ -162,13 +157,13 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place: Opened)
     assert list(store.list()) == []
 
 
-def test_who_is_overtaken_without_conditions_is_told(s3_place: Opened) -> None:
+def test_who_is_overtaken_without_conditions_is_told(s3_place):
     """Another's bytes a moment later mean that the other has won."""
     store = s3_place(conditional_puts=False, settle_s=0.0)
     store.bucket.warned.add("conditions")
 
     class _Overtaken(_Careless):
-        def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+        def send(self, name, data, *, create=False, over=None):
             super().send(name, data)
             super().send(name, b"theirs")
 
@@ -182,7 +177,7 @@ class _LosesAnswers(ObjectStore):
 
     lost = 0
 
-    def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+    def send(self, name, data, *, create=False, over=None):
         super().send(name, data, create=create, over=over)
         if not self.lost:
             self.lost += 1
@@ -190,7 +185,7 @@ class _LosesAnswers(ObjectStore):
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["create", "over"])
-def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
+def test_a_lost_answer_is_no_failure(s3_place, swap):
     """A put that is refused because of our own first attempt succeeded; one refused because of another writer did not."""
     store = s3_place(conditional_puts=True)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
@@ -208,15 +203,13 @@ def test_a_lost_answer_is_no_failure(s3_place: Opened, swap: bool) -> None:
 @pytest.mark.parametrize(
     ("retry_s", "retried", "times"), [(60.0, False, 4), (60.0, True, 1), (1e-9, False, 1)], ids=["4", "retried", "late"]
 )
-def test_a_put_is_not_tried_for_longer_than_was_said(
-    s3_place: Opened, monkeypatch: pytest.MonkeyPatch, retry_s: float, retried: bool, times: int
-) -> None:
+def test_a_put_is_not_tried_for_longer_than_was_said(s3_place, monkeypatch, retry_s, retried, times):
     """What the library tried again for all its time, or what came after that time, is given up."""
     store = s3_place(conditional_puts=True, retry_s=retry_s)
-    sent: list[str] = []
+    sent = []
 
     class _Busy(ObjectStore):
-        def send(self, name: str, *_: object, **__: object) -> None:
+        def send(self, name, *_, **__):
             sent.append(name)
             raise StorageError("503", errno=errno.EBUSY, retried=retried)
 
@@ -226,7 +219,7 @@ def test_a_put_is_not_tried_for_longer_than_was_said(
     assert sent == ["a"] * times
 
 
-def test_conditions_are_tried_out_again_where_an_answer_is_lost(s3_place: Opened) -> None:
+def test_conditions_are_tried_out_again_where_an_answer_is_lost(s3_place):
     """What passes while it is tried out is no reason for a put to fail."""
     store = s3_place(requests=12)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
@@ -235,12 +228,12 @@ def test_conditions_are_tried_out_again_where_an_answer_is_lost(s3_place: Opened
     assert list(store.list()) == []
 
 
-def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
+def test_what_is_gone_cannot_be_replaced(s3_place):
     """Services that answer a swap of a deleted object with "not found" mean that it was deleted meanwhile."""
     store = s3_place(conditional_puts=True)
 
     class _Amazon(ObjectStore):
-        def send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
+        def send(self, name, data, *, create=False, over=None):
             raise BlobNotFound("404 NoSuchKey", errno=errno.ENOENT)
 
     small = _Amazon(store.bucket, store.prefix, store.url)
@@ -248,7 +241,7 @@ def test_what_is_gone_cannot_be_replaced(s3_place: Opened) -> None:
         small.put("a", b"mine", over=Version("tag"))
 
 
-def test_fsspec_says_what_it_cannot_do(tmp_path: Any) -> None:
+def test_fsspec_says_what_it_cannot_do(tmp_path):
     """A file system whose puts look and then put is treated as one without conditions, with a warning."""
     _shared.cache_clear()  # it warns once
     assert FsspecStore(MemoryFileSystem(), "/x", "mem://x").checks_conditions(None)

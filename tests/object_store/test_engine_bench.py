@@ -1,17 +1,11 @@
 """The benchmark of object stores still runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
-
-from tests.support.s3_server import S3Server
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
 
 
-def test_a_tiny_round(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_round(s3_server, monkeypatch):
     """Everybody saves and loads the same bytes, bit for bit, and we are compared with the others."""
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.delenv("BENCH_S3FS", raising=False)

@@ -1,29 +1,13 @@
 """What the engine asks of a real S3 server. `tests/clouds/test_engine.py` has what it does on any service."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import numpy as np
-import pytest
 import torch
 
 import shardkeep as sk
 from shardkeep.layouts import orphans as leftovers
-from shardkeep.storage.object_store import ObjectStore
-from tests.object_store.proxy import Proxy
-from tests.support.s3_server import S3Server
-
-Opens = Callable[..., ObjectStore]
 
 
-@pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[Proxy]:
-    with Proxy(s3_server.port) as proxy:
-        yield proxy
-
-
-def test_a_row_of_a_large_tensor_costs_little(proxy: Proxy, s3_place: Opens) -> None:
+def test_a_row_of_a_large_tensor_costs_little(proxy, s3_place):
     """One row of 20 MB is read by one request for the blocks around it: with opening, less than a hundredth passes."""
     weights = torch.randn(5000, 1024)
     place = s3_place(endpoint=proxy.endpoint)
@@ -41,7 +25,7 @@ def test_a_row_of_a_large_tensor_costs_little(proxy: Proxy, s3_place: Opens) -> 
     assert proxy.counts.received <= 192 << 10
 
 
-def test_places_that_are_gone_cost_nothing(s3_place: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_are_gone_cost_nothing(s3_place, monkeypatch):
     """A place that was found empty is not looked at again, though the service still lists it."""
     root, looked = s3_place(), []
     with sk.Checkpointer(root, every_steps=1, keep_last=1, asynchronous=False) as ckpt:

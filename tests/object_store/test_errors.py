@@ -2,23 +2,18 @@
 
 import errno
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.storage.object_client import translate
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
-from tests.support.s3_server import S3Server
 
-Opened = Callable[..., ObjectStore]
 SECRET = "never-to-be-seen"
 ANSWERED = "Server returned non-2xx status code:"
 
 
-def said(call: Callable[[], Any]) -> StorageError:
+def said(call):
     """Return the error, of which no line may show a key."""
     with pytest.raises(StorageError) as caught:
         call()
@@ -26,14 +21,14 @@ def said(call: Callable[[], Any]) -> StorageError:
     return caught.value
 
 
-def test_an_unknown_key_is_told_from_a_wrong_one(s3_place: Opened) -> None:
+def test_an_unknown_key_is_told_from_a_wrong_one(s3_place):
     """The service's own words are there."""
     error = said(lambda: s3_place(access_key_id="nobody", secret_access_key=SECRET).get("a", limit=9))
     assert "InvalidAccessKeyId" in error.message
     assert "unknown there" in error.hint
 
 
-def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Server) -> None:
+def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server):
     """To look for a name there says no more than that there is none; to put something there does."""
     store = open_place(s3_server.url("run", bucket="no-such-bucket"), **s3_server.options)
     writer = store.create("a", 1)
@@ -42,7 +37,7 @@ def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server: S3Serv
     writer.abandon()
 
 
-def test_plain_http_must_be_meant(s3_place: Opened) -> None:
+def test_plain_http_must_be_meant(s3_place):
     """Keys are not sent over an open line because of a typing mistake."""
     error = said(lambda: s3_place(client_options={"allow_http": False}).get("a", limit=9))
     assert "AWS_ALLOW_HTTP" in error.hint
@@ -59,9 +54,7 @@ def test_plain_http_must_be_meant(s3_place: Opened) -> None:
         ({"access_key_id": "only-half", "secret_access_key": None}, "cannot open s3://"),
     ],
 )
-def test_options_that_make_no_sense(
-    s3_server: S3Server, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_make_no_sense(s3_server, options, message, monkeypatch):
     """They are refused when the place is opened, by name, before anything is asked of the service."""
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
     with pytest.raises(CheckpointError, match=message):
@@ -85,7 +78,7 @@ def test_options_that_make_no_sense(
         (f"GET https://a.b/c?sig={SECRET}&x=1 went wrong", errno.EIO, "GET https://a.b/c went wrong"),
     ],
 )
-def test_what_services_say_has_a_number(text: str, number: int, message: str) -> None:
+def test_what_services_say_has_a_number(text, number, message):
     """The errno separates passing errors from lasting ones; a signature in a URL is left out."""
     error = translate(ValueError(text), "cannot get", "s3://b", "a", 7)
     assert error.errno == number

@@ -1,39 +1,25 @@
 """A network and a service that go wrong, between the engine and a real S3 server."""
 
-from __future__ import annotations
-
 import errno
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 import shardkeep as sk
-from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
-from tests.support.s3_server import S3Server
 from tests.support.uploads import unfinished
 
-Opens = Callable[..., ObjectStore]
 QUICK = {"timeout_s": 5.0, "retries": 6, "retry_s": 20.0, "part_bytes": 5 << 20}
 """Quick, and yet not too quick for a server that shares two cores with three other tests."""
 DEADLINE_S = 60.0
 """Far beyond what all tries of one request take: who is not done by then waits for ever."""
 
 
-@pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[Proxy]:
-    with Proxy(s3_server.port, seed=7) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def place(proxy: Proxy, s3_place: Opens) -> Iterator[ObjectStore]:
+def place(proxy, s3_place):
     """A place behind the proxy, to which state 1 was saved."""
     proxy.rules = []
     place = s3_place(endpoint=proxy.endpoint, **QUICK)
@@ -42,11 +28,11 @@ def place(proxy: Proxy, s3_place: Opens) -> Iterator[ObjectStore]:
     proxy.rules = []
 
 
-def save(place: ObjectStore, k: int) -> Any:
+def save(place, k):
     return sk.save(state_of(k), place, step=k, overwrite=True, options=OPTIONS)
 
 
-def assert_whole(place: ObjectStore, k: int) -> None:
+def assert_whole(place, k):
     """State `k` is there, every bit of it, and no other blob."""
     ck = sk.open(place)
     ck.verify()
@@ -58,7 +44,7 @@ def assert_whole(place: ObjectStore, k: int) -> None:
 @pytest.mark.parametrize(
     "fault", ["refuse", "cut_request", "lose_answer", "cut_answer", "end_answer", "slow_down", "broken"]
 )
-def test_every_request_fails_once(proxy: Proxy, place: ObjectStore, fault: Any) -> None:
+def test_every_request_fails_once(proxy, place, fault):
     """Whatever becomes of the first of every request, a save that overwrites and a load succeed."""
     proxy.rules = [Rule(fault, first=True)]
     save(place, 2)
@@ -72,12 +58,12 @@ def test_every_request_fails_once(proxy: Proxy, place: ObjectStore, fault: Any) 
     assert_whole(place, 2)
 
 
-def test_a_storm(proxy: Proxy, place: ObjectStore) -> None:
+def test_a_storm(proxy, place):
     """Three ranks save and load while a third of all requests fail; every reported outcome is true."""
-    kinds: list[Any] = ["slow_down", "refuse", "cut_answer", "cut_request", "lose_answer", "broken", "delay", "trickle"]
+    kinds = ["slow_down", "refuse", "cut_answer", "cut_request", "lose_answer", "broken", "delay", "trickle"]
     storm = [Rule(kind, chance=0.05, delay_s=0.02) for kind in kinds]
 
-    def main(world: World) -> None:
+    def main(world):
         sk.save(state_of(2, world.rank, 3), place, step=2, overwrite=True, group=world, options=OPTIONS)
         load_and_compare(place, 2, world.rank, 3, world)
 
@@ -104,7 +90,7 @@ def test_a_storm(proxy: Proxy, place: ObjectStore) -> None:
         ("refuse", 15, errno.ECONNRESET),
     ],
 )
-def test_an_outage(proxy: Proxy, s3_place: Opens, place: ObjectStore, fault: Any, after: int, number: int) -> None:
+def test_an_outage(proxy, s3_place, place, fault, after, number):
     """A save ends in time; the checkpoint that was there is whole, and the next save removes what is left."""
     hasty = s3_place(
         path=place.prefix.strip("/"), endpoint=proxy.endpoint, timeout_s=0.3, retries=1, retry_s=1.0, part_bytes=5 << 20
@@ -124,7 +110,7 @@ def test_an_outage(proxy: Proxy, s3_place: Opens, place: ObjectStore, fault: Any
     assert_whole(place, 3)
 
 
-def test_a_stalled_request_is_cut_and_made_again(proxy: Proxy, s3_place: Opens, place: ObjectStore) -> None:
+def test_a_stalled_request_is_cut_and_made_again(proxy, s3_place, place):
     """A request that is never answered is given up after its timeout; the next try is answered."""
     cutting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, **{**QUICK, "timeout_s": 1.0})
     proxy.rules = [Rule("stall", path="partNumber=1", times=1), Rule("stall", method="HEAD", times=1)]
@@ -136,7 +122,7 @@ def test_a_stalled_request_is_cut_and_made_again(proxy: Proxy, s3_place: Opens, 
 
 
 @pytest.mark.parametrize("what", ["skindex", "blocks", "safetensors", RECORD_NAME])
-def test_what_changes_on_the_way_down_is_noticed(proxy: Proxy, place: ObjectStore, what: str) -> None:
+def test_what_changes_on_the_way_down_is_noticed(proxy, place, what):
     """A flipped bit or a missing half of any answer is an error that names the file, or is asked for again."""
     proxy.rules = [Rule("flip_answer", method="GET", path=what, after=what == "safetensors")]
     with pytest.raises(sk.DamagedCheckpoint) as caught:
@@ -150,7 +136,7 @@ def test_what_changes_on_the_way_down_is_noticed(proxy: Proxy, place: ObjectStor
     assert proxy.counts.faults["shorten_answer"] == 1
 
 
-def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy: Proxy, place: ObjectStore) -> None:
+def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy, place):
     """A small blob is sent again; a part of an upload fails the save, and nothing of it stays."""
     proxy.rules = [Rule("flip_request", method="PUT", path="claim|skindex|blocks|shardkeep.json", first=True)]
     save(place, 2)
@@ -165,9 +151,7 @@ def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy: Proxy, place
     assert_whole(place, 2)
 
 
-def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(
-    proxy: Proxy, s3_place: Opens, place: ObjectStore
-) -> None:
+def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(proxy, s3_place, place):
     """If a service accepts no checksums, bytes changed on the way up are found when they are read."""
     trusting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, checksum_algorithm="none", **QUICK)
     proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
@@ -177,21 +161,19 @@ def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(
 
 
 @pytest.mark.parametrize("codecs", [None, ["zstd"]])
-def test_what_comes_damaged_once(
-    s3_server: S3Server, s3_place: Callable[..., ObjectStore], codecs: list[str] | None
-) -> None:
+def test_what_comes_damaged_once(s3_server, s3_place, codecs):
     """One bit of a record and one of an index are others on the way, or half of each is missing: all is loaded, exactly."""
     with Proxy(s3_server.port) as proxy:
         place = s3_place(endpoint=proxy.endpoint)
         sk.save(state_of(1), place, step=1, options=OPTIONS, codecs=codecs)
         for fault in ("flip_answer", "shorten_answer"):
             wanted = ("shardkeep.json", "/index-")
-            proxy.rules = [Rule(fault, method="GET", path=path, times=1) for path in wanted]  # type: ignore[arg-type]
+            proxy.rules = [Rule(fault, method="GET", path=path, times=1) for path in wanted]
             load_and_compare(place, 1)
             assert proxy.counts.faults[fault] == 2
 
 
-def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server: S3Server, s3_place: Callable[..., ObjectStore]) -> None:
+def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server, s3_place):
     """The newest checkpoint is restored though its record comes damaged once, wherever records are read."""
     with Proxy(s3_server.port) as proxy:
         root = s3_place(endpoint=proxy.endpoint)

@@ -1,10 +1,6 @@
 """Every operation of a save on S3 fails once, or is the last: the engine's fault tests, over a real object store."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +8,6 @@ import torch
 import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.base import Store
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
 from tests.faults.scene import no_leaks
 
@@ -24,16 +18,16 @@ PARTS = 3 << 20
 
 
 @pytest.fixture
-def place(s3_place: Callable[..., ObjectStore]) -> ObjectStore:
+def place(s3_place):
     return s3_place(part_bytes=5 << 20)
 
 
-def save(where: Store, k: int, elements: int) -> Any:
+def save(where, k, elements):
     state = {"w": torch.full((elements,), k, dtype=torch.int16), "b": torch.full((9,), k), "k": k}
     return sk.save(state, where, step=k, overwrite=True, group=World(0, 1), options=IN_ORDER)
 
 
-def saved_at(place: ObjectStore) -> int:
+def saved_at(place):
     """Read all that is there; say which `k` every element of it is."""
     tree = sk.open(place).to_dict()
     assert tree["w"].numel() > 99
@@ -42,14 +36,12 @@ def saved_at(place: ObjectStore) -> int:
     return tree["k"]
 
 
-def litter(place: ObjectStore) -> set[str]:
+def litter(place):
     """Name what is there and belongs to no checkpoint."""
     return {info.name for info in place.list()} - {RECORD_NAME, *sk.open(place).record.names}
 
 
-def struck(
-    place: ObjectStore, fault: Any, elements: int, step: int = 1
-) -> Iterator[tuple[int, FaultyStore, BaseException | None]]:
+def struck(place, fault, elements, step=1):
     """Save, with a fault at operation 0, 1, 2, … or every so many, until there is none of that number."""
     for n in itertools.count(0, step):
         store = FaultyStore(place, fault, at=n)
@@ -66,7 +58,7 @@ def struck(
         yield n, store, raised
 
 
-def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectStore) -> None:
+def test_a_failed_operation_loses_nothing_and_leaves_nothing(place):
     """Until the commit the save raises the store's error and nothing is added; after it, it succeeds."""
     save(place, 0, PARTS)
     latest = 0
@@ -83,7 +75,7 @@ def test_a_failed_operation_loses_nothing_and_leaves_nothing(place: ObjectStore)
         assert litter(place) == set(), what
 
 
-def test_a_crash_loses_nothing_and_is_swept(place: ObjectStore) -> None:
+def test_a_crash_loses_nothing_and_is_swept(place):
     """Wherever the process dies, there is the old checkpoint or the new one; the next save removes the rest."""
     save(place, 0, 100)
     latest = 0
@@ -100,13 +92,13 @@ def test_a_crash_loses_nothing_and_is_swept(place: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("way", ["fails", "flips once", "flips each time"])
-def test_a_load_that_fails_or_is_lied_to(place: ObjectStore, caplog: pytest.LogCaptureFixture, way: str) -> None:
+def test_a_load_that_fails_or_is_lied_to(place, caplog, way):
     """Each operation of a load fails or flips a bit: an error, never other numbers; a single flip is read again."""
     save(place, 3, PARTS)
     verbs = ("open", "get", "read_into") if way == "fails" else ("get", "read_into")
     kind = sk.StorageError if way == "fails" else sk.DamagedCheckpoint
     for n in itertools.count():
-        fault: Any = "error" if way == "fails" else "flip"
+        fault = "error" if way == "fails" else "flip"
         store = FaultyStore(place, fault, at=n, verbs=verbs, lasting=way == "flips each time")
         into = {"w": torch.zeros(PARTS, dtype=torch.int16), "b": torch.zeros(9, dtype=torch.int64), "k": 0}
         caplog.clear()

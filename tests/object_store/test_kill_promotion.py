@@ -1,24 +1,16 @@
 """A job that promotes from a disk to S3 is killed in the middle of an upload: the far copy does not exist, and comes to be."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import shardkeep as sk
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.faults.forks import Fork
 from tests.object_store.jobs import OPTIONS, load_and_compare, state_of
 from tests.object_store.proxy import Proxy, Rule
-from tests.support.s3_server import S3Server
 from tests.support.uploads import unfinished
 
 
-def train(near: str, far: ObjectStore, steps: range) -> int | None:
+def train(near, far, steps):
     """Go on from what there is; returns the step that this was."""
     with sk.Checkpointer(near, every_steps=1, asynchronous=False, promote_to=far, options=OPTIONS) as ckpt:
         restored = ckpt.restore_latest(state_of(0))
@@ -27,15 +19,13 @@ def train(near: str, far: ObjectStore, steps: range) -> int | None:
     return restored
 
 
-def doomed(pipe: Connection, near: str, url: str, options: dict[str, Any]) -> None:
+def doomed(pipe, near, url, options):
     """Save the first step, and promote it."""
     pipe.send("ready")
     train(near, open_place(url, **options), range(1, 2))
 
 
-def test_a_promotion_is_killed_in_mid_upload(
-    tmp_path: Path, s3_server: S3Server, s3_place: Callable[..., ObjectStore]
-) -> None:
+def test_a_promotion_is_killed_in_mid_upload(tmp_path, s3_server, s3_place):
     """The near checkpoint is there, the far one is not; the next job goes on from the near one, and promotes both."""
     near, far = str(tmp_path / "near"), s3_place(part_bytes=5 << 20)
     with Proxy(s3_server.port) as proxy:

@@ -1,23 +1,15 @@
 """kill -9 of a process that saves to S3, at every stage of a save: nothing is lost, and what it leaves is swept."""
 
-from __future__ import annotations
-
 import functools
 import random
 import time
-from collections.abc import Callable
-
-import pytest
 
 import shardkeep as sk
 from shardkeep.cli.main import main
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.storage.base import Store
-from shardkeep.storage.object_store import ObjectStore
 from tests.faults.forks import Fork
 from tests.object_store.jobs import OPTIONS, load_and_compare, save_for_ever, state_of
 from tests.object_store.proxy import Proxy, Rule
-from tests.support.s3_server import S3Server
 from tests.support.uploads import unfinished
 
 KILLS = 6
@@ -25,20 +17,18 @@ A_SAVE = 28
 """About as many requests as one save makes."""
 
 
-def litter(place: Store) -> set[str]:
+def litter(place):
     return {info.name for info in place.list()} - {RECORD_NAME, *sk.open(place).record.names}
 
 
-def until(what: Callable[[], bool]) -> None:
+def until(what):
     end = time.monotonic() + 60
     while not what():
         assert time.monotonic() < end
         time.sleep(0.002)
 
 
-def test_killed_at_any_request(
-    s3_server: S3Server, s3_place: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_request(s3_server, s3_place, monkeypatch):
     """Wherever a saving process is killed, a checkpoint stays that is exact and no older than reported."""
     rng = random.Random(0)
     for name, value in s3_server.environment.items():

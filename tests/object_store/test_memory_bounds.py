@@ -1,7 +1,5 @@
 """Saves keep to their budget of memory, codecs and parts of uploads included; and how a budget is divided."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from shardkeep.engine.workers import MIN_WINDOW_NBYTES, divide_budget
 from shardkeep.storage import multipart
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import read_blob, sample
 from tests.engine.samples import bits
 from tests.engine.test_memory import peak_growth
@@ -21,9 +18,7 @@ SLACK = 24 * MIB
 
 
 @pytest.mark.parametrize(("budget", "codecs"), [(32, ["float"]), (16, None)], ids=["32 coded", "16 plain"])
-def test_a_save_to_s3_stays_within_its_budget(
-    s3_place: Callable[..., ObjectStore], budget: int, codecs: list[str] | None
-) -> None:
+def test_a_save_to_s3_stays_within_its_budget(s3_place, budget, codecs):
     """Of a state several times as large, no more is held at a time than the budget and a little, and all comes back."""
     options = sk.Options(host_budget_bytes=budget * MIB)
     place = s3_place()
@@ -39,14 +34,14 @@ def test_a_save_to_s3_stays_within_its_budget(
     assert bits(found) == bits(state)
 
 
-def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place: Callable[..., ObjectStore]) -> None:
+def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place):
     """Besides the copy of the state, which is made in the call, it holds no more than one that is waited for."""
     options = sk.Options(host_budget_bytes=32 * MIB)
     place = s3_place()
     sk.save({"warm": torch.randn(3 * MIB)}, place, codecs=["float"], options=options)
     state = {f"m{i}": {"w": torch.randn(8 * MIB)} for i in range(3)}
 
-    def saved() -> None:
+    def saved():
         sk.async_save(state, place, overwrite=True, codecs=["float"], options=options).result()
 
     try:
@@ -56,9 +51,7 @@ def test_an_asynchronous_save_with_codecs_stays_within_its_budget(s3_place: Call
 
 
 @pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
-def test_an_absurd_budget_makes_a_save_slow_and_no_more(
-    s3_place: Callable[..., ObjectStore], codecs: list[str] | None
-) -> None:
+def test_an_absurd_budget_makes_a_save_slow_and_no_more(s3_place, codecs):
     """With one byte to work in, one thread writes with the least there is, and every bit comes back."""
     options = sk.Options(host_budget_bytes=1)
     place = s3_place(part_bytes=5 * MIB)
@@ -70,9 +63,7 @@ def test_an_absurd_budget_makes_a_save_slow_and_no_more(
 
 
 @pytest.mark.parametrize("piece", [5 * MIB, 3 * MIB], ids=["whole parts", "pieces"])
-def test_no_upload_on_terms_waits_for_itself(
-    s3_place: Callable[..., ObjectStore], monkeypatch: pytest.MonkeyPatch, piece: int
-) -> None:
+def test_no_upload_on_terms_waits_for_itself(s3_place, monkeypatch, piece):
     """Where parts were promised in order and come backwards, without any room, they are taken all the same at last."""
     monkeypatch.setattr(multipart, "_LONG_GRACE_S", 0.05)
     place = s3_place(part_bytes=5 * MIB)
@@ -87,7 +78,7 @@ def test_no_upload_on_terms_waits_for_itself(
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("part", [0, 5 * MIB, 8 * MIB, 64 * MIB])
-def test_what_is_shared_out_is_no_more_than_the_budget(part: int, coded: bool) -> None:
+def test_what_is_shared_out_is_no_more_than_the_budget(part, coded):
     """Windows, what codecs hold, parts and room fit in; if nothing does, one thread has the least there is."""
     for threads in (1, 2, 8, 16, 64):
         for budget in (1, 7 * MIB, 16 * MIB, 32 * MIB, 100 * MIB, 256 * MIB, 4096 * MIB):
@@ -101,7 +92,7 @@ def test_what_is_shared_out_is_no_more_than_the_budget(part: int, coded: bool) -
             assert window % MIB == 0
 
 
-def test_windows_stay_parts_where_they_are_sent_as_they_are() -> None:
+def test_windows_stay_parts_where_they_are_sent_as_they_are():
     """With little memory a plain upload has few threads, whose windows need no copies; a default one has all."""
     assert divide_budget(16, 256 * MIB, part_nbytes=8 * MIB)[:2] == (16, 8 * MIB)
     assert divide_budget(16, 64 * MIB, part_nbytes=8 * MIB)[:2] == (4, 8 * MIB)

@@ -4,9 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +16,11 @@ from shardkeep.storage.object_store import HEAD_BYTES, ObjectStore
 from shardkeep.storage.resolve import open_place, open_root, open_store
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 from shardkeep.testing.store_contract import raises_errno, sample, write_blob
-from tests.support.s3_server import BUCKET, S3Server
-
-Opened = Callable[..., ObjectStore]
+from tests.support.s3_server import BUCKET
 
 
 @pytest.mark.parametrize("nbytes", [10, HEAD_BYTES + 1])
-def test_a_reader_never_mixes_two_objects(s3_place: Opened, nbytes: int) -> None:
+def test_a_reader_never_mixes_two_objects(s3_place, nbytes):
     """One that was replaced since it was opened is an error; what was read with the opening is still right."""
     store = s3_place()
     old = sample(nbytes)
@@ -40,7 +36,7 @@ def test_a_reader_never_mixes_two_objects(s3_place: Opened, nbytes: int) -> None
             reader.read_into(0, memoryview(into))
 
 
-def test_the_head_of_a_blob_comes_with_its_opening(s3_place: Opened) -> None:
+def test_the_head_of_a_blob_comes_with_its_opening(s3_place):
     """It is at hand even when the service is not; the rest is not said to be."""
     store = s3_place()
     store.put("a", sample(HEAD_BYTES + 100))
@@ -55,9 +51,7 @@ def test_the_head_of_a_blob_comes_with_its_opening(s3_place: Opened) -> None:
         reader.read_into(0, memoryview(into))
 
 
-def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
-    s3_place: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(s3_place, monkeypatch):
     """The record alone, then all the rest at once, then the mark; other places and the root's own blobs stay."""
     root = s3_place()
     for name in ("a", "b", RECORD_NAME):
@@ -65,10 +59,10 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
     root.place("step-10").put(RECORD_NAME, b"x")
     root.put("latest", b"step-10")
     root.bucket.client.put(f"{root.prefix}step-1/deeper/not a name", b"x")
-    deleted: list[list[str]] = []
+    deleted = []
     original = ObjectStore.delete_all
 
-    def delete_all(self: ObjectStore, names: list[str]) -> None:
+    def delete_all(self, names):
         deleted.append(list(names))
         original(self, names)
 
@@ -83,7 +77,7 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(
     root.drop_empty("step-1")
 
 
-def test_a_store_says_how_it_likes_to_be_used(s3_place: Opened) -> None:
+def test_a_store_says_how_it_likes_to_be_used(s3_place):
     """Also through one that tries again."""
     store = RetryingStore(s3_place(requests=7, part_bytes=6 << 20), RetryPolicy(1))
     assert is_sequential(store)
@@ -94,9 +88,7 @@ def test_a_store_says_how_it_likes_to_be_used(s3_place: Opened) -> None:
     assert preferred_requests(RetryingStore(MemoryStore(), RetryPolicy(1)), 2) == 2
 
 
-def test_a_url_and_the_environment_are_enough(
-    s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_url_and_the_environment_are_enough(s3_server, s3_place, monkeypatch, tmp_path):
     """Keys and endpoint are found where everybody keeps them; a place is the same by any way of naming it."""
     mine = s3_place()
     write_blob(mine.place("step-1"), "a", b"abc")
@@ -115,9 +107,7 @@ def test_a_url_and_the_environment_are_enough(
     assert os.listdir(tmp_path) == []
 
 
-def test_keys_of_a_profile(
-    s3_server: S3Server, s3_place: Opened, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_keys_of_a_profile(s3_server, s3_place, monkeypatch, tmp_path):
     """By option or by variable; one that is not there is named."""
     mine = s3_place()
     mine.put("a", b"x")
@@ -168,7 +158,7 @@ for url in (before, other):
 """
 
 
-def test_a_forked_process_is_told_and_does_not_hang(s3_server: S3Server, s3_place: Opened) -> None:
+def test_a_forked_process_is_told_and_does_not_hang(s3_server, s3_place):
     """With the parent's connections or with its own; a store that was not used yet works in a child."""
     first, other = s3_place(), s3_place()
     done = subprocess.run(
@@ -182,7 +172,7 @@ def test_a_forked_process_is_told_and_does_not_hang(s3_server: S3Server, s3_plac
     assert [info.name for info in first.list()] == ["first", "second"]
 
 
-def test_memory_is_one_place_a_name() -> None:
+def test_memory_is_one_place_a_name():
     """All who name it see the same blobs, at any depth, and other names see none of them."""
     store = open_store("memory://tests-objects/runs/step-1", direct=True)
     store.put("a", b"x")
@@ -195,7 +185,7 @@ def test_memory_is_one_place_a_name() -> None:
     assert list(root.places()) == []
 
 
-def test_a_path_has_options_too(tmp_path: Path) -> None:
+def test_a_path_has_options_too(tmp_path):
     """A path opens with options of its own; others are refused by name."""
     assert open_place(tmp_path, direct=False).url == str(tmp_path)
     for where in (tmp_path, "memory://tests-objects"):
@@ -203,7 +193,7 @@ def test_a_path_has_options_too(tmp_path: Path) -> None:
             open_place(where, endpoint="http://x")
 
 
-def test_what_is_missing_to_open_a_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_to_open_a_place_is_named(monkeypatch):
     """A library that is not installed is asked for by the name of the extra."""
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[fsspec\]'"):

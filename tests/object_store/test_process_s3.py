@@ -1,17 +1,13 @@
 """Saves to a real S3 server that a process of their own writes: what they hold, and what becomes of them when it dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,31 +27,22 @@ from shardkeep.storage.object_store import ObjectStore
 from shardkeep.storage.resolve import open_place
 from tests.dcp.sides import quietly
 from tests.object_store.jobs import load_and_compare, state_of
-from tests.object_store.proxy import Proxy, Rule
-from tests.support.rank_pool import RankPool
-from tests.support.s3_server import S3Server
+from tests.object_store.proxy import Rule
 from tests.support.uploads import unfinished
 
-Opens = Callable[..., ObjectStore]
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=128 << 20, timeout_s=60.0)
 PART = 5 << 20
 PATIENCE_S = 60
 
 
 @pytest.fixture(autouse=True)
-def _no_save_outlives_its_test() -> Iterator[None]:
+def _no_save_outlives_its_test():
     yield
     with contextlib.suppress(sk.EarlierSaveFailed):
         sk.finish_saves()
 
 
-@pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[Proxy]:
-    with Proxy(s3_server.port) as proxy:
-        yield proxy
-
-
-def save(k: int, where: Any, **more: Any) -> sk.SaveHandle[sk.SaveReport]:
+def save(k, where, **more):
     """Begin to save state `k`, and change every tensor of it right after the call."""
     state = state_of(k)
     handle = sk.async_save(state, where, step=k, overwrite=True, writer="process", options=OPTIONS, **more)
@@ -65,26 +52,26 @@ def save(k: int, where: Any, **more: Any) -> sk.SaveHandle[sk.SaveReport]:
     return handle
 
 
-def child() -> int:
+def child():
     pid = writer_manager().pid
     assert pid is not None
     return pid
 
 
-def until(what: Callable[[], bool]) -> None:
+def until(what):
     end = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < end
         time.sleep(0.002)
 
 
-def holds(place: ObjectStore, k: int) -> None:
+def holds(place, k):
     """Insist that state `k` is there, every bit of it, and no other blob."""
     load_and_compare(place, k)
     assert {info.name for info in place.list()} == {RECORD_NAME, *sk.open(place).record.names}
 
 
-def test_the_state_of_the_call_is_saved(s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_the_call_is_saved(s3_server, s3_place, monkeypatch):
     """Bit for bit, with options, codecs and later variables; no list of processes shows keys; it has no torch."""
     place = s3_place(
         part_bytes=PART, client_options={"connect_timeout": timedelta(seconds=9), "default_headers": {"X-Tests": "1"}}
@@ -111,9 +98,7 @@ def test_the_state_of_the_call_is_saved(s3_server: S3Server, s3_place: Opens, mo
     assert child() == pid
 
 
-def test_the_environment_of_the_place_counts(
-    s3_server: S3Server, s3_place: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_the_place_counts(s3_server, s3_place, monkeypatch):
     """Variables that changed since a place was opened lead its saves to no other server."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -126,7 +111,7 @@ def test_the_environment_of_the_place_counts(
 
 
 @pytest.mark.parametrize("codecs", [None, ["lz4"]])
-def test_memory_of_the_process_is_bounded(s3_place: Opens, codecs: list[str] | None) -> None:
+def test_memory_of_the_process_is_bounded(s3_place, codecs):
     """Many tensors that do not lie end to end: it takes no more of its own than the budget, and the save succeeds."""
     place = s3_place()
     save(1, place).result(PATIENCE_S)
@@ -140,7 +125,7 @@ def test_memory_of_the_process_is_bounded(s3_place: Opens, codecs: list[str] | N
     assert all(torch.equal(ck[name].tensor(), state[name]) for name in ("0", "77", "199"))
 
 
-def test_killed_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> None:
+def test_killed_in_the_middle_of_an_upload(proxy, s3_place):
     """The save fails at once, the checkpoint before it stays, and the next save starts a new process."""
     place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
     proxy.rules = []
@@ -161,7 +146,7 @@ def test_killed_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> Non
     assert child() != pid
 
 
-def test_cancelled_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> None:
+def test_cancelled_in_the_middle_of_an_upload(proxy, s3_place):
     """The process takes back what it has sent, and lives; nothing of the save stays."""
     place = s3_place(endpoint=proxy.endpoint, part_bytes=PART)
     proxy.rules = [Rule("delay", path="partNumber=1", delay_s=2)]
@@ -177,18 +162,18 @@ def test_cancelled_in_the_middle_of_an_upload(proxy: Proxy, s3_place: Opens) -> 
     assert child() == pid
 
 
-def write_all(process: WriterProcess, file: int, data: bytes) -> None:
+def write_all(process, file, data):
     """Write a file; a failure may be raised only at its end."""
     process.ask(WriteBytes(file, 0, data), WaitPolicy(PATIENCE_S))
     process.ask(FinishFile(file), WaitPolicy(PATIENCE_S))
 
 
-def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Opens) -> None:
+def test_files_of_a_save_that_has_failed_do_not_wait(proxy, s3_place):
     """A stalled upload is cancelled when its save fails or is cancelled; files of other saves are not."""
     target = spec_of(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))
     data, patience = bytes(2 * PART), WaitPolicy(PATIENCE_S)
 
-    def begin(name: str) -> int:
+    def begin(name):
         return process.ask(CreateFile(target, f"{name}.safetensors", len(data)), patience).file
 
     memory = SharedMemory()
@@ -210,7 +195,7 @@ def test_files_of_a_save_that_has_failed_do_not_wait(proxy: Proxy, s3_place: Ope
         write_all(process, whole, data)
 
 
-def on_ranks(url: str, options: dict[str, Any], wrong: int) -> list[str]:
+def on_ranks(url, options, wrong):
     """Save with wrong keys on one rank, then with the right ones; return how the first one failed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {**options, **({"secret_access_key": "hunter2"} if rank == wrong else {})}
@@ -224,7 +209,7 @@ def on_ranks(url: str, options: dict[str, Any], wrong: int) -> list[str]:
     return [type(failed).__name__, str(failed), getattr(failed, "hint", "")]
 
 
-def test_all_ranks_hear_of_wrong_keys(rank_pool: RankPool, s3_server: S3Server, s3_place: Opens) -> None:
+def test_all_ranks_hear_of_wrong_keys(rank_pool, s3_server, s3_place):
     """All ranks say whose process was refused and show no key; with the right keys the next save succeeds."""
     place = s3_place()
     failures = rank_pool.run(2, on_ranks, place.url, s3_server.options, 1)
@@ -239,14 +224,14 @@ def test_all_ranks_hear_of_wrong_keys(rank_pool: RankPool, s3_server: S3Server, 
     holds(place, 2)
 
 
-def end_saver() -> None:
+def end_saver():
     """End the process, if there is one: another has the variables that are set now."""
     saver = group_saves_of(None, no_dist=True).saver
     if saver is not None:
         saver.close()
 
 
-def test_a_state_in_torchs_layout(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_in_torchs_layout(s3_server, monkeypatch):
     """Saved by a URL in a process of its own, and changed right after the call, it is loaded bit for bit."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)

@@ -1,12 +1,8 @@
 """What comes damaged is read once more: from memory where every read can be damaged, from S3 behind a bad network."""
 
-from __future__ import annotations
-
 import logging
 import os
-from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 import torch
@@ -21,36 +17,35 @@ from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.codec_engine.scene import OPTIONS, InOrderStore
 from tests.engine.samples import bits
-from tests.object_store.proxy import Proxy, Rule
-from tests.object_store.test_faults_network import QUICK, Opens
-from tests.support.s3_server import S3Server
+from tests.object_store.proxy import Rule
+from tests.object_store.test_faults_network import QUICK
 
 VERBS = ("read_into", "get")
 KINDS = {"plain": (MemoryStore, None), "apart": (InOrderStore, None), "coded": (MemoryStore, ["zstd", "aes"])}
 ONE_THREAD = sk.Options(keys=OPTIONS.keys, io_threads=1)
 
 
-def state_of(seed: int) -> dict[str, Any]:
+def state_of(seed):
     torch.manual_seed(seed)
     return {"w": torch.randn(300, 1000), "b": torch.randn(9), "step": seed}
 
 
-def loaded(store: Any) -> Any:
+def loaded(store):
     state = {**state_of(0), "step": 0}
     sk.load(state, store, options=ONE_THREAD)
     return bits(state)
 
 
 @pytest.fixture(params=KINDS, scope="module")
-def store(request: Any) -> MemoryStore:
+def store(request):
     """A store with state 1 in it: digests in the header, in a file beside, and of coded frames."""
     make, codecs = KINDS[request.param]
-    store: MemoryStore = make()
+    store = make()
     sk.save(state_of(1), store, codecs=codecs, options=OPTIONS)
     return store
 
 
-def test_one_damaged_read_anywhere_is_mended(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_damaged_read_anywhere_is_mended(store, caplog):
     """Whichever read of a load comes damaged, the load succeeds, and one warning names the file and the offset."""
     counting = FaultyStore(store)
     expected = loaded(counting)
@@ -73,26 +68,26 @@ def test_one_damaged_read_anywhere_is_mended(store: MemoryStore, caplog: pytest.
 class Wavers(FaultyStore):
     """A store of which every read of some files brings other bytes than the last one, all of them wrong."""
 
-    def __init__(self, inner: MemoryStore, name: str) -> None:
+    def __init__(self, inner, name):
         super().__init__(inner)
         self._name = name
         self._turn = 0
 
-    def open(self, name: str) -> Any:
+    def open(self, name):
         reader = super().open(name)
         if self._name in name:
             inner = reader.read_into
 
-            def read_into(offset: int, into: memoryview, *, cached: bool = False) -> None:
+            def read_into(offset, into, *, cached=False):
                 inner(offset, into, cached=cached)
                 self._turn = self._turn % 255 + 1
                 flat(into)[len(flat(into)) // 2] ^= self._turn
 
-            reader.read_into = read_into  # type: ignore[method-assign]  # of this one alone
+            reader.read_into = read_into  # of this one alone
         return reader
 
 
-def test_what_is_damaged_twice_says_whether_it_was_the_same(store: MemoryStore) -> None:
+def test_what_is_damaged_twice_says_whether_it_was_the_same(store):
     """Damage in the store is distinguished from damage on the way: the error names file and offset, and says what to do."""
     names = [info.name for info in store.list() if info.name.endswith((".safetensors", ".blocks", ".skframes"))]
     for name in names:
@@ -112,7 +107,7 @@ def test_what_is_damaged_twice_says_whether_it_was_the_same(store: MemoryStore) 
         store.put(name, good, replace=True)
 
 
-def test_verifying_without_keys_mends_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_verifying_without_keys_mends_too(caplog):
     """What came damaged once is no damage of the store's, for those either who cannot decode it."""
     store = MemoryStore()
     sk.save(state_of(1), store, codecs=["aes"], options=OPTIONS)
@@ -127,7 +122,7 @@ def test_verifying_without_keys_mends_too(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("wrap", [lambda store: store, lambda store: DecodingStore(store, (), ())], ids=["", "codecs"])
-def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any, wrap: Any) -> None:
+def test_a_second_read_does_not_come_from_the_page_cache(tmp_path, wrap):
     """Pages of a local file are dropped before it is read again, and no others; a store that decodes is looked through."""
     (tmp_path / "a").write_bytes(os.urandom(8 << 20))
     file = os.open(tmp_path / "a", os.O_RDONLY)
@@ -141,7 +136,7 @@ def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any, wrap: An
         class Looks(sk.LocalStore):
             """Says what is in the cache when the file is opened anew."""
 
-            def open(self, name: str) -> Any:
+            def open(self, name):
                 seen.append([cached_bytes(file, mib << 20, 1 << 20) for mib in (0, 2, 6)])
                 return super().open(name)
 
@@ -150,12 +145,6 @@ def test_a_second_read_does_not_come_from_the_page_cache(tmp_path: Any, wrap: An
         assert seen == [[1 << 20, 0, 1 << 20]]
     finally:
         os.close(file)
-
-
-@pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[Proxy]:
-    with Proxy(s3_server.port) as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize(
@@ -170,9 +159,7 @@ def proxy(s3_server: S3Server) -> Iterator[Proxy]:
         (["zstd"], 300, "-of-.*skframes", 2),
     ],
 )
-def test_a_network_that_flips_bits(
-    proxy: Proxy, s3_place: Opens, caplog: pytest.LogCaptureFixture, codecs: Any, rows: int, path: str, after: int
-) -> None:
+def test_a_network_that_flips_bits(proxy, s3_place, caplog, codecs, rows, path, after):
     """A bit is flipped in one answer of S3: the load succeeds, and says so."""
     place = s3_place(endpoint=proxy.endpoint, **QUICK)
     proxy.rules = []

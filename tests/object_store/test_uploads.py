@@ -8,53 +8,45 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import shardkeep as sk
 from shardkeep.errors import BlobNotFound, StorageError
 from shardkeep.storage.multipart import ObjectWriter
-from shardkeep.storage.object_store import ObjectStore
 from shardkeep.testing.store_contract import raises_errno, read_blob, sample
-from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.proxy import Proxy, Rule
-from tests.support.s3_server import BUCKET, S3Server
-from tests.support.uploads import unfinished
+from tests.support.s3_server import BUCKET
 
 MIB = 1 << 20
 PART = 5 * MIB
-Opened = Callable[..., ObjectStore]
 
 
 @pytest.fixture
-def small_parts(s3_place: Opened) -> ObjectStore:
+def small_parts(s3_place):
     return s3_place(part_bytes=PART, requests=4)
 
 
-def begun(boto: Any, store: ObjectStore) -> list[str]:
+def begun(boto, store):
     found = boto.list_multipart_uploads(Bucket=BUCKET, Prefix=store.prefix).get("Uploads", [])
     return [each["Key"] for each in found]
 
 
-def windows(nbytes: int, size: int, first: int = 0) -> list[tuple[int, int]]:
+def windows(nbytes, size, first=0):
     cuts = [*range(first, nbytes, size), nbytes]
     return [(0, first)] * (first > 0) + list(itertools.pairwise(cuts))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("first", [0, 4096], ids=["aligned", "shifted"])
-def test_memory_may_be_used_again_at_once(small_parts: ObjectStore, threads: int, first: int) -> None:
+def test_memory_may_be_used_again_at_once(small_parts, threads, first):
     """When a write returns its memory is the caller's, whether the parts were sent from it or copied."""
     data = sample(4 * PART + 12345)
     writer = small_parts.create("a", len(data))
     own = threading.local()
 
-    def write(window: tuple[int, int]) -> None:
+    def write(window):
         start, stop = window
         if not hasattr(own, "memory"):
             own.memory = np.empty(2 * PART, np.uint8)
@@ -69,7 +61,7 @@ def test_memory_may_be_used_again_at_once(small_parts: ObjectStore, threads: int
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_any_order_comes_to_an_end(small_parts: ObjectStore, threads: int) -> None:
+def test_any_order_comes_to_an_end(small_parts, threads):
     """One thread that writes backwards, or several at random, with more parts than requests, wait for nothing for ever."""
     data = sample(9 * PART)
     order = windows(len(data), PART // 2 + 1) if threads > 1 else windows(len(data), PART)
@@ -82,7 +74,7 @@ def test_any_order_comes_to_an_end(small_parts: ObjectStore, threads: int) -> No
 
 
 @pytest.mark.parametrize("end", [0, 1000, PART, PART + 1, 2 * PART])
-def test_ends_early_in_any_part(small_parts: ObjectStore, end: int) -> None:
+def test_ends_early_in_any_part(small_parts, end):
     """A blob created with more space ends where `finish` says, sent in parts or in one request."""
     data = sample(end)
     writer = small_parts.create("a", 10 * PART)
@@ -91,7 +83,7 @@ def test_ends_early_in_any_part(small_parts: ObjectStore, end: int) -> None:
     assert read_blob(small_parts, "a") == data
 
 
-def test_what_is_abandoned_leaves_nothing(small_parts: ObjectStore, boto: Any) -> None:
+def test_what_is_abandoned_leaves_nothing(small_parts, boto):
     """The service lists the upload while it lasts and not afterwards; the object never appears."""
     writer = small_parts.create("a", 3 * PART)
     writer.write_at(0, memoryview(bytes(2 * PART)))
@@ -105,7 +97,7 @@ def test_what_is_abandoned_leaves_nothing(small_parts: ObjectStore, boto: Any) -
         writer.write_at(2 * PART, memoryview(bytes(PART)))
 
 
-def test_gaps_and_second_thoughts_are_refused(small_parts: ObjectStore, boto: Any) -> None:
+def test_gaps_and_second_thoughts_are_refused(small_parts, boto):
     """A blob with a hole is not made, bytes that were sent do not change, and each error says where."""
     writer = small_parts.create("a", 3 * PART)
     writer.write_at(0, memoryview(bytes(PART)))
@@ -124,11 +116,11 @@ def test_gaps_and_second_thoughts_are_refused(small_parts: ObjectStore, boto: An
     alone.abandon()
 
 
-def test_an_interrupted_write_spoils_its_blob(small_parts: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_spoils_its_blob(small_parts, monkeypatch):
     """Memory that was lent when Ctrl-C came may change: nothing that may have been sent from it is ever an object."""
     writer = small_parts.create("a", 3 * PART)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -150,9 +142,7 @@ def test_an_interrupted_write_spoils_its_blob(small_parts: ObjectStore, monkeypa
         ({"endpoint": "http://127.0.0.1:1", "retries": 1}, "refused", errno.ECANCELED),
     ],
 )
-def test_an_upload_that_fails_is_told_to_every_write(
-    s3_place: Opened, options: dict[str, Any], message: str, number: int
-) -> None:
+def test_an_upload_that_fails_is_told_to_every_write(s3_place, options, message, number):
     """With its reason, and never as something that passes: to write again mends nothing. No request is kept."""
     bucket = s3_place(part_bytes=PART, requests=2, **options).bucket
     writer = ObjectWriter(bucket, "x/a", url="s3://b/x", name="a", nbytes=4 * PART, put=lambda _: None)
@@ -165,7 +155,7 @@ def test_an_upload_that_fails_is_told_to_every_write(
     assert [bucket.slots.acquire(timeout=5) for _ in range(2)] == [True, True]
 
 
-def test_parts_grow_with_the_blob(s3_place: Opened) -> None:
+def test_parts_grow_with_the_blob(s3_place):
     """S3 takes ten thousand parts of an upload, and no more."""
     policy = s3_place().bucket.policy
     assert policy.part_bytes_for(1) == 8 * MIB
@@ -173,7 +163,7 @@ def test_parts_grow_with_the_blob(s3_place: Opened) -> None:
     assert policy.part_bytes_for(5 << 40) % MIB == 0
 
 
-def test_uploads_share_the_room_for_copies(s3_server: S3Server, s3_place: Opened) -> None:
+def test_uploads_share_the_room_for_copies(s3_server, s3_place):
     """However many blobs are written in small pieces to a store that stalls, few parts are copied beyond their room."""
     uploads, requests = 4, 4
     taken = [0] * uploads
@@ -182,7 +172,7 @@ def test_uploads_share_the_room_for_copies(s3_server: S3Server, s3_place: Opened
         writers = [place.create(f"m{i}", 8 * PART) for i in range(uploads)]
         proxy.rules = [Rule("stall", path="partNumber=")]
 
-        def write(i: int) -> None:
+        def write(i):
             with contextlib.suppress(StorageError):
                 while taken[i] < 8 * PART:
                     writers[i].write_at(taken[i], memoryview(bytes(PART // 2)))
@@ -203,7 +193,7 @@ def test_uploads_share_the_room_for_copies(s3_server: S3Server, s3_place: Opened
 
 
 @pytest.mark.parametrize("order", ["backwards", "shuffled"])
-def test_no_upload_waits_for_itself(s3_place: Opened, order: str) -> None:
+def test_no_upload_waits_for_itself(s3_place, order):
     """Where others have all the room, a thread that writes pieces in any order still comes to an end."""
     place = s3_place(part_bytes=PART, requests=2)
     others = place.bucket.budget.take(2 * PART)
@@ -221,34 +211,12 @@ def test_no_upload_waits_for_itself(s3_place: Opened, order: str) -> None:
     assert place.bucket.budget.take(2 * PART) is not None
 
 
-@pytest.mark.parametrize("way", ["refused", "ctrl_c"])
-@pytest.mark.parametrize("codecs", [None, ["float"]], ids=["plain", "coded"])
-def test_a_failure_does_not_wait_for_stalled_uploads(
-    s3_server: S3Server, s3_place: Opened, way: str, codecs: list[str] | None
-) -> None:
-    """When one file fails, or at Ctrl-C, a save ends though parts of other files stall for ever, and leaves nothing."""
-    state = {f"m{i}": {"w": torch.randint(0, 255, (2 * PART + 99,), dtype=torch.uint8)} for i in range(3)}
-    with Proxy(s3_server.port) as proxy:
-        place = s3_place(endpoint=proxy.endpoint, part_bytes=PART, conditional_puts=True, timeout_s=300, retries=0)
-        proxy.rules = [Rule("stall", path="/m[12]-.*partNumber=")]
-        if way == "refused":
-            proxy.rules = [*proxy.rules, Rule("broken", path="/m0-.*partNumber=", least=PART, delay_s=1.0)]
-            with pytest.raises(StorageError, match=r"m0-.*InternalError"):
-                sk.save(state, place, codecs=codecs)
-        else:
-            with interrupted_when(lambda: proxy.counts.faults["stall"] >= 3), pytest.raises(KeyboardInterrupt):
-                sk.save(state, place, codecs=codecs)
-        assert proxy.counts.faults["stall"], "or nothing was there to wait for"
-        assert [blob.name for blob in place.list()] == []
-        assert unfinished(place) == [] or not TAKES_BACK
-
-
 @contextlib.contextmanager
-def interrupted_when(due: Callable[[], bool]) -> Iterator[None]:
+def interrupted_when(due):
     """Let Ctrl-C reach the main thread; again after half a minute, because Python drops one inside a finalizer."""
     ended = threading.Event()
 
-    def wait() -> None:
+    def wait():
         while not due():
             time.sleep(0.01)
         while not ended.is_set():

@@ -1,10 +1,6 @@
 """`shardkeep verify` of checkpoints in a bucket: whatever is wrong is named, with its place, and is exit code 1."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +15,17 @@ from shardkeep.opening import verify_stored
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.support.s3_server import S3Server
 
 OPTIONS = sk.Options(keys=KeyRing([bytes(range(32))]))
 
 
-def state() -> dict[str, Any]:
+def state():
     torch.manual_seed(1)
     return {"model": {"w": torch.randn(700_000)}, "optim": {"m": torch.randn(5000)}, "step": 3}
 
 
 @pytest.fixture(scope="module")
-def bucket(s3_server: S3Server) -> Iterator[S3Server]:
+def bucket(s3_server):
     """The server, as one that the environment names."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.environment.items():
@@ -38,19 +33,19 @@ def bucket(s3_server: S3Server) -> Iterator[S3Server]:
         yield s3_server
 
 
-def saved(bucket: S3Server, name: str, codecs: Any) -> Any:
+def saved(bucket, name, codecs):
     store = open_place(bucket.url(f"verify/{name}"))
     sk.save(state(), store, codecs=codecs, options=OPTIONS, overwrite=True)
     return store
 
 
-def verify(url: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+def verify(url, capsys, *more):
     capsys.readouterr()
     code = main(["verify", url, *more])
     return code, " ".join(capsys.readouterr().out.split())
 
 
-def flip(store: Any, name: str, at: int) -> bytes:
+def flip(store, name, at):
     """Flip a bit, and return what there was."""
     good = bytes(store.get(name, limit=1 << 30))
     bad = bytearray(good)
@@ -59,7 +54,7 @@ def flip(store: Any, name: str, at: int) -> bytes:
     return good
 
 
-def test_a_plain_checkpoint(bucket: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_checkpoint(bucket, capsys):
     """A flipped bit, a missing file, damaged digests and a damaged index: each is named, with its place, and alone."""
     store = saved(bucket, "plain", None)
     record = read_record(store)
@@ -94,7 +89,7 @@ def test_a_plain_checkpoint(bucket: S3Server, capsys: pytest.CaptureFixture[str]
     assert verify(store.url, capsys)[0] == 0
 
 
-def test_an_encrypted_checkpoint_without_its_key(bucket: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encrypted_checkpoint_without_its_key(bucket, capsys):
     """A damaged frame, table, or mark, and a missing file: those are named who cannot decode them, and all at once."""
     store = saved(bucket, "coded", ["aes"])
     record = read_record(store)
@@ -128,14 +123,14 @@ def test_an_encrypted_checkpoint_without_its_key(bucket: S3Server, capsys: pytes
         assert (code, f"{first}: the file is missing" in said) == (1, True)
 
 
-def test_files_are_read_at_the_same_time() -> None:
+def test_files_are_read_at_the_same_time():
     """As many as there are threads, and parts of one file where there are fewer files; each byte once."""
     store, together = MemoryStore(), threading.Barrier(3, timeout=20)
 
     class Meeting(FaultyStore):
         """Lets no reader read data before three do."""
 
-        def begin(self, verb: str, name: str) -> Any:
+        def begin(self, verb, name):
             if verb == "read_into" and name.startswith("part"):
                 with met:
                     once = name not in seen
@@ -149,7 +144,7 @@ def test_files_are_read_at_the_same_time() -> None:
     assert verify_stored(Meeting(store), options=sk.Options(io_threads=4)).undecoded == 3
 
 
-def test_many_batches_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_batches_of_one_file(monkeypatch):
     """Each damaged frame is listed, in order, whichever thread found it."""
     monkeypatch.setattr("shardkeep.engine.verify._STEP_NBYTES", 2 << 20)
     store = MemoryStore()
@@ -164,7 +159,7 @@ def test_many_batches_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [at >> 20 for at in begins] == [0, 3, 7]
 
 
-def test_a_store_that_fails_is_no_damage() -> None:
+def test_a_store_that_fails_is_no_damage():
     """It is raised as it is, whatever else is wrong."""
     store = MemoryStore()
     sk.save(state(), store, codecs=["aes"], options=OPTIONS)

@@ -1,6 +1,7 @@
 """Optimizers straight in a state: by parameter name, into fresh ones, in other groups, with any state."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import shardkeep as sk
 from shardkeep.dcp.state_dict import get_optimizer_state_dict
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
 from tests.engine.samples import bits
+from tests.training.samples import PerParameter
 
 
 class Net(nn.Module):
@@ -23,30 +25,23 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-class Odd(torch.optim.Optimizer):
+class Odd(PerParameter):
     """State of every sort: factors, nested dicts, lists, flags, words, and something for no parameter."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "name": "odd", "betas": (0.9, 0.99), "schedule": {"warm": 3}})
+    hyper: ClassVar = {"lr": 0.1, "name": "odd", "betas": (0.9, 0.99), "schedule": {"warm": 3}}
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                kept = self.state[p]
-                if not kept:
-                    kept.update(
-                        row=torch.zeros(p.shape[0]), nested={"gram": [torch.eye(p.shape[0]), 2]}, warm=True, word="a",
-                        codes=torch.zeros(5, dtype=torch.uint8), moment=torch.zeros_like(p), count=0,
-                    )  # fmt: skip
-                kept["row"] += p.grad.reshape(p.shape[0], -1).sum(1)
-                kept["nested"]["gram"][0] += 1
-                kept["codes"] += 1
-                kept["count"] += 1
-                kept["moment"].mul_(0.9).add_(p.grad)
-                p.sub_(group["lr"] * kept["moment"])
+    def update(self, p, kept, group):
+        if not kept:
+            kept.update(
+                row=torch.zeros(p.shape[0]), nested={"gram": [torch.eye(p.shape[0]), 2]}, warm=True, word="a",
+                codes=torch.zeros(5, dtype=torch.uint8), moment=torch.zeros_like(p), count=0,
+            )  # fmt: skip
+        kept["row"] += p.grad.reshape(p.shape[0], -1).sum(1)
+        kept["nested"]["gram"][0] += 1
+        kept["codes"] += 1
+        kept["count"] += 1
+        kept["moment"].mul_(0.9).add_(p.grad)
+        p.sub_(group["lr"] * kept["moment"])
         self.state["global"] = self.state.get("global", 0) + 1
 
 

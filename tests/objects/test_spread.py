@@ -14,6 +14,7 @@ import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
 from tests.objects.wrappers import WIDTH, Net, fsdp2, one_step, tensor_parallel, trainable
+from tests.training.samples import PerParameter, Rows
 
 
 def sharded_net(seed=0, *, meta=False):
@@ -94,39 +95,34 @@ def test_a_sharded_module_reads_its_shards_and_no_more(rank_pool, tmp_path):
         assert peak < 80 << 20
 
 
-class Blockwise(torch.optim.Optimizer):
+class Blockwise(PerParameter):
     """As 8-bit optimizers do: codes and scales of this rank's shard, in blocks, as plain tensors."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
+    def update(self, p, kept, group):
+        grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        blocks = -(-grad.numel() // 4)
+        if not kept:
+            kept.update(codes=torch.zeros(blocks * 4, dtype=torch.uint8), scales=torch.zeros(blocks))
+            kept["parts"] = [torch.full((3,), float(dist.get_rank())), "plain"]
+        kept["codes"][: grad.numel()] += (grad.reshape(-1) > 0).to(torch.uint8)
+        kept["scales"] += 1.5 + dist.get_rank()
+        local = p.to_local() if isinstance(p, DTensor) else p
+        local.sub_(0.1 * grad)
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                kept = self.state[p]
-                blocks = -(-grad.numel() // 4)
-                if not kept:
-                    kept.update(codes=torch.zeros(blocks * 4, dtype=torch.uint8), scales=torch.zeros(blocks))
-                    kept["parts"] = [torch.full((3,), float(dist.get_rank())), "plain"]
-                kept["codes"][: grad.numel()] += (grad.reshape(-1) > 0).to(torch.uint8)
-                kept["scales"] += 1.5 + dist.get_rank()
-                local = p.to_local() if isinstance(p, DTensor) else p
-                local.sub_(0.1 * grad)
+
+def one_layer(where, model, make, *, save):
+    """Shard a layer, and save it after a step of an optimizer, or load it."""
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = make(model.parameters())
+    if save:
+        model(torch.arange(8.0).reshape(2, 4)).square().sum().backward()
+        optimizer.step()
+    (sk.save if save else sk.load)({"model": model, "optim": optimizer}, where)
+    return model, optimizer
 
 
 def blockwise(where, *, save):
-    model = nn.Linear(4, 6)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = Blockwise(model.parameters())
-    state = {"model": model, "optim": optimizer}
-    if save:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        sk.save(state, where)
-    else:
-        sk.load(state, where)
+    _, optimizer = one_layer(where, nn.Linear(4, 6), Blockwise, save=save)
     return [
         (bits(kept["codes"]), bits(kept["scales"]), bits(kept["parts"][0]), kept["parts"][1])
         for kept in optimizer.state.values()
@@ -147,24 +143,8 @@ def test_state_of_one_shard_alone_goes_back_to_that_shard(rank_pool, tmp_path):
         assert "cannot be resharded" in str(outcome.error)
 
 
-class RowScaled(torch.optim.Optimizer):
-    """Factors with the rows of their parameter, as DTensors where it is one."""
-
-    def __init__(self, params):
-        super().__init__([p for p in params if p.dim() == 2], {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                kept = self.state[p]
-                rows = p.grad.square().mean(1)
-                kept["rows"] = rows if not kept else kept["rows"] * 0.9 + rows
-                p.sub_(group["lr"] * p.grad / (kept["rows"].sqrt() + 1e-3).unsqueeze(1))
-
-
 ODD = {
-    "rows": RowScaled,
+    "rows": lambda ps: Rows([p for p in ps if p.dim() == 2], lr=0.01),
     "muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01),
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01, foreach=False),
 }
@@ -232,29 +212,17 @@ def test_a_mesh_of_three_dimensions(rank_pool, tmp_path):
         assert went_on == pytest.approx(saved[0][1], rel=1e-5)
 
 
-class Gram(torch.optim.Optimizer):
+class Gram(PerParameter):
     """Keeps a factor of the whole parameter, the same on all ranks, which may have the shape of a shard."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            self.state[p]["gram"] = self.state[p].get("gram", 0) + grad.t() @ grad
+    def update(self, p, kept, group):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        kept["gram"] = kept.get("gram", 0) + grad.t() @ grad
 
 
 def gram(where, *, save):
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(4, 8, bias=False), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = Gram(model.parameters())
-    if save:
-        model(torch.arange(8.0).reshape(2, 4)).square().sum().backward()
-        optimizer.step()
-        sk.save({"m": model, "o": optimizer}, where)
-    else:
-        sk.load({"m": model, "o": optimizer}, where)
+    model, optimizer = one_layer(where, nn.Linear(4, 8, bias=False), Gram, save=save)
     return bits(optimizer.state[next(model.parameters())]["gram"])
 
 

@@ -38,6 +38,22 @@ class Loader(Stateful):
         self.state = {"positions": [s["position"] for s in states.values()], "rank": rank, "of": world_size}
 
 
+def saved(ranks, where, make):
+    """Save what `make` returns for each rank."""
+    run_thread_ranks(ranks, lambda world: sk.save(make(world), where, group=world))
+
+
+def loading(where, make, **how):
+    """Return a function that loads into what `make` returns for a rank, and returns that."""
+
+    def load(world):
+        state = make(world)
+        sk.load(state, where, group=world, **how)
+        return state
+
+    return load
+
+
 def test_an_object_is_given_what_it_returned(tmp_path):
     """
     Nesting, order, empties, tensors, arrays: `load_state_dict` gets what `state_dict` gave, whatever is there now.
@@ -119,17 +135,14 @@ def test_a_state_dict_that_is_no_mapping_is_refused(tmp_path):
 def test_state_that_differs_between_ranks_is_each_ranks_own(tmp_path):
     """A loader's position is stored for every rank, a scheduler's once, without being marked."""
 
-    def save(world):
-        state = {"loader": Stateful(position=world.rank, seed=torch.tensor([world.rank])), "sched": Stateful(lr=0.5)}
-        return sk.save(state, tmp_path / "c", group=world)
+    def state(world):
+        return {"loader": Stateful(position=world.rank, seed=torch.tensor([world.rank])), "sched": Stateful(lr=0.5)}
 
-    def load(world):
-        state = {"loader": Stateful(), "sched": Stateful()}
-        sk.load(state, tmp_path / "c", group=world)
-        return state["loader"].state["position"], state["loader"].state["seed"].item(), state["sched"].state
-
-    run_thread_ranks(3, save)
-    assert run_thread_ranks(3, load) == [(rank, rank, {"lr": 0.5}) for rank in range(3)]
+    saved(3, tmp_path / "c", state)
+    load = loading(tmp_path / "c", lambda _: {"loader": Stateful(), "sched": Stateful()})
+    for rank, found in enumerate(run_thread_ranks(3, load)):
+        assert found["loader"].state == {"position": rank, "seed": torch.tensor([rank])}
+        assert found["sched"].state == {"lr": 0.5}
     names = list(sk.open(tmp_path / "c").keys())
     assert "sched.lr" in names
     assert "loader.@2.position" in names
@@ -140,31 +153,23 @@ def test_on_another_number_of_ranks_the_object_decides(tmp_path):
     `load_rank_states` gets what all ranks saved; an object without it is an error that names it, and can be left out.
     """
 
-    def save(world):
-        return sk.save({"loader": Stateful(position=10 + world.rank), "n": 1}, tmp_path / "c", group=world)
-
-    def load(kind, **arguments):
-        def run(world):
-            state = {"loader": kind(), "n": 0}
-            sk.load(state, tmp_path / "c", group=world, **arguments)
-            return state["loader"].state
-
-        return run
-
-    run_thread_ranks(3, save)
-    assert run_thread_ranks(2, load(Loader)) == [{"positions": [10, 11, 12], "rank": r, "of": 2} for r in range(2)]
-    for outcome in thread_outcomes(2, load(Stateful)):
+    where = tmp_path / "c"
+    saved(3, where, lambda world: {"loader": Stateful(position=10 + world.rank), "n": 1})
+    for rank, found in enumerate(run_thread_ranks(2, loading(where, lambda _: {"loader": Loader(), "n": 0}))):
+        assert found["loader"].state == {"positions": [10, 11, 12], "rank": rank, "of": 2}
+    for outcome in thread_outcomes(2, loading(where, lambda _: {"loader": Stateful(), "n": 0})):
         assert isinstance(outcome, sk.StateMismatch)
         assert "load_rank_states" in str(outcome)
         assert "'loader' was saved per rank by 3 ranks" in str(outcome)
-    assert run_thread_ranks(2, load(Stateful, exclude="loader")) == [{}, {}]
+    left_out = loading(where, lambda _: {"loader": Stateful(), "n": 0}, exclude="loader")
+    assert [found["loader"].state for found in run_thread_ranks(2, left_out)] == [{}, {}]
 
 
 def test_what_other_ranks_saved_is_not_this_ranks(tmp_path):
     """As many ranks saved a part that is still there as load it, but others: rank 1 of two, and now rank 0 alone."""
-    run_thread_ranks(2, lambda world: sk.save({"o": Stateful(n=world.rank)}, tmp_path / "c", group=world))
+    saved(2, tmp_path / "c", lambda world: {"o": Stateful(n=world.rank)})
     sk.convert(tmp_path / "c", tmp_path / "d", "native", drop="o.@0")
-    with pytest.raises(sk.StateMismatch, match="'o' was saved per rank by 1 ranks; this is rank 0 of 1"):
+    with pytest.raises(sk.StateMismatch, match="'o' was saved per rank by 1 rank; this is rank 0 of 1"):
         sk.load({"o": Stateful(n=0)}, tmp_path / "d")
 
 
@@ -239,20 +244,12 @@ def test_large_tensors_that_differ_are_noticed(tmp_path):
         data[1 << 18 :] = rank
         return data
 
-    def save(world):
-        state = {"own": Stateful(t=tensor(world.rank)), "same": Stateful(t=tensor(7))}
-        return sk.save(state, tmp_path / "c", group=world)
-
-    def load(world):
-        state = {"own": Stateful(), "same": Stateful()}
-        sk.load(state, tmp_path / "c", group=world)
-        return torch.equal(state["own"].state["t"], tensor(world.rank)) and torch.equal(
-            state["same"].state["t"], tensor(7)
-        )
-
-    run_thread_ranks(2, save)
+    saved(2, tmp_path / "c", lambda world: {"own": Stateful(t=tensor(world.rank)), "same": Stateful(t=tensor(7))})
     assert "same.t" in list(sk.open(tmp_path / "c").keys())
-    assert run_thread_ranks(2, load) == [True, True]
+    load = loading(tmp_path / "c", lambda _: {"own": Stateful(), "same": Stateful()})
+    for rank, found in enumerate(run_thread_ranks(2, load)):
+        assert torch.equal(found["own"].state["t"], tensor(rank))
+        assert torch.equal(found["same"].state["t"], tensor(7))
 
 
 def test_what_an_object_shows_is_never_written_to(tmp_path):
@@ -283,17 +280,9 @@ def test_objects_that_decide_are_asked_even_if_ranks_agreed(tmp_path):
     """
     All positions equal, or saved on one rank: `load_rank_states` still hears that the number of ranks is another one.
     """
-
-    def save(world):
-        sk.save({"l": Loader({"position": 100})}, tmp_path / str(world.size), group=world)
-
-    def load(world):
-        thing = Loader()
-        sk.load({"l": thing}, tmp_path / "4", group=world)
-        return thing.state
-
-    run_thread_ranks(4, save)
-    assert run_thread_ranks(2, load) == [{"positions": [100] * 4, "rank": rank, "of": 2} for rank in range(2)]
+    saved(4, tmp_path / "c", lambda _: {"l": Loader({"position": 100})})
+    for rank, found in enumerate(run_thread_ranks(2, loading(tmp_path / "c", lambda _: {"l": Loader()}))):
+        assert found["l"].state == {"positions": [100] * 4, "rank": rank, "of": 2}
 
 
 def test_what_differs_beside_spread_tensors_is_refused_or_wrapped(tmp_path):
@@ -366,12 +355,8 @@ def test_containers_keep_their_classes(tmp_path):
 
 def test_the_order_of_keys_is_no_difference(tmp_path):
     """Two ranks that list the same items in another order have the same state."""
-
-    def save(world):
-        items = [("a", 1), ("b", 2)]
-        sk.save({"s": Stateful(dict(items if world.rank else items[::-1]))}, tmp_path / "c", group=world)
-
-    run_thread_ranks(2, save)
+    items = [("a", 1), ("b", 2)]
+    saved(2, tmp_path / "c", lambda world: {"s": Stateful(dict(items if world.rank else items[::-1]))})
     assert sorted(sk.open(tmp_path / "c").keys()) == ["s.a", "s.b"]
 
 

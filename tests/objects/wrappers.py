@@ -1,6 +1,7 @@
 """One small model in every wrapper that training uses, with what a test does to it on each rank."""
 
 import warnings
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.training.samples import PerParameter
 
 WIDTH = 8
 DEPTH = 2
@@ -42,30 +45,21 @@ class Net(nn.Module):
         return x
 
 
-class Factored(torch.optim.Optimizer):
+class Factored(PerParameter):
     """Keeps a momentum like its parameter, row factors of the whole parameter, a list, a number and a word."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.05, "decay": (0.9, 0.1), "kind": "factored"})
+    hyper: ClassVar = {"lr": 0.05, "decay": (0.9, 0.1), "kind": "factored"}
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                rows = grad.reshape(grad.shape[0], -1).square().mean(1)
-                kept = self.state[p]
-                if not kept:
-                    kept.update(
-                        momentum=torch.zeros_like(p), rows=torch.zeros_like(rows), history=[0], count=0, word="warm"
-                    )
-                kept["rows"].mul_(0.5).add_(rows)
-                kept["history"] = [*kept["history"], kept["count"]]
-                kept["count"] += 1
-                kept["momentum"].mul_(group["decay"][0]).add_(p.grad, alpha=group["decay"][1])
-                p.add_(kept["momentum"], alpha=-group["lr"])
+    def update(self, p, kept, group):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        rows = grad.reshape(grad.shape[0], -1).square().mean(1)
+        if not kept:
+            kept.update(momentum=torch.zeros_like(p), rows=torch.zeros_like(rows), history=[0], count=0, word="warm")
+        kept["rows"].mul_(0.5).add_(rows)
+        kept["history"] = [*kept["history"], kept["count"]]
+        kept["count"] += 1
+        kept["momentum"].mul_(group["decay"][0]).add_(p.grad, alpha=group["decay"][1])
+        p.add_(kept["momentum"], alpha=-group["lr"])
 
 
 OPTIMIZERS = {

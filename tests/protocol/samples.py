@@ -100,6 +100,12 @@ def torch_fills_metadata(folder):
     return returned.version is not None
 
 
+def clear_torchs_plans():
+    """Make torch's planners forget their plans, which are kept by the name of the class."""
+    for kept in [each for name, each in vars(theirs.SavePlanner).items() if name.startswith("_cached")]:
+        kept.clear()
+
+
 def quietly(function, *args, **kwargs):
     """Call a function whose warnings are another test's business."""
     with warnings.catch_warnings():

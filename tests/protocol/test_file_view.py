@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import utils as their_utils
+from torch.distributed.checkpoint.metadata import MetadataIndex as TheirIndex
 
 from shardkeep.dcp import utils
 from shardkeep.dcp._impl import driver
@@ -61,6 +63,15 @@ def test_a_view_is_what_torch_loads_from():
         utils._ReaderView(whole, 0, 3).seek(0, 9)
 
 
+LOOKED_UP_IN_VAIN = [
+    ("w", None, "a ShardedTensor and no offset was provided"),
+    ("w", (1, 1), r"Could not find shard at 'torch.Size\(\[1, 1\]\)' for FQN: "),
+    ("absent", None, "Could not find FQN: "),
+    ("n", (0,), "is not a ShardedTensor, can't find by offset: "),
+    ("plain", (1, 0), "is not a ShardedTensor, can't find by offset: "),
+]
+
+
 def find_shards():
     full = numbered(6, 4)
     tensor = sharded_tensor(full, [(0, (0, 0), (3, 2)), (0, (0, 2), (3, 2)), (0, (3, 0), (3, 4))])
@@ -68,17 +79,18 @@ def find_shards():
         seen(utils.find_tensor_shard(tensor, MetadataIndex("w", at, hint)))
         for at, hint in [((0, 2), None), ((0, 2), 1), ((0, 2), 0), ((0, 2), 9), ((0, 2), -1)]
     ]
-    state = {"w": tensor, "n": 5}
+    state = {"w": tensor, "n": 5, "plain": full}
     found.append(seen(utils.find_state_dict_object(state, MetadataIndex("w", (0, 2)))))
-    for index in (MetadataIndex("w", (1, 1)), MetadataIndex("w")):
-        with pytest.raises(ValueError, match="'w'"):
-            utils._find_shard(tensor, index)
+    for name, at, words in LOOKED_UP_IN_VAIN:
+        for module, kind in ((utils, MetadataIndex), (their_utils, TheirIndex)):
+            with pytest.raises(ValueError, match=f"{words}.*{name}|{name}.*{words}"):
+                module.find_state_dict_object(state, kind(name, at and torch.Size(at)))
     assert utils.find_state_dict_object(state, MetadataIndex("n")) == 5
     return [each == seen(full[:3, 2:]) for each in found]
 
 
 def test_a_shard_is_found_by_its_offset(rank_pool):
-    """With a right hint, a wrong one or none; where there is no such shard, a ValueError names the key."""
+    """With a right hint, a wrong one or none; where there is no such shard, a ValueError says so in torch's words."""
     assert rank_pool.run(1, find_shards) == [[True] * 6]
 
 

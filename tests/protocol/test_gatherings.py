@@ -196,31 +196,26 @@ class Failing:
         raise OSError(f"{self.method} failed")
 
 
-def fail_in_a_save(folder, method, rank, **how):
+def fail_in_a_save(folder, method, rank, use_collectives):
     writer = Failing(theirs.FileSystemWriter(folder), method, rank)
     with pytest.raises(CheckpointException) as caught:
-        quietly(save, {"w": numbered(2), "n": 1}, storage_writer=writer, **how)
+        quietly(save, {"w": numbered(2), "n": 1}, storage_writer=writer, use_collectives=use_collectives)
     return {rank: str(error) for rank, (error, _) in caught.value.failures.items()}
 
 
 STEPS = [("set_up_storage_writer", 1), ("prepare_local_plan", 1), ("prepare_global_plan", 0), ("write_data", 1)]
+ALONE = ("write_data", 1, False)
 
 
-@pytest.mark.parametrize(("method", "rank"), [*STEPS, ("finish", 0)])
-def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, method, rank):
-    """Whatever step a writer fails in, every rank is told who failed and why, and there is no checkpoint."""
-    outcome = rank_pool.run(2, fail_in_a_save, str(tmp_path / "ck"), method, rank)
+@pytest.mark.parametrize(("method", "rank", "together"), [*((*step, True) for step in [*STEPS, ("finish", 0)]), ALONE])
+def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, method, rank, together):
+    """
+    Whatever step a writer fails in, every rank learns who failed and why, also if each saves for itself, and there is no
+    checkpoint.
+    """
+    outcome = rank_pool.run(2, fail_in_a_save, str(tmp_path / "ck"), method, rank, together)
     assert outcome == [{rank: f"{method} failed"}] * 2
     assert not (tmp_path / "ck" / ".metadata").exists()
-
-
-def fail_alone(folder):
-    return list(fail_in_a_save(folder, "write_data", 1, use_collectives=False))
-
-
-def test_without_collectives_a_failure_is_still_told(rank_pool, tmp_path):
-    """Where each rank saves for itself, the others learn that one could not, and do not wait for it."""
-    assert rank_pool.run(2, fail_alone, str(tmp_path / "ck")) == [[1], [1]]
 
 
 def fail_in_a_load(folder, method):

@@ -15,8 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as theirs
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint import default_planner as their_planners
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Cut
 
 from shardkeep.dcp._dedup_save_plans import dedup_save_plans
 from shardkeep.dcp._dedup_tensors import dedup_tensors
@@ -40,13 +38,18 @@ from shardkeep.dcp.metadata import (
     TensorStorageMetadata,
 )
 from shardkeep.dcp.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from shardkeep.dcp.planner_helpers import _init_state_dict
+from shardkeep.dcp.planner_helpers import (
+    _compare_save_plans,
+    _contains_usable_plan,
+    _init_state_dict,
+    _merge_delta_local_plans,
+)
 from shardkeep.dcp.state_dict_loader import load
 from shardkeep.dcp.state_dict_saver import save
 from shardkeep.errors import InvalidShards, StateMismatch
 from shardkeep.layouts.torch_values import to_ours
 from tests.protocol.samples import quietly, state_of_ranks
-from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
+from tests.toolkit.samples import numbered, seen
 
 RANKS = [1, 2, 4]
 
@@ -89,27 +92,6 @@ def test_saves_are_planned_as_torch_plans_them(rank_pool, ranks, options):
     assert metadata == to_ours(their_metadata)
     hints = [[item.index.index for item in plan.items] for plan in plans]
     assert hints == [[item.index.index for item in plan.items] for plan in their_plans]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_replicated_values_are_spread_by_what_they_weigh(rank_pool, ranks):
-    """
-    Each item is in one plan, the metadata are torch's but for the order of chunks, and the ranks' loads are closer.
-    """
-    mine, other = zip(*rank_pool.run(ranks, local_plans, {}), strict=True)
-    plans, metadata = DefaultSavePlanner().create_global_plan(list(mine))
-    their_plans, their_metadata = theirs.DefaultSavePlanner().create_global_plan(list(other))
-    assert sorted(repr(i.index.fqn) + repr(i.index.offset) for p in plans for i in p.items) == sorted(
-        repr(i.index.fqn) + repr(i.index.offset) for p in their_plans for i in p.items
-    )
-    assert in_order(metadata) == in_order(to_ours(their_metadata))
-
-
-def in_order(metadata):
-    for entry in metadata.state_dict_metadata.values():
-        if isinstance(entry, TensorStorageMetadata):
-            entry.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
-    return metadata
 
 
 def item(name, rows, whole=None, at=0):
@@ -235,6 +217,29 @@ def refusal(reader, state):
     return caught.value.failures[0][0]
 
 
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner(), type("Users", (DefaultLoadPlanner,), {})()])
+@pytest.mark.parametrize(
+    ("stored", "asked", "hint"),
+    [
+        (
+            {"model": {"weight": 1}},
+            {"model": {"weigth": 0}},
+            "did you mean 'model.weight' for 'model.weigth'?; load with",
+        ),
+        ({"app": {"a": 1, "b": 2}}, {"a": 0, "b": 0}, "pass rename={'app': ''} to shardkeep.load; load with"),
+        ({"model": 1}, {"x": 0}, "load with DefaultLoadPlanner(allow_partial_load=True)"),
+    ],
+)
+def test_near_names_are_suggested_for_missing_keys(tmp_path, stored, asked, hint, planner):
+    """As in `sk.load`; torch's words stay as they are."""
+    reader = saved(tmp_path, stored)
+    with pytest.raises(CheckpointException) as caught:
+        quietly(load, asked, storage_reader=reader, planner=planner)
+    error = caught.value.failures[0][0]
+    assert error.message.startswith("Missing key in checkpoint state_dict: ")
+    assert hint in error.hint
+
+
 def test_all_missing_keys_are_named_at_once(tmp_path):
     """One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched."""
     reader = saved(tmp_path, {"a": numbered(2)})
@@ -267,24 +272,6 @@ def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
     assert state == {"n": 5}
 
 
-def test_a_partial_load_leaves_everything_else_alone(tmp_path):
-    """Values that the checkpoint lacks are the same objects afterwards, whatever they are; torch makes them None."""
-    reader = saved(tmp_path, {"w": numbered(2), "sub": {"n": 3}})
-    config = object()
-    kept = {"set": {1}, "array": np.ones(2), "config": config, "pair": Pair(1, {2}), "list": [{1}, np.zeros(1)]}
-    state = {"w": torch.zeros(2), "sub": {"n": 0, **kept}, **kept}
-    quietly(load, state, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert seen(state["w"]) == seen(numbered(2))
-    assert state["sub"]["n"] == 3
-    for holder in (state, state["sub"]):
-        assert all(holder[key] is value for key, value in kept.items())
-    broken = {"w": torch.zeros(2), "set": {1}}
-    quietly(
-        theirs.load, broken, checkpoint_id=str(tmp_path), planner=theirs.DefaultLoadPlanner(allow_partial_load=True)
-    )
-    assert broken["set"] is None  # the defect this guards against
-
-
 def test_meta_tensors_get_memory_and_nothing_else_changes():
     """Tensors on meta are replaced in dicts, lists and tuples, in place; what holds none stays the object it was."""
     on_meta = torch.empty(3, device="meta")
@@ -299,33 +286,6 @@ def test_meta_tensors_get_memory_and_nothing_else_changes():
         assert (tensor.device.type, tensor.shape) == (device.type, (3,))
 
 
-def load_onto_meta(folder):
-    mesh = mesh_of(dist.get_world_size())
-    state = {"w": spread_out(numbered(5, 2), mesh, Cut(0)), "b": numbered(3)}
-    quietly(save, state, storage_writer=theirs.FileSystemWriter(folder))
-    local = state["w"]._local_tensor.to("meta")
-    absent = DTensor.from_local(local, mesh, [Cut(0)], run_check=False, shape=(5, 2), stride=(2, 1))
-    into = {"w": absent, "b": torch.empty(3, device="meta")}
-    quietly(load, into, storage_reader=theirs.FileSystemReader(folder))
-    return seen(into) == seen(state)
-
-
-def test_loading_onto_meta(rank_pool, tmp_path):
-    """DTensors cut unevenly and plain tensors on meta come back with memory and values."""
-    assert rank_pool.run(2, load_onto_meta, str(tmp_path / "ck")) == [True, True]
-
-
-def test_a_cast_is_done_and_said(tmp_path, caplog):
-    """As in torch the values are converted to the state's dtype; the log names the keys and both dtypes."""
-    reader = saved(tmp_path, {"w": torch.tensor([1e5, 1.0]), "same": numbered(2)})
-    state = {"w": torch.zeros(2, dtype=torch.float16), "same": torch.zeros(2)}
-    with caplog.at_level(logging.WARNING, "shardkeep"):
-        quietly(load, state, storage_reader=reader)
-    assert state["w"].tolist() == [float("inf"), 1.0]
-    assert "w (torch.float32 to torch.float16)" in caplog.text
-    assert not any("same" in record.getMessage() for record in caplog.records if record.name == "shardkeep")
-
-
 def test_a_tensor_that_is_not_all_there_is_said(caplog):
     """Where the stored chunks leave a hole in what is loaded, the log names the key."""
     chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))]
@@ -335,15 +295,6 @@ def test_a_tensor_that_is_not_all_there_is_said(caplog):
     assert [tuple(each.lengths) for each in plan.items] == [(2,)]
     assert "does not hold all of these tensors" in caplog.text
     assert "w" in caplog.text.split()
-
-
-def test_objects_under_integers_come_back_under_integers(tmp_path):
-    """Keys are strings in the checkpoint; in the state they stay what they are, and none appears twice."""
-    state = {"state": {0: {"step": 4, "m": numbered(2)}, 1: {"step": 5}}, "list": [{3: "x"}]}
-    reader = saved(tmp_path, state)
-    into = {"state": {0: {"step": 0, "m": torch.zeros(2)}, 1: {"step": 0}}, "list": [{3: ""}]}
-    quietly(load, into, storage_reader=reader)
-    assert seen(into) == seen(state)
 
 
 def test_checkpoints_of_torch_2_3_are_read(tmp_path):
@@ -360,15 +311,6 @@ def test_checkpoints_of_torch_2_3_are_read(tmp_path):
         }
         quietly(load, into, storage_reader=reader, planner=DefaultLoadPlanner(**options))
         assert seen(into) == seen(old)
-
-
-def test_a_state_may_be_kept_as_it_is(tmp_path):
-    """Without flattening, nested dicts are single objects, and come back whole."""
-    state = {"w": numbered(2), "nested": {"t": numbered(1)}}
-    whole, into = {"flatten_state_dict": False}, {"w": torch.zeros(2), "nested": None}
-    quietly(save, state, storage_writer=theirs.FileSystemWriter(tmp_path), planner=DefaultSavePlanner(**whole))
-    quietly(load, into, storage_reader=theirs.FileSystemReader(tmp_path), planner=DefaultLoadPlanner(**whole))
-    assert seen(into) == seen(state)
 
 
 def test_the_state_must_be_empty_where_it_is_made():
@@ -519,4 +461,19 @@ def test_planners_can_be_sent_to_another_process():
     planner.finish_plan(plan)
     again = pickle.loads(pickle.dumps(planner))
     again.set_up_planner({"w": numbered(2)}, StorageMeta("there"), is_coordinator=True)
-    assert again.create_local_plan().usable is False
+    assert [item.index.fqn for item in again.create_local_plan().items] == ["w"]
+
+
+def test_torchs_helpers_for_plans_that_are_used_again():
+    """Plans differ by a hint alone; the new plan of a rank counts, and its previous one where it sent none."""
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner.set_up_planner({"w": numbered(2)})
+    plan = planner.create_local_plan()
+    [hinted], _ = planner.create_global_plan([plan])
+    none = SavePlan([], usable=False)
+    assert _compare_save_plans(plan, planner.create_local_plan())
+    assert not _compare_save_plans(plan, hinted)
+    assert not _compare_save_plans(plan, none)
+    assert not _compare_save_plans(plan, dataclasses.replace(plan, planner_data={}))
+    assert _merge_delta_local_plans([plan, plan], [none, hinted]) == [plan, hinted]
+    assert [_contains_usable_plan(plans) for plans in ([none], [none, plan], [])] == [False, True, False]

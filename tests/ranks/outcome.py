@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
 from shardkeep.errors import CheckpointError, Failure
 
@@ -29,18 +28,16 @@ class Outcome:
     cause: str = ""
 
 
-def rank() -> int:
+def rank():
     return dist.get_rank()
 
 
-def echo(payloads: list[bytes]) -> list[bytes]:
+def echo(payloads):
     """Decide that each rank gets what all ranks said, and its own number."""
     return [b",".join(payloads) + b">%d" % number for number in range(len(payloads))]
 
 
-def ask(
-    meeting: Rendezvous, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]] = echo
-) -> Outcome:
+def ask(meeting, phase, work, decide=echo):
     began = time.monotonic()
     try:
         answer = meeting.agree(phase, work, decide)
@@ -59,13 +56,13 @@ def ask(
 
 
 def ask_once(
-    work: Callable[[], bytes],
-    decide: Callable[[list[bytes]], list[bytes]] = echo,
+    work,
+    decide=echo,
     *,
-    timeout_s: float = 5.0,
-    title: str = "save to a",
-    phase: str = "write",
-) -> Outcome:
+    timeout_s=5.0,
+    title="save to a",
+    phase="write",
+):
     """Make one call of one phase."""
     with rendezvous(current_world(timeout_s=timeout_s), title) as meeting:
         return ask(meeting, phase, work, decide)

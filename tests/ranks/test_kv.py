@@ -1,37 +1,35 @@
 """Messages through each of torch's stores."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from shardkeep.dist import kv as mailbox_module
 from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, with_mailbox
 
 
 @pytest.fixture(params=["tcp", "file", "hash"])
-def bare_store(request: pytest.FixtureRequest, tmp_path) -> Store:
+def bare_store(request, tmp_path):
     if request.param == "tcp":
         return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     return FileStore(str(tmp_path / "store"), 1) if request.param == "file" else HashStore()
 
 
 @pytest.fixture
-def store(bare_store: Store) -> Store:
+def store(bare_store):
     return PrefixStore("a", PrefixStore("b", bare_store))
 
 
 @pytest.fixture
-def mailbox(store: Store) -> KVMailbox:
+def mailbox(store):
     return KVMailbox(store, 2, threading.Event())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 5])
-def test_a_message_arrives_and_leaves_nothing_behind(store: Store, mailbox: KVMailbox, nbytes: int):
+def test_a_message_arrives_and_leaves_nothing_behind(store, mailbox, nbytes):
     body = bytes(range(256)) * (nbytes // 256 + 1)
     before = store.num_keys()
 
@@ -43,7 +41,7 @@ def test_a_message_arrives_and_leaves_nothing_behind(store: Store, mailbox: KVMa
     assert store.num_keys() == before
 
 
-def test_more_messages_than_one_request_reads(mailbox: KVMailbox):
+def test_more_messages_than_one_request_reads(mailbox):
     names = [f"n{number}" for number in range(3 * mailbox_module.BATCH + 1)]
     for name in names:
         mailbox.put(name, name.encode())
@@ -51,7 +49,7 @@ def test_more_messages_than_one_request_reads(mailbox: KVMailbox):
     assert mailbox.take(names) == [name.encode() for name in names]
 
 
-def test_waiting_ends_when_the_last_message_is_there(store: Store, mailbox: KVMailbox):
+def test_waiting_ends_when_the_last_message_is_there(store, mailbox):
     mailbox.put("first", b"")
     timer = threading.Timer(0.3, lambda: store.set("second", b"w"))
     timer.start()
@@ -62,7 +60,7 @@ def test_waiting_ends_when_the_last_message_is_there(store: Store, mailbox: KVMa
     timer.join()
 
 
-def test_waiting_ends_with_its_time_in_silence(mailbox: KVMailbox, capfd: pytest.CaptureFixture[str]):
+def test_waiting_ends_with_its_time_in_silence(mailbox, capfd):
     """torch's own `wait` writes two lines to stderr each time it ends without the key."""
     mailbox.put("first", b"")
     began = time.monotonic()
@@ -72,13 +70,13 @@ def test_waiting_ends_with_its_time_in_silence(mailbox: KVMailbox, capfd: pytest
     assert capfd.readouterr().err == ""
 
 
-def test_a_visit_that_hangs_is_left_behind_and_ends_at_its_next_look(store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_a_visit_that_hangs_is_left_behind_and_ends_at_its_next_look(store, monkeypatch):
     monkeypatch.setattr(mailbox_module, "GRACE_S", 0.1)
-    visitors: list[threading.Thread] = []
+    visitors = []
     release = threading.Event()
     began = time.monotonic()
 
-    def errand(mailbox: KVMailbox) -> bool:
+    def errand(mailbox):
         visitors.append(threading.current_thread())
         release.wait(10)
         return mailbox.wait(["never"], 60)
@@ -92,14 +90,14 @@ def test_a_visit_that_hangs_is_left_behind_and_ends_at_its_next_look(store: Stor
     assert not visitors[0].is_alive()
 
 
-def test_a_store_that_fails_is_lost_mail(store: Store):
-    def fail(_: KVMailbox) -> None:
+def test_a_store_that_fails_is_lost_mail(store):
+    def fail(_):
         raise RuntimeError("Broken pipe\nframe #0: c10::Error")
 
     with pytest.raises(StoreUnreachable, match=r"^Broken pipe$"):
         with_mailbox(store, 2, fail, within_s=1)
 
 
-def test_a_mistake_in_an_errand_is_not_taken_for_lost_mail(store: Store):
+def test_a_mistake_in_an_errand_is_not_taken_for_lost_mail(store):
     with pytest.raises(ZeroDivisionError):
         with_mailbox(store, 2, lambda _: 1 / 0, within_s=1)

@@ -1,7 +1,5 @@
 """What the failures of many ranks become."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec
@@ -23,7 +21,7 @@ from shardkeep.errors import CheckpointError, Failure, RanksDisagree, RanksSilen
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
-def test_ranks_are_named_so_that_they_can_be_read_back(ranks: set[int]):
+def test_ranks_are_named_so_that_they_can_be_read_back(ranks):
     named = set()
     for span in re.fullmatch(r"ranks? (.+)", format_ranks(list(ranks)))[1].split(", "):
         first, _, last = span.partition("-")
@@ -35,7 +33,7 @@ def test_ranks_are_named_so_that_they_can_be_read_back(ranks: set[int]):
 @pytest.mark.parametrize(
     ("ranks", "expected"), [([3], "rank 3"), ([2, 0, 1, 5], "ranks 0-2, 5"), ([4, 5], "ranks 4-5")]
 )
-def test_ranks_are_named_briefly(ranks: list[int], expected: str):
+def test_ranks_are_named_briefly(ranks, expected):
     assert format_ranks(ranks) == expected
 
 
@@ -99,11 +97,11 @@ def test_a_disagreement_says_who_called_what():
 
 
 class Unprintable(Exception):
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("not even this")
 
 
-def raised(error: BaseException) -> BaseException:
+def raised(error):
     try:
         raise error
     except BaseException as caught:  # noqa: BLE001
@@ -120,7 +118,7 @@ def raised(error: BaseException) -> BaseException:
     ],
     ids=["details", "surrogates", "unprintable", "long"],
 )
-def test_whatever_an_error_holds_it_can_travel(error: BaseException):
+def test_whatever_an_error_holds_it_can_travel(error):
     failure = describe_error(raised(error))
 
     wire = msgspec.msgpack.encode(merge_failures({1: failure}, phase="p", title="t"))

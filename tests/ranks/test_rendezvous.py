@@ -1,7 +1,5 @@
 """A step on all ranks, and what becomes of each failure."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading
@@ -15,16 +13,15 @@ from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.errors import CheckpointError, StateMismatch, StorageFull
-from tests.ranks.outcome import Outcome, ask, ask_once, echo, rank
-from tests.support.rank_pool import RankPool
+from tests.ranks.outcome import ask, ask_once, echo, rank
 
 
-def ask_for_rank() -> Outcome:
+def ask_for_rank():
     return ask_once(lambda: b"%d" % rank())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_each_rank_gets_its_answer(rank_pool: RankPool, size: int):
+def test_each_rank_gets_its_answer(rank_pool, size):
     """Contributions reach `decide` in the order of ranks, and each rank gets the answer meant for it."""
     everyone = b",".join(b"%d" % number for number in range(size))
 
@@ -33,19 +30,19 @@ def test_each_rank_gets_its_answer(rank_pool: RankPool, size: int):
     assert answers == [everyone + b">%d" % number for number in range(size)]
 
 
-def many_phases() -> list[bytes]:
+def many_phases():
     with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
         return [meeting.agree("again", lambda n=n: b"%d" % (n * rank()), echo) for n in range(5)]
 
 
-def test_phases_of_one_name_follow_each_other(rank_pool: RankPool):
+def test_phases_of_one_name_follow_each_other(rank_pool):
     expected = [[b"0,%d,%d>%d" % (n, 2 * n, number) for n in range(5)] for number in range(3)]
 
     assert rank_pool.run(3, many_phases) == expected
 
 
-def long_texts(nbytes: int, shared: bool) -> tuple[str, str]:
-    def decide(payloads: list[bytes]) -> list[bytes]:
+def long_texts(nbytes, shared):
+    def decide(payloads):
         digests = b",".join(hashlib.md5(payload).hexdigest().encode() for payload in payloads)
         body = digests + b"z" * nbytes
         return [body if shared else body + b"%d" % number for number in range(len(payloads))]
@@ -57,7 +54,7 @@ def long_texts(nbytes: int, shared: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["same answer", "own answers"])
-def test_long_contributions_and_answers_arrive_whole(rank_pool: RankPool, shared: bool):
+def test_long_contributions_and_answers_arrive_whole(rank_pool, shared):
     """A TCPStore cuts off a client that sends more than 8 MiB at once."""
     nbytes = 2 * PIECE_BYTES + 3
     digests = ",".join(hashlib.md5(b"%d" % number * nbytes).hexdigest() for number in range(3))
@@ -67,8 +64,8 @@ def test_long_contributions_and_answers_arrive_whole(rank_pool: RankPool, shared
     assert heard == [(digests, "" if shared else str(number)) for number in range(3)]
 
 
-def fail_on(failing: list[int]) -> Outcome:
-    def work() -> bytes:
+def fail_on(failing):
+    def work():
         if rank() in failing:
             raise StorageFull(f"no space for part {rank()}", hint="free some", errno=28, unsendable=object())
         return b""
@@ -77,7 +74,7 @@ def fail_on(failing: list[int]) -> Outcome:
 
 
 @pytest.mark.parametrize("failing", [[0], [1], [2], [1, 3]])
-def test_failures_reach_every_rank(rank_pool: RankPool, failing: list[int]):
+def test_failures_reach_every_rank(rank_pool, failing):
     lines = [f"rank {number}: no space for part {number}" for number in failing]
 
     for number, one in enumerate(rank_pool.run(4, fail_on, failing)):
@@ -90,8 +87,8 @@ def test_failures_reach_every_rank(rank_pool: RankPool, failing: list[int]):
         assert one.cause.startswith("StorageFull") == (number in failing)
 
 
-def fail_alike() -> Outcome:
-    def work() -> bytes:
+def fail_alike():
+    def work():
         if rank() == 2:
             raise KeyError("layer")
         raise StateMismatch("shapes differ", missing=["a", "b"])
@@ -99,7 +96,7 @@ def fail_alike() -> Outcome:
     return ask_once(work)
 
 
-def test_equal_failures_are_merged(rank_pool: RankPool):
+def test_equal_failures_are_merged(rank_pool):
     outcomes = rank_pool.run(4, fail_alike)
 
     assert {one.message for one in outcomes} == {
@@ -110,8 +107,8 @@ def test_equal_failures_are_merged(rank_pool: RankPool):
     assert outcomes[2].cause == "KeyError('layer')"
 
 
-def fail_deciding(wrong: str) -> Outcome:
-    def decide(payloads: list[bytes]) -> list[bytes]:
+def fail_deciding(wrong):
+    def decide(payloads):
         if wrong == "count":
             return payloads[:-1]
         raise ZeroDivisionError("cannot balance")
@@ -123,7 +120,7 @@ def fail_deciding(wrong: str) -> Outcome:
     ("wrong", "text"),
     [("raise", "ZeroDivisionError: cannot balance"), ("count", "ValueError: 2 answers were decided on for 3 ranks")],
 )
-def test_a_failing_decision_reaches_every_rank(rank_pool: RankPool, wrong: str, text: str):
+def test_a_failing_decision_reaches_every_rank(rank_pool, wrong, text):
     outcomes = rank_pool.run(3, fail_deciding, wrong)
 
     assert {one.kind for one in outcomes} == {"CheckpointError"}
@@ -131,8 +128,8 @@ def test_a_failing_decision_reaches_every_rank(rank_pool: RankPool, wrong: str, 
     assert [bool(one.cause) for one in outcomes] == [True, False, False]
 
 
-def fail_and_go_on() -> tuple[str, bytes | None, bytes | None]:
-    def work() -> bytes:
+def fail_and_go_on():
+    def work():
         if rank() == 1:
             raise OSError("no")
         return b""
@@ -143,7 +140,7 @@ def fail_and_go_on() -> tuple[str, bytes | None, bytes | None]:
     return failed.message.splitlines()[0], after.answer, ask_for_rank().answer
 
 
-def test_ranks_can_go_on_after_a_failure(rank_pool: RankPool):
+def test_ranks_can_go_on_after_a_failure(rank_pool):
     """A failed phase leaves all ranks in step, for the next phase and for the next call."""
     heard = rank_pool.run(3, fail_and_go_on)
 
@@ -154,13 +151,13 @@ class Stop(BaseException):
     pass
 
 
-def be_stopped(kind: type[BaseException], stopped: int, where: str) -> Outcome | str:
-    def stop() -> bytes:
+def be_stopped(kind, stopped, where):
+    def stop():
         if rank() == stopped:
             raise kind("stop")
         return b""
 
-    def decide(payloads: list[bytes]) -> list[bytes]:
+    def decide(payloads):
         if where == "decide":
             raise kind("stop")
         return payloads
@@ -173,9 +170,7 @@ def be_stopped(kind: type[BaseException], stopped: int, where: str) -> Outcome |
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, Stop])
 @pytest.mark.parametrize(("stopped", "where"), [(0, "work"), (1, "work"), (0, "decide")])
-def test_an_interrupt_goes_on_and_reaches_the_others(
-    rank_pool: RankPool, kind: type[BaseException], stopped: int, where: str
-):
+def test_an_interrupt_goes_on_and_reaches_the_others(rank_pool, kind, stopped, where):
     outcomes = rank_pool.run(3, be_stopped, kind, stopped, where)
 
     assert outcomes.pop(stopped) == f"{kind.__name__}('stop')"
@@ -184,11 +179,11 @@ def test_an_interrupt_goes_on_and_reaches_the_others(
         assert one.seconds < 2
 
 
-def stay_when_stopped(stopped: int) -> list[str]:
+def stay_when_stopped(stopped):
     """Catch the interrupt within the call, and stay there until the others know and have tried to go on."""
     signs = dist.distributed_c10d._get_default_store()
 
-    def work() -> bytes:
+    def work():
         if rank() == stopped:
             raise KeyboardInterrupt
         return b""
@@ -205,14 +200,14 @@ def stay_when_stopped(stopped: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_an_interrupt_reaches_the_others_before_the_call_ends(rank_pool: RankPool, stopped: int):
+def test_an_interrupt_reaches_the_others_before_the_call_ends(rank_pool, stopped):
     heard = rank_pool.run(3, stay_when_stopped, stopped)
 
     assert heard.pop(stopped) == []
     assert heard == [[f"rank {stopped}: KeyboardInterrupt"] * 2] * 2
 
 
-def leave_early(leaving: int) -> tuple[float, str, bytes | None]:
+def leave_early(leaving):
     began = time.monotonic()
     text = "nothing"
     try:
@@ -227,7 +222,7 @@ def leave_early(leaving: int) -> tuple[float, str, bytes | None]:
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
-def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool: RankPool, leaving: int):
+def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool, leaving):
     heard = rank_pool.run(3, leave_early, leaving)
 
     assert max(seconds for seconds, _, _ in heard) < 3
@@ -237,14 +232,14 @@ def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool: RankPool
     assert all(text.startswith(f"rank {leaving}: OSError: lost my disk\n") for text in texts)
 
 
-def in_the_background() -> tuple[bytes, bytes]:
+def in_the_background():
     """Begin a save, do a whole load, and finish the save on another thread."""
     world = current_world(timeout_s=5)
-    late: list[bytes] = []
+    late = []
     save = contextlib.ExitStack()
     meeting = save.enter_context(rendezvous(world, "save to a"))
 
-    def finish() -> None:
+    def finish():
         with save:
             time.sleep(0.02 * rank())
             late.append(meeting.agree("write", lambda: b"s%d" % rank(), echo))
@@ -257,11 +252,11 @@ def in_the_background() -> tuple[bytes, bytes]:
     return first, late[0]
 
 
-def test_a_call_may_go_on_in_the_background(rank_pool: RankPool):
+def test_a_call_may_go_on_in_the_background(rank_pool):
     assert rank_pool.run(3, in_the_background) == [(b"l0,l1,l2>%d" % n, b"s0,s1,s2>%d" % n) for n in range(3)]
 
 
-def count_keys(sizes: list[int], times: int) -> list[int]:
+def count_keys(sizes, times):
     """Count the keys of the store after calls with contributions of each size, the first of which is made once."""
     world = current_world(timeout_s=20)
     counts = []
@@ -278,7 +273,7 @@ def count_keys(sizes: list[int], times: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("sizes", "times"), [([0, 5000, 0], 100), ([0, 2 * PIECE_BYTES], 1)], ids=["many", "long"])
-def test_calls_leave_no_keys(rank_pool: RankPool, sizes: list[int], times: int):
+def test_calls_leave_no_keys(rank_pool, sizes, times):
     assert len(set(rank_pool.run(3, count_keys, sizes, times)[0])) == 1
 
 
@@ -286,7 +281,7 @@ def test_a_single_rank_sees_its_own_exceptions():
     class OwnError(Exception):
         pass
 
-    def fail(*args: object) -> bytes:
+    def fail(*args):
         raise OwnError("mine")
 
     with rendezvous(World(0, 1), "save to a") as meeting:

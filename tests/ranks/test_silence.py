@@ -1,22 +1,17 @@
 """Ranks that sleep, die, stop or do something else: the others learn of it in time, and which rank it was."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 import shardkeep as sk
 from shardkeep import dcp
@@ -25,24 +20,23 @@ from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
 from shardkeep.errors import CheckpointError, CheckpointException, RanksSilent
-from tests.ranks.outcome import Outcome, ask, ask_once, echo, rank
-from tests.support.rank_pool import RankPool
+from tests.ranks.outcome import ask, ask_once, echo, rank
 
 TIMEOUT_S = 1.0
 SOON_S = 10.0
 """Much less than the deadlines of the tests that use it, and enough for a machine that is busy with other things."""
 
 
-def signs() -> Store:
+def signs():
     """Where ranks of a test leave signs for each other, so that no test has to guess how long something takes."""
     return PrefixStore("signs", dist.distributed_c10d._get_default_store())
 
 
-def oversleep(sleeper: int) -> tuple[Outcome, float]:
+def oversleep(sleeper):
     """Sleep on one rank until the others have given up; return the outcome, and how long it took after the work."""
     done = 0.0
 
-    def work() -> bytes:
+    def work():
         nonlocal done
         if rank() == sleeper:
             signs().wait([f"done {other}" for other in range(dist.get_world_size()) if other != sleeper])
@@ -57,7 +51,7 @@ def oversleep(sleeper: int) -> tuple[Outcome, float]:
     return outcome, after_s
 
 
-def test_a_sleeping_rank_is_named_and_learns_of_it_when_it_wakes(rank_pool: RankPool):
+def test_a_sleeping_rank_is_named_and_learns_of_it_when_it_wakes(rank_pool):
     heard = rank_pool.run(4, oversleep, 2)
 
     for outcome, _ in heard:
@@ -72,7 +66,7 @@ def test_a_sleeping_rank_is_named_and_learns_of_it_when_it_wakes(rank_pool: Rank
     assert heard[2][1] < TIMEOUT_S
 
 
-def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
+def test_a_sleeping_rank_0_is_named(rank_pool):
     heard = rank_pool.run(3, oversleep, 0)
 
     for outcome, after_s in heard[1:]:
@@ -87,8 +81,8 @@ def test_a_sleeping_rank_0_is_named(rank_pool: RankPool):
     assert after_s < TIMEOUT_S
 
 
-def die(doomed: int, timeout_s: float) -> Outcome:
-    def work() -> bytes:
+def die(doomed, timeout_s):
+    def work():
         if rank() == doomed:
             signs().wait([f"at work {other}" for other in range(dist.get_world_size()) if other != doomed])
             os.kill(os.getpid(), signal.SIGKILL)
@@ -99,14 +93,14 @@ def die(doomed: int, timeout_s: float) -> Outcome:
 
 
 @pytest.mark.parametrize("doomed", [0, 3])
-def test_a_rank_killed_in_a_phase_is_named(rank_pool: RankPool, doomed: int):
+def test_a_rank_killed_in_a_phase_is_named(rank_pool, doomed):
     outcomes = rank_pool.run(4, die, doomed, TIMEOUT_S, expect_death=[doomed])
 
     for number in {0, 1, 2, 3} - {doomed}:
         assert (outcomes[number].kind, outcomes[number].details) == ("RanksSilent", {"ranks": [doomed]})
 
 
-def test_the_death_of_the_store_is_noticed_at_once(rank_pool: RankPool):
+def test_the_death_of_the_store_is_noticed_at_once(rank_pool):
     """The store lives in rank 0's process, as torchrun has it, so its connection breaks with it."""
     outcomes = rank_pool.run(3, die, 0, 5 * SOON_S, expect_death=[0], store_on="rank0")
 
@@ -117,7 +111,7 @@ def test_the_death_of_the_store_is_noticed_at_once(rank_pool: RankPool):
         assert one.seconds < SOON_S
 
 
-def call_after_death() -> str:
+def call_after_death():
     if rank() == 0:
         signs().wait(["ready"])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -132,16 +126,16 @@ def call_after_death() -> str:
         return str(error)
 
 
-def test_a_call_begun_after_the_death_of_the_store_fails(rank_pool: RankPool):
+def test_a_call_begun_after_the_death_of_the_store_fails(rank_pool):
     heard = rank_pool.run(2, call_after_death, expect_death=[0], store_on="rank0")
 
     assert heard[1].startswith("rank 0: cannot be reached: ")
 
 
-def freeze() -> tuple[Outcome, float]:
+def freeze():
     """Rank 0 stops as a machine does that loses its power: no connection breaks, and nothing answers."""
 
-    def work() -> bytes:
+    def work():
         if rank() == 0:
             signs().wait(["joined"])
             subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
@@ -155,7 +149,7 @@ def freeze() -> tuple[Outcome, float]:
     return outcome, time.monotonic() - began
 
 
-def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool: RankPool):
+def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool):
     heard = rank_pool.run(2, freeze, store_on="rank0")
 
     outcome, seconds = heard[1]
@@ -164,8 +158,8 @@ def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool: 
     assert seconds < 3.8
 
 
-def vanish_after(failing: list[int]) -> Outcome:
-    def work() -> bytes:
+def vanish_after(failing):
+    def work():
         if rank() == 0:
             time.sleep(0.6)  # by now the others look at the store but ten times a second
         if rank() in failing:
@@ -179,7 +173,7 @@ def vanish_after(failing: list[int]) -> Outcome:
 
 
 @pytest.mark.parametrize("failing", [[], [1]])
-def test_rank_0_stays_until_the_others_have_its_answer(rank_pool: RankPool, failing: list[int]):
+def test_rank_0_stays_until_the_others_have_its_answer(rank_pool, failing):
     """A script may end right after its save, and on rank 0 that ends the store."""
     outcomes = rank_pool.run(3, vanish_after, failing, expect_death=[0], store_on="rank0")[1:]
 
@@ -188,7 +182,7 @@ def test_rank_0_stays_until_the_others_have_its_answer(rank_pool: RankPool, fail
     assert [one.answer for one in outcomes] == ([None, None] if failing else [b",,>1", b",,>2"])
 
 
-def differ(what: str) -> tuple[Outcome, Outcome]:
+def differ(what):
     odd = rank() == 1
     title = "load from b" if odd and what == "title" else "save to a"
     phase = "read" if odd and what == "phase" else "write"
@@ -202,7 +196,7 @@ def differ(what: str) -> tuple[Outcome, Outcome]:
         ("phase", "ranks 0, 2: called phase 'write' of save to a\nrank 1: called phase 'read' of save to a\n"),
     ],
 )
-def test_ranks_in_different_calls_learn_who_called_what(rank_pool: RankPool, what: str, message: str):
+def test_ranks_in_different_calls_learn_who_called_what(rank_pool, what, message):
     for outcome, next_outcome in rank_pool.run(3, differ, what):
         assert outcome.kind == "RanksDisagree"
         assert outcome.message.startswith(message)
@@ -210,7 +204,7 @@ def test_ranks_in_different_calls_learn_who_called_what(rank_pool: RankPool, wha
         assert next_outcome.kind == ""
 
 
-def last_seen(absent: str) -> str:
+def last_seen(absent):
     if absent != "from the start":
         ask_once(bytes, title="load from b")
     if rank() == 1:
@@ -231,11 +225,11 @@ def last_seen(absent: str) -> str:
         ("in the call", "it has begun this call, but no phase of it"),
     ],
 )
-def test_of_a_silent_rank_is_said_what_it_did_last(rank_pool: RankPool, absent: str, what: str):
+def test_of_a_silent_rank_is_said_what_it_did_last(rank_pool, absent, what):
     assert rank_pool.run(2, last_seen, absent)[0] == f"rank 1: did not answer within {TIMEOUT_S:g} s; {what}"
 
 
-def skip_one(skipping: list[int]) -> list[str]:
+def skip_one(skipping):
     """Some ranks do something else while the others make the first call and give up; then all are there."""
     heard = []
     for step in (1, 2, 3):
@@ -249,7 +243,7 @@ def skip_one(skipping: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("skipping", [[2], [0], [0, 2], [1, 2]])
-def test_a_missed_call_spoils_no_later_one(rank_pool: RankPool, skipping: list[int]):
+def test_a_missed_call_spoils_no_later_one(rank_pool, skipping):
     heard = rank_pool.run(3, skip_one, skipping)
 
     for number, said in enumerate(heard):
@@ -257,7 +251,7 @@ def test_a_missed_call_spoils_no_later_one(rank_pool: RankPool, skipping: list[i
         assert said == (fine if number in skipping else ["RanksSilent", *fine])
 
 
-CALLS: dict[str, Callable[[Any, str], object]] = {
+CALLS = {
     "save": lambda state, where: sk.save(state, where, options=sk.Options(timeout_s=TIMEOUT_S)),
     "async_save": lambda state, where: sk.async_save(state, where, options=sk.Options(timeout_s=TIMEOUT_S)).result(),
     "load": lambda state, where: sk.load(state, where, options=sk.Options(timeout_s=TIMEOUT_S)),
@@ -266,11 +260,11 @@ CALLS: dict[str, Callable[[Any, str], object]] = {
 }
 
 
-def call_on_one_rank(caller: int, call: str, where: str) -> tuple[list[str], str]:
+def call_on_one_rank(caller, call, where):
     """Make a call on one rank only; return what was logged, and the error."""
     lines, log, error_text = [], logging.getLogger("shardkeep"), ""
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     log.addHandler(handler)
     try:
         with mock.patch.object(mailbox, "LATE_S", 0.2), mock.patch.dict(os.environ, SHARDKEEP_TIMEOUT_S="1"):
@@ -291,9 +285,7 @@ def call_on_one_rank(caller: int, call: str, where: str) -> tuple[list[str], str
 @pytest.mark.parametrize(
     ("caller", "call"), [(0, "async_save"), (0, "load"), (0, "dcp.save"), (0, "step"), (1, "save")]
 )
-def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(
-    rank_pool: RankPool, tmp_path: Path, caller: int, call: str
-):
+def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(rank_pool, tmp_path, caller, call):
     """The log names the ranks that have not called, seldom, and the error says that all of them must."""
     lines, error = rank_pool.run(3, call_on_one_rank, caller, call, str(tmp_path / "a"))[caller]
 
@@ -304,11 +296,11 @@ def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(
     assert "hint: all ranks must make this call, not only some of them" in error
 
 
-def slow_part() -> list[str]:
+def slow_part():
     """All ranks call, and one of them takes long for its part."""
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("shardkeep").addHandler(handler)
     with mock.patch.object(mailbox, "LATE_S", 0.1):
         ask_once(lambda: time.sleep(0.6 * (rank() == 1)) or b"", timeout_s=SOON_S)
@@ -316,12 +308,12 @@ def slow_part() -> list[str]:
     return lines
 
 
-def test_a_slow_rank_that_has_called_is_no_news(rank_pool: RankPool):
+def test_a_slow_rank_that_has_called_is_no_news(rank_pool):
     assert rank_pool.run(3, slow_part) == [[]] * 3
 
 
-def ask_on_after_silence() -> list[Outcome]:
-    def work() -> bytes:
+def ask_on_after_silence():
+    def work():
         if rank() == 1:
             signs().wait(["done 0", "done 2"])
         return b""
@@ -332,15 +324,15 @@ def ask_on_after_silence() -> list[Outcome]:
     return heard
 
 
-def test_a_silent_rank_is_not_waited_for_twice(rank_pool: RankPool):
+def test_a_silent_rank_is_not_waited_for_twice(rank_pool):
     for first, second in rank_pool.run(3, ask_on_after_silence):
         assert (first.kind, first.details) == ("RanksSilent", {"ranks": [1]})
         assert (second.kind, second.details) == ("RanksSilent", {"ranks": [1]})
         assert second.seconds < TIMEOUT_S
 
 
-def count_keys_when_late(late: bool) -> tuple[str, int]:
-    def work() -> bytes:
+def count_keys_when_late(late):
+    def work():
         if late and rank() == 1:
             signs().wait(["done 0"])
         return b"x" * 2 * PIECE_BYTES
@@ -354,7 +346,7 @@ def count_keys_when_late(late: bool) -> tuple[str, int]:
     return outcome.kind, current_world(timeout_s=TIMEOUT_S).store.num_keys() - before
 
 
-def test_a_late_rank_removes_its_keys(rank_pool: RankPool):
+def test_a_late_rank_removes_its_keys(rank_pool):
     kind, in_time = rank_pool.run(2, count_keys_when_late, False)[0]
     late_kind, late = rank_pool.run(2, count_keys_when_late, True)[0]
 
@@ -362,11 +354,11 @@ def test_a_late_rank_removes_its_keys(rank_pool: RankPool):
     assert late == in_time
 
 
-def interrupted_while_waiting() -> tuple[str, float]:
+def interrupted_while_waiting():
     """A real Ctrl-C, while rank 0 waits for rank 1."""
     began = time.monotonic()
 
-    def work() -> bytes:
+    def work():
         if rank() == 0:
             subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -INT {os.getpid()}"])
         else:
@@ -382,7 +374,7 @@ def interrupted_while_waiting() -> tuple[str, float]:
     return "", 0.0
 
 
-def test_ctrl_c_ends_the_wait_of_rank_0_and_the_others_hear_of_it(rank_pool: RankPool):
+def test_ctrl_c_ends_the_wait_of_rank_0_and_the_others_hear_of_it(rank_pool):
     (zero, zero_s), (one, one_s) = rank_pool.run(2, interrupted_while_waiting)
 
     assert zero == "KeyboardInterrupt()"

@@ -1,5 +1,4 @@
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -7,7 +6,7 @@ import shardkeep as sk
 
 
 @pytest.fixture(autouse=True)
-def _no_save_outlives_its_test() -> Iterator[None]:
+def _no_save_outlives_its_test():
     yield
     with contextlib.suppress(sk.EarlierSaveFailed):
         sk.finish_saves()

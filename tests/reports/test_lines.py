@@ -10,19 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep as sk
+from shardkeep.display import format_seconds
 from shardkeep.engine.report import SAVE_WORK, find_slowest, seconds_by_name
 from shardkeep.events import RankPhases, Slowest, Span
 from tests.reports import scene
 
-NUMBER = r"\d+\.\d+"
-SAVED = re.compile(
-    rf"saved \S+/ck: {NUMBER} GB in {NUMBER} s \({NUMBER} GB/s\): blocked {NUMBER} s, staged {NUMBER} s, written {NUMBER} s"
-    rf"(; slowest: rank (?P<rank>\d+), (?P<phase>\w+) (?P<took>{NUMBER}) s \(median (?P<median>{NUMBER}) s\))?"
-)
-LOADED = re.compile(
-    rf"loaded \S+/ck: {NUMBER} GB in {NUMBER} s \({NUMBER} GB/s\): open {NUMBER} s, plan {NUMBER} s, read {NUMBER} s, place {NUMBER} s"
-    rf"(; slowest: rank (?P<rank>\d+), (?P<phase>\w+) (?P<took>{NUMBER}) s \(median (?P<median>{NUMBER}) s\))?"
-)
+NUMBER = r"[1-9]\d*(\.\d+)?"  # never 0.000
+TIME, SIZE = rf"({NUMBER}) [µm]?s", rf"({NUMBER}) [kMG]?B"
+MOVED = rf"\S+/ck: 1 tensor, {SIZE} in {TIME} \({SIZE}/s\)"
+SLOWEST = rf"(; slowest: rank (?P<rank>\d+), (?P<phase>\w+) (?P<took>{TIME}) \(median (?P<median>{TIME})\))?"
+SAVED = re.compile(rf"saved {MOVED}: blocked {TIME}, staged {TIME}, written {TIME}{SLOWEST}")
+LOADED = re.compile(rf"loaded {MOVED}: open {TIME}, plan {TIME}, read {TIME}, place {TIME}{SLOWEST}")
 
 
 def lines_of(where, slow, background):
@@ -72,8 +70,7 @@ def test_the_line_names_the_rank_that_is_slow(rank_pool, tmp_path, ranks, slow, 
         assert int(said["rank"]) == found.rank == slow
         assert said["phase"] == found.phase
         assert found.phase in ((phase,) if phase else ("plan", "read"))
-        assert float(said["took"]) == pytest.approx(found.seconds, abs=0.006)
-        assert float(said["median"]) == pytest.approx(found.median_s, abs=0.006)
+        assert (said["took"], said["median"]) == (format_seconds(found.seconds), format_seconds(found.median_s))
         assert found.seconds >= scene.SLOW_S
 
 
@@ -95,7 +92,7 @@ def test_a_call_that_waits_for_an_earlier_save_says_so(tmp_path):
         first.result()
     queued = sum(span.seconds for span in second.phases if span.name == "queue")
     assert second.blocked_s >= queued > 0.1
-    assert f"blocked {second.blocked_s:.2f} s ({queued:.2f} s by earlier saves), staged" in lines[1]
+    assert f"blocked {format_seconds(second.blocked_s)} ({format_seconds(queued)} by earlier saves), staged" in lines[1]
     assert "earlier" not in lines[0]
 
 
@@ -138,3 +135,68 @@ def test_no_rank_is_further_above_the_median_than_the_slowest(times):
     excess = found.seconds - found.median_s
     write_excess = taken[found.rank]["write"] - medians["write"]
     assert excess == most or (found.phase == "stage" and write_excess == most and excess >= most / 2)
+
+
+def shown(tmp_path):
+    """What a user sees at a prompt, and a pattern of what it says."""
+    state = {"model": {"w": torch.ones(16)}, "step": 1}
+    yield sk.save(state, tmp_path / "ck", step=1), rf"saved {tmp_path}/ck: 1 tensor, 64 B in {TIME}"
+    handle = sk.async_save(state, tmp_path / "run" / "step-1", step=1)
+    handle.result()
+    yield handle, r"SaveHandle\('.*/step-1', done\)"
+    yield handle.progress, "done, 64 B staged and 64 B written of 64 B"
+    yield handle.staged, r"Staged\(done\)"
+    yield sk.load(state, tmp_path / "ck"), rf"loaded {tmp_path}/ck: 1 tensor, 64 B in {TIME}"
+    loaded = sk.load({**state, "x": 1}, tmp_path / "ck", strict=False, exclude="step")
+    yield loaded, rf"loaded {tmp_path}/ck: 1 tensor, 64 B in {TIME}, 1 missing"
+    opened = sk.open(tmp_path / "ck")
+    yield opened, rf"<Checkpoint {tmp_path}/ck: 1 tensor, 1 value, 64 B, saved \S+ by 1 rank>"
+    yield opened["model.w"], r"<StoredTensor 'model.w': float32\(16,\)>"
+    yield opened.verify(), rf"read all of 1 file, {SIZE} in {TIME}: no damage found"
+    yield opened.verify(deep=False), rf"checked sizes and headers of 1 file, {SIZE} in {TIME}: no damage found"
+    yield (
+        sk.convert(tmp_path / "ck", tmp_path / "sf", "safetensors"),
+        rf"wrote {tmp_path}/sf: 1 tensor, {SIZE} in {TIME}",
+    )
+    uncompared = rf"read all of 1 file, {SIZE} in {TIME}: no damage found; 1 file had nothing to compare with"
+    yield sk.export(tmp_path / "ck", tmp_path / "hf"), rf"wrote {tmp_path}/hf: 1 tensor, {SIZE} in {TIME}"
+    yield sk.open(tmp_path / "hf").verify(), uncompared
+    with sk.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.restore_latest(state) == 1
+        yield checkpointer, r"Checkpointer\('.*/run'\)"
+        yield checkpointer.last_restore, rf"step 1: loaded {tmp_path}/run/step-1: 1 tensor, 64 B in {TIME}"
+    catalog = sk.Catalog(tmp_path / "run")
+    yield catalog, r"Catalog\('.*/run'\)"
+    yield catalog.latest(), rf"step-1, committed, {SIZE}, saved \d+-\d+-\d+ \S+ UTC"
+    yield sk.MemoryStore("memory://x"), r"MemoryStore\('memory://x'\)"
+
+
+def test_what_one_sees_at_a_prompt_is_one_line(tmp_path):
+    """Reports, handles and checkpoints are short, in units that fit; those with fields are tables in a notebook."""
+    tables = 0
+    for each, said in shown(tmp_path):
+        assert re.fullmatch(said, str(each)), str(each)
+        assert repr(each) in (str(each), f"<{type(each).__name__}: {each}>")
+        if hasattr(each, "_repr_html_"):
+            table = each._repr_html_()
+            assert table.count("<tr>") > 0
+            assert "Span(" not in table
+            tables += 1
+    assert tables == 13
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 µs"),
+        (0.00004, "40 µs"),
+        (0.07, "70 ms"),
+        (0.9996, "1.00 s"),
+        (61.25, "61.2 s"),
+        (750, "12.5 min"),
+        (9e3, "2.50 h"),
+    ],
+)
+def test_times_are_in_units_that_fit(seconds, text):
+    """Three digits of the unit in which a time is neither a fraction nor a long number."""
+    assert format_seconds(seconds) == text

@@ -1,11 +1,7 @@
 """The short form of the long run, and proof that its checker finds what is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from tests.soak.driver import Soak
 from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger
 from tests.soak.places import Folder
-from tests.soak.rounds import KINDS, SHORT_CALM_EVERY, round_of
+from tests.soak.rounds import KINDS, S3_KINDS, SHORT_CALM_EVERY, bucket_round_of, round_of
 
 SEED = 2
 """Of which the first rounds have every kind of trouble."""
@@ -26,7 +22,7 @@ KILLS = 8
 
 
 @pytest.mark.timeout(400)
-def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_soak(tmp_path, capsys):
     """After many kills of ranks, writers and machines, and disk errors, all that was acknowledged is there, and exact."""
     with Soak(tmp_path, SEED, short=True) as soak:
         for number in range(ROUNDS + 1):
@@ -40,38 +36,41 @@ def test_a_short_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert len(soak.ledger.acked) > 30
 
 
-def test_rounds_are_decided_by_the_seed() -> None:
+@pytest.mark.parametrize(
+    ("decide", "short", "kinds", "count"),
+    [(round_of, True, KINDS, ROUNDS + 1), (bucket_round_of, False, S3_KINDS, 40)],
+)
+def test_rounds_are_decided_by_the_seed(decide, short, kinds, count):
     """A round can be done again; and every kind of trouble comes up."""
-    rounds = [round_of(SEED, number, short=True) for number in range(ROUNDS + 1)]
-    assert rounds == [round_of(SEED, number, short=True) for number in range(ROUNDS + 1)]
-    assert rounds != [round_of(SEED + 1, number, short=True) for number in range(ROUNDS + 1)]
-    assert {each.chaos for each in rounds} == {*KINDS, "calm"}
+    rounds, again, others = ([decide(seed, n, short=short) for n in range(count)] for seed in (SEED, SEED, SEED + 1))
+    assert rounds == again != others
+    assert {each.chaos for each in rounds} == {*kinds, "calm"}
 
 
 # -- the checker
 
 
-def newest(root: Path) -> Path:
+def newest(root):
     return max(root.glob("step-*"), key=lambda place: int(place.name.removeprefix("step-")))
 
 
-def one(root: Path, pattern: str) -> Path:
+def one(root, pattern):
     return next(newest(root).glob(pattern))
 
 
-def flip_data(root: Path) -> None:
+def flip_data(root):
     file = one(root, "model*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
 
 
-def garble_the_index(root: Path) -> None:
+def garble_the_index(root):
     file = one(root, "*.skindex")
     file.write_bytes(file.read_bytes()[::-1])
 
 
-def save_something_else(root: Path) -> None:
+def save_something_else(root):
     """A perfect checkpoint, of another step's numbers."""
     place = newest(root)
     record = json.loads((place / "shardkeep.json").read_bytes())
@@ -80,13 +79,13 @@ def save_something_else(root: Path) -> None:
     sk.save(state, place, step=record["step"], meta=record["meta"], overwrite=True)
 
 
-def leave_too_many(root: Path) -> None:
+def leave_too_many(root):
     for number in range(90001, 90010):
         (root / f"step-{number}").mkdir()
         (root / f"step-{number}" / "something").touch()
 
 
-def keep_what_is_not_wanted(root: Path) -> None:
+def keep_what_is_not_wanted(root):
     """An old checkpoint that should have been deleted."""
     step, state = 1, sk.open(newest(root)).to_dict()
     for key in TENSORS:
@@ -98,7 +97,7 @@ def keep_what_is_not_wanted(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def healthy(tmp_path_factory):
     """What a job leaves that nothing has happened to: its root, and what it wrote down."""
     folder = tmp_path_factory.mktemp("healthy")
     (folder / "logs").mkdir()
@@ -123,7 +122,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (keep_what_is_not_wanted, "checkpoints: too many"),
     ],
 )
-def test_the_checker_finds(tmp_path: Path, healthy: Path, do: Callable[[Path], None], said: str) -> None:
+def test_the_checker_finds(tmp_path, healthy, do, said):
     """Whatever is broken, lost or left over is found; before that, all is well."""
     root = shutil.copytree(healthy / "root", tmp_path / "root")
     checker = Checker(Folder(root), Ledger(healthy / "logs"), TENSORS)

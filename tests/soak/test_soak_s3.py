@@ -1,11 +1,6 @@
 """The short form of the long run on an object store, and proof that its checker finds what is wrong there."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -16,15 +11,14 @@ from tests.soak.driver import Soak
 from tests.soak.job import Plan, run_job
 from tests.soak.ledger import Ledger
 from tests.soak.places import Bucket
-from tests.soak.rounds import S3_KINDS, bucket_round_of
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 SEED = 19935
 """Whose second and third round kill a machine and a rank in the middle of an upload, the latter on a bad network."""
 
 
 @pytest.mark.timeout(200)
-def test_a_short_soak(tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_soak(tmp_path, s3_server, capsys):
     """
     After kills in mid-upload, of ranks and of machines, all that was acknowledged is in the bucket, and exact; the next
     job has taken back what the dead left, uploads too.
@@ -40,32 +34,23 @@ def test_a_short_soak(tmp_path: Path, s3_server: S3Server, capsys: pytest.Captur
         assert len(soak.ledger.acked) > 3
 
 
-def test_rounds_are_decided_by_the_seed() -> None:
-    """A round can be done again; and every kind of trouble comes up."""
-    rounds = [bucket_round_of(SEED, number, short=False) for number in range(40)]
-    assert rounds == [bucket_round_of(SEED, number, short=False) for number in range(40)]
-    assert rounds != [bucket_round_of(SEED + 1, number, short=False) for number in range(40)]
-    assert {each.chaos for each in rounds} == {*S3_KINDS, "calm"}
-
-
 # -- the checker
 
-Objects = dict[str, bytes]
 UPLOAD = b"begun, and never finished"
 
 
-def named(objects: Objects, *parts: str) -> str:
+def named(objects, *parts):
     [found] = [key for key in objects if key.startswith("step-2/") and all(part in key for part in parts)]
     return found
 
 
-def flip(objects: Objects, *parts: str, at: int) -> None:
+def flip(objects, *parts, at):
     data = bytearray(objects[named(objects, *parts)])
     data[at] ^= 1
     objects[named(objects, *parts)] = bytes(data)
 
 
-def forge(objects: Objects) -> None:
+def forge(objects):
     """Change what a record says, and make its checksum right again."""
     record = json.loads(objects["step-2/shardkeep.json"])
     del record["checksum"]
@@ -74,7 +59,7 @@ def forge(objects: Objects) -> None:
     objects["step-2/shardkeep.json"] = said.encode()
 
 
-def save_something_else(objects: Objects) -> None:
+def save_something_else(objects):
     """A perfect checkpoint, of another step."""
     for key in [key for key in objects if key.startswith("step-2/")]:
         del objects[key]
@@ -82,10 +67,10 @@ def save_something_else(objects: Objects) -> None:
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, boto: Any) -> tuple[Path, Objects]:
+def healthy(tmp_path_factory, s3_server, boto):
     """What a job leaves that nothing has happened to: what it wrote down, and its root. Some of it is encrypted."""
     logs = tmp_path_factory.mktemp("logs")
-    how: dict[str, Any] = {"options": s3_server.options, "direct": s3_server.options}
+    how = {"options": s3_server.options, "direct": s3_server.options}
     url = s3_server.url(f"soak/{logs.parent.name}/healthy")
     codecs = {"optim": ["float", "aes"]}
     assert run_job(Plan(job=1, seed="", root=url, logs=str(logs), steps=2, codecs=codecs, **how)) == "done"
@@ -112,13 +97,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, boto:
     ],
 )
 def test_the_checker_finds(
-    s3_server: S3Server,
-    boto: Any,
-    healthy: tuple[Path, Objects],
-    do: Callable[[Objects], None],
-    said: str,
-    tmp_path: Path,
-) -> None:
+    s3_server,
+    boto,
+    healthy,
+    do,
+    said,
+    tmp_path,
+):
     """Whatever is broken, lost or left over in a bucket is found; before that, all is well."""
     logs, objects = healthy
     url = s3_server.url(f"soak/{tmp_path.parent.name}/{tmp_path.name}")
@@ -126,7 +111,7 @@ def test_the_checker_finds(
     options = s3_server.options
     checker = Checker(Bucket(url, options), Ledger(logs), TENSORS, options=options)
 
-    def put(changed: Objects) -> None:
+    def put(changed):
         for key in objects.keys() - changed.keys():
             boto.delete_object(Bucket=BUCKET, Key=prefix + key)
         for key, data in changed.items():

@@ -11,11 +11,11 @@ from torch import nn
 
 from shardkeep.engine import snapshot as pieces
 from shardkeep.engine.pools import Arenas, Buffer, ordinary_buffer
-from shardkeep.engine.snapshot import DeviceSnapshot, take_snapshot
+from shardkeep.engine.snapshot import take_snapshot
 from tests.engine.samples import bits
 
 
-def taken(tensors: list[torch.Tensor], arenas: Arenas | None = None) -> DeviceSnapshot:
+def taken(tensors, arenas=None):
     found = take_snapshot(tensors, staging="auto", optimizers=[])
     found.copy_on_host(arenas or Arenas(), 1 << 30, 2)
     return found

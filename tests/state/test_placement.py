@@ -89,29 +89,21 @@ def as_written(placements: tuple[Placement, ...]) -> list[Cut]:
 @settings(deadline=None, max_examples=120)
 @given(shardings())
 def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
-    """For any mix of placements, at every coordinate, the boxes hold what torch's splitting gives the rank."""
+    """
+    For any mix of placements, at every coordinate, the boxes hold what torch's splitting gives the rank; and shape and
+    offset are those of torch's own function for checkpoints.
+    """
     shape, mesh, placements = sharding
     full = numbered(shape)
-    cuts = as_written(placements)
     for at in coordinates(mesh):
         local = left_to_right(full, mesh, at, placements)
-
-        assert local_layout(shape, mesh, at, cuts)[0] == tuple(local.shape)
-        check(full, local, local_layout(shape, mesh, at, cuts)[1])
-
-
-@settings(deadline=None, max_examples=80)
-@given(shardings())
-def test_agrees_with_torchs_offsets(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
-    """Shape, and the offset of the first box, are those of torch's own function for checkpoints."""
-    shape, mesh, placements = sharding
-    cuts = as_written(placements)
-    for at in coordinates(mesh):
         size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
+        found, boxes = local_layout(shape, mesh, at, as_written(placements))
 
-        assert local_layout(shape, mesh, at, cuts)[0] == tuple(size)
+        assert found == tuple(local.shape) == tuple(size)
+        check(full, local, boxes)
         if 0 not in size:
-            assert local_layout(shape, mesh, at, cuts)[1][0][0].offsets == tuple(offset)
+            assert boxes[0][0].offsets == tuple(offset)
 
 
 @settings(deadline=None, max_examples=80)

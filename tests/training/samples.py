@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -42,36 +42,58 @@ class Net(nn.Module):
         return self.head(self.norm(self.second(self.first(x))))
 
 
-class Odd(torch.optim.Optimizer):
-    """
-    An optimizer with the state of many: nested dicts with numbers as keys, statistics of other shapes than the
-    parameter's, whole numbers, strings, lists, and a plain number of steps.
-    """
+class PerParameter(torch.optim.Optimizer):
+    """An optimizer whose step is `update` of each parameter that has a gradient."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "extra": ("kept", 1.5)})
+    hyper: ClassVar[dict[str, Any]] = {"lr": 0.1}
+
+    def __init__(self, params: Any, **hyper: Any) -> None:
+        super().__init__(params, {**self.hyper, **hyper})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                    state["factors"] = {0: torch.zeros_like(p), "inner": {"sum": torch.zeros((), dtype=torch.float64)}}
-                    state["codes"] = torch.zeros_like(p, dtype=torch.uint8)
-                    state["count"] = 0
-                    state["mean"] = torch.zeros(3, dtype=p.dtype)
-                state["count"] += 1
-                state["mean"] += state["count"]
-                state["momentum"].mul_(0.5).add_(p.grad)
-                state["factors"][0].add_(p.grad * p.grad)
-                state["factors"]["inner"]["sum"] += 1 / state["count"]
-                state["codes"] = (state["codes"] + 1).to(torch.uint8)
-                size = group["lr"] * float(state["factors"]["inner"]["sum"]) * float(state["mean"][0])
-                p.add_(state["momentum"] / (1 + state["factors"][0]).sqrt(), alpha=-size)
+                if p.grad is not None:
+                    self.update(p, self.state[p], group)
+
+    def update(self, p: torch.Tensor, state: dict[Any, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Rows(PerParameter):
+    """Keeps a statistic of each row, as factored and preconditioned optimizers do, sharded as the rows are."""
+
+    def update(self, p: torch.Tensor, state: dict[Any, Any], group: dict[str, Any]) -> None:
+        rows = (p.grad * p.grad).reshape(p.shape[0], -1).mean(-1) if p.dim() > 1 else p.grad * p.grad
+        state["rows"] = state["rows"] * 0.9 + rows if state else rows
+        scale = 1 / (1 + state["rows"]).sqrt()
+        p.sub_(p.grad * (scale.unsqueeze(-1) if p.dim() > 1 else scale) * group["lr"])
+
+
+class Odd(PerParameter):
+    """
+    An optimizer with the state of many: nested dicts with numbers as keys, statistics of other shapes than the
+    parameter's, whole numbers, strings, lists, and a plain number of steps.
+    """
+
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1e-2, "extra": ("kept", 1.5)}
+
+    def update(self, p: torch.Tensor, state: dict[Any, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(p)
+            state["factors"] = {0: torch.zeros_like(p), "inner": {"sum": torch.zeros((), dtype=torch.float64)}}
+            state["codes"] = torch.zeros_like(p, dtype=torch.uint8)
+            state["count"] = 0
+            state["mean"] = torch.zeros(3, dtype=p.dtype)
+        state["count"] += 1
+        state["mean"] += state["count"]
+        state["momentum"].mul_(0.5).add_(p.grad)
+        state["factors"][0].add_(p.grad * p.grad)
+        state["factors"]["inner"]["sum"] += 1 / state["count"]
+        state["codes"] = (state["codes"] + 1).to(torch.uint8)
+        size = group["lr"] * float(state["factors"]["inner"]["sum"]) * float(state["mean"][0])
+        p.add_(state["momentum"] / (1 + state["factors"][0]).sqrt(), alpha=-size)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

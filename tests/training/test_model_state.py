@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint.state_dict as theirs
 from torch import nn
 
-from shardkeep.dcp import state_dict as own
 from shardkeep.dcp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -199,16 +198,6 @@ def test_empty_state_is_refused():
         assert isinstance(caught.value, CheckpointError)
     lenient = StateDictOptions(strict=False, full_state_dict=True, cpu_offload=True)
     assert set_state_dict(Net(), [], model_state_dict={}, optim_state_dict={}, options=lenient) == ([], [])
-
-
-def test_the_names_of_a_call_are_torchs():
-    """Tensors to their names and names to tensors, and the same of tied ones alone, as torch's looks them up."""
-    model = Net()
-    model.first.up.weight = model.second.up.weight
-    for mapping in ("fqn_param_mapping", "shared_params_mapping"):
-        ours, torchs = (getattr(module._verify_options(model, (), False), mapping) for module in (own, theirs))
-        assert torchs
-        assert ours == torchs
 
 
 def test_two_keys_that_become_one_are_refused():

@@ -26,7 +26,7 @@ from shardkeep.dcp.state_dict import (
 from shardkeep.errors import CheckpointError
 from shardkeep.state.names import get_fqns, live_state, parameter_names
 from tests.support.rank_pool import RankPool
-from tests.training.samples import DIM, Block, Net, adamw, differences, plain, quietly, train
+from tests.training.samples import DIM, Block, Net, Rows, adamw, differences, plain, quietly, train
 from tests.training.wrappers import WRAPPERS, forget_meshes
 
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -175,22 +175,6 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.same(self.block(self.inp(x))))
-
-
-class Rows(torch.optim.Optimizer):
-    """Keeps a statistic of each row, as factored and preconditioned optimizers do, sharded as the rows are."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            rows = (p.grad * p.grad).reshape(p.shape[0], -1).mean(-1) if p.dim() > 1 else p.grad * p.grad
-            state = self.state[p]
-            state["rows"] = state["rows"] * 0.9 + rows if state else rows
-            scale = 1 / (1 + state["rows"]).sqrt()
-            p.sub_(p.grad * (scale.unsqueeze(-1) if p.dim() > 1 else scale) * self.param_groups[0]["lr"])
 
 
 def odd_layouts() -> list[str]:
