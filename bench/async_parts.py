@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import async_raw
-import pagecache
 from async_contenders import DEVICE, NO_SAVE, OURS, OVERLAP, TORCH, Contender, no_save
 from async_training import Training
 from async_vitals import Vitals
@@ -198,8 +197,6 @@ def _loads(training: Training, ours: str, theirs: str, rounds: int) -> list[dict
     def load_torch() -> None:
         dcp.load(by_torch, checkpoint_id=theirs)
 
-    for where in (ours, theirs):
-        pagecache.warm(where)
     samples = []
     for _ in range(rounds):
         sample = {}

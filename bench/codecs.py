@@ -31,10 +31,11 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.codecs.base import FRAME_NBYTES, FramePlace
+from shardkeep.codecs.base import FramePlace
 from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import BATCH
 from shardkeep.codecs.keys import KeyRing, new_key
+from shardkeep.format.frames import FRAME_NBYTES
 
 CHAINS = (["float"], ["zstd"], ["lz4"], ["aes"], ["float", "aes"])
 CORES = len(os.sched_getaffinity(0))

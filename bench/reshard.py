@@ -9,16 +9,16 @@ reads are counted.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from tests.support.rank_pool import RankPool
 from torch import distributed as dist
+
+import pagecache
 
 SAVERS, LOADERS = 4, 2
 ROW_NBYTES = 8 << 10
@@ -95,7 +95,6 @@ def measure(directory: str, gb: float, rounds: int) -> dict[str, Any]:
             for kind in ("torch", "shardkeep") if number % 2 else ("shardkeep", "torch"):
                 where = f"{directory}/rows-{kind}-{number}"
                 saved = max(pool.run(SAVERS, save_rows, kind, where, tensors, rows, timeout_s=600))
-                _warm(where)
                 loaded = max(pool.run(LOADERS, load_columns, kind, where, tensors, rows, timeout_s=600))
                 sample = {"round": number, "kind": kind, "save": saved, "load": loaded}
                 if kind == "torch":
@@ -120,25 +119,12 @@ def measure_row(directory: str, gb: float) -> dict[str, float]:
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=where, no_dist=True)
     del state
-    before = _read_bytes()
+    before = pagecache.io_counter("rchar")
     began = time.perf_counter()
     row = sk.open(where)["w"][count // 2]
     seconds = time.perf_counter() - began
-    read = _read_bytes() - before
+    read = pagecache.io_counter("rchar") - before
     if not torch.equal(row, torch.full((width,), float(count // 2))):
         raise AssertionError("the row is not what was saved")
     shutil.rmtree(where)
     return {"wanted": ROW_NBYTES, "of": count * ROW_NBYTES, "read": read, "seconds": seconds}
-
-
-def _read_bytes() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
-
-
-def _warm(where: str) -> None:
-    for each in Path(where).iterdir():
-        with each.open("rb") as file:
-            while file.read(8 << 20):
-                pass
-    os.sync()

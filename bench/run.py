@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/support has the S3 server and the pool of ranks
 
+import loads
 import pagecache
 import planning
 import report
@@ -38,6 +39,8 @@ SMALL_ROUNDS = 2
 """At most: torch DCP takes half a minute for each save and each load of 50,000 tensors."""
 
 
+RESTART_S = 2.0
+"""Between a save and the load after it: less than a job takes to start again. Nothing is warmed by hand."""
 RESHARD_GB = 1.0
 S3_GB = 0.25
 
@@ -70,7 +73,7 @@ class Worker:
 
 
 def one_round(workload: str, number: int, workers: dict[str, Worker], scratch: str) -> list[Sample]:
-    """Let every contender save, load warm and load cold once; who begins changes with the round."""
+    """Let every contender save, load after that, and load cold once; who begins changes with the round."""
     names = [name for name, contender in CONTENDERS.items() if contender.family in workers]
     shift = number * 3 % len(names)
     samples = []
@@ -80,10 +83,13 @@ def one_round(workload: str, number: int, workers: dict[str, Worker], scratch: s
         os.sync()  # what others left unwritten must not be charged to this one
         samples.append(Sample(workload, number, name, "save", **worker.ask("save", name, where), resident=0.0))
         if CONTENDERS[name].load:
-            for op, prepare in (("warm", pagecache.warm), ("cold", pagecache.chill)):
+            for op in ("again", "cold"):
                 worker.ask("poison", name, where)
                 os.sync()
-                prepare(where)
+                if op == "cold":
+                    pagecache.chill(where)
+                else:
+                    time.sleep(RESTART_S)
                 resident = pagecache.resident_fraction(where)
                 samples.append(Sample(workload, number, name, op, **worker.ask("load", name, where), resident=resident))
         shutil.rmtree(where)
@@ -121,7 +127,7 @@ def measure(workload: str, args: argparse.Namespace) -> tuple[list[Sample], int]
     samples.sort(key=lambda s: list(CONTENDERS).index(s.contender))
     not_durable = frozenset(name for name, contender in CONTENDERS.items() if not contender.durable)
     print("\n" + "\n".join(report.table(samples, facts["nbytes"], not_durable)))
-    for op, wrong in (("cold", lambda part: part > 0.01), ("warm", lambda part: part < 0.99)):
+    for op, wrong in (("cold", lambda part: part > 0.01), ("again", lambda part: part < 0.99)):
         parts = [s.resident for s in samples if s.op == op and wrong(s.resident)]
         if parts:
             print(f"  note: {len(parts)} {op} loads began with {min(parts):.0%} to {max(parts):.0%} in the page cache")
@@ -152,7 +158,9 @@ def machine(directory: str) -> dict[str, object]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("--only", choices=("large", "small", "reshard", "planning", "s3"), help="measure one part")
+    parser.add_argument(
+        "--only", choices=("large", "small", "loads", "reshard", "planning", "s3"), help="measure one part"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="times each contender is measured (default %(default)s)")
     parser.add_argument("--gb", type=float, default=1.5, help="size of the large state (default %(default)s)")
     parser.add_argument("--tensors", type=int, default=50_000, help="of 4 KB, in the small one (default %(default)s)")
@@ -174,6 +182,9 @@ def main() -> None:
             measured, sizes[workload] = measure(workload, args)
             samples += measured
     verdicts = report.judge(samples, Options().host_budget_bytes)
+    if args.only in (None, "loads"):
+        with scratch_in(args.dir) as scratch:
+            loads.run(scratch, args.gb, min(args.rounds, 3))
     resharded = None
     if args.only in (None, "reshard"):
         with scratch_in(args.dir) as scratch:
