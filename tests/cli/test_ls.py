@@ -63,9 +63,7 @@ def test_keys_with_shape_dtype_and_size(shardkeep, checkpoint):
     [
         (["model.layers.10"], ["model.layers.10.bias", "model.layers.10.weight"]),
         (["*.bias", "step"], ["model.layers.10.bias", "step"]),
-        (["--prefix", "model.layers.1"], []),
-        (["--prefix", "model.layers.10"], ["model.layers.10.bias", "model.layers.10.weight"]),
-        (["--prefix", "optim.", "*mask"], ["optim.mask"]),
+        (["model.layers.1"], []),
     ],
 )
 def test_only_the_keys_asked_for(shardkeep, checkpoint, words, expected):
@@ -83,7 +81,7 @@ def test_layers_are_in_natural_order_and_sizes_too(shardkeep, tmp_path):
     expected = [f"layers.{n}.w" for n in (0, 1, 2, 10)]
     assert shardkeep("ls", tmp_path / "run" / "a-2", "--names").out.split() == expected
     changed = shardkeep("diff", tmp_path / "run" / "a-2", tmp_path / "run" / "a-10", "--json").json["other_elements"]
-    assert [each["key"] for each in changed] == expected
+    assert list(changed) == expected
     answer = shardkeep("ls", tmp_path / "run" / "a-2", "--sort", "size", "--limit", 2)
     assert [line.split()[0] for line in answer.out.splitlines()[-3:]] == ["layers.10.w", "layers.2.w", "and"]
     assert shardkeep("ls", tmp_path / "run", "--sort", "name", "--names").out.split() == ["a-2", "a-10"]
@@ -274,6 +272,13 @@ def test_du_is_in_proportion(shardkeep, tmp_path):
     assert parts["rng"]["nbytes"] > 5000
 
 
+def test_du_lists_layers_of_one_size_in_natural_order(shardkeep, tmp_path):
+    """Layer 2 comes before layer 10, as in `ls`."""
+    sk.save({"layers": {str(at): torch.zeros(8) for at in range(12)}}, tmp_path / "ck")
+    lines = shardkeep("du", tmp_path / "ck").out.partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [f"layers.{at}" for at in range(12)]
+
+
 def test_du_of_a_run_counts_every_file(shardkeep, run_dir):
     """What a run takes is what its files take, damaged ones and leftovers included."""
     (run_dir / "step-10" / "shardkeep.json").write_text("{}")
@@ -295,9 +300,7 @@ def test_cat_prints_what_is_stored(shardkeep, checkpoint):
 
 
 def test_a_run_is_no_checkpoint(shardkeep, run_dir):
-    """
-    cat, and sk.open, of a run say what it is, and name a checkpoint of it; of a checkpoint's own file, its directory.
-    """
+    """cat and sk.open of a run name a checkpoint of it; of a checkpoint's own file, its directory."""
     answer = shardkeep("cat", run_dir)
     assert (answer.code, f"it is a run; its latest checkpoint is {run_dir}/step-30" in answer.err) == (2, True)
     for where, hint in ((run_dir, "step-30"), (run_dir / "step-10" / "shardkeep.json", "directory: ")):

@@ -20,7 +20,7 @@ from tests.cli.conftest import data_file, flip
 
 def test_a_good_run_is_sound(shardkeep, run_dir):
     """All checkpoints of a run, and single ones, pass both checks; the quick one never says "ok" or "sound"."""
-    for words in ([run_dir], [run_dir, "--deep"], [run_dir / "step-10", run_dir / "step-20"]):
+    for words in ([run_dir], [run_dir / "step-10", run_dir / "step-20"]):
         answer = shardkeep("verify", *words, "--json")
         assert (answer.code, answer.json["sound"], answer.json["deep"]) == (0, True, True)
         assert {found["status"] for found in answer.json["checkpoints"]} == {"sound"}
@@ -31,7 +31,6 @@ def test_a_good_run_is_sound(shardkeep, run_dir):
     assert not {"ok", "sound"} & set(quick.split())
     answer = shardkeep("verify", run_dir, "--quick", "--json")
     assert (answer.code, answer.json["sound"], answer.json["checkpoints"][0]["status"]) == (0, False, "not read")
-    assert shardkeep("verify", run_dir, "--quick", "--deep").code == 2
     shutil.copytree(run_dir / "step-20", run_dir / "final")
     lines = [line for line in shardkeep("verify", run_dir).out.splitlines() if line.startswith("ok")]
     assert (len(lines), len({line.index(" files, ") for line in lines})) == (4, 1), lines
@@ -43,7 +42,7 @@ def test_every_byte_is_read(shardkeep, checkpoint):
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     sk.open(CountingStore(LocalStore(checkpoint), counted.append)).verify()
     assert sum(counted) >= stored
-    assert shardkeep("verify", checkpoint, "--json").json["checkpoints"][0]["nbytes"] >= stored
+    assert shardkeep("verify", checkpoint, "--json").json["checkpoints"][0]["bytes_read"] >= stored
 
 
 @pytest.mark.parametrize("offset", [4096, 9000, -1])

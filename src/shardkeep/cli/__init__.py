@@ -18,7 +18,7 @@ class Command:
     run: _Run
     """Does the work and returns the exit code: 0 success, 1 something is wrong or different, 2 could not run."""
     arguments: tuple[Argument, ...]
-    """What its parser takes. `main` adds `--json` and `--no-pager`."""
+    """What its parser takes. `main` adds `--json`, and `--no-pager` if it is paged."""
     examples: str
     """Lines for the end of its help, each indented by two spaces."""
     paged: bool = False
@@ -26,7 +26,7 @@ class Command:
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Describe an argument, as argparse's `add_argument` takes it; `group` is the heading above it in the help."""
+    """Describe an argument, as argparse's `add_argument` takes it."""
     return names, options
 
 

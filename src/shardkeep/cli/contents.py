@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkeep.cli import output as out
 from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.errors import CheckpointError
-from shardkeep.format import dtypes
 from shardkeep.format.boxes import Box
 from shardkeep.opening import Checkpoint
-from shardkeep.state.patterns import matcher
 
 VALUE = "value"
 _MAX_VALUE_NBYTES = 1 << 20
 """Values that take more to read are not listed; only torch's layout keeps values outside of the index."""
+_VALUE_WIDTH = 24
+"""Of values in a table: every float fits."""
+_RAW = re.compile(r"u?int[1-7]|bits.*|float4.*")
+"""Dtypes without arithmetic: a byte may hold several numbers."""
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """One stored box of a tensor."""
 
     box: Box
@@ -61,30 +65,31 @@ class Item:
         """Dtype and shape: bfloat16 [4096, 1024]."""
         return f"{self.dtype} {out.format_shape(self.shape)}" if self.is_tensor else VALUE
 
-    @property
-    def description(self) -> str:
-        """Dtype, shape, size, and the tensor it is tied to."""
-        tied = f", shared with {out.printable(self.tied_to)}" if self.tied_to else ""
-        return f"{self.what}, {out.format_size(self.nbytes)}{tied}"
+
+def is_raw(dtype: str) -> bool:
+    """Return whether elements of a dtype are bits without a meaning as numbers."""
+    return _RAW.fullmatch(dtype) is not None
 
 
-def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Iterator[Item]:
-    """Yield the items of a checkpoint, sorted by key, with numbers in natural order."""
+def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Iterator[Item]:
+    """Yield the items of a checkpoint whose keys are wanted, sorted by key, with numbers in natural order."""
     index = checkpoint.index
-    tensors, values = index.keys.all(), index.value_keys.all()
-    columns = (index.tensors.dtype, index.tensors.ndim, index.tensors.shape, index.tensors.alias)
-    codes, ndims, shapes, owners = (column.tolist() for column in columns)
-    ends, value_ends = [*index.chunk_ends.tolist(), 0], [*index.value_data.ends.tolist(), 0]
-    named = [(raw.decode(), row, True) for row, raw in enumerate(tensors)]
-    named += [(raw.decode(), row, False) for row, raw in enumerate(values)]
-    named = [each for each in named if wanted is None or wanted(each[0])]
-    for key, row, is_tensor in sorted(named, key=lambda each: out.natural_order(each[0])):
-        if not is_tensor:  # torch's layout stores values elsewhere: their size is 0 here
+    value_ends = [*index.value_data.ends.tolist(), 0]
+    for key in sorted(filter(wanted, checkpoint), key=out.natural_order):
+        row = index.tensor_rows.get(key)
+        if row is None:  # torch's layout stores values elsewhere: their size is 0 here
+            row = index.value_rows[key]
             yield Item(key, row, VALUE, nbytes=value_ends[row] - value_ends[row - 1])
             continue
-        dtype, shape, owner = dtypes.by_code(codes[row]), tuple(shapes[row][: ndims[row]]), owners[row]
-        nbytes, tied_to = math.prod(shape) * dtype.itemsize, "" if owner == row else tensors[owner].decode()
-        yield Item(key, row, dtype.name, shape, nbytes, chunks=ends[owner] - ends[owner - 1], tied_to=tied_to)
+        dtype, shape, owner, chunks = (
+            index.dtype(row),
+            index.shape(row),
+            index.tensors.alias[row],
+            index.chunk_rows(row),
+        )
+        tied_to = "" if owner == row else index.keys.raw(owner).decode()
+        nbytes = math.prod(shape) * dtype.itemsize
+        yield Item(key, row, dtype.name, shape, nbytes, chunks=chunks.stop - chunks.start, tied_to=tied_to)
 
 
 def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
@@ -105,35 +110,49 @@ def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
 
 def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
     """Return the item of a key, or those below a prefix; a `UsageError` names keys that are spelt alike."""
-    if found := list(iter_items(checkpoint, key.__eq__)) or list(iter_items(checkpoint, key_filter([], key))):
-        return found
+    below = f"{key.rstrip('.')}."
+    if found := list(iter_items(checkpoint, lambda each: each == key or each.startswith(below))):
+        return [item for item in found if item.key == key] or found
     missing = checkpoint.missing_key(key)
     raise out.UsageError(missing.message, hint=missing.hint or "`shardkeep ls CHECKPOINT` lists its keys")
+
+
+def describe(checkpoint: Checkpoint, item: Item) -> str:
+    """Return dtype, shape and size of a tensor, and the one it is tied to; of a value, the value."""
+    if not item.is_tensor:
+        return value_text(checkpoint, item)
+    tied = f", shared with {out.printable(item.tied_to)}" if item.tied_to else ""
+    return f"{item.what}, {out.format_size(item.nbytes)}{tied}"
+
+
+def brief_value(checkpoint: Checkpoint, item: Item) -> str:
+    """Return a plain value, shortened to fit into a column."""
+    return out.shorten(value_text(checkpoint, item), _VALUE_WIDTH)
 
 
 def value_text(checkpoint: Checkpoint, item: Item) -> str:
     """Return a plain value as Python writes it, or the reason why it is not shown, in parentheses."""
     if (nbytes := checkpoint.source.value_nbytes(item.key)) > _MAX_VALUE_NBYTES:
         return f"({out.format_size(nbytes)}: `shardkeep show` reads it)"
-    value, why_not = plain_value(checkpoint, item.key)
-    return f"({why_not})" if why_not else out.printable(repr(value))
+    return out.printable(repr(plain_value(checkpoint, item.key)))
 
 
-def plain_value(checkpoint: Checkpoint, key: str) -> tuple[Any, str]:
-    """Return a plain value and "", or None and the reason why it cannot be read."""
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for a value that cannot be read."""
+
+    reason: str
+
+    def __repr__(self) -> str:
+        return f"({self.reason})"
+
+
+def plain_value(checkpoint: Checkpoint, key: str) -> Any:
+    """Return a plain value."""
     try:
-        return checkpoint[key], ""
+        return checkpoint[key]
     except CheckpointError as exc:
-        return None, exc.message
-
-
-def key_filter(patterns: list[str], prefix: str | None) -> Callable[[str], bool] | None:
-    """Return the filter for `PATTERN …` and `--prefix`; None if all keys pass."""
-    if not patterns and prefix is None:
-        return None
-    fits = matcher(patterns or None)
-    start = prefix or ""
-    return lambda key: fits(key) and (key == start or key.startswith(start if start[-1:] in {"", "."} else start + "."))
+        return Unreadable(exc.message)
 
 
 def summarize(checkpoint: Checkpoint) -> str:
@@ -145,19 +164,16 @@ def summarize(checkpoint: Checkpoint) -> str:
         age = f"{out.format_age(age_s)} ago"
     except (ValueError, TypeError):  # no valid time, or no time zone
         age = ""
-    holds = [out.format_count(totals.tensors, "tensor")] + (
-        [out.format_count(totals.values, "value")] if totals.values else []
-    )
+    values = f", {out.format_count(totals.values, 'value')}" if totals.values else ""
     ranks = "" if record.format == SAFETENSORS else f" by {out.format_count(record.world_size, 'rank')}"
     return (
         f"{record.format}, {step}saved {age}{ranks}\n"
-        f"{', '.join(holds)}, {out.format_size(totals.tensor_bytes)};"
+        f"{out.format_count(totals.tensors, 'tensor')}{values}, {out.format_size(totals.tensor_bytes)};"
         f" {out.format_count(len(record.files), 'file')} of {out.format_size(record.stored_nbytes)}"
     )
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Describe a checkpoint as JSON."""
     record, totals = checkpoint.record, checkpoint.record.totals
     named = ("format", "step", "saved_at", "writer", "world_size", "meta")
     return {
@@ -169,23 +185,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def item_json(checkpoint: Checkpoint, item: Item, *, chunks: bool) -> dict[str, Any]:
-    """Describe an item as JSON."""
-    if not item.is_tensor:
-        return {"key": item.key, "kind": VALUE, "nbytes": item.nbytes}
-    found: dict[str, Any] = {
-        "key": item.key,
-        "kind": "tensor",
-        "dtype": item.dtype,
-        "shape": list(item.shape),
-        "nbytes": item.nbytes,
-        "tied_to": item.tied_to or None,
-    }
-    if chunks:
-        found["chunks"] = [
-            {"offsets": box.offsets, "sizes": box.sizes, "file": file, "offset": offset, "nbytes": nbytes}
-            for box, file, offset, nbytes in stored_chunks(checkpoint, item)
-        ]
-    return found
+    return asdict(item) | ({"chunks": stored_chunks(checkpoint, item)} if chunks else {})
 
 
 def print_chunks(chunks: Sequence[Chunk]) -> None:
@@ -194,4 +194,4 @@ def print_chunks(chunks: Sequence[Chunk]) -> None:
     room = out.terminal_width() or sys.maxsize
     for chunk in chunks:
         line, place = f"  {str(chunk.box).ljust(widest)}  {out.format_size(chunk.nbytes):>7}  ", f" at {chunk.offset:,}"
-        print(line + out.shorten_middle(out.printable(chunk.file), max(12, room - len(line) - len(place))) + place)
+        print(line + out.shorten_name(out.printable(chunk.file), max(12, room - len(line) - len(place))) + place)

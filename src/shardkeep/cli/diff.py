@@ -9,30 +9,25 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import Item, iter_items, key_filter, plain_value
+from shardkeep.cli.contents import Item, Unreadable, iter_items, plain_value, stored_chunks
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_with_hints
 from shardkeep.engine.reader import open_checked
 from shardkeep.errors import CheckpointNotFound, StorageError
-from shardkeep.format.boxes import ITEMSIZES, segment_starts
 from shardkeep.format.data_file import DIGEST_NBYTES
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.opening import Checkpoint
+from shardkeep.state.patterns import matcher
 
 if TYPE_CHECKING:
     from shardkeep.cli.tensors import TensorChange
 
-_SMALL_NBYTES = 1 << 20
-_BATCH_NBYTES = 16 << 20
-_BATCH_LENGTH = 4096
 _FEW_CHANGES = 10
 """With at most this many changed elements, the first of them is printed."""
 _MAX_VALUE_WIDTH = 30
@@ -42,31 +37,30 @@ Pair = tuple[Item, Item]
 
 @dataclass
 class Difference:
-    """All differences between two checkpoints, A and B."""
+    """All differences between two checkpoints, A and B, by their keys in A."""
 
-    only_a: list[Item] = field(default_factory=list)
-    only_b: list[Item] = field(default_factory=list)
-    kinds: list[Pair] = field(default_factory=list)
-    """Keys in both whose shape or dtype differs, or that are a tensor in one and a value in the other."""
-    tensors: list[tuple[Item, TensorChange]] = field(default_factory=list)
-    values: list[tuple[Item, Any, Any]] = field(default_factory=list)
-    """Plain values before and after; the reason in parentheses stands for one that cannot be read."""
-    equal: int = 0
+    only_in_a: dict[str, Item]
+    only_in_b: dict[str, Item]
+    other_kind: dict[str, Pair] = field(default_factory=dict)
+    """Those whose shape or dtype differs, or that are a tensor in one and a value in the other."""
+    other_values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    other_elements: dict[str, TensorChange] = field(default_factory=dict)
+    equal_keys: int = 0
     """Keys that are equal, or, with `--keys-only`, have the same shape and dtype."""
-    by_digests: int = 0
+    equal_by_digests: int = 0
     """Equal keys that were not read."""
 
     @property
     def count(self) -> int:
         """The number of keys that differ."""
-        return sum(len(keys) for keys in (self.only_a, self.only_b, self.kinds, self.tensors, self.values))
+        of_both: list[dict[str, Any]] = [self.other_kind, self.other_values, self.other_elements]
+        return len(self.only_in_a) + len(self.only_in_b) + sum(map(len, of_both))
 
 
 @command(
     argument("a", metavar="A", help="a checkpoint, or a run: its last two checkpoints, if B is not given"),
     argument("b", metavar="B", nargs="?", help="another checkpoint, or a run: its last checkpoint"),
     argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
-    argument("--prefix", metavar="KEY", help="only keys that begin with this"),
     argument(
         "--strip-prefix", metavar="TEXT", default="", help="only keys of A with this prefix, without it (B: an export)"
     ),
@@ -74,7 +68,6 @@ class Difference:
     argument("--atol", type=float, default=0.0, metavar="X", help="allow |a-b| up to X (0: bits are compared)"),
     argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes; read no values"),
     argument("--ignore-dtype", action="store_true", help="compare the numbers of different dtypes"),
-    argument("--read", action="store_true", help="read values even if their digests are equal"),
     argument("--limit", type=int, default=20, metavar="N", help="lines of each kind (20; 0: all)"),
     examples="""
   shardkeep diff runs/a/step-500 runs/b/step-500
@@ -85,23 +78,23 @@ class Difference:
     paged=True,
 )
 def diff(args: argparse.Namespace) -> int:
-    if not (args.rtol >= 0 and args.atol >= 0):
-        raise out.UsageError("--rtol and --atol must be 0 or more")
+    if not (0 <= args.rtol < math.inf and 0 <= args.atol < math.inf):
+        raise out.UsageError("--rtol and --atol must be 0 or more, and finite")
     a, b = _open_both(args)
-    wanted = key_filter(args.pattern, args.prefix)
-    strip = args.strip_prefix
+    wanted, strip = matcher(args.pattern or None), args.strip_prefix
     in_a = {item.key[len(strip) :]: item for item in iter_items(a, wanted) if item.key.startswith(strip)}
     # Patterns refer to the names in A.
-    in_b = {item.key: item for item in iter_items(b, wanted if wanted is None else lambda key: wanted(strip + key))}
+    in_b = {item.key: item for item in iter_items(b, lambda key: wanted(strip + key))}
     if strip and not in_a:
         raise out.UsageError(
             f"no key of {args.a} begins with {strip!r}", hint="--strip-prefix is a prefix of A: model."
         )
-    if wanted is not None and not in_a and not in_b:
-        raise out.UsageError(f"no key of either matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}")
+    if args.pattern and not in_a and not in_b:
+        raise out.UsageError(f"no key of either matches {' '.join(args.pattern)!r}")
     found = _compare(a, b, in_a, in_b, args)
     if args.json:
-        out.print_json(_difference_json(found, args))
+        head = {"a": args.a, "b": args.b, "equal": not found.count, "different_keys": found.count}
+        out.print_json(head | vars(found))
     else:
         _print_difference(found, args)
     return 1 if found.count else 0
@@ -116,39 +109,39 @@ def _open_both(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint]:
         if not isinstance(one, Run):
             raise
         other, args.pattern = None, [args.b, *args.pattern]
+    back = 0
     if other is None:
         if not isinstance(one, Run):
             raise out.UsageError("diff: needs B", hint="of a run alone, the last two checkpoints are compared")
-        args.a, args.b = _last(one, 1), _last(one, 0)
-        return open_with_hints(args.a), open_with_hints(args.b)
-    if isinstance(one, Run):
-        args.a = _last(one, 0)
-        one = open_with_hints(args.a)
-    if isinstance(other, Run):
-        args.b = _last(other, 0)
-        other = open_with_hints(args.b)
-    return one, other
+        back, other = 1, one
+    (args.a, a), (args.b, b) = _choose(one, args.a, back), _choose(other, args.b, 0)
+    return a, b
 
 
-def _last(run: Run, back: int) -> str:
-    """Return the path of the last checkpoint of a run, or of one before it; of several of one step only one counts."""
-    steps = {entry.name if entry.known_step is None else entry.step: entry for entry in run.entries if entry.committed}
+def _choose(found: Checkpoint | Run, path: str, back: int) -> tuple[str, Checkpoint]:
+    """Return path and checkpoint: of a run its last one, or one before that; of several of one step only one counts."""
+    if not isinstance(found, Run):
+        return path, found
+    steps = {
+        entry.name if entry.known_step is None else entry.step: entry for entry in found.entries if entry.committed
+    }
     if len(steps) <= back:
         have = out.format_count(len(steps), "checkpoint")
-        raise out.UsageError(f"{run.path} has {have}, and {back + 1} are needed", hint=f"`shardkeep ls {run.path}`")
-    return run.path_to(list(steps.values())[back].name)
+        raise out.UsageError(f"{path} has {have}, and {back + 1} are needed", hint=f"`shardkeep ls {path}`")
+    path = found.path_to(list(steps.values())[back].name)
+    return path, open_with_hints(path)
 
 
 def _compare(
     a: Checkpoint, b: Checkpoint, in_a: dict[str, Item], in_b: dict[str, Item], args: argparse.Namespace
 ) -> Difference:
     found = Difference(
-        only_a=[item for key, item in in_a.items() if key not in in_b],
-        only_b=[item for key, item in in_b.items() if key not in in_a],
+        only_in_a={item.key: item for key, item in in_a.items() if key not in in_b},
+        only_in_b={item.key: item for key, item in in_b.items() if key not in in_a},
     )
     to_read: list[Pair] = []
     native = a.record.format == b.record.format == NATIVE
-    digests = (BlockDigests(a), BlockDigests(b)) if native and not (args.keys_only or args.read) else None
+    digests = (BlockDigests(a), BlockDigests(b)) if native and not args.keys_only else None
     for key, one in in_a.items():
         other = in_b.get(key)
         if other is None:
@@ -158,20 +151,20 @@ def _compare(
             or one.is_tensor != other.is_tensor
             or (one.dtype != other.dtype and not (args.ignore_dtype and one.is_tensor))
         ):
-            found.kinds.append((one, other))
+            found.other_kind[one.key] = one, other
         elif args.keys_only:
-            found.equal += 1
+            found.equal_keys += 1
         elif not one.is_tensor:
-            change = _compare_values(a, one, b, other, args)
-            found.values += [(one, *change)] if change else []
-            found.equal += not change
+            if change := _compare_values(a, one, b, other, args):
+                found.other_values[one.key] = change
+            found.equal_keys += not change
         elif digests and one.dtype == other.dtype and _proved_equal(*digests, one, other):
-            found.equal += 1
-            found.by_digests += 1
+            found.equal_keys += 1
+            found.equal_by_digests += 1
         else:
             to_read.append((one, other))
-    found.tensors = sorted(_compare_tensors(a, b, to_read, args), key=lambda changed: out.natural_order(changed[0].key))
-    found.equal += len(to_read) - len(found.tensors)
+    found.other_elements = _compare_tensors(a, b, to_read, args)
+    found.equal_keys += len(to_read) - len(found.other_elements)
     return found
 
 
@@ -181,10 +174,8 @@ def _compare_values(
     """Return two values if they differ. Stored forms are compared first, so values that cannot be rebuilt work too."""
     if a.index.value_data.raw(one.row) == b.index.value_data.raw(other.row):
         return None
-    (before, hidden), (after, hidden_too) = plain_value(a, one.key), plain_value(b, other.key)
-    if hidden or hidden_too:
-        return f"({hidden})" if hidden else before, f"({hidden_too})" if hidden_too else after
-    if type(before) is type(after) and isinstance(before, (int, float, str, bytes)) and before == after:
+    before, after = plain_value(a, one.key), plain_value(b, other.key)
+    if repr(before) == repr(after) and not isinstance(before, Unreadable):
         return None
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (before, after))
     if numbers and math.isclose(before, after, rel_tol=0.0, abs_tol=args.atol + args.rtol * abs(after)):
@@ -194,47 +185,15 @@ def _compare_values(
 
 def _compare_tensors(
     a: Checkpoint, b: Checkpoint, pairs: list[Pair], args: argparse.Namespace
-) -> Iterator[tuple[Item, TensorChange]]:
-    """Read pairs of tensors on several threads, and yield those that differ."""
+) -> dict[str, TensorChange]:
+    """Read pairs of tensors, and return those that differ."""
     if not pairs:
-        return
+        return {}
     from shardkeep.cli import tensors  # noqa: PLC0415 - torch only where values are read
 
-    tolerance = tensors.Tolerance(args.rtol, args.atol)
-    with (
-        out.ReadProgress("comparing", sum(one.nbytes for one, _ in pairs)) as progress,
-        tensors.compute_pool() as threads,
-    ):
-
-        def work(batch: list[Pair]) -> list[TensorChange]:
-            if len(batch) > 1:
-                changes = tensors.compare_tensor_batch(a, b, batch, tolerance)
-                progress.add(sum(one.nbytes for one, _ in batch))
-                return changes
-            stored: tuple[Any, Any] = a[batch[0][0].key], b[batch[0][1].key]
-            return [tensors.compare_tensors(*stored, tolerance, on_block=progress.add)]
-
-        batches = list(_batches(pairs))
-        for batch, changes in zip(batches, threads.map(work, batches), strict=True):
-            yield from ((pair[0], change) for pair, change in zip(batch, changes, strict=True) if change.changed)
-
-
-def _batches(pairs: list[Pair]) -> Iterator[list[Pair]]:
-    """Group small tensors, because locating one costs more than reading it."""
-    batch: list[Pair] = []
-    nbytes = 0
-    for pair in pairs:
-        size = max(pair[0].nbytes, pair[1].nbytes)
-        if size > _SMALL_NBYTES:
-            yield [pair]
-            continue
-        if batch and (nbytes + size > _BATCH_NBYTES or len(batch) == _BATCH_LENGTH):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(pair)
-        nbytes += size
-    if batch:
-        yield batch
+    with out.byte_bar("comparing", sum(one.nbytes for one, _ in pairs)) as update:
+        changes = tensors.compare_tensors(a, b, pairs, args.rtol, args.atol, lambda read: update(advance=read))
+    return {one.key: change for (one, _), change in zip(pairs, changes, strict=True) if change.changed}
 
 
 # -- equality by digests
@@ -245,13 +204,8 @@ class BlockDigests:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._digests: dict[int, bytes] = {}
-        index = checkpoint.index
-        ends = np.asarray(index.chunk_ends, np.int64)
-        itemsizes = np.repeat(ITEMSIZES[index.tensors.dtype], ends - segment_starts(ends))
-        columns = (index.chunks.boxes.volumes() * itemsizes, index.chunks.file, index.chunks.start)
-        self._ranges = np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
-        self._boxes = [np.asarray(column, np.int64) for column in (index.chunks.offsets, index.chunks.sizes)]
+        self._files = {file.name: file for file in checkpoint.record.files}
+        self._digests: dict[str, bytes] = {}
 
     def of(self, item: Item) -> list[Any] | None:
         """
@@ -261,18 +215,18 @@ class BlockDigests:
         have the same boxes at the same distance from the beginning of a block, and all blocks that they touch have equal
         digests. Otherwise nothing is known, and they must be read.
         """
-        rows, files = self._checkpoint.index.chunk_rows(item.row), self._checkpoint.record.files
-        found: list[Any] = [column[rows, : len(item.shape)].tobytes() for column in self._boxes]
-        for nbytes, file, start in self._ranges[rows].tolist():
-            if file not in self._digests:
-                reader, self._digests[file] = open_checked(self._checkpoint.source.store, files[file])
-                reader.close()
-            block = files[file].block_nbytes
-            if not block:
+        found: list[Any] = []
+        for chunk in stored_chunks(self._checkpoint, item):
+            file = self._files[chunk.file]
+            if not file.block_nbytes:
                 return None
-            first, end = start // block, -(-(start + nbytes) // block)
-            digests = self._digests[file][first * DIGEST_NBYTES : end * DIGEST_NBYTES] if nbytes else b""
-            found.append((block, start % block, digests) if nbytes else None)
+            if file.name not in self._digests:
+                reader, self._digests[file.name] = open_checked(self._checkpoint.source.store, file)
+                reader.close()
+            start = chunk.offset - file.header_nbytes
+            first, end = start // file.block_nbytes, -(-(start + chunk.nbytes) // file.block_nbytes)
+            digests = self._digests[file.name][first * DIGEST_NBYTES : end * DIGEST_NBYTES]
+            found.append((chunk.box, file.block_nbytes, start % file.block_nbytes, digests))
         return found
 
 
@@ -290,24 +244,25 @@ def _proved_equal(one: BlockDigests, other: BlockDigests, item: Item, other_item
 def _print_difference(found: Difference, args: argparse.Namespace) -> None:
     print(f"A  {args.a}\nB  {args.b}\n")
     both = ("key", "A", "B")
-    for title, items in (("only in A", found.only_a), ("only in B", found.only_b)):
+    for title, items in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
         table = out.Table(("key", "what"), flexible="key", indent="  ", show_headings=False)
-        _print_section(title, table, [(out.printable(item.key), item.what) for item in items], args.limit)
-    kinds = [(out.printable(one.key), one.what, other.what) for one, other in found.kinds]
+        _print_section(title, table, [(key, item.what) for key, item in items.items()], args.limit)
+    kinds = [(key, one.what, other.what) for key, (one, other) in found.other_kind.items()]
     _print_section("different shape or dtype", out.Table(both, flexible="key", indent="  "), kinds, args.limit)
-    values = [(out.printable(item.key), _brief(before), _brief(after)) for item, before, after in found.values]
+    values = [(key, _brief(before), _brief(after)) for key, (before, after) in found.other_values.items()]
     _print_section("different values", out.Table(both, flexible="key", indent="  "), values, args.limit)
     columns = ("changed", "share", "max", "relative")
     table = out.Table(("key", *columns), right=columns, flexible="key", indent="  ")
-    _print_section("different elements", table, list(starmap(_tensor_row, found.tensors)), args.limit, noun="tensor")
-    if found.tensors:
+    rows = list(starmap(_tensor_row, found.other_elements.items()))
+    _print_section("different elements", table, rows, args.limit, noun="tensor")
+    if found.other_elements:
         print(out.styled("  max: greatest |a-b|; relative: norm of the change divided by the norm of A", "dim"))
-    unread = f", {found.by_digests:,} of them by their digests, without reading" if found.by_digests else ""
+    unread = f", {found.equal_by_digests:,} of them by their digests, without reading" if found.equal_by_digests else ""
     same = "with the same shapes and dtypes" if args.keys_only else f"equal{unread}"
     if not found.count:
-        print(out.styled(f"no difference: {out.format_count(found.equal, 'key')} {same}", "green"))
+        print(out.styled(f"no difference: {out.format_count(found.equal_keys, 'key')} {same}", "green"))
     else:
-        print(f"{out.styled(f'{found.count:,} differ', 'red')}; {out.format_count(found.equal, 'key')} {same}")
+        print(f"{out.styled(f'{found.count:,} differ', 'red')}; {out.format_count(found.equal_keys, 'key')} {same}")
 
 
 def _print_section(
@@ -325,67 +280,14 @@ def _print_section(
     print()
 
 
-def _tensor_row(item: Item, change: TensorChange) -> tuple[str, ...]:
+def _tensor_row(key: str, change: TensorChange) -> tuple[str, ...]:
     share = f"{change.changed / change.elements:.1%}" if change.changed * 1000 > change.elements else "<0.1%"
-    sizes = (change.max_abs, change.relative)
-    numbers = (out.format_number(float(f"{size:.4g}")) if change.has_numbers else "" for size in sizes)
-    return out.printable(item.key), f"{change.changed:,}", share, *numbers, _note(change)
-
-
-def _note(change: TensorChange) -> str:
-    notes = []
+    numbers = (out.format_number(float(f"{size:.4g}")) for size in (change.max_abs, change.relative))
+    note = ""
     if change.changed <= _FEW_CHANGES and change.first is not None:
-        notes.append(f"at {out.format_shape(change.first)}: {_distinct(change.before, change.after)}")
-    if change.bits_alone:
-        notes.append(f"{change.bits_alone:,} differ only in bits (-0.0, or kinds of NaN)")
-    if change.not_finite:
-        notes.append(f"{change.not_finite:,} with NaN or Inf on one side")
-    return "; ".join(notes)
-
-
-def _distinct(before: Any, after: Any) -> str:
-    """Return both numbers with nine digits, or with all digits if nine are the same."""
-    if all(isinstance(value, (float, complex)) for value in (before, after)):
-        texts = f"{before:.9g}", f"{after:.9g}"
-        if texts[0] != texts[1]:
-            return " → ".join(texts)
-    return f"{before!r} → {after!r}"
+        note = f"at {out.format_shape(change.first.index)}: {change.first.a!r} → {change.first.b!r}"
+    return key, f"{change.changed:,}", share, *numbers, note
 
 
 def _brief(value: Any) -> str:
     return out.shorten(out.printable(repr(value)), _MAX_VALUE_WIDTH)
-
-
-def _difference_json(found: Difference, args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "a": args.a,
-        "b": args.b,
-        "equal": found.count == 0,
-        "different_keys": found.count,
-        "equal_keys": found.equal,
-        "equal_by_digests": found.by_digests,
-        "only_in_a": [{"key": item.key, **_kind_json(item)} for item in found.only_a],
-        "only_in_b": [{"key": item.key, **_kind_json(item)} for item in found.only_b],
-        "other_kind": [{"key": one.key, "a": _kind_json(one), "b": _kind_json(other)} for one, other in found.kinds],
-        "other_values": [{"key": item.key, "a": before, "b": after} for item, before, after in found.values],
-        "other_elements": [
-            {"key": item.key, **_kind_json(item), **_change_json(change)} for item, change in found.tensors
-        ],
-    }
-
-
-def _kind_json(item: Item) -> dict[str, Any]:
-    return {"dtype": item.dtype, "shape": list(item.shape)} if item.is_tensor else {"dtype": None, "shape": None}
-
-
-def _change_json(change: TensorChange) -> dict[str, Any]:
-    return {
-        "elements": change.elements,
-        "changed": change.changed,
-        "bits_alone": change.bits_alone,
-        "not_finite": change.not_finite,
-        "max_abs": change.max_abs if change.has_numbers else None,
-        "norm": change.norm if change.has_numbers else None,
-        "relative_norm": change.relative if change.has_numbers else None,
-        "first": {"index": list(change.first or ()), "a": change.before, "b": change.after},
-    }

@@ -23,18 +23,7 @@ from shardkeep.storage import base
 from shardkeep.storage.local import open_files
 from shardkeep.storage.resolve import open_root
 
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "xxhash",
-    "msgspec",
-    "rich",
-    "obstore",
-    "fsspec",
-    "backports.zstd",
-    "lz4",
-    "cryptography",
-)
+_PACKAGES = "torch numpy xxhash msgspec rich obstore fsspec backports.zstd lz4 cryptography"
 _PROBE_NBYTES = 4 << 20
 _LITTLE_NBYTES = 10 * 10**9
 _REMARKS = {
@@ -58,7 +47,9 @@ Rows = dict[str, str]
 )
 def doctor(args: argparse.Namespace) -> int:
     """Print the report; 1 if the place cannot be used."""
-    slow = list(_slow_machine())
+    slow = []
+    if cores() < 4:
+        slow.append(f"{out.format_count(cores(), 'core')}: training, hashing and copying compete for them")
     sections = {"versions": _versions(), "machine": _machine(), "options": _options()}
     failed = ""
     if args.place is not None:
@@ -72,8 +63,7 @@ def doctor(args: argparse.Namespace) -> int:
         except CheckpointError as exc:
             failed = exc.message
     if args.json:
-        out.print_json({**sections, "slow": slow, "failed": failed or None})
-        return 1 if failed else 0
+        return out.print_json({**sections, "slow": slow, "failed": failed or None}, 1 if failed else 0)
     sections["what would be slow"] = dict.fromkeys(
         slow or ["nothing that shows from here; `shardkeep bench` measures"], ""
     )
@@ -81,7 +71,7 @@ def doctor(args: argparse.Namespace) -> int:
         print(out.styled(title, "bold"))
         table = out.Table(("name", "value"), flexible="value", indent="  ", show_headings=False)
         for name, value in rows.items():
-            table.add(name, out.printable(value)) if value else print(out.wrap_lines(out.printable(name), "  "))
+            table.add(name, value) if value else print(out.wrap_lines(out.printable(name), "  "))
         table.print()
     if failed:
         out.echo_err(out.printable(failed), "red")
@@ -93,7 +83,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _versions() -> Rows:
     found = {"shardkeep": __version__, "python": f"{platform.python_implementation()} {platform.python_version()}"}
-    for name in _PACKAGES:
+    for name in _PACKAGES.split():
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -128,11 +118,6 @@ def _options() -> Rows:
     for name, value in sorted(settings_with(("SHARDKEEP_", "LOCAL_WORLD_SIZE")).items()):
         rows[f"${name}"] = "(a secret)" if name == "SHARDKEEP_KEY" else value
     return rows
-
-
-def _slow_machine() -> Iterator[str]:
-    if cores() < 4:
-        yield f"{out.format_count(cores(), 'core')}: training, hashing and copying compete for them"
 
 
 # -- a place

@@ -9,9 +9,10 @@ from typing import Any
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import Item, iter_items, key_filter
+from shardkeep.cli.contents import Item, iter_items
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.opening import Checkpoint
+from shardkeep.state.patterns import matcher
 
 _BAR_WIDTH = 20
 _RNG = re.compile(r"(?:^|_)rng(?:_|$)|rng_?states?$|random_states?$")
@@ -25,7 +26,6 @@ Shares = dict[str, tuple[int, int]]
     argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
     argument("--depth", type=int, default=2, metavar="N", help="dotted parts of a prefix (2; 0: whole keys)"),
     argument("--limit", type=int, default=30, metavar="N", help="lines (30; 0: all)"),
-    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep du runs/a/step-500
   shardkeep du runs/a/step-500 --depth 3 --limit 10
@@ -37,12 +37,12 @@ Shares = dict[str, tuple[int, int]]
 def du(args: argparse.Namespace) -> int:
     if args.depth < 0:
         raise out.UsageError(f"--depth {args.depth}: give 0 or more")
-    found = open_checkpoint_or_run(args.path, args.template)
+    found = open_checkpoint_or_run(args.path)
     return _du_run(found, args) if isinstance(found, Run) else _du_checkpoint(found, args)
 
 
 def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    items = list(iter_items(checkpoint, key_filter(args.pattern, None)))
+    items = list(iter_items(checkpoint, matcher(args.pattern or None)))
     if not items and args.pattern:
         raise out.UsageError(f"no key matches {' '.join(args.pattern)!r}")
     shares = _add_up(items, lambda item: _prefix(item.key, args.depth))
@@ -59,8 +59,7 @@ def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
 
         sizes = {"nbytes": total, "stored_bytes": stored, "prefixes": as_json(shares)}
         by_name = {part["name"]: part for part in as_json(parts)}
-        out.print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
-        return 0
+        return out.print_json({"kind": "checkpoint", "path": args.path, **sizes, "parts": by_name})
     _print_shares("prefix", [(name, f"{keys:,}", nbytes, "") for name, (keys, nbytes) in shares.items()], args.limit)
     named = [(name, parts[name][1]) for name in ("model", "optimizer", "rng", "values") if name in parts]
     split = ", ".join(f"{name} {out.format_size(nbytes)} ({_percent(nbytes, total)})" for name, nbytes in named)
@@ -77,7 +76,7 @@ def _add_up(items: Iterable[Item], name_of: Callable[[Item], str]) -> Shares:
     for item in items:
         keys, nbytes = found.get(name_of(item), (0, 0))
         found[name_of(item)] = keys + 1, nbytes + item.own_nbytes
-    return dict(sorted(found.items(), key=lambda share: (-share[1][1], share[0])))
+    return dict(sorted(found.items(), key=lambda share: (-share[1][1], out.natural_order(share[0]))))
 
 
 def _prefix(key: str, depth: int) -> str:
@@ -104,7 +103,7 @@ def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: i
     total = sum(sizes)
     for name, keys, nbytes, status in listed:
         bar = out.format_bar(nbytes / (total or 1), _BAR_WIDTH)
-        table.add(out.printable(name), keys, out.format_size(nbytes), _percent(nbytes, total), bar, status)
+        table.add(name, keys, out.format_size(nbytes), _percent(nbytes, total), bar, status)
     table.print()
     if len(rows) > len(listed):
         rest = sum(sizes[len(listed) :])
@@ -124,8 +123,7 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
         ]
         runs = [{"name": name, "checkpoints": len(below[name]), "nbytes": nbytes} for name, nbytes in totals.items()]
         kind = "runs" if runs and not listed else "run"
-        out.print_json({"kind": kind, "path": args.path, "nbytes": total, "checkpoints": listed, "runs": runs})
-        return 0
+        return out.print_json({"kind": kind, "path": args.path, "nbytes": total, "checkpoints": listed, "runs": runs})
     rows = [(each.name, "", sizes[each.name], "" if each.committed else each.status) for each in run.entries]
     rows += [(name, f"{len(below[name]):,}", nbytes, "") for name, nbytes in totals.items()]
     _print_shares("checkpoint" if sizes else "run", rows, args.limit, counted="checkpoints")

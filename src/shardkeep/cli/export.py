@@ -1,4 +1,7 @@
-"""`shardkeep export` and `convert`: write weights for Hugging Face or torch.load, or a checkpoint in another layout."""
+"""
+`shardkeep export` and `convert` write weights for Hugging Face or torch.load, or a checkpoint in another layout; `rotate` wraps
+the data keys of encrypted checkpoints with another key, without rewriting data.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import path_hints
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, path_hints
+from shardkeep.conversion.rotate import rotate_keys
+from shardkeep.errors import CheckpointError, StateError
 from shardkeep.options import parse_size
 
 if TYPE_CHECKING:
     from shardkeep.conversion.api import ConvertReport, ExportReport
 
 _MAX_NAMED = 4
-_MIN_TIMED_S = 0.5
-"""Throughput is not shown for copies that take less."""
 
 
 @command(
@@ -65,7 +68,7 @@ def export(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        return _print_json(report)
+        return out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
     what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_size(report.bytes_written)}"
     _print_written(report, f"{what} in {out.format_count(len(report.files), 'file')}", native=args.format == "native")
     once = " and stored once" if args.format == "hf" else ""
@@ -77,11 +80,7 @@ def export(args: argparse.Namespace) -> int:
     if report.left_out:
         out.echo_err(f"left out, because safetensors files hold only tensors: {_some(report.left_out)}", "yellow")
     if report.infinite:
-        wider = "fp32" if args.dtype in {"bf16", "bfloat16"} else "fp64" if "32" in args.dtype else "bf16"
-        out.echo_err(
-            f"numbers too large for {args.dtype} became infinite in {_some(report.infinite)}; try --dtype {wider}",
-            "yellow",
-        )
+        out.echo_err(f"numbers too large for {args.dtype} became infinite in {_some(report.infinite)}", "yellow")
     return 0
 
 
@@ -119,22 +118,16 @@ def convert(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        return _print_json(report)
+        return out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
     what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_count(report.values, 'value')}"
     size_text = out.format_size(report.bytes_written)
     _print_written(report, f"{what}, {size_text} as {report.layout}", native=args.to == "native")
-    labels = [each for each in report.left_out if each in {"step", "meta"}]
-    if labels:
-        out.echo_err(f"torch's layout has no place for {' and '.join(labels)} of the commit record", "yellow")
-    if own := [each for each in report.left_out if each not in labels]:
-        names = out.printable(", ".join(own))
-        out.echo_err(
-            f"torch's layout cannot mark {names} as per-rank: a plain dict by rank, which PerRank cannot load", "yellow"
-        )
+    if report.left_out:
+        out.echo_err(f"torch's layout has no place for {out.printable(', '.join(report.left_out))}", "yellow")
     return 0
 
 
-# -- shared by both
+# -- shared by export and convert
 
 
 @contextmanager
@@ -144,20 +137,15 @@ def _transfer(what: str, source: str) -> Iterator[Callable[[int, int], None]]:
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        with out.ReadProgress(what, 0) as progress, path_hints(source):
-            yield progress.update
+        with out.byte_bar(what) as update, path_hints(source):
+            yield lambda done, total: update(completed=done, total=total)
     finally:
         log.setLevel(before)
 
 
-def _print_json(report: ExportReport | ConvertReport) -> int:
-    out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
-    return 0
-
-
 def _print_written(report: ExportReport | ConvertReport, what: str, *, native: bool) -> None:
     print(f"{out.styled('wrote', 'green')} {out.printable(report.to)}: {what}")
-    speed = out.format_speed(report.bytes_written, report.seconds, _MIN_TIMED_S)
+    speed = out.format_speed(report.bytes_written, report.seconds)
     print(f"  written, read back and compared: equal{speed}")
     if report.decrypted:
         hint = "; --codecs aes encrypts it" if native else ""
@@ -180,3 +168,51 @@ def parse_rename(text: str) -> tuple[str, str]:
     if len(parts) != 3 or parts[2] not in {"", "g"} or not parts[0]:
         raise out.UsageError(f"--rename {text!r} is invalid", hint=r"write 's/REGULAR EXPRESSION/TEXT/', as in sed")
     return parts[0], parts[1]
+
+
+# -- rotate
+
+
+@command(
+    argument("path", metavar="PATH", nargs="+", help="checkpoints, runs, or folders of runs"),
+    examples="""
+  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a      put the new key first
+  SHARDKEEP_KEY_FILE=keys shardkeep rotate runs/a/step-500
+""",
+)
+def rotate(args: argparse.Namespace) -> int:
+    """Rotate all of them; 2 if one fails, or if a path has nothing that is encrypted."""
+    documents: dict[str, list[dict[str, Any]]] = {}
+    for path in args.path:
+        found = open_checkpoint_or_run(path)
+        paths = [path]
+        if isinstance(found, Run):
+            paths = [run.path_to(each.name) for run in (found, *found.runs) for each in run.entries if each.committed]
+        documents[path] = list(map(_rotate, paths))
+    plain = [path for path, below in documents.items() if all(each["status"] == "plain" for each in below)]
+    every = [each for below in documents.values() for each in below]
+    failed = [each for each in every if each["status"] == "failed"]
+    code = 2 if failed or plain else 0
+    if args.json:
+        return out.print_json({"rotated": code == 0, "checkpoints": every}, code)
+    for each in every:
+        if each["status"] != "failed":
+            style = out.styled(each["status"], "green" if each["status"] == "rotated" else "dim")
+            print(f"{style}  {out.printable(each['path'])}")
+    for each in failed:
+        out.echo_err(f"failed   {out.printable(each['path'])}: {out.printable(each['reason'])}", "red")
+    print(f"\n{out.format_count(sum(each['status'] == 'rotated' for each in every), 'checkpoint')} rotated")
+    for path in plain:
+        why = "it is not encrypted" if documents[path] else "there is no checkpoint in it"
+        out.echo_err(f"{out.printable(path)}: nothing was rotated: {why}", "red")
+    return code
+
+
+def _rotate(path: str) -> dict[str, Any]:
+    """Rotate one checkpoint. If it is plain or cannot be rotated, that is returned, and the others go on."""
+    try:
+        return {"path": path, "status": "rotated" if rotate_keys(path) else "current"}
+    except StateError:
+        return {"path": path, "status": "plain"}
+    except CheckpointError as exc:
+        return {"path": path, "status": "failed", "reason": exc.message}

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ import msgspec
 
 from shardkeep.cli import argument, command, contents
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import Run, one_run, open_checkpoint_or_run, path_hints, suggest_path
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_run, path_hints, suggest_path
 from shardkeep.cli.verify import check_checkpoint
 from shardkeep.engine.sources import find
 from shardkeep.format.record import FORMAT as NATIVE
@@ -22,7 +21,7 @@ from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME
 from shardkeep.manage.catalog import Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.options import Options
-from shardkeep.state.patterns import prefixes_of
+from shardkeep.state.patterns import matcher, prefixes_of
 from shardkeep.storage.resolve import open_store
 
 T = TypeVar("T")
@@ -32,7 +31,6 @@ _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
 @command(
     argument("path", metavar="PATH", help="a checkpoint, the directory of a run's checkpoints, or a folder of runs"),
     argument("pattern", metavar="PATTERN", nargs="*", help="only these: a key, a dotted prefix, or a glob"),
-    argument("--prefix", metavar="KEY", help="only keys that begin with this"),
     argument("-l", "--long", action="store_true", help="show where every chunk is stored"),
     argument("--names", action="store_true", help="print only names, one per line, for scripts"),
     argument("--tree", action="store_true", help="print a tree with shapes and sizes"),
@@ -79,7 +77,7 @@ def _print_names(names: Iterable[str]) -> None:
 
 
 def _list_run(run: Run, args: argparse.Namespace) -> int:
-    if args.pattern or args.prefix or args.tree or args.long:
+    if args.pattern or args.tree or args.long:
         what = "run" if run.entries else "folder of runs"
         raise out.UsageError(
             f"{args.path} is a {what}, not a checkpoint: it has no keys",
@@ -89,8 +87,7 @@ def _list_run(run: Run, args: argparse.Namespace) -> int:
     runs = _select(run.runs, args, lambda each: each.path, lambda each: each.nbytes)
     if args.json:
         document = _run_json(run, entries) | {"runs": [_run_json(each, each.entries) for each in runs]}
-        out.print_json(document | ({"kind": "runs"} if runs and not entries else {}))
-        return 0
+        return out.print_json(document | ({"kind": "runs"} if runs and not entries else {}))
     if args.names:
         _print_names(entry.name for entry in entries if entry.committed)
         _print_names(map(run.name_of, runs))
@@ -123,7 +120,7 @@ def _doubtful(entries: Iterable[Entry]) -> list[str]:
 def _print_run(entries: list[Entry], latest: Entry | None) -> None:
     columns = ("name", "step", "status", "size", "age", "ranks", "format")
     names = list(dict.fromkeys(name for entry in entries for name in entry.metrics))
-    metrics = [f"{name} (metric)" if name in (*columns, "marks") else out.printable(name) for name in names]
+    metrics = list(map(out.printable, names))
     table = out.Table(
         (*columns, *metrics, "marks"),
         right={"step", "size", "age", "ranks", *metrics},
@@ -133,7 +130,7 @@ def _print_run(entries: list[Entry], latest: Entry | None) -> None:
     for entry in entries:
         marks = [word for word, holds in (("latest", entry is latest), ("pinned", entry.pinned)) if holds]
         table.add(
-            out.printable(entry.name),
+            entry.name,
             _step(entry),
             entry.status,
             out.format_size(entry.nbytes) if entry.nbytes else "",
@@ -143,7 +140,7 @@ def _print_run(entries: list[Entry], latest: Entry | None) -> None:
             *(f"{entry.metrics[name]:.4g}" if name in entry.metrics else "" for name in names),
             ", ".join(marks),
             style=_STYLES.get(entry.status) or ("green" if entry is latest else None),
-            note=out.printable(entry.reason),
+            note=entry.reason,
         )
     table.print()
 
@@ -161,16 +158,14 @@ def _print_runs(folder: Run, runs: Iterable[Run]) -> None:
     columns = ("run", "checkpoints", "latest", "step", "size", "age", "")
     table = out.Table(columns, right={"checkpoints", "step", "size", "age"}, flexible="run")
     for run in runs:
-        name = out.printable(folder.name_of(run))
-        latest = out.printable(run.latest.name) if run.latest else "none"
         count = f"{sum(entry.committed for entry in run.entries):,}"
-        about = (_step(run.latest), out.format_size(run.nbytes), _age(run.latest))
-        table.add(name, count, latest, *about, ", ".join(_doubtful(run.entries)))
+        latest = (run.latest.name if run.latest else "none", _step(run.latest))
+        sizes = (out.format_size(run.nbytes), _age(run.latest))
+        table.add(folder.name_of(run), count, *latest, *sizes, ", ".join(_doubtful(run.entries)))
     table.print()
 
 
 def entry_json(run: Run, entry: Entry) -> dict[str, Any]:
-    """Describe a checkpoint of a run as JSON."""
     named = ("name", "status", "layout", "nbytes", "metrics", "pinned", "managed")
     return {
         **{name: getattr(entry, name) for name in named},
@@ -193,25 +188,23 @@ def _run_json(run: Run, entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    every = list(contents.iter_items(checkpoint, contents.key_filter(args.pattern, args.prefix)))
-    if not every and (args.pattern or args.prefix):
-        asked = args.prefix or args.pattern[0]
-        known = prefixes_of(checkpoint)
-        hint = out.did_you_mean(asked, known, otherwise="a pattern is a key, a dotted prefix of keys, or a glob")
-        raise out.UsageError(f"no key matches {' '.join([*args.pattern, args.prefix or '']).strip()!r}", hint=hint)
+    every = list(contents.iter_items(checkpoint, matcher(args.pattern or None)))
+    if not every and args.pattern:
+        otherwise = "a pattern is a key, a dotted prefix of keys, or a glob"
+        hint = out.did_you_mean(args.pattern[0], prefixes_of(checkpoint)) or otherwise
+        raise out.UsageError(f"no key matches {' '.join(args.pattern)!r}", hint=hint)
     items = _select(every, args, lambda item: item.key, lambda item: item.own_nbytes)
     if args.json:
         found = [contents.item_json(checkpoint, item, chunks=args.long) for item in items]
-        out.print_json(
+        return out.print_json(
             {"kind": "checkpoint", "path": args.path, **contents.checkpoint_json(checkpoint), "items": found}
         )
-        return 0
     if args.names:
         _print_names(item.key for item in items)
         return 0
     print(out.titled(out.printable(args.path), f"  {contents.summarize(checkpoint)}", "bold") + "\n")
     if args.tree:
-        _print_tree(checkpoint, _build_tree(items), args.depth, by_size=args.sort == "size")
+        _print_tree(checkpoint, items, args)
     elif args.long:
         _print_long(checkpoint, items)
     else:
@@ -226,72 +219,57 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None
         right={"size", "chunks"},
         flexible="key",
         optional=["chunks"],
-        spills="shape",
     )
     for item in items:
         if item.is_tensor:
             size = "tied" if item.tied_to else out.format_size(item.nbytes)
-            table.add(out.printable(item.key), item.dtype, out.format_shape(item.shape), size, f"{item.chunks:,}")
+            table.add(item.key, item.dtype, out.format_shape(item.shape), size, f"{item.chunks:,}")
         else:
-            table.add(out.printable(item.key), item.dtype, contents.value_text(checkpoint, item), "", "")
+            table.add(item.key, item.dtype, contents.brief_value(checkpoint, item), "", "")
     table.print()
 
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     for item in items:
-        text = item.description if item.is_tensor else contents.value_text(checkpoint, item)
-        print(out.titled(out.printable(item.key), f"  {text}", "cyan"))
+        print(out.titled(out.printable(item.key), f"  {contents.describe(checkpoint, item)}", "cyan"))
         contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
-@dataclass
-class _Branch:
-    keys: int = 0
-    nbytes: int = 0
-    leaf: contents.Item | None = None
-    below: dict[str, _Branch] = field(default_factory=dict)
+_Branch = list[tuple[list[str], contents.Item]]
+"""The items below a node of the tree, each with the rest of its key, in parts."""
 
 
-def _build_tree(items: Iterable[contents.Item]) -> _Branch:
-    root = _Branch()
-    for item in items:
-        branch = root
-        for part in item.key.split("."):
-            branch = branch.below.setdefault(part, _Branch())
-            branch.keys += 1
-            branch.nbytes += item.own_nbytes
-        branch.leaf = item
-    return root
-
-
-def _print_tree(checkpoint: Checkpoint, root: _Branch, depth: int | None, *, by_size: bool) -> None:
-    stack: list[tuple[str, str, _Branch, int, bool]] = []
-
-    def push(branch: _Branch, indent: str, level: int) -> None:
-        names = sorted(branch.below, key=out.natural_order)
-        if by_size:
-            names.sort(key=lambda name: -branch.below[name].nbytes)
-        for at, name in enumerate(reversed(names)):
-            stack.append((indent, name, branch.below[name], level, at == 0))
-
-    push(root, "", 1)
+def _print_tree(checkpoint: Checkpoint, items: Iterable[contents.Item], args: argparse.Namespace) -> None:
     room = out.terminal_width() or sys.maxsize
-    while stack:  # not recursive, because a key may have thousands of dots
-        indent, name, branch, level, last = stack.pop()
-        while branch.leaf is None and len(branch.below) == 1:  # a branch without alternatives shares the line
-            [(more, branch)] = branch.below.items()
-            name = f"{name}.{more}"
-        leaf = branch.leaf
-        text = f"{out.format_count(branch.keys, 'key')}, {out.format_size(branch.nbytes)}"
-        if leaf is not None:
-            text = leaf.description if leaf.is_tensor else contents.value_text(checkpoint, leaf)
-        line, below = f"{indent}{'└─ ' if last else '├─ '}{out.printable(name)}  ", indent + ("   " if last else "│  ")
-        if len(line) + min(len(text), 30) > room:  # the description gets a line of its own
-            print(line.rstrip())
-            line = below + "  "
-        print(line + out.styled(out.shorten(text, max(30, room - len(line))), "dim"))
-        if depth is None or level < depth:
-            push(branch, below, level + 1)
+
+    def nbytes_of(branch: _Branch) -> int:
+        return sum(item.own_nbytes for _, item in branch)
+
+    def print_below(above: _Branch, indent: str, level: int) -> None:
+        branches: dict[str, _Branch] = {}
+        for parts, item in above:
+            if parts:
+                branches.setdefault(parts[0], []).append((parts[1:], item))
+        by_size = sorted(branches, key=lambda name: -nbytes_of(branches[name]))
+        names = by_size if args.sort == "size" else list(branches)
+        for name in names:
+            shown, branch, is_last = name, branches[name], name == names[-1]
+            while branch[0][0] and len({tuple(parts[:1]) for parts, _ in branch}) == 1:
+                shown += f".{branch[0][0][0]}"  # a branch without alternatives shares the line
+                branch = [(parts[1:], item) for parts, item in branch]
+            leaf = next((item for parts, item in branch if not parts), None)
+            text = f"{out.format_count(len(branch), 'key')}, {out.format_size(nbytes_of(branch))}"
+            text = text if leaf is None else contents.describe(checkpoint, leaf)
+            below = indent + ("   " if is_last else "│  ")
+            line = f"{indent}{'└─ ' if is_last else '├─ '}{out.printable(shown)}  "
+            if len(line) + min(len(text), 30) > room:  # the description gets a line of its own
+                print(line.rstrip())
+                line = below + "  "
+            print(line + out.styled(out.shorten(text, max(30, room - len(line))), "dim"))
+            if args.depth is None or level < args.depth:
+                print_below(branch, below, level + 1)
+
+    print_below([(item.key.split("."), item) for item in items], "", 1)
 
 
 # -- latest
@@ -299,7 +277,6 @@ def _print_tree(checkpoint: Checkpoint, root: _Branch, depth: int | None, *, by_
 
 @command(
     argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
-    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep latest runs/a
   python evaluate.py --from "$(shardkeep latest runs/a)"
@@ -307,7 +284,7 @@ def _print_tree(checkpoint: Checkpoint, root: _Branch, depth: int | None, *, by_
 )
 def latest(args: argparse.Namespace) -> int:
     """Print the path alone on stdout; if there is none, print nothing there and return 1."""
-    run = one_run(args.root, args.template)  # a directory that does not exist has no checkpoint yet
+    run = open_run(args.root, must_exist=False)  # a directory that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None
     for entry in run.entries:

@@ -39,7 +39,7 @@ GROUPS = {
         "prune": ("prune", "delete old checkpoints by rules"),
         "pin": ("prune", "keep checkpoints, whatever the rules say"),
         "unpin": ("prune", "leave pinned checkpoints to the rules again"),
-        "rotate": ("rotate", "wrap the keys of encrypted checkpoints with a new key"),
+        "rotate": ("export", "wrap the keys of encrypted checkpoints with a new key"),
     },
     "Move": {
         "export": ("export", "write a checkpoint for Hugging Face or torch.load"),
@@ -62,7 +62,6 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises `UsageError` with a suggestion instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments."""
         hint = f"`{self.prog} --help` lists the arguments"
         missing = message.partition("arguments are required: ")[2].split(", ")
         if missing != [""]:
@@ -70,7 +69,7 @@ class Parser(argparse.ArgumentParser):
             message = f"needs {', '.join(word for word in missing if word not in free)}"
         wrong = message.partition("unrecognized arguments: ")[2].split()
         if wrong and wrong[0].startswith("-"):
-            hint = out.did_you_mean(wrong[0].partition("=")[0], self._option_string_actions, otherwise=hint)
+            hint = out.did_you_mean(wrong[0].partition("=")[0], self._option_string_actions) or hint
         raise out.UsageError(f"{self.prog.removeprefix('shardkeep ')}: {message}", hint=hint)
 
 
@@ -90,16 +89,11 @@ def parser_of(name: str, command: Command) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
     for names, options in command.arguments:
-        more = dict(options)
-        title = more.pop("group", None)
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(*names, **more)
+        parser.add_argument(*names, **options)
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
-    hidden = None if command.paged else argparse.SUPPRESS
-    parser.add_argument("--no-pager", action="store_true", help=hidden or "do not use $PAGER on a terminal")
+    if command.paged:
+        parser.add_argument("--no-pager", action="store_true", help="do not use $PAGER on a terminal")
     return parser
 
 
@@ -142,23 +136,17 @@ def _main(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     asked = words[0] if words else "--help"
-    if asked in {"-h", "--help", "help"} and len(words) < 2:
+    if asked in {"-h", "--help", "help"}:
         _overview()
         return 0
-    if asked == "help":
-        words = [words[1], "--help"]
-        asked = words[0]
     if asked in {"-V", "--version"}:
         print(f"shardkeep {__version__}")
         return 0
-    if asked == "--no-pager" and len(words) > 1:  # git takes it here
-        words = [*words[1:], asked]
-        asked = words[0]
     if asked not in SUMMARIES:
         every = f"`shardkeep` alone lists the commands; they are {', '.join(SUMMARIES)}"
         if asked.startswith("-"):
             raise out.UsageError(f"the command comes first, before {asked}", hint=every)
-        raise out.UsageError(f"there is no command {asked!r}", hint=out.did_you_mean(asked, SUMMARIES, otherwise=every))
+        raise out.UsageError(f"there is no command {asked!r}", hint=out.did_you_mean(asked, SUMMARIES) or every)
     command = load_command(asked)
     try:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])

@@ -13,16 +13,16 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.runs import Run, open_existing_run, path_hints, split_path
+from shardkeep.cli.runs import Run, open_run, path_hints, split_path
 from shardkeep.cli.verify import check_checkpoint
 from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.format.record import RECORD_NAME
@@ -33,57 +33,39 @@ from shardkeep.manage import catalog
 from shardkeep.manage.catalog import Entry
 from shardkeep.manage.lease import running_holder
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
-from shardkeep.storage.base import REMOVING_NAME, is_name, local_path
+from shardkeep.storage.base import REMOVING_NAME, local_path
 from shardkeep.storage.local import storage_errors
 
 _THREADS = 8
 """Threads that check checkpoints; most of the time they wait for the disk or the network."""
-
-_RULES = "rules: what any of them selects is kept"
 _MAX_NAMED = 3
 """Foreign files that a message names; the others are counted."""
 
 
-class OrphanFiles(NamedTuple):
-    """Files in the directory of one checkpoint that can be deleted."""
-
-    entry: Entry
-    names: list[str]
-    nbytes: int
-    reason: str
-
-
 @dataclass(frozen=True)
-class PrunePlan:
-    """What to do with each checkpoint of a run."""
+class Decision:
+    """What is done with a checkpoint, or with orphan files in its directory."""
 
-    kept: list[tuple[Entry, str]]
-    """Each with the reason."""
-    deleted: list[Entry]
-    """Oldest first."""
-    orphans: list[OrphanFiles]
-    unmanaged: list[Entry]
-    """Left alone, whatever the rules say."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that will be freed."""
-        return sum(entry.nbytes for entry in self.deleted) + sum(each.nbytes for each in self.orphans)
+    verb: Literal["keep", "sweep", "delete", "leave"]
+    entry: Entry
+    nbytes: int
+    why: str
+    orphans: Sequence[str] = ()
+    """The files to sweep."""
 
 
 @command(
     argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
-    argument("--keep-last", type=int, metavar="K", help="the newest K", group=_RULES),
-    argument("--keep-every", type=int, metavar="N", help="those whose step is a multiple of N", group=_RULES),
+    argument("--keep-last", type=int, metavar="K", help="keep the newest K"),
+    argument("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of N"),
     argument(
         "--keep-best",
         action="append",
         default=[],
         metavar="METRIC:K[:min|max]",
-        help="the K best by a metric, and those without it",
-        group=_RULES,
+        help="keep the K best by a metric, and those without it",
     ),
-    argument("--keep-hours", type=float, metavar="H", help="those saved in the last H hours", group=_RULES),
+    argument("--keep-hours", type=float, metavar="H", help="keep those saved in the last H hours"),
     argument("-n", "--dry-run", action="store_true", help="show what would be deleted; delete nothing"),
     argument("-f", "--force", action="store_true", help="also delete other files beside a checkpoint"),
     argument("-y", "--yes", action="store_true", help="do not ask"),
@@ -95,23 +77,21 @@ class PrunePlan:
 """,
 )
 def prune(args: argparse.Namespace) -> int:
-    run = open_existing_run(args.root, args.template)
-    managed = [entry for entry in run.entries if entry.managed]
-    _check_metrics([words.partition(":")[0] for words in args.keep_best], managed)
+    run = open_run(args.root, args.template, must_exist=True)
     rules = parse_rules(args)
     planned = make_plan(run, rules, force=args.force)
     if job := running_holder(run.catalog.root):
         out.echo_err(f"a job is saving to this run: {out.printable(job)}", "yellow")
     if not args.json:
-        _print_plan(run, planned)
+        _print_plan(planned)
     failed: dict[str, str] = {}
-    if not args.dry_run and (planned.deleted or planned.orphans):
+    if not args.dry_run and _summary(planned):
         if not args.yes and not _confirmed(args, planned):
             print("nothing was deleted")
             return 0
         failed = _execute(run, planned, force=args.force)
         if not args.json and not failed:
-            print(out.styled(f"deleted, {out.format_size(planned.nbytes)} freed", "green"))
+            print(out.styled(f"deleted, {out.format_size(_freed_nbytes(planned))} freed", "green"))
     if args.json:
         out.print_json(_plan_json(planned, failed, dry_run=args.dry_run))
     elif args.dry_run:
@@ -130,9 +110,6 @@ def _pin(args: argparse.Namespace, *, pinned: bool) -> int:
         if run is None or (entry := run.catalog.get(name)) is None:
             with path_hints(path):
                 raise CheckpointNotFound(f"{path}: there is no checkpoint to {'pin' if pinned else 'unpin'}")
-        if not is_name(name):
-            hint = "no rule deletes it: rules are for names such as step-500"
-            raise out.UsageError(f"{path} cannot be pinned: no file can be named after it in every store", hint=hint)
         found.append((path, run.catalog.root, entry))
     for _, root, entry in found:
         (catalog.pin if pinned else catalog.unpin)(root, entry.name)
@@ -155,9 +132,6 @@ unpin = command(_CHECKPOINTS, examples="  shardkeep unpin runs/a/step-500")(part
 
 def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
     """Return the policies that the arguments choose, by the words that the user chose them with."""
-    for option, number in (("last", args.keep_last), ("every", args.keep_every), ("hours", args.keep_hours)):
-        if number is not None and not number > 0:
-            raise out.UsageError(f"--keep-{option} {number}", hint="give more than 0; the newest is always kept")
     rules: dict[str, Policy] = {f"best {words}": _parse_best(words) for words in args.keep_best}
     if args.keep_last is not None:
         rules[f"last {args.keep_last}"] = KeepLast(args.keep_last)
@@ -180,41 +154,37 @@ def _parse_best(words: str) -> KeepBest:
     return KeepBest(found[1], int(found[2] or 1), mode)
 
 
-def _check_metrics(metrics: Iterable[str], entries: list[Entry]) -> None:
-    """Reject a metric that no checkpoint has, because it is misspelt."""
-    known = {name for entry in entries for name in entry.metrics}
-    for metric in metrics:
-        if metric not in known and entries:
-            hint = out.did_you_mean(metric, known, otherwise=f"they have {', '.join(sorted(known)) or 'none'}")
-            raise out.UsageError(f"no checkpoint has the metric {metric!r}", hint=hint)
-
-
 # -- what to delete
 
 
-def make_plan(run: Run, rules: dict[str, Policy], *, force: bool = False) -> PrunePlan:
-    """Decide what to do with every checkpoint."""
+def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Decision]:
+    """Decide what to do with every checkpoint, the newest first: those that are kept, deleted, and left alone."""
     with ThreadPoolExecutor(_THREADS) as threads:
-        managed = [entry for entry in run.entries if entry.managed]
-        entries = list(threads.map(lambda entry: _checked(run, entry), managed))
+        entries = list(threads.map(partial(_checked, run), (entry for entry in run.entries if entry.managed)))
         now = datetime.now(timezone.utc)
-        _, unwanted = plan(entries, AnyOf(tuple(rules.values())), now)
-        reasons = threads.map(lambda entry: _reason_to_spare(run, entry, force=force), unwanted)
-        spared = {entry.name: reason for entry, reason in zip(unwanted, reasons, strict=True) if reason}
-    committed = [entry for entry in entries if entry.committed]
-    wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
-    unmanaged = [entry for entry in run.entries if not entry.managed]
-    planned = PrunePlan([], [entry for entry in unwanted if entry.name not in spared], [], unmanaged)
-    deleted = {entry.name for entry in planned.deleted}
-    for entry in entries:
-        if entry.name in deleted:
-            continue
-        by = [words for words, names in wanted.items() if entry.name in names]
-        by += [*(["pinned"] if entry.pinned else []), *filter(None, [spared.get(entry.name)])]
-        why = ", ".join(by) or "the newest" if entry.committed else f"{entry.status}: {entry.reason}"
-        planned.kept.append((entry, why))
-        planned.orphans.extend(filter(None, [find_orphans(run, entry)]))
-    return planned
+        unwanted = {entry.name for entry in plan(entries, AnyOf(tuple(rules.values())), now).to_delete}
+        committed = [entry for entry in entries if entry.committed]
+        wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
+
+        def decide(entry: Entry) -> list[Decision]:
+            spared = _reason_to_spare(run, entry, force=force) if entry.name in unwanted else ""
+            if entry.name in unwanted and not spared:
+                others = foreign_files(run, entry)
+                why = "no rule keeps it" + (f"; {others}" if others else "")
+                return [Decision("delete", entry, entry.nbytes, why)]
+            reasons = [words for words, names in wanted.items() if entry.name in names]
+            reasons += ["pinned"] * entry.pinned + [spared] * bool(spared)
+            why = ", ".join(reasons) or "the newest" if entry.committed else f"{entry.status}: {entry.reason}"
+            kept, found = Decision("keep", entry, entry.nbytes, why), find_orphans(run, entry)
+            return [kept] if found is None else [kept, found] if entry.committed else [found]
+
+        decided = [each for of_entry in threads.map(decide, entries) for each in of_entry]
+    left = []
+    for entry in run.entries:
+        if not entry.managed:
+            why = "of another program" if entry.layout == "safetensors" else f"not named {run.catalog.naming.template}"
+            left.append(Decision("leave", entry, entry.nbytes, f"not managed: {why}"))
+    return [*sorted(decided, key=lambda each: each.verb == "delete"), *left]
 
 
 def _checked(run: Run, entry: Entry) -> Entry:
@@ -260,76 +230,62 @@ def foreign_files(run: Run, entry: Entry) -> str:
     return f"it also holds {', '.join(foreign[:_MAX_NAMED])}{rest}"
 
 
-def find_orphans(run: Run, entry: Entry) -> OrphanFiles | None:
+def find_orphans(run: Run, entry: Entry) -> Decision | None:
     """Find files that no checkpoint will ever name; None if there are none, or a save may still be writing them."""
     store = run.catalog.root.place(entry.name)
     sizes = {info.name: info.nbytes for info in store.list()}
     found = orphans.survey(store)
     if not entry.committed and REMOVING_NAME in sizes and found.over:
-        return OrphanFiles(entry, list(sizes), sum(sizes.values()), "its deletion was interrupted")
+        return Decision("sweep", entry, sum(sizes.values()), "its deletion was interrupted", list(sizes))
     try:
         names = orphans.deletable(store, found)
     except (DamagedCheckpoint, UnsupportedVersion):
         return None  # the record may be repaired
     nbytes = sum(sizes.get(name, 0) for name in names)
-    return OrphanFiles(entry, names, nbytes, "left by a save that did not finish") if names else None
+    return Decision("sweep", entry, nbytes, "left by a save that did not finish", names) if names else None
 
 
 # -- output
 
 
-def _print_plan(run: Run, planned: PrunePlan) -> None:
+_STYLES: dict[str, out.Style] = {"sweep": "yellow", "delete": "red", "leave": "dim"}
+
+
+def _print_plan(planned: Sequence[Decision]) -> None:
     table = out.Table(("", "checkpoint", "size", "why"), right={"size"}, flexible="why")
-    swept = {each.entry.name: each for each in planned.orphans}
-    for entry, why in planned.kept:
-        found = swept.get(entry.name)
-        if found is None or entry.committed:
-            table.add("keep", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why))
-        if found is not None:
-            what = f"{out.format_count(len(found.names), 'file')} {found.reason}"
-            table.add("sweep", out.printable(entry.name), out.format_size(found.nbytes), what, style="yellow")
-    for entry in reversed(planned.deleted):
-        others = foreign_files(run, entry)
-        why = "no rule keeps it" + (f"; {others}" if others else "")
-        table.add("delete", out.printable(entry.name), out.format_size(entry.nbytes), out.printable(why), style="red")
-    for entry in planned.unmanaged:
-        why = "of another program" if entry.layout == "safetensors" else f"not named {run.catalog.naming.template}"
-        table.add("leave", out.printable(entry.name), out.format_size(entry.nbytes), f"not managed: {why}", style="dim")
+    for each in planned:
+        files = f"{out.format_count(len(each.orphans), 'file')} " if each.orphans else ""
+        size = out.format_size(each.nbytes)
+        table.add(each.verb, each.entry.name, size, files + each.why, style=_STYLES.get(each.verb))
     table.print()
-    print(f"\n{_summary(planned)}" if planned.deleted or planned.orphans else "\nnothing to delete")
+    print(f"\n{_summary(planned) or 'nothing to delete'}")
 
 
-def _summary(planned: PrunePlan) -> str:
-    words = [out.format_count(len(planned.deleted), "checkpoint")] if planned.deleted else []
-    files = sum(len(each.names) for each in planned.orphans)
-    words += [out.format_count(files, "orphan file")] if files else []
-    return f"{' and '.join(words)} to delete, {out.styled(out.format_size(planned.nbytes), 'bold')}"
+def _freed_nbytes(planned: Sequence[Decision]) -> int:
+    return sum(each.nbytes for each in planned if each.verb in {"delete", "sweep"})
 
 
-def _plan_json(planned: PrunePlan, failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "dry_run": dry_run,
-        "nbytes": planned.nbytes,
-        "kept": [{"name": entry.name, "step": entry.step, "why": why} for entry, why in planned.kept],
-        "deleted": [
-            {"name": entry.name, "step": entry.step, "nbytes": entry.nbytes}
-            for entry in planned.deleted
-            if entry.name not in failed
-        ],
-        "swept": [
-            {"name": entry.name, "files": names, "nbytes": nbytes, "why": why}
-            for entry, names, nbytes, why in planned.orphans
-            if entry.name not in failed
-        ],
-        "failed": failed,
-        "unmanaged": [entry.name for entry in planned.unmanaged],
-    }
+def _summary(planned: Sequence[Decision]) -> str:
+    """Say how much is to be deleted; empty if nothing is."""
+    checkpoints, files = sum(each.verb == "delete" for each in planned), sum(len(each.orphans) for each in planned)
+    counts = [(checkpoints, "checkpoint"), (files, "orphan file")]
+    words = " and ".join(out.format_count(count, noun) for count, noun in counts if count)
+    return words and f"{words} to delete, {out.styled(out.format_size(_freed_nbytes(planned)), 'bold')}"
+
+
+def _plan_json(planned: Sequence[Decision], failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
+    listed: dict[str, list[dict[str, Any]]] = {"keep": [], "sweep": [], "delete": [], "leave": []}
+    for each in planned:
+        about = {"name": each.entry.name, "step": each.entry.known_step, "nbytes": each.nbytes, "why": each.why}
+        if each.verb in {"keep", "leave"} or each.entry.name not in failed:
+            listed[each.verb].append(about | ({"files": each.orphans} if each.orphans else {}))
+    return {"dry_run": dry_run, "nbytes": _freed_nbytes(planned), **listed, "failed": failed}
 
 
 # -- deleting
 
 
-def _confirmed(args: argparse.Namespace, planned: PrunePlan) -> bool:
+def _confirmed(args: argparse.Namespace, planned: Sequence[Decision]) -> bool:
     if args.json or not out.is_terminal(sys.stdin) or not out.is_terminal():
         raise out.UsageError(
             f"{_summary(planned)}, but there is no terminal to ask on",
@@ -341,38 +297,37 @@ def _confirmed(args: argparse.Namespace, planned: PrunePlan) -> bool:
         return False
 
 
-def _execute(run: Run, planned: PrunePlan, *, force: bool) -> dict[str, str]:
+def _execute(run: Run, planned: Sequence[Decision], *, force: bool) -> dict[str, str]:
     """Delete, oldest first; return what could not be deleted, with the reason."""
     failed: dict[str, str] = {}
-    work = [(each, partial(_delete_checkpoint, run, each, force=force)) for each in planned.deleted]
-    for entry, delete in work + [(each.entry, partial(_delete_orphans, run, each)) for each in planned.orphans]:
+    for each in reversed(planned):
         try:
-            if reason := delete():
-                failed[entry.name] = reason
+            if each.verb == "delete":
+                _delete_checkpoint(run, each.entry, force=force)
+            elif each.verb == "sweep":
+                _delete_orphans(run, each)
         except CheckpointError as exc:
-            failed[entry.name] = exc.message
+            failed[each.entry.name] = exc.message
     return failed
 
 
-def _delete_checkpoint(run: Run, entry: Entry, *, force: bool) -> str:
-    """Delete a checkpoint, or return why not. It is checked again, because the plan may be minutes old."""
+def _delete_checkpoint(run: Run, entry: Entry, *, force: bool) -> None:
+    """Delete a checkpoint. It is checked again, because the plan may be minutes old."""
     now = run.catalog.get(entry.name)
     same = ("status", "saved_at", "nbytes", "save_id")
     if now is None or now.pinned or any(getattr(now, name) != getattr(entry, name) for name in same):
-        return "another process has changed, pinned or deleted it since"
+        raise CheckpointError("another process has changed, pinned or deleted it since")
     if reason := _reason_to_spare(run, entry, force=force):
-        return reason
+        raise CheckpointError(reason)
     run.catalog.root.remove(entry.name)
-    return ""
 
 
-def _delete_orphans(run: Run, planned: OrphanFiles) -> str:
+def _delete_orphans(run: Run, planned: Decision) -> None:
     """Delete files that are still orphans, one by one; a save that has started since keeps its own."""
     now = find_orphans(run, planned.entry)
     if now is not None:
         store = run.catalog.root.place(planned.entry.name)
-        names = orphans.claims_last(set(now.names) & set(planned.names))
+        names = orphans.claims_last(set(now.orphans) & set(planned.orphans))
         for name in sorted(names, key=REMOVING_NAME.__eq__):  # the deletion marker goes last
             store.delete(name)
         run.catalog.root.drop_empty(planned.entry.name)
-    return ""

@@ -1,13 +1,10 @@
-"""
-Find what a path or URL on the command line means: a checkpoint, a run, which is a directory of checkpoints, or a folder of
-runs.
-"""
+"""What a path or URL on the command line means: a checkpoint, a run (a directory of checkpoints), or a folder of runs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +34,6 @@ class Run:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """What reads it."""
         return Catalog(self.path, self.template)
 
     @cached_property
@@ -64,7 +60,6 @@ class Run:
         return sum(entry.nbytes for entry in self.entries)
 
     def name_of(self, run: Run) -> str:
-        """Return the name of a run below it."""
         return run.path.removeprefix(self.path_to(""))
 
     def path_to(self, name: str) -> str:
@@ -97,32 +92,29 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
             store = open_store(where, direct=False)
             if is_single_file(store) or broken_path(store):
                 raise
-            run = Run(where, template)
-            if run.entries or run.runs or is_empty_directory(where):
+            run, path = Run(where, template), local_path(store)
+            is_directory = path is not None and os.path.isdir(path)
+            # An empty directory is a run that has not started. Object stores have none.
+            if run.entries or run.runs or (is_directory and not os.listdir(path)):
                 return run
-            path = _local_path(where)
-            if path is None or not os.path.isdir(path) or broken_path(run.catalog.root, inside=True):
+            if not is_directory or broken_path(run.catalog.root, inside=True):
                 raise
             only = f" named {template}" if template else ""
             raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or in the directories below") from None
 
 
-def open_existing_run(where: str, template: str | None = None) -> Run:
-    """Open a run, which may have no checkpoint yet; what does not exist, a checkpoint, or a folder of runs is an error."""
-    path = _local_path(where)
-    if path is None:
-        root = open_root(where, direct=False)
-        if next(root.places(), None) is None and next(root.list(), None) is None:
-            raise UsageError(f"{where}: there is nothing at this URL", hint=suggest_path(where))
-    elif not os.path.isdir(path):
-        what = "is not a directory" if os.path.exists(path) else "does not exist"
-        raise UsageError(f"{where}: {what}", hint=suggest_path(where))
-    return one_run(where, template)
-
-
-def one_run(where: str, template: str | None = None) -> Run:
-    """Open a run, which need not exist; raise a `UsageError` for a checkpoint, or for a folder of runs."""
-    _reject_checkpoint(where)
+def open_run(where: str, template: str | None = None, *, must_exist: bool) -> Run:
+    """Open a run, which may have no checkpoint yet; raise a `UsageError` for a checkpoint, or for a folder of runs."""
+    store, root = open_store(where, direct=False), open_root(where, direct=False)
+    path = local_path(root)
+    if must_exist and not (any(root.places()) or any(root.list()) if path is None else os.path.isdir(path)):
+        raise UsageError(f"{where}: there is no run here", hint=suggest_path(where))
+    for name in (RECORD_NAME, METADATA_NAME):
+        with suppress(BlobNotFound):
+            store.open(name).close()
+            parent, _ = split_path(where)
+            hint = f"give the directory that contains it: {parent}" if parent else ""
+            raise UsageError(f"{where} is a checkpoint, not a run", hint=hint)
     run = Run(where, template)
     if not run.entries and run.runs:
         names = ", ".join(each.path for each in run.runs[:3]) + (", …" if len(run.runs) > 3 else "")
@@ -130,24 +122,6 @@ def one_run(where: str, template: str | None = None) -> Run:
             f"{where} is a folder of {format_count(len(run.runs), 'run')}, not a run", hint=f"give one of them: {names}"
         )
     return run
-
-
-def _reject_checkpoint(where: str) -> None:
-    store = open_store(where, direct=False)
-    for name in (RECORD_NAME, METADATA_NAME):
-        try:
-            store.open(name).close()
-        except BlobNotFound:
-            continue
-        parent, _ = split_path(where)
-        hint = f"give the directory that contains it: {parent}" if parent else ""
-        raise UsageError(f"{where} is a checkpoint, not a run", hint=hint)
-
-
-def is_empty_directory(where: str) -> bool:
-    """Return whether this is an empty directory: a run that has not started. Object stores have none."""
-    path = _local_path(where)
-    return path is not None and os.path.isdir(path) and not os.listdir(path)
 
 
 def suggest_path(where: str) -> str:
@@ -158,7 +132,7 @@ def suggest_path(where: str) -> str:
             return f"it is a run; its latest checkpoint is {run.path_to(run.latest.name)}"
         if run.runs:
             return f"it is a folder of runs, such as {run.runs[0].path}"
-        path = _local_path(where)
+        path = local_path(run.catalog.root)
         if path is not None and os.path.isdir(path):
             return ""
         parent, name = split_path(where)
@@ -175,8 +149,3 @@ def split_path(where: str) -> tuple[str, str]:
     scheme, _, rest = where.partition("://")
     parent, slash, name = rest.rstrip("/").rpartition("/")
     return (f"{scheme}://{parent}" if slash else ""), name
-
-
-def _local_path(where: str) -> str | None:
-    """Return the path on a local disk; None for other stores."""
-    return local_path(open_store(where, direct=False))

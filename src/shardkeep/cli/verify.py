@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from shardkeep.cli import argument, command
@@ -27,8 +28,6 @@ from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper
 
 OnRead = Callable[[int], None]
 """Called with a number of bytes that were read, from any thread."""
-_MIN_TIMED_S = 0.1
-"""Throughput is not shown for checks that take less."""
 _NOTHING = VerifyReport(files=0, bytes_read=0, seconds=0.0)
 
 
@@ -56,9 +55,8 @@ def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None
         try:
             return CheckResult(open_checkpoint(store if deep else where).verify(deep=deep))
         except (KeyMissing, WrongKey) as exc:
-            if (
-                keys_for(Options()) is not None
-            ):  # a user who is about to discard an old key relies on this being a problem
+            # A user who is about to discard an old key relies on this being a problem.
+            if keys_for(Options()) is not None:
                 wrong = "none of the given keys decrypts it: " if isinstance(exc, WrongKey) else ""
                 problems = [f"{wrong}{exc.message}"]
             return CheckResult(verify_stored(store, deep=deep), problems)
@@ -103,8 +101,6 @@ class _CountingReader(ReaderWrapper):
 @command(
     argument("path", metavar="PATH", nargs="+", help="checkpoints, runs, or folders of runs"),
     argument("--quick", action="store_true", help="look at records, indexes, sizes and headers only"),
-    argument("--deep", action="store_true", help=argparse.SUPPRESS),  # the default; scripts may still say it
-    argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep verify runs/a/step-500            read every byte of a checkpoint
   shardkeep verify runs/a runs/b              every checkpoint of two runs
@@ -113,9 +109,7 @@ class _CountingReader(ReaderWrapper):
 )
 def verify(args: argparse.Namespace) -> int:
     """Check all of them; 1 if one is damaged, 2 if none is, but a path has nothing that could be checked."""
-    if args.quick and args.deep:
-        raise out.UsageError("--quick and --deep contradict each other", hint="every byte is read without --quick")
-    targets = {path: list(_targets(path, args.template)) for path in args.path}
+    targets = {path: list(_targets(path)) for path in args.path}
     width = max((len(target[0]) for below in targets.values() for target in below), default=0)
     results = {path: [_verify(*target, width, args) for target in below] for path, below in targets.items()}
     documents = [document for found in results.values() for document in found]
@@ -141,25 +135,32 @@ def verify(args: argparse.Namespace) -> int:
 
 def _verify(path: str, nbytes: int, unfinished: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
     """Check one checkpoint, print the result, and return it as JSON."""
+    notes: Sequence[str] = ()
     if unfinished:
         document = {"path": path, "status": "unfinished", "reason": unfinished}
-        text = _line(path.ljust(width), "unfinished", f"unfinished: {out.printable(unfinished)}")
+        text = f"unfinished: {out.printable(unfinished)}"
     else:
-        with out.ReadProgress(split_path(path)[1], nbytes) as progress:
-            result = check_checkpoint(path, deep=not args.quick, on_read=progress.add)
+        with out.byte_bar(split_path(path)[1], nbytes) as update:
+            result = check_checkpoint(path, deep=not args.quick, on_read=lambda read: update(advance=read))
         document = _result_json(path, result, deep=not args.quick)
-        text = _result_text(path.ljust(width), result, document["status"], deep=not args.quick)
+        text, notes = _describe(result, deep=not args.quick)
     if not args.json:
-        print(text)
+        word, style, _ = _WORDS[document["status"]]
+        line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path.ljust(width))}"
+        if 9 + max(len(path), width) + len(text) > (out.terminal_width() or sys.maxsize):
+            line, text, notes = line.rstrip(), "", [text, *notes]
+        print(f"{line}  {text}" if text else line)
+        for note in notes:
+            print(out.wrap_lines(out.printable(note), " " * 7))
     return document
 
 
-def _targets(path: str, template: str | None) -> Iterator[tuple[str, int, str]]:
+def _targets(path: str) -> Iterator[tuple[str, int, str]]:
     """Yield path and size of the checkpoint at a path, or of all of a run; and why it is unfinished, if it is."""
     try:
         record = find(open_store(path, direct=Options().direct_io)).record
     except CheckpointNotFound:
-        found = open_checkpoint_or_run(path, template)
+        found = open_checkpoint_or_run(path)
         for run in (found, *found.runs) if isinstance(found, Run) else ():
             for entry in run.entries:
                 yield run.path_to(entry.name), entry.nbytes, entry.reason if entry.status == "unfinished" else ""
@@ -181,25 +182,17 @@ _WORDS: dict[str, tuple[str, out.Style, str]] = {
 """The word for each status, its colour, and what the summary says. Only what was compared byte by byte is "ok"."""
 
 
-def _line(path: str, status: str, text: str, notes: Iterable[str] = ()) -> str:
-    word, style, _ = _WORDS[status]
-    line = f"{out.styled(word, style)}{' ' * (7 - len(word))}{out.printable(path)}"
-    fits = 9 + len(path) + len(text) <= (out.terminal_width() or sys.maxsize)
-    below = [*([] if fits else [text]), *notes]
-    first = f"{line}  {text}" if fits else line.rstrip()
-    return "\n".join([first, *(out.wrap_lines(out.printable(note), " " * 7) for note in below)])
-
-
-def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> str:
-    if result.problems:
-        return _line(path, status, out.format_count(len(result.problems), "problem"), result.problems)
-    if result.unknown:
-        return _line(path, status, "could not be checked", [result.unknown])
+def _describe(result: CheckResult, *, deep: bool) -> tuple[str, Sequence[str]]:
+    """Say what was found, and what else is to be known, a line each."""
     found, count = result.report, out.format_count
+    if result.problems:
+        return count(len(result.problems), "problem"), result.problems
+    if result.unknown:
+        return "could not be checked", [result.unknown]
     text = f"{count(found.files, 'file')} of {out.format_size(found.bytes_read)}: sizes and headers are right"
     notes = []
     if deep:
-        speed = out.format_speed(found.bytes_read, found.seconds, _MIN_TIMED_S)
+        speed = out.format_speed(found.bytes_read, found.seconds)
         text = f"{count(found.files, 'file')}, {out.format_size(found.bytes_read)} read{speed}"
         if crc := found.without_digests - found.without_checksums:
             has = count(crc, "file has", "files have")
@@ -210,21 +203,11 @@ def _result_text(path: str, result: CheckResult, status: str, *, deep: bool) -> 
     if found.undecoded:
         has = count(found.undecoded, "file is", "files are")
         notes.append(f"{has} encrypted and no key was given" + ": only the stored bytes were checked" * deep)
-    return _line(path, status, text, notes)
+    return text, notes
 
 
 def _result_json(path: str, result: CheckResult, *, deep: bool) -> dict[str, Any]:
-    found = result.report
-    good = "not read" if not deep else "read" if found.without_checksums else "sound"
-    return {
-        "path": path,
-        "status": "damaged" if result.problems else "unknown" if result.unknown else good,
-        "problems": list(result.problems),
-        "reason": result.unknown or None,
-        "files": found.files,
-        "nbytes": found.bytes_read,
-        "files_without_digests": found.without_digests,
-        "files_without_checksums": found.without_checksums,
-        "files_undecoded": found.undecoded,
-        "seconds": found.seconds if deep else None,
-    }
+    good = "not read" if not deep else "read" if result.report.without_checksums else "sound"
+    status = "damaged" if result.problems else "unknown" if result.unknown else good
+    found = {"path": path, "status": status, "problems": result.problems, "reason": result.unknown or None}
+    return found | asdict(result.report)
