@@ -1,7 +1,5 @@
 """Options come alone: what the environment says for others joins no keys that were given, changes no endpoint, and is read once."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -152,7 +150,6 @@ AZURE_VARIABLES = {
     "AZURE_STORAGE_TOKEN": "others",
     "AZURE_STORAGE_ACCOUNT_KEY": KEY,
     "AZURE_STORAGE_ACCESS_KEY": KEY,
-    "AZURE_STORAGE_KEY": KEY,
     "AZURE_STORAGE_SAS_TOKEN": "sv=1&sig=others",
     "AZURE_STORAGE_CONNECTION_STRING": f"AccountName=me;AccountKey={KEY}",
     "AZURE_FEDERATED_TOKEN_FILE": "FILE of others",
@@ -163,16 +160,23 @@ AZURE_VARIABLES = {
 }
 
 
+HARMLESS = {"AZURE_STORAGE_CONNECTION_STRING", "AZURE_SKIP_SIGNATURE", "AZURE_STORAGE_USE_EMULATOR"}
+
+
 @pytest.mark.parametrize("kind", AZURE)
 def test_azure(server, words, kind):
-    """Beside every variable, what is given signs."""
+    """Beside every variable, what is given signs; what only leads to keys is refused beside keys of another kind."""
     given, who = AZURE[kind]
     options = {name: words.get(value, value) for name, value in given.items()}
     options.update(account_name="me", endpoint=f"{server.endpoint}/me")
     for name, value in AZURE_VARIABLES.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(name, words.get(value, value))
-            assert asker(server, "az://box/x", options) == who, name
+            if kind in {"client_secret", "federated_token_file"} and name not in {*HARMLESS, f"AZURE_{kind.upper()}"}:
+                with pytest.raises(CheckpointError, match=f"{kind}= would not be used alone: {name} is set"):
+                    open_place("az://box/x", **options)
+            else:
+                assert asker(server, "az://box/x", options) == who, name
 
 
 def test_s3(server, monkeypatch):

@@ -51,7 +51,7 @@ def test_of_machines_that_commit_at_once_one_wins(rank_pool, cloud, cloud_place)
         ck.verify()
         assert ck.step == k + ends.index("won")
         assert torch.equal(ck["w"].tensor(), torch.full((999,), ck.step))
-        assert all(end == "won" or ck.record.save_id in end for end in ends), ends
+        assert all(end == "won" or "another save committed a checkpoint here meanwhile" in end for end in ends), ends
         assert names_in(place) == {RECORD_NAME, *ck.record.names}
 
 

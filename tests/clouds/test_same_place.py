@@ -24,7 +24,7 @@ KEY = "a2V5"
         ("gs://b/x", {"GOOGLE_BASE_URL": AT}, {"base_url": AT, "skip_signature": True}, True),
         ("gs://b/x", {"GOOGLE_SKIP_SIGNATURE": "true"}, {"endpoint": "https://storage.googleapis.com"}, True),
         ("az://b/x", {"AZURE_STORAGE_ACCOUNT_NAME": "me"}, {"account_name": "me"}, True),
-        ("az://b/x", {"AZURE_STORAGE_ACCOUNT": "me"}, {"endpoint": "https://me.blob.core.windows.net"}, True),
+        ("az://b/x", {"AZURE_STORAGE_ACCOUNT_NAME": "me"}, {"endpoint": "https://me.blob.core.windows.net"}, True),
         ("az://b/x", {"AZURE_STORAGE_ACCOUNT_NAME": "me"}, {"account_name": "you"}, False),
         ("az://b/x", {"AZURE_STORAGE_USE_EMULATOR": "true"}, {"connection_string": "UseDevelopmentStorage=true"}, True),
         (

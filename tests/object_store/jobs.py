@@ -13,8 +13,8 @@ import shardkeep as sk
 from shardkeep.dist.world import World
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.storage.resolve import open_place
-from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
+from tests.support.stores import BeforeStore
 
 ROWS = 1200
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=64 << 20, timeout_s=60.0)
@@ -82,22 +82,20 @@ def load_by_url(url, environment, k):
         load_and_compare(url, k, dist.get_rank(), dist.get_world_size())
 
 
-class Meets(FaultyStore):
-    """Before the commit, waits until all ranks are about to make it."""
-
-    def begin(self, verb, name):
-        if verb == "put" and name == RECORD_NAME:
-            dist.barrier()
-        return super().begin(verb, name)
-
-
 def race(url, options, k):
     """On every rank: save alone to one place, as if from a machine of its own, and commit when all others do."""
     rank = dist.get_rank()
+
+    def meet(verb, name):
+        if verb == "put" and name == RECORD_NAME:
+            dist.barrier()
+
     with mock.patch("shardkeep.layouts.orphans.host_identity", return_value=f"machine {rank}"):
         try:
             state = {"w": torch.full((999,), k + rank)}
-            sk.save(state, Meets(open_place(url, **options)), step=k + rank, overwrite=True, group=World(0, 1))
+            sk.save(
+                state, BeforeStore(open_place(url, **options), meet), step=k + rank, overwrite=True, group=World(0, 1)
+            )
         except sk.CheckpointError as exc:
             return f"{type(exc).__name__}: {exc}"
     return "won"

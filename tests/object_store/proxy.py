@@ -8,8 +8,6 @@ Each request is judged once, by the first rule that wants it. What happens by ch
 the like was asked for before, not on which thread came first. Everything is counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

@@ -15,10 +15,10 @@ from shardkeep.options import cores, local_ranks
 from shardkeep.storage import cancel, multipart
 from shardkeep.storage.buffers import MemoryBudget
 from shardkeep.storage.cancel import CancelScope, current_scope, run_cancellable
-from shardkeep.testing.faulty_store import FaultyStore
 from tests.object_store.conftest import TAKES_BACK
 from tests.object_store.proxy import Proxy, Rule
 from tests.object_store.test_uploads import PART, interrupted_when
+from tests.support.stores import BeforeStore
 from tests.support.uploads import unfinished
 
 STALLS = {
@@ -37,21 +37,6 @@ def soon(monkeypatch):
     """Wait a moment only for what was given up to end by itself."""
     monkeypatch.setattr(multipart, "_DEADLINE_S", 0.3)
     monkeypatch.setattr(cancel, "CANCEL_DEADLINE_S", 2.0)
-
-
-class FailsThen(FaultyStore):
-    """Fails to finish the first file, once something is so."""
-
-    def __init__(self, inner, due):
-        super().__init__(inner)
-        self._due = due
-
-    def begin(self, verb, name):
-        if verb == "finish" and name.startswith("m0-"):
-            while not self._due():
-                time.sleep(0.01)
-            raise StorageError(f"{name}: no more, on purpose", name=name, errno=errno.EDQUOT)
-        return super().begin(verb, name)
 
 
 def save_and_stop(way, state, place, due, **how):
@@ -83,9 +68,15 @@ def test_no_request_of_a_save_is_waited_for_in_vain(s3_server, s3_place, what, w
         def stalls():
             return proxy.counts.faults["stall"] > 0
 
+        def fail_then(verb, name):
+            if verb == "finish" and name.startswith("m0-"):
+                while not stalls():
+                    time.sleep(0.01)
+                raise StorageError(f"{name}: no more, on purpose", name=name, errno=errno.EDQUOT)
+
         if way == "refused":
             with pytest.raises(StorageError, match=r"m0-.* no more, on purpose"):
-                sk.save(state, FailsThen(place, stalls), codecs=codecs)
+                sk.save(state, BeforeStore(place, fail_then), codecs=codecs)
         else:
             save_and_stop(way, state, place, stalls, codecs=codecs)
         assert stalls(), "or nothing was there to wait for"
@@ -167,26 +158,19 @@ def test_a_put_of_one_part_says_itself_what_is_wrong(s3_place):
     assert place.get("a", limit=2) == b"11"
 
 
-class NotesRooms(FaultyStore):
-    """Keeps the rooms that files are created with."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.rooms = set()
-
-    def begin(self, verb, name):
-        if verb == "create" and name.startswith("m") and (scope := current_scope()) is not None:
-            self.rooms.add(scope.budget)
-        return super().begin(verb, name)
-
-
 @pytest.mark.parametrize("codecs", [[], ["float"]], ids=["plain", "coded"])
 def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place, codecs):
     """All its files share one, of the same division as its threads: of as many as write, and with codecs if there are."""
-    store, budget = NotesRooms(s3_place(part_bytes=PART)), 96 << 20
+    rooms, budget = set(), 96 << 20
+
+    def note(verb, name):
+        if verb == "create" and name.startswith("m") and (scope := current_scope()) is not None:
+            rooms.add(scope.budget)
+
+    store = BeforeStore(s3_place(part_bytes=PART), note)
     state = {f"m{i}": {"w": torch.zeros(1000)} for i in range(3)}
     sk.async_save(state, store, codecs=codecs, options=sk.Options(io_threads=64, host_budget_bytes=budget)).result()
-    [room] = store.rooms
+    [room] = rooms
     threads = min(64, max(2, cores() // local_ranks()))
     assert room is not None
     assert room.nbytes == budget_for_store(store, threads, budget, coded=bool(codecs)).room_nbytes

@@ -40,23 +40,21 @@ def test_a_blob_for_a_missing_bucket_fails_when_it_is_finished(s3_server):
 def test_plain_http_must_be_meant(s3_place):
     """Keys are not sent over an open line because of a typing mistake."""
     error = said(lambda: s3_place(client_options={"allow_http": False}).get("a", limit=9))
-    assert "AWS_ALLOW_HTTP" in error.hint
+    assert "allow_http" in error.hint
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"nonsense": 1}, "nonsense"),
-        ({"requests": 0}, "requests=0: must be more than 0"),
-        ({"part_bytes": 1 << 20}, "S3 takes no parts of less"),
-        ({"retries": -1}, "cannot be negative"),
-        ({"timeout_s": "long"}, "wrong type"),
-        ({"access_key_id": "only-half", "secret_access_key": None}, "cannot open s3://"),
+        ({"requests": 0}, r"Expected `int` >= 1 - at `\$\.requests`"),
+        ({"part_bytes": 1 << 20}, r"Expected `int` >= 5242880 - at `\$\.part_bytes`"),
+        ({"retries": -1}, r"Expected `int` >= 0 - at `\$\.retries`"),
+        ({"timeout_s": "long"}, r"Expected `float`, got `str` - at `\$\.timeout_s`"),
     ],
 )
-def test_options_that_make_no_sense(s3_server, options, message, monkeypatch):
+def test_options_that_make_no_sense(s3_server, options, message):
     """They are refused when the place is opened, by name, before anything is asked of the service."""
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
     with pytest.raises(CheckpointError, match=message):
         open_place(s3_server.url("a"), **{**s3_server.options, **options})
 

@@ -64,20 +64,21 @@ def test_a_storm(proxy, place):
     storm = [Rule(kind, chance=0.05, delay_s=0.02) for kind in kinds]
 
     def main(world):
-        sk.save(state_of(2, world.rank, 3), place, step=2, overwrite=True, group=world, options=OPTIONS)
-        load_and_compare(place, 2, world.rank, 3, world)
+        for k in (2, 3, 4):  # names of blobs, and so the faults, differ from run to run: one round may be lucky
+            sk.save(state_of(k, world.rank, 3), place, step=k, overwrite=True, group=world, options=OPTIONS)
+            load_and_compare(place, k, world.rank, 3, world)
 
     proxy.rules = storm
     began = time.monotonic()
     outcomes = thread_outcomes(3, main, timeout_s=DEADLINE_S)
     assert time.monotonic() - began < DEADLINE_S
-    assert sum(proxy.counts.faults.values()) > 10
-    proxy.rules = []
     failed = [outcome for outcome in outcomes if outcome is not None]
+    assert failed or sum(proxy.counts.faults.values()) > 10
+    proxy.rules = []
     assert all(isinstance(outcome, sk.StorageError) for outcome in failed), failed
-    assert sk.open(place).step in ((1, 2) if failed else (2,))
-    save(place, 3)
-    assert_whole(place, 3)
+    assert sk.open(place).step in ((1, 2, 3, 4) if failed else (4,))
+    save(place, 5)
+    assert_whole(place, 5)
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,6 @@ def test_a_path_has_options_too(tmp_path):
 
 def test_what_is_missing_to_open_a_place_is_named(monkeypatch):
     """A library that is not installed is asked for by the name of the extra."""
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[fsspec\]'"):
-        open_store("sftp://host/run", direct=True)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[cloud\]'"):
         open_store("gs://a-bucket-never-opened/run", direct=True)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from contextlib import closing
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 import shardkeep as sk
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.opening import verify_stored
-from shardkeep.storage.base import SecondRead
+from shardkeep.storage.base import read_again
 from shardkeep.storage.buffers import flat
 from shardkeep.storage.local import cached_bytes
 from shardkeep.storage.memory import MemoryStore
@@ -140,8 +139,8 @@ def test_a_second_read_does_not_come_from_the_page_cache(tmp_path, wrap):
                 seen.append([cached_bytes(file, mib << 20, 1 << 20) for mib in (0, 2, 6)])
                 return super().open(name)
 
-        with closing(SecondRead("a", wrap(Looks(tmp_path)))) as again:
-            assert again.read((1 << 20) + 1, 4 << 20) == whole[(1 << 20) + 1 : (5 << 20) + 1]
+        found = read_again(wrap(Looks(tmp_path)), "a", (1 << 20) + 1, 4 << 20)
+        assert found == whole[(1 << 20) + 1 : (5 << 20) + 1]
         assert seen == [[1 << 20, 0, 1 << 20]]
     finally:
         os.close(file)

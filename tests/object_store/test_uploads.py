@@ -144,8 +144,9 @@ def test_an_interrupted_write_spoils_its_blob(small_parts, monkeypatch):
 )
 def test_an_upload_that_fails_is_told_to_every_write(s3_place, options, message, number):
     """With its reason, and never as something that passes: to write again mends nothing. No request is kept."""
-    bucket = s3_place(part_bytes=PART, requests=2, **options).bucket
-    writer = ObjectWriter(bucket, "x/a", url="s3://b/x", name="a", nbytes=4 * PART, put=lambda _: None)
+    store = s3_place(part_bytes=PART, requests=2, **options)
+    store.version = lambda _: None  # so that it is the upload that fails
+    writer, bucket = ObjectWriter(store, "a", 4 * PART), store.bucket
     for _ in range(2):
         with raises_errno(number, match=message):
             writer.write_at(0, memoryview(bytes(2 * PART)))

@@ -15,6 +15,7 @@ from shardkeep.opening import verify_stored
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.testing.faulty_store import FaultyStore
+from tests.support.stores import BeforeStore
 
 OPTIONS = sk.Options(keys=KeyRing([bytes(range(32))]))
 
@@ -127,26 +128,22 @@ def test_files_are_read_at_the_same_time():
     """As many as there are threads, and parts of one file where there are fewer files; each byte once."""
     store, together = MemoryStore(), threading.Barrier(3, timeout=20)
 
-    class Meeting(FaultyStore):
-        """Lets no reader read data before three do."""
-
-        def begin(self, verb, name):
-            if verb == "read_into" and name.startswith("part"):
-                with met:
-                    once = name not in seen
-                    seen.add(name)
-                if once:
-                    together.wait()
-            return super().begin(verb, name)
+    def meet(verb, name):
+        if verb == "read_into" and name.startswith("part"):
+            with met:
+                once = name not in seen
+                seen.add(name)
+            if once:
+                together.wait()
 
     met, seen = threading.Lock(), set[str]()
     sk.save({f"part{n}": {"w": torch.randn(1000)} for n in range(3)}, store, codecs=["aes"], options=OPTIONS)
-    assert verify_stored(Meeting(store), options=sk.Options(io_threads=4)).undecoded == 3
+    assert verify_stored(BeforeStore(store, meet), options=sk.Options(io_threads=4)).undecoded == 3
 
 
 def test_many_batches_of_one_file(monkeypatch):
     """Each damaged frame is listed, in order, whichever thread found it."""
-    monkeypatch.setattr("shardkeep.engine.verify._STEP_NBYTES", 2 << 20)
+    monkeypatch.setattr("shardkeep.engine.reader._STEP_NBYTES", 2 << 20)
     store = MemoryStore()
     sk.save({"w": torch.randn(9 << 18)}, store, codecs=["aes"], options=OPTIONS)
     [file] = read_record(store).files

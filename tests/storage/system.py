@@ -2,7 +2,10 @@
 
 import fcntl
 import os
+import resource
+import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,6 +25,18 @@ def failing(name, number, monkeypatch, *, when=None):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(os, name, call)
+
+
+@contextmanager
+def no_file_above(nbytes):
+    """Let no file of this process grow beyond a size."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def is_direct(fd, *_):

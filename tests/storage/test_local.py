@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from shardkeep.storage import local as system
 from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
 from shardkeep.storage.local import LocalStore, open_files
 from shardkeep.testing.store_contract import raises_errno, read_blob, sample, write_blob
-from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_only
+from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_only, no_file_above
 
 
 @pytest.fixture
@@ -159,14 +158,8 @@ def test_a_full_disk_keeps_the_old_blob(tiny, replace):
 def test_file_size_limit(store, verb):
     """A limit on file sizes (RLIMIT_FSIZE) is an error with EFBIG, and leaves nothing."""
     store.put("a", b"1")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
-        with pytest.raises(StorageError, match="EFBIG") as caught:
-            store.create("big", 2 * MIB) if verb == "create" else store.put("big", bytes(2 * MIB))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
+    with no_file_above(MIB), pytest.raises(StorageError, match="EFBIG") as caught:
+        store.create("big", 2 * MIB) if verb == "create" else store.put("big", bytes(2 * MIB))
     assert caught.value.errno == errno.EFBIG
     assert os.listdir(store.url) == ["a"]
 

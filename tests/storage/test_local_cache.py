@@ -70,20 +70,6 @@ def test_warm_reads_come_from_the_cache(store, monkeypatch):
     assert read_blob(store, "a") == data
 
 
-@linux_only
-def test_scratch_memory_goes_with_the_last_reader(store):
-    """Readers share scratch buffers, and the last one to close frees them."""
-    write_blob(store, "a", bytes(12 * MIB))
-    drop_cached(store, "a", 0, 12 * MIB)
-    into = aligned_buffer(2 * MIB + 64)[64:]
-    with closing(store.open("a")) as one, closing(store.open("a")) as other:
-        one.read_into(0, into)
-        other.read_into(4 * MIB, into)
-        cached(store, "a")  # skips where there is no direct I/O
-        assert len(store._scratch._free) == 1
-    assert store._scratch._free == []
-
-
 SIZE = 300_001
 CONTENT = sample(SIZE)
 edges = st.integers(0, SIZE + 9000)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -244,14 +244,6 @@ class Root(Store, Protocol):
         """Delete a place if nothing is in it."""
 
 
-class Replaces(BlobWriter, Protocol):
-    """A writer of `create_over`. The old blob stays whole until `finish`, and if anything fails."""
-
-    @property
-    def in_doubt(self) -> bool:
-        """After `finish`: whether the answer to the last request was lost, so that the old blob may still be there."""
-
-
 # -- removing a place --------------------------------------------------------------------------------------------------
 
 
@@ -310,9 +302,13 @@ def create_upto(store: WritableStore, name: str, nbytes: int) -> BlobWriter:
     return create(name, nbytes)
 
 
-def create_over(store: object, name: str, nbytes: int) -> Replaces | None:
-    """Begin a blob whose `finish` replaces another in one step; None if the store cannot do that (`create_over`)."""
-    return cast("Replaces | None", _ask(store, "create_over", name, nbytes))
+def create_over(store: object, name: str, nbytes: int) -> BlobWriter | None:
+    """
+    Begin a blob whose `finish` replaces another in one step; None if the store cannot do that (`create_over`).
+
+    The old blob stays whole until `finish`, and if anything fails.
+    """
+    return cast("BlobWriter | None", _ask(store, "create_over", name, nbytes))
 
 
 def delete_all(store: Deletes, names: Sequence[str]) -> None:
@@ -451,14 +447,17 @@ def same_place(one: Store | Root, other: Store | Root) -> bool:
 
 
 class StoreSpec(msgspec.Struct, frozen=True):
-    """A store, described for another process. It may contain secrets, and must only pass through pipes."""
+    """A store, as another process opens it. It may contain secrets, and must only pass through pipes."""
 
-    kind: Literal["local", "bucket", "fsspec"]
-    arguments: list[Any]
-    """Of `resolve.open_spec`."""
+    place: bytes
+    """The path or URL."""
+    options: dict[str, Any]
+    """Of `open_place`."""
+    environment: dict[str, str] = {}
+    """The variables of its service."""
 
     def __repr__(self) -> str:
-        return f"StoreSpec({self.kind!r})"  # without secrets
+        return "StoreSpec(...)"  # without secrets
 
 
 def spec_of(store: Store) -> StoreSpec:
@@ -586,43 +585,22 @@ _ON_THE_WAY = (
 )
 
 
-class SecondRead:
-    """Reads ranges of a blob a second time; opens it again when it is first needed. Must be closed."""
-
-    def __init__(self, name: str, store: ReadableStore) -> None:
-        self._name = name
-        self._store = store
-        self._opened: BlobReader | None = None
-
-    def read(self, offset: int, nbytes: int) -> bytearray:
-        drop_cached(self._store, self._name, offset, nbytes)
-        if self._opened is None:
-            self._opened = self._store.open(self._name)
-        return read_range(self._opened, offset, nbytes)
-
-    def repair(self, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]) -> bool | None:
-        """Read a range again, into `piece` if it is right now; returns None then, else whether both reads were equal."""
-        data = self.read(offset, len(piece))
-        if not fits(data):
-            return piece == data
-        piece[:] = data
-        return None
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+def read_again(store: ReadableStore, name: str, offset: int, nbytes: int) -> bytearray:
+    """Read a range of a blob a second time."""
+    drop_cached(store, name, offset, nbytes)
+    with closing(store.open(name)) as reader:
+        return read_range(reader, offset, nbytes)
 
 
-def reread(
-    name: str, store: ReadableStore, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]
+def repair(
+    store: ReadableStore, name: str, offset: int, piece: memoryview, fits: Callable[[bytearray], bool]
 ) -> bool | None:
-    """Read one range of a blob again, and warn if it is right now; see `SecondRead.repair`."""
-    with closing(SecondRead(name, store)) as again:
-        same = again.repair(offset, piece, fits)
-    if same is None:
-        warn_reread_ok(name, offset, len(piece))
-    return same
+    """Read a range again, into `piece` if it is right now; returns None then, else whether both reads were equal."""
+    data = read_again(store, name, offset, len(piece))
+    if not fits(data):
+        return piece == data
+    piece[:] = data
+    return None
 
 
 def decode_or_reread(

@@ -1,4 +1,4 @@
-"""Host memory for I/O: reused aligned buffers (fresh memory costs five copies), a bound on buffered bytes, copies."""
+"""Host memory for I/O: aligned buffers that each thread reuses (fresh memory costs five copies), a bound on buffered bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import ctypes
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from shardkeep.errors import CheckpointError
+
+T = TypeVar("T")
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Direct I/O needs offsets, lengths and addresses that are multiples of this."""
@@ -77,42 +79,22 @@ def copy(dst: memoryview, src: memoryview) -> None:
         np.copyto(np.frombuffer(dst, np.uint8), np.frombuffer(src, np.uint8))
 
 
-class ScratchPool:
-    """Aligned buffers of one size, one per thread that uses one at the same time; kept while the pool is retained."""
+class PerThread(Generic[T]):
+    """One object for each thread, such as a buffer or a compressor; freed with the thread, or with this."""
 
-    def __init__(self, buffer_bytes: int) -> None:
-        self.buffer_bytes = buffer_bytes
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._free: list[memoryview] = []
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._mine = threading.local()
 
-    def retained(self) -> ExitStack:
-        """Keep free buffers for reuse until the result is closed; the last one frees the memory."""
-        with self._lock:
-            self._holders += 1
-        hold = ExitStack()
-        hold.callback(self._release)
-        return hold
+    def get(self) -> T:
+        made: T | None = getattr(self._mine, "made", None)
+        if made is None:
+            made = self._mine.made = self._make()
+        return made
 
-    def _release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if not self._holders:
-                self._free.clear()
 
-    @contextmanager
-    def lease(self) -> Iterator[memoryview]:
-        """Lend one buffer; its contents are undefined."""
-        with self._lock:
-            buffer = self._free.pop() if self._free else None
-        if buffer is None:
-            buffer = aligned_buffer(self.buffer_bytes)
-        try:
-            yield buffer
-        finally:
-            with self._lock:
-                if self._holders:
-                    self._free.append(buffer)
+Scratch = PerThread[memoryview]
+"""An aligned buffer for each thread; what is in it is undefined."""
 
 
 class MemoryBudget:

@@ -97,11 +97,7 @@ def spawn_daemon(work: Callable[[], T], name: str) -> Future[T]:
 
 def run_with_deadline(work: Callable[[], object], name: str, within_s: float | None = None) -> bool:
     """Run clean-up work on a thread; returns whether it ended in time, and raises its error if it did."""
-    try:
-        future = spawn_daemon(work, name)
-    except RuntimeError:  # no thread could be started, which may be why there is something to clean up
-        work()
-        return True
+    future = spawn_daemon(work, name)
     if not wait([future], CANCEL_DEADLINE_S if within_s is None else within_s).done:
         return False
     future.result()

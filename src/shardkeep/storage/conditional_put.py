@@ -21,7 +21,6 @@ from shardkeep.storage.base import Version, check_name, conflict, holds
 from shardkeep.storage.retry import call_with_retries
 
 _RETRIES = 3
-_FIRST_DELAY_S = 0.4
 
 
 class ConditionalPuts(ABC):
@@ -75,8 +74,7 @@ class ConditionalPuts(ABC):
                 unsure = True
                 raise
 
-        what = f"put {self.url}/{name}"
-        call_with_retries(what, send, retries=_RETRIES, within_s=self._retry_s, first_s=_FIRST_DELAY_S)
+        call_with_retries(f"put {self.url}/{name}", send, retries=_RETRIES, within_s=self._retry_s)
 
     def _look_and_send(self, name: str, data: Any, over: Version | None) -> None:
         if "conditions" not in self._warned:

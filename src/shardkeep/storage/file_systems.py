@@ -19,9 +19,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError
+from shardkeep.errors import BlobNotFound, CheckpointError
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, broken_path, check_below, scheme_of, short_read
+from shardkeep.storage.base import Store, broken_path, check_below, read_whole, scheme_of, short_read
+from shardkeep.storage.buffers import PerThread
+from shardkeep.storage.fsspec import url_to_fs
 from shardkeep.storage.local import LocalStore, storage_errors
 from shardkeep.storage.object_client import SCHEMES
 from shardkeep.storage.resolve import open_store
@@ -130,7 +132,7 @@ class FsspecFileSystem(FileSystemBase):
     @property
     def _opened(self) -> AbstractFileSystem:
         if self.fs is None and self.url is not None:
-            self.fs = _url_to_fs(self.url)
+            self.fs, _ = url_to_fs(self.url)
         if self.fs is None:
             raise CheckpointError("the file system is not open yet", hint="call init_path with its URL")
         return self.fs
@@ -156,7 +158,7 @@ class FsspecFileSystem(FileSystemBase):
         return os.path.join(path, suffix)
 
     def init_path(self, path: PathLike, **kwargs: Any) -> PathLike:
-        self.fs = _url_to_fs(path, **kwargs)
+        self.fs, _ = url_to_fs(os.fspath(path), **kwargs)
         return path
 
     def rename(self, path: PathLike, new_path: PathLike) -> None:
@@ -170,7 +172,7 @@ class FsspecFileSystem(FileSystemBase):
         if isinstance(checkpoint_id, Path):
             return False
         try:
-            _url_to_fs(checkpoint_id)
+            url_to_fs(os.fspath(checkpoint_id))
         except (ValueError, ImportError):
             return False
         return True
@@ -186,23 +188,17 @@ class FsspecFileSystem(FileSystemBase):
         return [str(each) for each in self._opened.ls(os.fspath(path), detail=False)]
 
 
-def _url_to_fs(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
-    try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # noqa: PLC0415 - slow to import
-    except ImportError as exc:
-        raise CheckpointError(f"{os.fspath(path)}: fsspec is not installed", hint="pip install fsspec") from exc
-    return url_to_fs(path, **kwargs)[0]
-
-
 # -- a file system as a store to read from -----------------------------------------------------------------------------
 #
 # Each thread that reads gets its own stream. A stream without `seek` is read once and kept in memory.
 
-_READ_PIECE_NBYTES = 1 << 20
-
 
 class StreamStore:
-    """The files of one directory, for reading."""
+    """
+    The files of one directory, for reading.
+
+    It has no verb `list`: readers would take the ages of files from it, and a file system with streams does not know them.
+    """
 
     def __init__(self, fs: FileSystemBase, path: PathLike) -> None:
         self._fs = fs
@@ -213,20 +209,7 @@ class StreamStore:
         return StreamReader(self._fs, self._fs.concat_path(self._path, check_below(name)), self.url, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        path = self._fs.concat_path(self._path, check_below(name))
-        with storage_errors("cannot get", self.url, name), self._fs.create_stream(path, "rb") as stream:
-            data = read_up_to(stream, limit + 1)
-        if len(data) > limit:
-            raise MalformedFile(f"{path}: more than {limit} bytes", name=name)
-        return data
-
-
-def read_up_to(stream: Any, limit: int) -> bytes:
-    """Read a stream to its end, or up to `limit`; in pieces, because many streams allocate the requested size in advance."""
-    held = io.BytesIO()
-    while held.tell() < limit and (piece := stream.read(min(_READ_PIECE_NBYTES, limit - held.tell()))):
-        held.write(piece)
-    return held.getvalue()
+        return read_whole(self.open(name), f"{self.url}/{name}", name, limit)
 
 
 def write_all(stream: Any, data: bytes, *, sync: bool) -> None:
@@ -247,15 +230,14 @@ def sync_stream(stream: Any, *, sync: bool) -> None:
 
 
 class StreamReader:
-    """A file that is read through as many streams as threads read at once."""
+    """A file that each thread reads through a stream of its own."""
 
     def __init__(self, fs: FileSystemBase, path: PathLike, url: str, name: str) -> None:
         self._fs, self._path, self._url, self._name = fs, path, url, name
         self._lock = threading.Lock()
-        self._idle: list[Any] = []
-        self._open = ExitStack()
-        with self._stream() as stream:
-            self.nbytes = int(stream.seek(0, io.SEEK_END))
+        self._opened = ExitStack()
+        self._streams = PerThread(self._open)
+        self.nbytes = int(self._streams.get().seek(0, io.SEEK_END))
 
     def cached(self, offset: int, nbytes: int) -> bool:
         """Return False: only the file system knows what it has cached."""
@@ -264,40 +246,24 @@ class StreamReader:
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         view = into.cast("B")
         done = 0
-        with storage_errors("cannot read", self._url, self._name, offset), self._stream() as stream:
+        stream = self._streams.get()
+        with storage_errors("cannot read", self._url, self._name, offset):
             stream.seek(offset)
             while done < len(view):
-                if hasattr(stream, "readinto"):
-                    got = int(stream.readinto(view[done:]) or 0)
-                else:
-                    data = stream.read(len(view) - done)
-                    got = len(data)
-                    view[done : done + got] = data
+                got = int(stream.readinto(view[done:]) or 0)
                 if not got:
                     raise short_read(str(self._path), self._name, offset, len(view), done)
                 done += got
 
-    @contextmanager
-    def _stream(self) -> Iterator[Any]:
-        with self._lock:
-            stream = self._idle.pop() if self._idle else None
-        if stream is None:
-            with storage_errors("cannot open", self._url, self._name):
-                manager = self._fs.create_stream(self._path, "rb")
-                stream = manager.__enter__()
-                with self._lock:
-                    self._open.push(manager)
-                stream = stream if stream.seekable() else io.BytesIO(stream.read())
-        yield stream
-        with self._lock:  # not after a failure, which leaves the stream at an unknown position
-            self._idle.append(stream)
+    def _open(self) -> Any:
+        with storage_errors("cannot open", self._url, self._name), self._lock:
+            stream: Any = self._opened.enter_context(self._fs.create_stream(self._path, "rb"))
+            return stream if stream.seekable() else io.BytesIO(stream.read())
 
     def close(self) -> None:
         """Close all streams; safe when called twice."""
-        with self._lock:
-            streams, self._idle = self._open.pop_all(), []
-        with suppress(Exception):  # nothing is lost for a file that was only read
-            streams.close()
+        with suppress(Exception), self._lock:  # nothing is lost for a file that was only read
+            self._opened.close()
 
 
 # -- blobs of a store as streams: for extensions, planners and writers of users ----------------------------------------
@@ -367,13 +333,6 @@ class BlobOutput(io.RawIOBase):
 
     def write(self, b: Buffer, /) -> int:
         view = memoryview(b).cast("B")
-        if self.tell() + len(view) > _ROOM_NBYTES:
-            raise StorageError(
-                f"{self._store.url}/{self._name}: more than {_ROOM_NBYTES >> 30} GiB in one stream",
-                hint="write more files: a larger thread_count, or single_file_per_rank=False",
-                name=self._name,
-                errno=errno.EFBIG,
-            )
         for start in range(0, len(view), _WRITE_PIECE_NBYTES):
             self._held += view[start : start + _WRITE_PIECE_NBYTES]
             if len(self._held) > _WRITE_PIECE_NBYTES:
@@ -420,21 +379,9 @@ _MOST_RENAMED_NBYTES = 4 << 30
 class StoreFileSystem(FileSystemBase):
     """The contents of stores, by URL. There are no directories: `mkdir` does nothing."""
 
-    def __init__(self, *stores: Store) -> None:
-        """Use these stores for their URLs; others are opened on first use."""
-        self._lock = threading.Lock()
-        self._stores = {store.url.rstrip("/"): store for store in stores}
-
-    def __reduce__(self) -> tuple[type[StoreFileSystem], tuple[()]]:
-        return StoreFileSystem, ()  # connections are not pickled: another process opens its own
-
     def store(self, path: PathLike) -> Store:
         """Return the store of a place."""
-        url = os.fspath(path).rstrip("/")
-        with self._lock:
-            if url not in self._stores:
-                self._stores[url] = open_store(url, direct=Options().direct_io)
-            return self._stores[url]
+        return open_store(os.fspath(path).rstrip("/"), direct=Options().direct_io)
 
     def _blob(self, path: PathLike) -> tuple[Store, str]:
         above, _, name = os.fspath(path).rstrip("/").rpartition("/")
@@ -504,9 +451,20 @@ def is_local(fs: FileSystemBase) -> bool:
     return type(fs) is FileSystem
 
 
+def has_store(fs: FileSystemBase) -> bool:
+    """Return whether one of our stores is behind a file system: see `store_of`."""
+    return is_local(fs) or type(fs) is StoreFileSystem
+
+
 def keeps(party: object, own: type, names: Sequence[str]) -> bool:
     """Return whether neither an object nor its class overrides these methods of a base class."""
     return all(getattr(type(party), name) is getattr(own, name) and name not in vars(party) for name in names)
+
+
+def keeps_all(party: object, own: type) -> bool:
+    """Return whether an object is of a class, and neither it nor its own class overrides a method of that."""
+    methods = [name for name, value in vars(own).items() if callable(value)]
+    return isinstance(party, own) and keeps(party, own, methods)
 
 
 def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
@@ -531,7 +489,7 @@ def file_system_for(path: PathLike) -> tuple[FileSystemBase, PathLike]:
 
 def file_system_at(fs: FileSystemBase, path: PathLike) -> tuple[FileSystemBase, PathLike]:
     """Return file system and path for another path; a file system that the user set is kept."""
-    if is_local(fs) or type(fs) is StoreFileSystem:
+    if has_store(fs):
         found, place = file_system_for(path)
         return (fs if type(found) is type(fs) else found), place
     return fs, fs.init_path(path)

@@ -2,7 +2,7 @@
 A store on any file system that fsspec opens: as atomic and as durable as that file system is, and no more.
 
 The parts of a blob are written in order; early ones are buffered up to a bound, and then wait. Of several writers of one
-blob, one wins by reading back (`conditional_put`), unless the file system has puts that only create.
+blob, one wins by reading back (`conditional_put`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
-import inspect
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from hashlib import blake2b
@@ -37,6 +36,12 @@ _PATIENCE_S = 30.0
 """How long an early write waits for the next bytes when the budget is used up."""
 _POLL_S = 0.1
 _USER = re.compile(r"(?<=://)[^/\s]*@")
+
+
+def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    found: tuple[Any, str] = importlib.import_module("fsspec.core").url_to_fs(url, **options)  # slow to import
+    return found
 
 
 def without_user(text: str) -> str:
@@ -66,9 +71,8 @@ class FsspecWriter:
     """
     A new file, written in order. Early bytes are buffered, and wait when the budget is used up.
 
-    The thread that brings the next bytes never waits. If no thread brings them for long, early bytes are an error; but
-    in a `CancelScope`, which promises them nearly in order, they are buffered beyond the budget, because the next bytes
-    may be waiting for them.
+    The thread that brings the next bytes never waits. If no thread brings them for long, early bytes are buffered beyond
+    the budget, because the next bytes may be waiting for them.
     """
 
     def __init__(self, store: FsspecStore, name: str, nbytes: int) -> None:
@@ -102,7 +106,7 @@ class FsspecWriter:
             self._state.notify_all()
 
     def _memory_for(self, offset: int, view: memoryview) -> Any:
-        """Return memory for early bytes when the budget allows it; None once it is their turn."""
+        """Return memory for early bytes when the budget allows it, or after a long wait; None once it is their turn."""
         at, since = self._at, time.monotonic()
         while True:
             if self._scope is not None and self._scope.cancelled:
@@ -114,19 +118,9 @@ class FsspecWriter:
                 return None
             if self._at > at:
                 at, since = self._at, time.monotonic()
-            in_vain = time.monotonic() - since > _PATIENCE_S
-            memory = self._budget.take(len(view), must=in_vain and self._scope is not None)
+            memory = self._budget.take(len(view), must=time.monotonic() - since > _PATIENCE_S)
             if memory is not None:
                 return memory
-            if in_vain:
-                held = sum(map(len, self._early.values()))
-                raise self._error(
-                    f"no room for {len(view)} bytes at offset {offset}: the file is written in order, the bytes at offset"
-                    f" {self._at} have been missing for {_PATIENCE_S:g} s, and {held} bytes of at most"
-                    f" {self._budget.nbytes} wait for them",
-                    errno.ENOBUFS,
-                    hint="write its parts nearly in order of offset",
-                )
             self._state.wait(_POLL_S)  # not woken when other files release memory: look again
 
     def finish(self, nbytes: int | None = None) -> None:
@@ -150,8 +144,8 @@ class FsspecWriter:
             with suppress(Exception):
                 self._fs.rm_file(self._path)
 
-    def _error(self, what: str, number: int = errno.EINVAL, hint: str = "") -> StorageError:
-        return StorageError(f"{self._where}: {what}", hint=hint, name=self._name, errno=number)
+    def _error(self, what: str, number: int = errno.EINVAL) -> StorageError:
+        return StorageError(f"{self._where}: {what}", name=self._name, errno=number)
 
 
 class FsspecReader:
@@ -185,10 +179,13 @@ class FsspecStore(ConditionalPuts):
     """Files are written in order."""
     remote = True
 
-    def __init__(self, fs: Any, path: str, url: str, *, settle_s: float = _SETTLE_S) -> None:
-        """Point to a place; `url` is what the user wrote, `settle_s` the wait after a put before it is read back."""
-        self.url = url
+    def __init__(
+        self, fs: Any, path: str, url: str, options: Mapping[str, Any] = {}, *, settle_s: float = _SETTLE_S
+    ) -> None:
+        """Point to a place; it was opened with `url` and `options`, `settle_s` is the wait before a put is read back."""
+        self.url = without_user(url)
         self.fs = fs
+        self._opened_url, self._options = url, options
         self._path = path.rstrip("/")
         self._settle_s = settle_s
         self._lock, self._warned, self.budget = _shared(type(fs).__name__)
@@ -197,21 +194,11 @@ class FsspecStore(ConditionalPuts):
         return f"{type(self).__name__}({self.url!r})"
 
     def spec(self) -> base.StoreSpec:
-        fs = self.fs
-        kind = type(fs)
+        kind = type(self.fs)
         names = [kind.protocol] if isinstance(kind.protocol, str) else [*kind.protocol]
-        if "memory" in (*names, fs.storage_options.get("target_protocol")):
+        if "memory" in (*names, self.fs.storage_options.get("target_protocol")):
             raise base.not_sendable(self.url, kind.__name__)
-        if kind.__module__ == "__main__" or "." in kind.__qualname__:
-            raise CheckpointError(
-                f'{self.url}: writer="process" cannot import the class {kind.__qualname__} in another process',
-                hint="that process does not run your program: define the class at the top level of a module, or pass"
-                ' writer="thread"',
-            )
-        args = base.sendable_options(self.url, {str(number): value for number, value in enumerate(fs.storage_args)})
-        options = base.sendable_options(self.url, fs.storage_options)
-        opened = [kind.__module__, kind.__name__, [*args.values()], options]
-        return base.StoreSpec("fsspec", [*opened, self._path, self.url, self._settle_s])
+        return base.StoreSpec(self._opened_url.encode(), base.sendable_options(self.url, self._options))
 
     def create(self, name: str, nbytes: int) -> FsspecWriter:
         path = self.path_of(name)
@@ -225,10 +212,7 @@ class FsspecStore(ConditionalPuts):
         return FsspecReader(self, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        path = self.path_of(name)
-        with fs_errors("cannot get", self.url, name):
-            base.check_limit(f"{self.url}/{name}", name, int(self.fs.info(path)["size"]), limit)
-            return bytes(self.fs.cat_file(path))
+        return base.read_whole(self.open(name), f"{self.url}/{name}", name, limit)
 
     def version(self, name: str) -> base.Version | None:
         try:
@@ -250,19 +234,11 @@ class FsspecStore(ConditionalPuts):
         with fs_errors("cannot put", self.url, name):
             with suppress(Exception):
                 self.fs.makedirs(self._path, exist_ok=True)
-            self.fs.pipe_file(self.path_of(name), bytes(data), **({"mode": "create"} if create else {}))
+            self.fs.pipe_file(self.path_of(name), bytes(data))
 
-    def checks_conditions(self, over: base.Version | None) -> bool:
-        """Return whether the file system has puts that only create; none can replace only a certain version."""
-        if over is not None:
-            return False
-        kind = type(self.fs)
-        verb = getattr(kind, "_pipe_file", None) or kind.pipe_file
-        # fsspec's own default looks first and then puts, as `ConditionalPuts` does.
-        return (
-            not verb.__module__.startswith(("fsspec.spec", "fsspec.asyn"))
-            and "mode" in inspect.signature(verb).parameters
-        )
+    def checks_conditions(self, over: base.Version | None) -> bool:  # noqa: ARG002
+        """Return False: fsspec has no conditions. Its mode "create" looks and then puts, as `ConditionalPuts` does."""
+        return False
 
     # -- places below --------------------------------------------------------------------------------------------------
 
@@ -271,7 +247,7 @@ class FsspecStore(ConditionalPuts):
 
     def place(self, name: str) -> FsspecStore:
         path = f"{self._path}/{base.check_place(name)}"
-        return FsspecStore(self.fs, path, f"{self.url}/{name}", settle_s=self._settle_s)
+        return FsspecStore(self.fs, path, f"{self._opened_url}/{name}", self._options, settle_s=self._settle_s)
 
     def remove(self, name: str) -> None:
         place = self.place(name)
@@ -301,22 +277,6 @@ class FsspecStore(ConditionalPuts):
         itself = self.fs._strip_protocol(self._path)
         level = [info for info in level if self.fs._strip_protocol(info["name"]) != itself or info["type"] != "file"]
         return [(info["name"].rstrip("/").rpartition("/")[2], info) for info in level if info.get("type") == kind]
-
-
-def open_again(
-    module: str, kind: str, args: list[Any], options: dict[str, Any], path: str, url: str, settle_s: float
-) -> FsspecStore:
-    """Open a store that another process had opened with a file system of this class."""
-    try:
-        found = getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError) as exc:
-        raise CheckpointError(
-            f'{url}: writer="process" cannot import {module}.{kind} in another process: {exc}',
-            hint="that process does not run your program: install the file system as a package, or pass"
-            ' writer="thread"',
-        ) from exc
-    with fs_errors("cannot open", url):
-        return FsspecStore(found(*args, **options), path, url, settle_s=settle_s)
 
 
 def _modified_s(info: dict[str, Any]) -> float:

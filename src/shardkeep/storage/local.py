@@ -31,7 +31,7 @@ from typing import Any, Literal
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
 from shardkeep.options import available_memory, local_ranks, per_process
 from shardkeep.storage import base
-from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, address_of, copy, flat
+from shardkeep.storage.buffers import ALIGNMENT, PerThread, Scratch, address_of, aligned_buffer, copy, flat
 
 # -- the operating system ----------------------------------------------------------------------------------------------
 #
@@ -531,7 +531,7 @@ class _LocalWriter:
 
 
 class _LocalReader:
-    def __init__(self, url: str, name: str, files: Descriptors, scratch: ScratchPool) -> None:
+    def __init__(self, url: str, name: str, files: Descriptors, scratch: Scratch) -> None:
         self._url, self._name = url, name
         self._files = files
         self._scratch = scratch
@@ -539,7 +539,6 @@ class _LocalReader:
         self._direct = files.direct is not None
         """Whether large reads bypass the page cache."""
         self.nbytes = files.nbytes
-        self._hold = scratch.retained()
 
     def cached(self, offset: int, nbytes: int) -> bool:
         with storage_errors("cannot read", self._url, self._name, offset), self._files:
@@ -590,14 +589,12 @@ class _LocalReader:
         skip = offset % ALIGNMENT
         if not skip and not address_of(view) % alignment:
             return read_at(fd, view[: len(view) // ALIGNMENT * ALIGNMENT], offset)
-        with self._scratch.lease() as scratch:
-            window = -(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT
-            # The last page may be cut short by the end of the file.
-            got = min(read_at(fd, scratch[:window], offset - skip) - skip, len(view))
-            if got <= 0:
-                return 0
-            copy(view[:got], scratch[skip : skip + got])
-            return got
+        scratch = self._scratch.get()
+        window = -(-(skip + len(view)) // ALIGNMENT) * ALIGNMENT
+        # The last page may be cut short by the end of the file.
+        got = max(0, min(read_at(fd, scratch[:window], offset - skip) - skip, len(view)))
+        copy(view[:got], scratch[skip : skip + got])
+        return got
 
     def _mostly_cached(self, offset: int, nbytes: int) -> bool:
         """Ask the page cache. A read with RWF_NOWAIT would make the kernel read ahead, and read all twice."""
@@ -610,7 +607,6 @@ class _LocalReader:
     def close(self) -> None:
         with suppress(OSError):  # nothing is lost when a file was only read
             self._files.close()
-        self._hold.close()
 
 
 class LocalStore:
@@ -640,7 +636,7 @@ class LocalStore:
         self._direct = direct
         self._durable = durable
         self._foreign = foreign
-        self._scratch = ScratchPool(_SCRATCH_BYTES)
+        self._scratch = PerThread(lambda: aligned_buffer(_SCRATCH_BYTES))
         self._cleared = False
 
     def __repr__(self) -> str:
@@ -660,7 +656,7 @@ class LocalStore:
         return LocalStore(self.url, direct=self._direct, durable=self._durable, foreign=True)
 
     def spec(self) -> base.StoreSpec:
-        return base.StoreSpec("local", [os.fsencode(self._path), self._direct, self._durable])
+        return base.StoreSpec(os.fsencode(self._path), {"direct": self._direct, "durable": self._durable})
 
     def same_place(self, other: object) -> bool:
         """Compare directories by identity, because mounts and links may show one under two paths; else by path."""
@@ -763,10 +759,8 @@ class LocalStore:
                 return None
             # Not the inode: the next file may get that of a file that was just deleted.
             with closing(files), os.fdopen(files.buffered, "rb", closefd=False) as file:
-                digest = blake2b(digest_size=16)
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
-                return base.Version(digest.hexdigest(), str(os.fstat(file.fileno()).st_mtime_ns))
+                digest = blake2b(file.read(), digest_size=16).hexdigest()
+                return base.Version(digest, str(os.fstat(files.buffered).st_mtime_ns))
 
     def _entries(self, is_name: Callable[[str], bool]) -> list[os.DirEntry[str]]:
         """Return what is in the directory under such names; nothing if it was never made."""
@@ -841,7 +835,7 @@ class PathStore:
     def __init__(self, *, direct: bool) -> None:
         """Bypass the page cache where that is possible, if `direct`."""
         self._direct = direct
-        self._scratch = ScratchPool(_SCRATCH_BYTES)
+        self._scratch = PerThread(lambda: aligned_buffer(_SCRATCH_BYTES))
 
     def open(self, name: str) -> base.BlobReader:
         where, last = os.path.split(name)

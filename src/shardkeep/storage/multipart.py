@@ -19,17 +19,16 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.storage.base import Version, check_fits, checked_end
+from shardkeep.storage.base import Version, check_fits, checked_end, conflict
 from shardkeep.storage.buffers import copy, flat
 from shardkeep.storage.cancel import CANCEL_DEADLINE_S, CANCELLED, current_scope, run_cancellable, spawn_daemon
-from shardkeep.storage.object_client import Bucket, object_errors, obstore
+from shardkeep.storage.object_client import object_errors, obstore
 from shardkeep.storage.retry import TRANSIENT
 
 _GRACE_S = 0.1
@@ -45,19 +44,16 @@ class _PartBuffer:
 
     def __init__(self, memory: Any) -> None:
         self.memory = memoryview(memory)
-        self._filled: list[tuple[int, int]] = []
+        self._stops: dict[int, int] = {}
+        """Where pieces behind a gap begin and end."""
         self.ready = 0
         """How many bytes are there without a gap from the beginning."""
 
     def note(self, start: int, stop: int) -> None:
         """Note that a piece is there."""
-        merged = [(0, 0)]
-        for low, high in sorted([*self._filled, (start, stop)]):
-            if low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
-        self._filled, self.ready = merged, merged[0][1]
+        self._stops[start] = stop
+        while (end := self._stops.pop(self.ready, None)) is not None:
+            self.ready = end
 
 
 class _Aborted(Exception):
@@ -72,27 +68,17 @@ class ObjectWriter:
     if anything fails: it is never deleted.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        path: str,
-        *,
-        url: str,
-        name: str,
-        nbytes: int,
-        put: Callable[[memoryview], None],
-        replaced: Callable[[], Version | None] | None = None,
-    ) -> None:
-        """`put` stores a blob of one part; `replaced` returns the stored version of a blob to be replaced."""
-        self._bucket, self._path, self._url, self._name, self._nbytes = bucket, path, url, name, nbytes
-        self._where = f"{url}/{name}"
-        self._put = put
-        self._replaced = replaced
-        self._before = None if replaced is None else replaced()
+    def __init__(self, store: Any, name: str, nbytes: int, *, replaces: bool = False) -> None:
+        """Begin a blob of an `ObjectStore`; raises a `StorageError` with EEXIST if it exists, unless it `replaces` it."""
+        self._store, self._bucket, self._path = store, store.bucket, store.prefix + name
+        self._url, self._name, self._nbytes, self._replaces = store.url, name, nbytes, replaces
+        self._where = f"{store.url}/{name}"
+        self._scope = scope = current_scope()
+        self._before: Version | None = run_cancellable(lambda: store.version(name), self._where, scope)
+        if self._before is not None and not replaces:
+            raise conflict(self._where, name)
         self._closed = self._over = False
-        self.in_doubt = False
-        """Whether the answer to the last request was lost, so that a replaced blob may still be there."""
-        self._size = bucket.policy.part_bytes_for(nbytes)
+        self._size = self._bucket.policy.part_bytes_for(nbytes)
         self._state = threading.Condition()
         self._next = 0
         """The number of the part that obstore takes next."""
@@ -103,10 +89,6 @@ class ObjectWriter:
         """Parts that obstore holds."""
         self._copies: set[int] = set()
         """Parts in our own memory that wait or are being sent."""
-        self._rush_s = _GRACE_S
-        """How long an early part that is whole waits for its turn, instead of being copied; 0 once that was in vain."""
-        self._in_vain = -1
-        """The missing part that an early one has waited for in vain."""
         self._sender: Future[None] | None = None
         """The thread that uploads the parts, or puts a blob of one part."""
         self._end: int | None = None
@@ -118,11 +100,11 @@ class ObjectWriter:
         """Whether the object exists, or may appear."""
         self._cancelled = self._left = False
         """Whether the scope was cancelled; whether no one waits for the upload any more."""
-        self._scope = scope = current_scope()
-        self._in_order = scope is not None and scope.budget is not None
-        self._budget = bucket.budget if scope is None or scope.budget is None else scope.budget
+        self._budget, self._patience_s = self._bucket.budget, _GRACE_S
         if scope is not None:
             scope.on_cancel(self.cancel)
+            if scope.budget is not None:
+                self._budget, self._patience_s = scope.budget, _LONG_GRACE_S
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
@@ -162,21 +144,17 @@ class ObjectWriter:
             raise self._error("is closed already")
         self._closed = True
         only_part = self._close(end)
+        if only_part is not None:
+            self._sender = spawn_daemon(lambda: self._put_whole(only_part), f"put {self._name}")
+        while self._failure is None and not self._sent():
+            pass
+        if self._sender is not None and self._sender.done():
+            self._sender.result()
+        with self._state:
+            self._raise_failure()
         if only_part is None:
-            while self._failure is None and not self._sent():
-                pass
-            with self._state:
-                self._raise_failure()
-            if self._replaced is None:
-                self._check_size(end)
-        elif self._replaced is None:
-            self._put_cancellably(only_part)
-        else:
-            self._put(only_part)
+            self._check_arrived(end)
         self._over = True
-        if self._replaced is not None:
-            # Not by the size: models of one kind have one size. Nor by the version alone: equal bytes may have the same.
-            self.in_doubt = self._doubt is not None and self._replaced() == self._before
 
     def abandon(self) -> None:
         if self._over:
@@ -191,13 +169,11 @@ class ObjectWriter:
             pass
         with self._state:
             self._left = self._cancelled
-        if not self._may_appear or self._replaced is not None:
-            return
-        if self._cancelled:
+        if self._may_appear and self._cancelled:
             # Counted from the moment of the cancellation, as above: many uploads may be removed one after the other.
             left_s = self._failed_s + 2 * _DEADLINE_S - time.monotonic()
             wait([spawn_daemon(self._delete, f"delete {self._name}")], max(0.0, left_s))
-        else:
+        elif self._may_appear:
             self._delete()
 
     def cancel(self) -> None:
@@ -216,9 +192,7 @@ class ObjectWriter:
 
     def _buffer(self, number: int, whole: memoryview | None) -> _PartBuffer | None:
         """Return the buffer of a part, when the budget allows it; None if the part is `whole` and was taken as it is."""
-        grace_s = _LONG_GRACE_S if self._in_order else _GRACE_S
-        began = time.monotonic()
-        until = began + grace_s
+        began = moved = time.monotonic()
         while True:
             with self._state:
                 self._raise_failure()
@@ -232,14 +206,12 @@ class ObjectWriter:
                     return None
                 # Copies that are being sent will free memory; those behind a gap wait for the caller's own bytes.
                 now, moving = time.monotonic(), any(copied < missing for copied in self._copies)
-                until = now + grace_s if moving else until
-                early = number > missing and missing != self._in_vain and now < until
-                if whole is None or not early or now >= began + self._rush_s:
+                moved = now if moving else moved
+                if whole is None or now >= began + _GRACE_S:
                     nbytes = min(self._size, self._nbytes - number * self._size)
-                    memory = self._budget.take(nbytes, must=not moving and not early)
+                    in_vain = number == missing or now >= moved + self._patience_s
+                    memory = self._budget.take(nbytes, must=in_vain and not moving)
                     if memory is not None:
-                        self._in_vain = missing if now >= until and not self._in_order else self._in_vain
-                        self._rush_s = self._rush_s if whole is None else 0.0
                         self._partial[number] = _PartBuffer(memory)
                         return self._partial[number]
                 if whole is not None:  # its turn may come
@@ -340,33 +312,19 @@ class ObjectWriter:
             self._copies.discard(number)
             self._state.notify_all()
 
-    def _put_cancellably(self, data: memoryview) -> None:
-        """Send a blob of one part in one request; stop waiting for it when the scope is cancelled."""
-        # True until proven otherwise: the answer may be lost, or the wait for it interrupted.
-        self._may_appear = True
+    def _put_whole(self, data: memoryview) -> None:
+        """Send a blob of one part in one request."""
+        self._may_appear = True  # until proven otherwise: the answer may be lost, or the wait for it interrupted
+        try:
+            self._store.put(self._name, data, replace=self._replaces)
+        except StorageError as error:
+            self._may_appear = error.errno != errno.EEXIST  # then the object belongs to another writer
+            raise
+        finally:
+            self._delete_if_left()
 
-        def send() -> None:
-            try:
-                self._put(data)
-            except StorageError as error:
-                self._may_appear = error.errno != errno.EEXIST  # then the object belongs to another writer
-                raise
-            finally:
-                self._delete_if_left()
-
-        if self._scope is None:
-            send()
-            return
-        self._sender = sender = spawn_daemon(send, f"put {self._name}")
-        while self._failure is None and not self._sent():
-            pass
-        if sender.done():
-            sender.result()
-        with self._state:
-            self._raise_failure()
-
-    def _check_size(self, end: int) -> None:
-        """Raise if the object does not exist or does not have this size."""
+    def _check_arrived(self, end: int) -> None:
+        """Raise if the object does not have this size, or if the last answer was lost and the object is not new."""
 
         def look() -> int:
             with object_errors("cannot look up", self._url, self._name):
@@ -375,17 +333,21 @@ class ObjectWriter:
         try:
             found = run_cancellable(look, self._where, self._scope)
         except BlobNotFound:
-            if self._doubt is not None:
-                self._fail(self._doubt)
+            if self._doubt is None:
+                raise
+            found = -1
+        if self._doubt is not None and (found < 0 or self._store.version(self._name) == self._before):
+            self._fail(self._doubt)
             with self._state:
                 self._raise_failure()
-            raise
         if found != end:
             raise self._error(f"the service has {found} bytes of {end}")
 
     def _delete(self) -> None:
+        """Delete the object, unless it replaces another."""
         with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, self._name):
-            obstore().delete(self._bucket.client, self._path)
+            if not self._replaces:
+                obstore().delete(self._bucket.client, self._path)
 
     def _delete_if_left(self) -> None:
         """Delete an object that appeared after its upload was cancelled."""

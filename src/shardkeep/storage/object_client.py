@@ -11,7 +11,6 @@ cause: their text contains whole URLs, which may contain keys.
 
 from __future__ import annotations
 
-import base64
 import errno
 import functools
 import importlib
@@ -20,10 +19,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from shardkeep.errors import BlobNotFound, CheckpointError, StorageError
 from shardkeep.options import MIB, parse_size, settings_with
@@ -35,14 +35,6 @@ T = TypeVar("T")
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """The schemes of URLs, and the service of each."""
 _CLASSES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
-_KEY_OPTIONS = frozenset({
-    "access_key_id", "credential_provider", "skip_signature", "web_identity_token_file",
-    "container_credentials_relative_uri", "container_credentials_full_uri",
-})  # fmt: skip
-_OTHER_KEYS = (
-    "AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
-)  # fmt: skip
 _MOST_PARTS = 10_000
 """Limit of S3 for one upload."""
 _LEAST_PART_BYTES = 5 * MIB
@@ -51,17 +43,16 @@ _CREDENTIAL_LIFETIME = timedelta(minutes=10)
 _INSTALL = "pip install 'shardkeep[cloud]'"
 
 
-@dataclass(frozen=True)
-class RequestPolicy:
-    """How requests are made: options of `open_place`, which says what they mean."""
+class RequestPolicy(Struct, frozen=True):
+    """How requests are made. `open_place` documents these options."""
 
-    timeout_s: float = 60.0
-    retries: int = 8
-    retry_s: float = 180.0
-    requests: int = 16
-    part_bytes: int = 8 * MIB
+    timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    retries: Annotated[int, Meta(ge=0)] = 8
+    retry_s: Annotated[float, Meta(gt=0)] = 180.0
+    requests: Annotated[int, Meta(gt=0)] = 16
+    part_bytes: Annotated[int, Meta(ge=_LEAST_PART_BYTES)] = 8 * MIB
     conditional_puts: bool | None = None
-    settle_s: float = 1.0
+    settle_s: Annotated[float, Meta(ge=0)] = 1.0
 
     def part_bytes_for(self, nbytes: int) -> int:
         """Return the size of the parts of a blob; larger than `part_bytes` if there would be too many."""
@@ -69,30 +60,27 @@ class RequestPolicy:
         return max(self.part_bytes, -(-least // MIB) * MIB)
 
 
-@dataclass(frozen=True)
 class Bucket:
     """An open bucket, with what all places in it share."""
 
-    raw_client: Any
-    """obstore's client; use `client`, which checks the process."""
-    policy: RequestPolicy
-    official: bool
-    """Whether this is the provider's own endpoint, whose behaviour is known."""
-    service: str
-    name: str
-    all_slots: threading.BoundedSemaphore
-    budget: MemoryBudget
-    """Memory for parts that are copied before they are sent, shared by all uploads."""
-    probed: dict[str, bool] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Serialises puts of this process where the service checks no conditions."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """The options it was opened with; they may contain secrets."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """The environment variables it was opened with, for opening it again; they may contain secrets."""
-    server: tuple[str, ...] = ()
-    """Identifies server and account, however they were named."""
+    def __init__(self, service: str, name: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Open a bucket, without any request. Options and environment may contain secrets."""
+        url = f"{service}://{name}"
+        self.service, self.name, self.options, self.environment = service, name, options, environment
+        given = dict(options)
+        self.policy = _policy(given, url)
+        more = resolve_options(service, given, url, environment)
+        self.official, self.server = server_identity(service, more)
+        """Whether this is the provider's own endpoint, whose behaviour is known; and what identifies server and account."""
+        self._client = _open_client(service, name, self.policy, more, environment)
+        self._slots = threading.BoundedSemaphore(self.policy.requests)
+        self.budget = MemoryBudget(self.policy.requests * self.policy.part_bytes)
+        """Memory for parts that are copied before they are sent, shared by all uploads."""
+        self.probed: dict[bool, bool] = {}
+        """Whether the service checks the condition of a put that creates (True) and of one that replaces (False)."""
+        self.warned: set[str] = set()
+        self.lock = threading.Lock()
+        """Serialises puts of this process where the service checks no conditions."""
 
     def __repr__(self) -> str:
         return f"Bucket({self.service}, {self.name!r})"  # without secrets
@@ -100,13 +88,13 @@ class Bucket:
     @property
     def client(self) -> Any:
         self.check_process()
-        return self.raw_client
+        return self._client
 
     @property
     def slots(self) -> threading.BoundedSemaphore:
         """One slot for each request that may be in flight."""
         self.check_process()  # after a fork, slots of threads that are gone are never released
-        return self.all_slots
+        return self._slots
 
     def check_process(self) -> None:
         """Raise in a fork of a process that used obstore: its threads do not exist here, and requests would hang."""
@@ -135,40 +123,33 @@ def _first_user() -> int:
     return os.getpid()
 
 
+_buckets: dict[Any, Bucket] = {}
+
+
 def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
-    """Open a bucket, without any request."""
+    """Open a bucket, or return the one that was opened with these options and the same environment."""
     service = SCHEMES[scheme]
+    environment = environment_of(service)
+    given = {key: value for key, value in options.items() if value is not None}
     try:
-        # The environment is part of the cache key: it may change between two calls.
-        return _open(service, name, _frozen(options), tuple(sorted(environment_of(service).items())))
+        key = (service, name, _frozen(given), _frozen(environment))
+        if key not in _buckets:
+            _buckets[key] = Bucket(service, name, given, environment)
+        return _buckets[key]
     except TypeError as exc:
         raise CheckpointError(f"{scheme}://{name}: an option has a value of the wrong type: {exc}") from None
 
 
-def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(
-        (key, _frozen(value) if isinstance(value, dict) else value)
-        for key, value in sorted(options.items())
-        if value is not None
-    )
+def _frozen(value: Any) -> Any:
+    """Return options as a value that can be hashed: each dict in them as a set of its items."""
+    return frozenset((key, _frozen(each)) for key, each in value.items()) if isinstance(value, dict) else value
 
 
-def _thawed(options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    found = dict(options)
-    if "client_options" in found:
-        found["client_options"] = client = dict(found["client_options"])
-        if "default_headers" in client:
-            client["default_headers"] = dict(client["default_headers"])
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: tuple[tuple[str, str], ...]) -> Bucket:
-    given, environment = _thawed(options), dict(read)
-    policy = _policy(given)
+def _open_client(
+    service: str, name: str, policy: RequestPolicy, more: dict[str, Any], environment: Mapping[str, str]
+) -> Any:
+    """Open obstore's client, with options by their canonical names."""
     url = f"{service}://{name}"
-    more = resolve_options(service, given, url, environment)
-    official, at = server_identity(service, more)
     endpoint = str(more.get("endpoint", ""))
     if service == "gs" and endpoint:
         more["base_url"] = more.pop("endpoint")
@@ -189,11 +170,17 @@ def _open(service: str, name: str, options: tuple[tuple[str, Any], ...], read: t
             more["credential_provider"] = provider
     isolate_credentials(service, more, url, environment)
     retry = {"max_retries": policy.retries, "retry_timeout": timedelta(seconds=policy.retry_s)}
-    return Bucket(
-        _client(service, name, client_options=client, retry_config=retry, **more), policy, official, service, name,
-        threading.BoundedSemaphore(policy.requests), MemoryBudget(policy.requests * policy.part_bytes),
-        options=_thawed(options), environment=environment, server=at,
-    )  # fmt: skip
+    stores = importlib.import_module(f"{obstore().__name__}.store")
+    try:
+        return getattr(stores, _CLASSES[service])(name, client_options=client, retry_config=retry, **more)
+    except Exception as exc:
+        if not is_obstore_error(exc) and not isinstance(exc, ValueError):
+            raise
+        # Only the first paragraph: the rest may contain keys.
+        text = str(exc).partition("\n\nDebug")[0]
+        unknown = type(exc).__name__ == "UnknownConfigurationKeyError"
+        hint = "see shardkeep.open_place" if unknown else CREDENTIAL_HINTS[service]
+        raise CheckpointError(f"cannot open {url}: {text}", hint=hint) from None
 
 
 def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
@@ -209,20 +196,15 @@ def _add_certificates(client: dict[str, Any], url: str, environment: Mapping[str
             ) from None
 
 
-def _policy(given: dict[str, Any]) -> RequestPolicy:
+def _policy(given: dict[str, Any], url: str) -> RequestPolicy:
     """Take our own options out of `given`."""
-    mine = {key: given.pop(key) for key in RequestPolicy.__dataclass_fields__ if key in given}
+    mine = {key: given.pop(key) for key in RequestPolicy.__struct_fields__ if key in given}
     if "part_bytes" in mine:
         mine["part_bytes"] = int(parse_size(mine["part_bytes"], "part_bytes"))
-    policy = RequestPolicy(**mine)
-    for key in ("timeout_s", "retry_s", "requests", "part_bytes"):
-        if not getattr(policy, key) > 0:
-            raise CheckpointError(f"{key}={getattr(policy, key)!r}: must be more than 0")
-    if policy.retries < 0 or policy.settle_s < 0:
-        raise CheckpointError("retries and settle_s cannot be negative")
-    if policy.part_bytes < _LEAST_PART_BYTES:
-        raise CheckpointError(f"part_bytes={policy.part_bytes}: S3 takes no parts of less than {_LEAST_PART_BYTES}")
-    return policy
+    try:
+        return convert(mine, RequestPolicy)
+    except ValidationError as exc:
+        raise CheckpointError(f"{url}: an option is not valid: {exc}", hint="see shardkeep.open_place") from None
 
 
 def obstore() -> Any:
@@ -233,24 +215,10 @@ def obstore() -> Any:
         raise CheckpointError("object stores need the package obstore", hint=_INSTALL) from exc
 
 
-def _client(service: str, name: str, **more: Any) -> Any:
-    stores = importlib.import_module(f"{obstore().__name__}.store")
-    try:
-        return getattr(stores, _CLASSES[service])(name, **more)
-    except Exception as exc:
-        if not is_obstore_error(exc) and not isinstance(exc, ValueError):
-            raise
-        # Only the first paragraph: the rest may contain keys.
-        text = str(exc).partition("\n\nDebug")[0]
-        unknown = type(exc).__name__ == "UnknownConfigurationKeyError"
-        hint = "see shardkeep.open_place" if unknown else CREDENTIAL_HINTS[service]
-        raise CheckpointError(f"cannot open {service}://{name}: {text}", hint=hint) from None
-
-
 def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str]) -> Any:
     """Return credentials of a profile, if one was chosen, or if there are no others and the machine has profiles."""
     chosen = more.pop("profile", None)
-    if _KEY_OPTIONS & more.keys() or (not chosen and any(map(environment.get, _OTHER_KEYS))):
+    if _has_credentials("s3", more) or (not chosen and any(map(_CONFLICTS["s3"].fullmatch, environment))):
         return None
     profile = chosen or environment.get("AWS_PROFILE")
     if not profile and not os.path.exists(
@@ -258,25 +226,17 @@ def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str]) -> Any:
     ):
         return None
     try:
-        boto3 = importlib.import_module("boto3")
+        boto3, auth = importlib.import_module("boto3"), importlib.import_module("obstore.auth.boto3")
     except ModuleNotFoundError as exc:
         if not profile:
             return None
         raise CheckpointError(f"the profile {profile!r} needs the package boto3", hint="pip install boto3") from exc
     try:
-        keys = boto3.Session(profile_name=profile).get_credentials()
+        return auth.Boto3CredentialProvider(boto3.Session(profile_name=profile), ttl=_CREDENTIAL_LIFETIME)
     except Exception as exc:  # noqa: BLE001 - botocore's, which cannot be imported by name here
+        if not profile and isinstance(exc, ValueError):  # the default profile has no keys
+            return None
         raise CheckpointError(f"the profile {profile or 'default'!r} gives no keys: {exc}") from None
-    return None if keys is None else functools.partial(_current_keys, keys)
-
-
-def _current_keys(keys: Any) -> dict[str, Any]:
-    """Return credentials that boto3 renews, as obstore takes them from a provider."""
-    now = keys.get_frozen_credentials()
-    until = datetime.now(timezone.utc) + _CREDENTIAL_LIFETIME
-    return {
-        "access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": until,
-    }  # fmt: skip
 
 
 # -- server and account -----------------------------------------------------------------------------------------------
@@ -306,67 +266,46 @@ _VARIABLES = {
     "az": ("AZURE_", "AZURITE_", "IDENTITY_HEADER", *_NETWORK),
 }
 """Prefixes of the variables that shardkeep or obstore reads."""
-_PREFIXES = {"s3": ("aws_",), "gs": ("google_",), "az": ("azure_storage_", "azure_")}
+_PREFIX = re.compile("^(aws|google|azure_storage|azure)_")
 _ALIASES = {
-    "s3": {"endpoint_url_s3": "endpoint", "endpoint_url": "endpoint", "token": "session_token", "default_region": "region"},
+    "s3": {"endpoint_url_s3": "endpoint", "endpoint_url": "endpoint", "token": "session_token"},
     "gs": {"base_url": "endpoint", "service_account_path": "service_account"},
-    "az": {
-        "account": "account_name", "key": "account_key", "access_key": "account_key", "master_key": "account_key",
-        "sas_token": "sas_key", "bearer_token": "token",
-    },
-}  # fmt: skip
+    "az": {"access_key": "account_key", "master_key": "account_key", "sas_token": "sas_key", "bearer_token": "token"},
+}
+"""Other names that obstore has for endpoints and credentials."""
+_CREDENTIALS = {
+    "s3": {"access_key_id": "access_key_id", "secret_access_key": "secret_access_key", "session_token": "token"},
+    "gs": {"bearer_token": "token"},
+    "az": {"account_key": "access_key", "sas_key": "sas_token", "token": "token"},
+}
+"""Options that are credentials, and their names in obstore's credential providers."""
+_SOURCES = {
+    "s3": ("web_identity_token_file", "container_credentials_relative_uri", "container_credentials_full_uri"),
+    "gs": ("service_account", "service_account_key", "application_credentials"),
+    "az": ("client_secret", "federated_token_file", "use_azure_cli"),
+}
+"""Options from which obstore obtains credentials."""
+_CONFLICTS = {
+    "s3": re.compile("AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|WEB_IDENTITY_.*|CONTAINER_CREDENTIALS_.*|SKIP_SIGNATURE)"),
+    "gs": re.compile("GOOGLE_(BEARER_TOKEN|SERVICE_ACCOUNT.*)"),
+    "az": re.compile("AZURE_(STORAGE_)?(.*(KEY|TOKEN)|CLIENT_SECRET|FEDERATED_TOKEN_FILE|CREDENTIAL_TYPE)"),
+}
+"""Variables that obstore might use in addition to such an option, or instead of it."""
 _OWN_HOSTS = {
     "s3": (".amazonaws.com", ".amazonaws.com.cn"),
     "gs": ("storage.googleapis.com",),
     "az": (".core.windows.net", ".core.usgovcloudapi.net", ".core.chinacloudapi.cn"),
 }
-_GOOGLE_FILES = {
-    "service_account": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"),
-    "application_credentials": ("GOOGLE_APPLICATION_CREDENTIALS",),
-}
-_GOOGLE_KEYS = ("service_account", "service_account_key", "application_credentials", "bearer_token", "skip_signature")
-_AZURE_KEYS = {"token": "token", "account_key": "access_key", "sas_key": "sas_token"}
-"""Options that are credentials, and their names in obstore's credential providers."""
-_AZURE_TYPES = {
-    "federated_token_file": "workload_identity", "client_secret": "client_secret", "use_azure_cli": "azure_cli",
-}  # fmt: skip
-"""Options that lead to credentials, and the obstore credential type that uses only them."""
-_AWS_FIXED = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-_AZURE_CONFLICTS = (
-    "AZURE_STORAGE_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY",
-    "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET",
-    "AZURE_FEDERATED_TOKEN_FILE", "AZURE_CREDENTIAL_TYPE",
-)  # fmt: skip
-_CONFLICTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "s3": {
-        "access_key_id": ("AWS_SESSION_TOKEN", "AWS_TOKEN"),
-        "web_identity_token_file": _AWS_FIXED,
-        "container_credentials_relative_uri": (*_AWS_FIXED, "AWS_WEB_IDENTITY_TOKEN_FILE"),
-        "container_credentials_full_uri": (
-            *_AWS_FIXED, "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"
-        ),
-    },
-    "gs": {
-        "bearer_token": (*_GOOGLE_FILES["service_account"], "GOOGLE_SERVICE_ACCOUNT_KEY"),
-        "service_account_key": ("GOOGLE_BEARER_TOKEN", *_GOOGLE_FILES["service_account"]),
-        "service_account": ("GOOGLE_BEARER_TOKEN", "GOOGLE_SERVICE_ACCOUNT_KEY"),
-        "application_credentials": (
-            "GOOGLE_BEARER_TOKEN", *_GOOGLE_FILES["service_account"], "GOOGLE_SERVICE_ACCOUNT_KEY"
-        ),
-    },
-    "az": dict.fromkeys((*_AZURE_KEYS, *_AZURE_TYPES), _AZURE_CONFLICTS),
-}  # fmt: skip
-"""Kinds of credentials, and the variables that obstore would use in addition to them, or instead of them."""
-_ADDRESS = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]+", re.ASCII)
-"""Characters of an address; obstore panics at any other."""
-_HOST = re.compile(r"[\w.-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.ASCII)
+_ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?(/[\w.~:@!$&'()*+,;=%/-]*)?", re.ASCII | re.IGNORECASE)
+"""Of a service; obstore panics at one with other characters."""
 _LONGEST_PATH = 1024
-_AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
 _EMULATOR = {
     "account_name": "devstoreaccount1",
     "account_key": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
 }
 """Azurite's account, which is public and the same everywhere."""
+_OF_EMULATOR = "UseDevelopmentStorage=true"
+"""Azurite's connection string."""
 
 
 def environment_of(service: str) -> dict[str, str]:
@@ -378,14 +317,7 @@ def resolve_options(
     service: str, options: Mapping[str, Any], url: str, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return options by their canonical names, with endpoint and account from the environment if they have none."""
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        name = key.lower()
-        prefix = next((each for each in _PREFIXES[service] if name.startswith(each)), "")
-        name = _ALIASES[service].get(name.removeprefix(prefix), name.removeprefix(prefix))
-        if name in found:
-            raise CheckpointError(f"{url}: {key}= is given twice, under two names of {name}=", hint="pass one of them")
-        found[name] = value
+    found = {_canonical_name(service, key): value for key, value in options.items()}
     if service == "az":
         _resolve_azure(found, url, environment)
     if service == "gs":
@@ -397,41 +329,34 @@ def resolve_options(
             # As Google's own libraries do: the address of an emulator may lack http://, and it needs no credentials.
             if "://" not in found["endpoint"]:
                 found["endpoint"] = f"http://{found['endpoint']}"
-            variables = [f"GOOGLE_{name.upper()}" for name in _GOOGLE_KEYS]
-            if not found.keys() & {*_GOOGLE_KEYS, "credential_provider"} and not any(map(environment.get, variables)):
+            if not _has_credentials(service, found):
                 found["bearer_token"] = "emulator"  # noqa: S105 - of no use elsewhere; unsigned, obstore only reads
-    if found["endpoint"]:
-        found["endpoint"] = _checked_address(str(found["endpoint"]).strip(), url)
-    else:
-        del found["endpoint"]
-    return found
-
-
-def _checked_address(text: str, url: str) -> str:
-    try:
-        parts = urlsplit(text)
-        fits = parts.scheme in {"http", "https"} and parts.port != 0
-        fits = fits and bool(_ADDRESS.fullmatch(text) and _HOST.fullmatch(parts.hostname or ""))
-    except ValueError:
-        fits = False
-    if not fits:
-        shown = text.rpartition("@")[2]  # there may be a password before it
+    endpoint = str(found.pop("endpoint")).strip()
+    if endpoint and not _ADDRESS.fullmatch(endpoint):
+        shown = endpoint.rpartition("@")[2]  # there may be a password before it
         raise CheckpointError(
             f"{url}: endpoint {shown!r}: not the address of a service", hint="write https://host or http://host:port"
         )
-    return text
+    return {**found, "endpoint": endpoint} if endpoint else found
+
+
+def _canonical_name(service: str, option: str) -> str:
+    """Return the name of an option, or of the option that a variable sets."""
+    name = _PREFIX.sub("", option.lower())
+    return _ALIASES[service].get(name, name)
 
 
 def _check_google_files(found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
     """Reject the text of a file where its path belongs: obstore would show it, as the path of a missing file."""
-    for option, variables in _GOOGLE_FILES.items():
-        for name, value in ((f"{option}=", found.get(option)), *((name, environment.get(name)) for name in variables)):
-            text = str(value or "")
-            if len(text) > _LONGEST_PATH or not text.isprintable() or "{" in text:
-                raise CheckpointError(
-                    f"{url}: {name} is not the path of a file; its value is not shown here",
-                    hint="the text of a service account's file goes into GOOGLE_SERVICE_ACCOUNT_KEY, or service_account_key=",
-                )
+    variables = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_APPLICATION_CREDENTIALS")
+    paths = {f"{option}=": found.get(option) for option in ("service_account", "application_credentials")}
+    for name, value in (*paths.items(), *((name, environment.get(name)) for name in variables)):
+        text = str(value or "")
+        if len(text) > _LONGEST_PATH or not text.isprintable() or "{" in text:
+            raise CheckpointError(
+                f"{url}: {name} is not the path of a file; its value is not shown here",
+                hint="the text of a service account's file goes into GOOGLE_SERVICE_ACCOUNT_KEY, or service_account_key=",
+            )
 
 
 def server_identity(service: str, found: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
@@ -449,101 +374,52 @@ def server_identity(service: str, found: dict[str, Any]) -> tuple[bool, tuple[st
 
 
 def isolate_credentials(service: str, found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
-    """Change options so that credentials among them are used alone, without any from the environment."""
-    if is_true(found.get("skip_signature")):
+    """Change options so that credentials among them are used alone: a provider takes precedence over the environment."""
+    if not _has_credentials(service, found):
         return
-    kind = next((name for name in _CONFLICTS[service] if _is_given(found, name)), None)
-    if "credential_provider" in found or kind is not None:
-        found["skip_signature"] = False  # whatever the environment says
-    if "credential_provider" in found or kind is None:
+    found.setdefault("skip_signature", False)  # whatever the environment says
+    fixed = {name: found.pop(option) for option, name in _CREDENTIALS[service].items() if option in found}
+    if fixed:
+        found.setdefault("credential_provider", lambda: {**fixed, "expires_at": None})
+    source = next((option for option in _SOURCES[service] if option in found), None)
+    if source is None or "credential_provider" in found or "credential_type" in found:
         return
-    if kind in _AZURE_KEYS:
-        found[kind] = _checked_azure_key(kind, str(found[kind]), url)
-    conflict = next((name for name in _CONFLICTS[service][kind] if name in environment), None)
-    if conflict is None:
-        return
-    if keys := _fixed_credentials(kind, found):
-        found["credential_provider"] = lambda: {**keys, "expires_at": None}
-    elif service == "az":
-        found.setdefault("credential_type", _AZURE_TYPES[kind])
-    else:
-        raise CheckpointError(
-            f"{url}: {kind}= would not be used alone: {conflict} is set, too",
-            hint=f"unset {conflict}, which is for other buckets",
-        )
+    for variable in environment:
+        if _CONFLICTS[service].fullmatch(variable) and _canonical_name(service, variable) not in found:
+            raise CheckpointError(
+                f"{url}: {source}= would not be used alone: {variable} is set, too",
+                hint=f"unset {variable}, which is for other buckets",
+            )
 
 
-def _is_given(found: dict[str, Any], kind: str) -> bool:
-    if kind == "access_key_id":
-        return bool(found.get(kind) and found.get("secret_access_key"))
-    return is_true(found.get(kind)) if kind == "use_azure_cli" else bool(found.get(kind))
-
-
-def _fixed_credentials(kind: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return credentials as obstore takes them from a provider; empty if they have yet to be requested."""
-    if kind == "access_key_id":
-        fixed = {name: found[name] for name in ("access_key_id", "secret_access_key")}
-        return {**fixed, "token": found.get("session_token")}
-    if kind == "bearer_token":
-        return {"token": found[kind]}
-    return {_AZURE_KEYS[kind]: found[kind]} if kind in _AZURE_KEYS else {}
-
-
-def _checked_azure_key(name: str, key: str, url: str) -> str:
-    """Check what obstore would only find out at the first request, and then not report clearly."""
-    fits = True
-    if name == "account_key":
-        try:
-            base64.b64decode(key, validate=True)
-        except ValueError:
-            fits = False
-    elif name == "sas_key":
-        key = key.removeprefix("?")
-        fits = all("=" in pair for pair in key.split("&"))
-    if not fits:
-        shape = "in base64" if name == "account_key" else "a list of name=value, joined by '&'"
-        raise CheckpointError(
-            f"{url}: {name}= is not {shape}, so it is not a key of Azure", hint=CREDENTIAL_HINTS["az"]
-        )
-    return key
-
-
-# -- Azure -------------------------------------------------------------------------------------------------------------
+def _has_credentials(service: str, found: dict[str, Any]) -> bool:
+    kinds = {*_CREDENTIALS[service], *_SOURCES[service], "credential_provider", "skip_signature"}
+    return not kinds.isdisjoint(found)
 
 
 def _resolve_azure(found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
-    given = found.pop("connection_string", None)
-    emulator = found.pop("use_emulator", None)
+    """Add what a connection string says, and the account of the environment."""
+    given, emulator = found.pop("connection_string", None), found.pop("use_emulator", None)
     if "AZURE_STORAGE_USE_EMULATOR" in environment:
         found["use_emulator"] = False  # otherwise obstore would only use Azurite; we set its address ourselves
-    text = given or environment.get("AZURE_STORAGE_CONNECTION_STRING")
     if is_true(environment.get("AZURE_STORAGE_USE_EMULATOR") if emulator is None else emulator):
-        _add(found, _azurite(environment))
-    elif text:
+        given = _OF_EMULATOR
+    if text := given or environment.get("AZURE_STORAGE_CONNECTION_STRING"):
         parsed = _parse_connection_string(text, url, environment)
         # A connection string in the environment may be for another account.
         if given or found.get("account_name") in {None, parsed["account_name"]}:
-            _add(found, parsed)
-    account = next(filter(None, map(environment.get, _AZURE_ACCOUNT)), None)
-    # Azure's own command line reads AZURE_STORAGE_KEY, and obstore does not.
-    key = None if environment.get("AZURE_STORAGE_ACCOUNT_KEY") else environment.get("AZURE_STORAGE_KEY")
-    _add(found, {**({"account_name": account} if account else {}), **({"account_key": key} if key else {})})
-
-
-def _add(found: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add options that are not set yet; credentials only if there are none of any kind."""
-    has_credentials = not found.keys().isdisjoint({"credential_provider", "skip_signature"})
-    has_credentials = has_credentials or any(_is_given(found, kind) for kind in _CONFLICTS["az"])
-    for name, value in more.items():
-        if not (has_credentials and name in _AZURE_KEYS):
-            found.setdefault(name, value)
+            omitted = _CREDENTIALS["az"] if _has_credentials("az", found) else {}
+            found.update({**{name: value for name, value in parsed.items() if name not in omitted}, **found})
+    if account := environment.get("AZURE_STORAGE_ACCOUNT_NAME"):
+        found.setdefault("account_name", account)
 
 
 def _parse_connection_string(text: str, url: str, environment: Mapping[str, str]) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in text.strip().strip(";").split(";")]
     parsed = {name.strip().lower(): value.strip() for name, equals, value in pairs if equals}
-    if parsed.get("usedevelopmentstorage", "").lower() == "true":
-        return _azurite(environment)
+    if is_true(parsed.get("usedevelopmentstorage")):
+        at = (environment.get("AZURITE_BLOB_STORAGE_URL") or "http://127.0.0.1:10000").rstrip("/")
+        return {**_EMULATOR, "endpoint": f"{at}/{_EMULATOR['account_name']}"}
     account, suffix = parsed.get("accountname"), parsed.get("endpointsuffix")
     endpoint = parsed.get("blobendpoint")
     if not endpoint and account and suffix:
@@ -556,17 +432,11 @@ def _parse_connection_string(text: str, url: str, environment: Mapping[str, str]
             f"{url}: a connection string of Azure has no AccountName= and no BlobEndpoint=",
             hint="copy it whole, as the portal shows it, into AZURE_STORAGE_CONNECTION_STRING or connection_string=",
         )
-    signature = (parsed.get("sharedaccesssignature") or "").removeprefix("?")
     found = {
-        "account_name": account, "account_key": parsed.get("accountkey"), "sas_key": signature, "endpoint": endpoint,
+        "account_name": account, "account_key": parsed.get("accountkey"),
+        "sas_key": parsed.get("sharedaccesssignature"), "endpoint": endpoint,
     }  # fmt: skip
     return {name: value for name, value in found.items() if value}
-
-
-def _azurite(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options for Azurite on this machine, at its default address or the one in the environment."""
-    at = (environment.get("AZURITE_BLOB_STORAGE_URL") or "http://127.0.0.1:10000").rstrip("/")
-    return {**_EMULATOR, "endpoint": f"{at}/{_EMULATOR['account_name']}"}
 
 
 def is_true(value: object) -> bool:
@@ -581,14 +451,13 @@ _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<\n]{1,500})")  # Azure has a number and a time below it
 _RETRIES = re.compile(r"after (\d+) retries")
 _QUERY = re.compile(r"\?[^\s\"',]*")
-_UNTRUSTED = "the server's certificate was not accepted"
 _REASONS = (
     ("Connection refused", errno.ECONNREFUSED, "the connection was refused"),
     ("dns error|failed to lookup address", errno.EHOSTUNREACH, "the host's name was not found"),
     ("TimedOut|kind: Timeout|timed out", errno.ETIMEDOUT, "no answer in time"),
     ("lacked valid authentication", errno.EACCES, "the credentials are not valid"),
     ("BadScheme", errno.EINVAL, "plain http is not allowed"),
-    ("InvalidCertificate|certificate", errno.EACCES, _UNTRUSTED),
+    ("InvalidCertificate|peer certificate", errno.EACCES, "the server's certificate was not accepted"),
     ("Network is unreachable", errno.ENETUNREACH, "the network cannot be reached"),
     ("ConnectionReset", errno.ECONNRESET, "the connection was reset"),
     ("connection closed|IncompleteMessage", errno.ECONNRESET, "the connection was closed"),
@@ -624,7 +493,7 @@ _NO_KEYS = (
     "MissingAccessKeyId",
 )  # fmt: skip
 """Traces of a search for credentials that were given nowhere."""
-_HINTS_BY_CODE = {
+_HINTS = {
     "NoSuchBucket": "create the bucket, or correct its name{account}; nothing was written",
     "InvalidAccessKeyId": "the access key is unknown there: {keys}",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key: {keys}",
@@ -633,10 +502,15 @@ _HINTS_BY_CODE = {
     "AuthorizationPermissionMismatch": "these credentials do not allow this; they need permission to read, write and delete",
     "ExpiredToken": "the session's token has expired: get a new one",
     "RequestTimeTooSkewed": "this machine's clock is wrong",
-    "BadDigest": "the network changed bytes on the way; the service kept none of them",
-    "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
+    "|".join(_DAMAGED): "the network changed bytes on the way; the service kept none of them",
+    "PermanentRedirect|AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
+    "(?i:x-amz-checksum)": "this service does not accept checksums of uploads: pass checksum_algorithm='none' to"
+    " shardkeep.open_place",
+    "BadScheme": "use an https:// endpoint, or pass client_options=dict(allow_http=True)",
+    "InvalidCertificate|peer certificate": "set SSL_CERT_FILE to a file of the certificates to trust, or pass"
+    " client_options=dict(root_certificate=...)",
 }
+"""What to look for in a code, and in the text of an exception."""
 _HINTS_BY_ERRNO = {
     errno.ECONNREFUSED: "nothing answers there: correct the endpoint ({endpoint}), or start the service",
     errno.EHOSTUNREACH: "correct the endpoint ({endpoint}), the region or the account",
@@ -644,7 +518,6 @@ _HINTS_BY_ERRNO = {
     errno.EBUSY: "the service is overloaded or throttles requests: lower requests=, or try later",
     errno.ETIMEDOUT: "raise timeout_s=, or check the service",
 }
-_ENDPOINT_VARIABLES = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
 
 
 @contextmanager
@@ -675,21 +548,12 @@ def translate(exc: BaseException, action: str, url: str, name: str = "", offset:
         summary += f", after {times} retries"
     summary += f" (errno {errno.errorcode.get(number, number)})"
     service = {"g": "gs", "a": "az"}.get(url[:1].lower(), "s3")  # gs, gcs; az, azure, abfs, abfss; s3, s3a
-    hint = _HINTS_BY_CODE.get(code) or _HINTS_BY_ERRNO.get(number, "")
-    if summary.startswith(_UNTRUSTED):
-        hint = "set SSL_CERT_FILE to a file of the certificates to trust, or pass client_options=dict(root_certificate=...)"
-    elif code not in _DAMAGED and "x-amz-checksum" in text.lower():
-        hint = (
-            "this service does not accept checksums of uploads: pass checksum_algorithm='none' to shardkeep.open_place"
-        )
-    elif "BadScheme" in text:
-        switch = "set AWS_ALLOW_HTTP=true" if service == "s3" else "pass client_options=dict(allow_http=True)"
-        hint = f"use an https:// endpoint, or {switch}"
-    elif any(mark in text for mark in _NO_KEYS):
+    hint = next((_HINTS[words] for words in _HINTS if re.search(words, f"{code} {text}")), "")
+    if any(mark in text for mark in _NO_KEYS):
         summary, hint = "no keys to sign requests with", "no keys were found here: {keys}"
-    hint = hint.format(
+    hint = (hint or _HINTS_BY_ERRNO.get(number, "")).format(
         keys=CREDENTIAL_HINTS[service],
-        endpoint=_ENDPOINT_VARIABLES[service],
+        endpoint=" or ".join(_ENDPOINTS[service]),
         account=" or the account's" if service == "az" else "",
     )
     at = "" if offset is None else f" at offset {offset}"

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardkeep.errors import BlobNotFound, StorageError
-from shardkeep.options import set_for_children
 from shardkeep.storage import base
 from shardkeep.storage.buffers import copy, flat
-from shardkeep.storage.cancel import current_scope, run_cancellable
 from shardkeep.storage.conditional_put import ConditionalPuts
 from shardkeep.storage.multipart import ObjectWriter
-from shardkeep.storage.object_client import Bucket, environment_of, object_errors, obstore, open_bucket
-from shardkeep.storage.retry import TRANSIENT, backoff_s
+from shardkeep.storage.object_client import Bucket, object_errors, obstore
+from shardkeep.storage.retry import TRANSIENT
 
 HEAD_BYTES = 64 << 10
 """Read when a blob is opened; fewer bytes would not arrive sooner."""
 _CHUNK_BYTES = 256 << 10
 _PROBE = "shardkeep.probe"
-_CREATE = "a put that may only create is refused if the object exists"
-_OVER = "a put over a version is refused if the object has another"
 
 
 class ObjectReader:
@@ -36,20 +30,20 @@ class ObjectReader:
         self._bucket, self._path, self._url, self._name = store.bucket, store.prefix + name, store.url, name
         self._closed = False
         self._head = b""
-        with object_errors("cannot open", self._url, name):
-            self.nbytes, self._tag = self._bucket.retry(f"open {self._url}/{name}", self._look_up)
+        self.nbytes, self._tag = self._bucket.request("open", self._url, name, self._look_up)
 
-    def _look_up(self) -> tuple[int, str | None]:
+    def _look_up(self, client: Any) -> tuple[int, str | None]:
         try:
-            with self._bucket.slots, object_errors("cannot open", self._url, self._name):
-                found = obstore().get(self._bucket.client, self._path, options={"range": (0, HEAD_BYTES)})
-                meta = found.meta
-                with contextlib.suppress(Exception):  # then these bytes are read when they are needed
-                    self._head = bytes(found.bytes())
+            with object_errors("cannot open", self._url, self._name):
+                found = obstore().get(client, self._path, options={"range": (0, HEAD_BYTES)})
         except StorageError as error:
             if error.errno != errno.EINVAL:  # the range of an empty object is invalid
                 raise
-            meta = obstore().head(self._bucket.client, self._path)
+            meta = obstore().head(client, self._path)
+        else:
+            meta = found.meta
+            with contextlib.suppress(Exception):  # then these bytes are read when they are needed
+                self._head = bytes(found.bytes())
         return meta["size"], meta["e_tag"]
 
     def cached(self, offset: int, nbytes: int) -> bool:
@@ -66,20 +60,21 @@ class ObjectReader:
             self._read(offset, view)
 
     def _read(self, offset: int, view: memoryview) -> None:
-        """Read everything; every answer that brings some bytes resets the count of failures."""
-        policy = self._bucket.policy
-        done = failed = 0
-        until = time.monotonic() + policy.retry_s
-        while done < len(view):
+        """Read everything; after every answer that brings some bytes, the count of retries begins again."""
+        done = 0
+
+        def read_on() -> None:
+            nonlocal done
             begun = done
             try:
                 for got in self._chunks(offset + done, view[done:]):
                     done += got
             except StorageError as error:
-                failed = 1 if done > begun else failed + 1
-                if error.errno not in TRANSIENT or failed > policy.retries or time.monotonic() > until:
+                if done == begun or error.errno not in TRANSIENT:
                     raise
-                time.sleep(backoff_s(failed))
+
+        while done < len(view):
+            self._bucket.retry(f"read {self._url}/{self._name} at {offset}", read_on)
 
     def _chunks(self, offset: int, view: memoryview) -> Iterator[int]:
         """Make one request and fill `view` as bytes arrive; yields how many arrived each time."""
@@ -145,7 +140,7 @@ class ObjectStore(ConditionalPuts):
     def verifies_uploads(self) -> bool:
         """Whether this is S3, which compares each part with the SHA-256 sent along; of compatible services it is unknown."""
         bucket = self.bucket
-        return bucket.service == "s3" and bucket.official and bool(bucket.raw_client.config.get("checksum_algorithm"))
+        return bucket.service == "s3" and bucket.official and bool(bucket.client.config.get("checksum_algorithm"))
 
     def same_place(self, other: object) -> bool:
         if not isinstance(other, ObjectStore):
@@ -161,24 +156,14 @@ class ObjectStore(ConditionalPuts):
         return ObjectStore(self.bucket, self.prefix.removesuffix(f"{name}/"), above), name
 
     def spec(self) -> base.StoreSpec:
-        bucket = self.bucket
-        options = base.sendable_options(self.url, bucket.options)
-        opened = [bucket.service, bucket.name, options, dict(bucket.environment)]
-        return base.StoreSpec("bucket", [*opened, self.prefix, self.url])
+        options = base.sendable_options(self.url, self.bucket.options)
+        return base.StoreSpec(self.url.encode(), options, dict(self.bucket.environment))
 
     def create(self, name: str, nbytes: int) -> ObjectWriter:
-        where = f"{self.url}/{base.check_name(name)}"
-        if run_cancellable(lambda: self.version(name), where, current_scope()) is not None:
-            raise base.conflict(where, name)
-        return self._writer(name, nbytes, put=lambda data: self.put(name, data))
+        return ObjectWriter(self, base.check_name(name), nbytes)
 
     def create_over(self, name: str, nbytes: int) -> ObjectWriter:
-        base.check_name(name)
-        put = functools.partial(self.put, name, replace=True)
-        return self._writer(name, nbytes, put=put, replaced=lambda: self.version(name))
-
-    def _writer(self, name: str, nbytes: int, **how: Any) -> ObjectWriter:
-        return ObjectWriter(self.bucket, self.prefix + name, url=self.url, name=name, nbytes=nbytes, **how)
+        return ObjectWriter(self, base.check_name(name), nbytes, replaces=True)
 
     def open(self, name: str) -> ObjectReader:
         return ObjectReader(self, base.check_name(name))
@@ -216,26 +201,25 @@ class ObjectStore(ConditionalPuts):
         wanted = self.bucket.policy.conditional_puts
         if wanted is not None or self.bucket.official:
             return wanted is not False
-        probed = self.bucket.probed
-        condition = _CREATE if over is None else _OVER
-        if condition not in probed:
+        probed, creates = self.bucket.probed, over is None
+        if creates not in probed:
             # First under a fixed name, so that what a killed process left is deleted by the next one. Another process that
             # probes at the same time may delete it and so make the put succeed: then probe again under a name of our own.
             names = (_PROBE, f"{_PROBE}-{secrets.token_hex(8)}")
-            probed[condition] = self.bucket.retry(
-                f"probe conditions at {self.url}", lambda: any(self._refuses(condition, name) for name in names)
+            probed[creates] = self.bucket.retry(
+                f"probe conditions at {self.url}", lambda: any(self._refuses(name, creates=creates) for name in names)
             )
-        return probed[condition]
+        return probed[creates]
 
-    def _refuses(self, condition: str, name: str) -> bool:
+    def _refuses(self, name: str, *, creates: bool) -> bool:
         """Make a put whose condition does not hold: a service that accepts it ignores the condition."""
         try:
             self.send(name, b"1")
             seen = None
-            if condition == _OVER:
+            if not creates:
                 seen = self.version(name)
                 self.send(name, b"22")
-            self.send(name, b"333", create=condition == _CREATE, over=seen)
+            self.send(name, b"333", create=creates, over=seen)
         except BlobNotFound:
             return False
         except StorageError as error:
@@ -272,12 +256,8 @@ class ObjectStore(ConditionalPuts):
             self.bucket.request("delete", self.url, name, lambda client: obstore().delete(client, list(paths)))
         except BlobNotFound:
             # Some services answer this for a missing object, and do not say what became of the others.
-            if len(paths) > 1:
-                # What exists, or is deeper than a listing shows.
-                there = {each["path"] for each in self._level()["objects"]}
-                left = [path for path in paths if path in there or "/" in path.removeprefix(self.prefix)]
-                for each in [left] if len(left) < len(paths) else [[path] for path in left]:
-                    self._delete(each)
+            for path in paths if len(paths) > 1 else ():
+                self._delete([path])
 
     def _level(self) -> dict[str, Any]:
         """List objects and prefixes directly below the prefix."""
@@ -309,14 +289,3 @@ class ObjectStore(ConditionalPuts):
     def drop_empty(self, name: str) -> None:
         """Do nothing: a prefix without objects does not exist."""
         base.check_place(name)
-
-
-def open_again(
-    service: str, name: str, options: dict[str, Any], environment: dict[str, str], prefix: str, url: str
-) -> ObjectStore:
-    """Open a store that another process had opened in this environment; the connections to one bucket are reused."""
-    now = environment_of(service)
-    for variable in {*now, *environment}:
-        if now.get(variable) != environment.get(variable):  # only if necessary: obstore's threads may be reading
-            set_for_children(variable, environment.get(variable))
-    return ObjectStore(open_bucket(service, name, options), prefix, url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,11 +12,12 @@ from urllib.request import url2pathname
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World
 from shardkeep.errors import CheckpointError
+from shardkeep.options import set_for_children
 from shardkeep.storage import fsspec, object_store
 from shardkeep.storage.base import Root, Store, StoreSpec, scheme_of
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
-from shardkeep.storage.object_client import SCHEMES, open_bucket
+from shardkeep.storage.object_client import SCHEMES, environment_of, open_bucket
 
 _HINT = (
     "pass a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
@@ -87,13 +87,14 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
 
 
 def open_spec(spec: StoreSpec) -> Store:
-    """Open a store that another process has described (`base.spec_of`)."""
-    if spec.kind == "local":
-        path, direct, durable = spec.arguments
-        return LocalStore(os.fsdecode(path), direct=direct, durable=durable)
-    if spec.kind == "fsspec":
-        return fsspec.open_again(*spec.arguments)
-    return object_store.open_again(*spec.arguments)
+    """Open a store that another process has described (`base.spec_of`), in the environment it had there."""
+    place = os.fsdecode(spec.place)
+    service = SCHEMES.get(scheme_of(place) or "")
+    now = environment_of(service) if service else {}
+    for variable in {*now, *spec.environment}:
+        if now.get(variable) != spec.environment.get(variable):  # only if necessary: obstore's threads may be reading
+            set_for_children(variable, spec.environment.get(variable))
+    return open_place(place, **spec.options)
 
 
 def _text_of(where: object) -> str:
@@ -174,17 +175,10 @@ def _memory(name: str) -> MemoryStore:
 
 def _by_fsspec(url: str, scheme: str, options: dict[str, Any]) -> fsspec.FsspecStore:
     shown = fsspec.without_user(url).rstrip("/")
-    try:
-        url_to_fs = importlib.import_module("fsspec").core.url_to_fs
-    except ModuleNotFoundError as exc:
-        raise CheckpointError(
-            f"{shown}: no store for {scheme}:// URLs; fsspec, which may have one, is not installed",
-            hint="pip install 'shardkeep[fsspec]', or " + _HINT,
-        ) from exc
     with fsspec.fs_errors("cannot open", shown):
         try:
-            fs, path = url_to_fs(url, **options)
+            fs, path = fsspec.url_to_fs(url, **options)
         except (ImportError, ValueError, TypeError) as exc:
             message = fsspec.without_user(f"{shown}: no store for {scheme}:// URLs: {exc}")
             raise CheckpointError(message, hint=_HINT) from None
-    return fsspec.FsspecStore(fs, path, shown)
+    return fsspec.FsspecStore(fs, path, url.rstrip("/"), options)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from shardkeep.errors import SaveCancelled, StorageError
 from shardkeep.storage.base import BlobReader, BlobWriter, Root, Store, Version, create_upto, holds, spec_of
@@ -50,7 +50,6 @@ def call_with_retries(
     *,
     retries: int,
     within_s: float = float("inf"),
-    first_s: float = 0.2,
     can: Callable[[], bool] = lambda: True,
 ) -> T:
     """Call `work` again while it fails in passing and `can()`; what a client library has retried is not retried again."""
@@ -65,7 +64,7 @@ def call_with_retries(
             if not again or failed > retries or time.monotonic() > until:
                 raise
             log.info("retrying to %s: %s", what, error)
-            time.sleep(backoff_s(failed, first_s=first_s))
+            time.sleep(backoff_s(failed))
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class RetryPolicy:
 
 
 class RetryingStore(StoreWrapper):
-    """Passes everything on to `inner`, and retries what fails for a passing reason."""
+    """Passes everything on to `inner`, and retries what fails for a passing reason. It is a root if `inner` is."""
 
     def __init__(self, inner: Store, policy: RetryPolicy, *, before_put: Callable[[], object] | None = None) -> None:
         """`before_put` is called before each `put`, which is not made if it raises."""
@@ -158,15 +157,11 @@ class RetryingStore(StoreWrapper):
         """Describe the inner store: the writer process writes data files, and this process retries and commits."""
         return spec_of(self.inner)
 
+    # -- places below --------------------------------------------------------------------------------------------------
 
-class RetryingRoot(RetryingStore):
-    """A `RetryingStore` over a root, and over all places below it."""
-
-    def __init__(self, inner: Root, policy: RetryPolicy) -> None:
-        super().__init__(inner, policy)
-        self._root = inner
-
-    spec = RetryingStore.spec
+    @property
+    def _root(self) -> Root:
+        return cast("Root", self.inner)
 
     def places(self) -> Iterator[str]:
         return iter(self.call("list the places of", "", lambda: list(self._root.places())))

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CASE = 0x20
-_SWAPPED = bytes(byte ^ _CASE if chr(byte).isascii() and chr(byte).isalpha() else byte for byte in range(256))
-
 
 class Rot13Example(StreamTransformExtension):
     """An example of a stream extension, for tests: swaps the case of letters, as torch's example of this name does."""
@@ -47,7 +44,7 @@ class Rot13Example(StreamTransformExtension):
     def _rot13bytes(b: Buffer, count: int) -> None:
         """Change the first bytes of a buffer, in place."""
         view = memoryview(b).cast("B")
-        view[:count] = bytes(view[:count]).translate(_SWAPPED)
+        view[:count] = bytes(view[:count]).swapcase()
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
         return cast("IO[bytes]", self.Writer(output))
@@ -67,9 +64,7 @@ class Rot13Example(StreamTransformExtension):
         writeable = writable  # spelled so in torch
 
         def write(self, b: Buffer, /) -> int | None:
-            chunk = bytearray(b)
-            Rot13Example._rot13bytes(chunk, len(chunk))
-            return self.output.write(chunk)
+            return self.output.write(bytes(b).swapcase())
 
         def flush(self) -> None:
             self.output.flush()
@@ -86,15 +81,11 @@ class Rot13Example(StreamTransformExtension):
         def readinto(self, b: Buffer, /) -> int | None:
             """Fill a buffer as far as one read of the inner stream does."""
             view = memoryview(b).cast("B")
-            if hasattr(self.input, "readinto"):
-                count: int | None = self.input.readinto(view)
-            else:
-                data: bytes | None = self.input.read(len(view))
-                count = None if data is None else len(data)
-                view[: count or 0] = data or b""
-            if count:
-                Rot13Example._rot13bytes(view, count)
-            return count
+            data: bytes | None = self.input.read(len(view))
+            if data is None:
+                return None
+            view[: len(data)] = data.swapcase()
+            return len(data)
 
         def seekable(self) -> bool:
             return self.input.seekable()
