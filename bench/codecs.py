@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -76,7 +75,6 @@ class Ours:
         self.places = [FramePlace("bench", n, start, sizes[n]) for n, start in enumerate(starts)]
         self.data = data
         self.batches = [range(len(sizes))[at : at + BATCH] for at in range(0, len(sizes), BATCH)]
-        self.rooms = threading.local()
         self.coded = np.ones((len(sizes), self.chain.bound(FRAME_NBYTES)), np.uint8)
         self.out = np.ones_like(data)
         self.filled = [self.out[place.offset :][: place.nbytes] for place in self.places]
@@ -92,12 +90,10 @@ class Ours:
         return sum(each.nbytes for each in stored)
 
     def _encode(self, batch: range) -> list[np.ndarray]:
-        if not hasattr(self.rooms, "mine"):
-            self.rooms.mine = np.empty(BATCH * self.chain.room_nbytes(FRAME_NBYTES), np.uint8)
         places = [self.places[n] for n in batch]
         data = self.data[places[0].offset : places[-1].offset + places[-1].nbytes].data
         kept = []
-        for n, each in zip(batch, self.chain.encode_all(data, places, self.rooms.mine.data), strict=True):
+        for n, each in zip(batch, self.chain.encode(data, places), strict=True):
             stored = np.frombuffer(each, np.uint8)
             kept.append(self.coded[n, : stored.size])
             np.copyto(kept[-1], stored)

@@ -19,7 +19,7 @@ def place_of(data, number=3, offset=4096, file="save-1/0.skframes"):
 
 
 def coded(chain, data, **place):
-    return bytes(chain.encode(memoryview(data), place_of(data, **place)))
+    return bytes(chain.encode(memoryview(data), [place_of(data, **place)])[0])
 
 
 def decoded(chain, stored, nbytes, **place):

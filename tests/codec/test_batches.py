@@ -24,8 +24,7 @@ def batches(draw):
 def encoded(chain, frames):
     """Encode frames together; returns the place and the stored form of each."""
     places = [FramePlace("f", number, 1000 * number, len(frame)) for number, frame in enumerate(frames)]
-    room = np.full(len(frames) * chain.room_nbytes(len(frames[0])), 0xA5, np.uint8)
-    return list(zip(places, chain.encode_all(memoryview(b"".join(frames)), places, room.data), strict=True))
+    return list(zip(places, chain.encode(memoryview(b"".join(frames)), places), strict=True))
 
 
 def check(chain, frames, stored):
@@ -41,12 +40,11 @@ def test_a_batch_is_what_its_frames_are(batch, codecs):
     chain = CodecChain.begin(codecs, keys=KEYS)
     places = [FramePlace("f", number, 1000 + number, len(frame)) for number, frame in enumerate(frames)]
     data = memoryview(bytes(begin) + b"".join(frames))[begin:]
-    room = np.full(len(frames) * chain.room_nbytes(len(frames[0])), 0xA5, np.uint8)
-    stored = chain.encode_all(data, places, room.data)
+    stored = chain.encode(data, places)
     check(chain, frames, zip(places, stored, strict=True))
     if "aes" not in codecs:
         for frame, place, each in zip(frames, places, stored, strict=True):
-            assert bytes(each) == bytes(chain.encode(memoryview(frame), place))
+            assert bytes(each) == bytes(chain.encode(memoryview(frame), [place])[0])
 
 
 def test_parts_behind_parts_of_other_lengths():
@@ -70,12 +68,10 @@ class Breaks:
     def bound(self, nbytes):
         return nbytes
 
-    room_nbytes = bound
-
     def encode(self, data, place):
         raise OSError("no")
 
-    def encode_many(self, data, places, room):
+    def encode_many(self, data, places):
         yield b"fine"
         raise OSError("no")
 
@@ -86,14 +82,14 @@ class Breaks:
 class GivesOne(Breaks):
     """One that gives less than it was asked for."""
 
-    def encode_many(self, data, places, room):
+    def encode_many(self, data, places):
         yield b"fine"
 
 
 class FailsAtOnce(Breaks):
     """One that is no generator."""
 
-    def encode_many(self, data, places, room):
+    def encode_many(self, data, places):
         raise OSError("no")
 
 
@@ -110,4 +106,4 @@ def test_a_failure_names_its_frame(codec, what):
     chain = CodecChain([{"name": "breaks"}], [codec])
     places = [FramePlace("f", number, 4 * number, 4) for number in range(3)]
     with pytest.raises(CodecFailed, match=rf"the codec 'breaks' failed on frame {what}"):
-        chain.encode_all(memoryview(bytes(12)), places, memoryview(bytearray(1000)))
+        chain.encode(memoryview(bytes(12)), places)

@@ -8,10 +8,8 @@ import torch
 from msgspec.structs import replace
 
 import shardkeep as sk
-from shardkeep.cli.main import main
-from shardkeep.codecs.chain import CodecChain, rewrapped
+from shardkeep.codecs.chain import CodecChain
 from shardkeep.codecs.coded_store import put_coded
-from shardkeep.codecs.keys import KeyRing
 from shardkeep.errors import KeyMissing, NotAuthentic, WrongKey
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FOOTER_NBYTES, FrameTable, decode_table, encode_table, table_nbytes
@@ -224,19 +222,6 @@ def test_a_record_that_was_edited_is_not_authentic(change):
         load(store)
 
 
-def test_keys_are_rotated_in_the_record_alone():
-    """The data key wrapped by another key: the old one opens it no more, the new one does, and the signature holds."""
-    store = saved(["aes"])
-    before = blobs_of(store)
-    both = KeyRing([bytes(range(1, 33)), bytes(range(32))])
-    resealed(store, lambda record: replace(record, chains=[rewrapped(each, both) for each in record.chains]))
-
-    assert {name for name, data in blobs_of(store).items() if data != before[name]} == {RECORD_NAME}
-    assert bits(load(store, sk.Options(keys=OTHER_KEYS))) == bits(sample_state())
-    with pytest.raises(WrongKey):
-        load(store)
-
-
 MALFORMED = {
     "a chain that is not there": {"chain": 3},
     "half of what a coded file has": {"stored_nbytes": None},
@@ -319,26 +304,3 @@ def test_damage_is_placed_whatever_the_file_is_called():
     flip(store, name, 3)
     with pytest.raises(sk.DamagedCheckpoint, match=", from byte 0 on"):
         sk.open(store).verify()
-
-
-def test_the_command_line_verifies_with_a_key_and_without(tmp_path, monkeypatch, capsys):
-    """Without the key what is stored is checked, and damage is found all the same; with it, all is checked."""
-    where, key = str(tmp_path / "ck"), bytes(range(32)).hex()
-    sk.save(sample_state(), where, codecs=["zstd", "aes"], options=OPTIONS)
-
-    def verify(*words):
-        code = main(["verify", where, *words])
-        return code, capsys.readouterr().out
-
-    for words in ((), ("--quick",)):
-        code, said = verify(*words)
-        assert (code, "2 files are encrypted and no key was given" in said) == (0, True)
-    monkeypatch.setenv("SHARDKEEP_KEY", key)
-    code, said = verify()
-    assert (code, "no key" in said) == (0, False)
-    [name] = [file.name for file in data_files(sk.LocalStore(where)) if file.name.startswith("model")]
-    flip(sk.LocalStore(where), name, 5000)
-    assert verify()[0] == 1
-    monkeypatch.delenv("SHARDKEEP_KEY")
-    code, said = verify()
-    assert (code, name in said) == (1, True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardkeep.codecs.base import WRAPPED, Codec, CodecConfig, CodecRecord, FramePlace, require_module
 from shardkeep.codecs.keys import KEY_NBYTES
-from shardkeep.errors import DamagedFrame, InvalidCodec, KeyMissing, NotAuthentic, WrongKey
+from shardkeep.errors import InvalidCodec, KeyMissing, NotAuthentic, WrongKey
 
 if TYPE_CHECKING:
     from shardkeep.codecs.keys import KeySource
@@ -77,27 +77,17 @@ class _AesCodec:
 
     def encode(self, data: memoryview, place: FramePlace) -> memoryview:
         stored = np.empty(self.bound(data.nbytes), np.uint8).data  # a bytearray would be zeroed
-        self.encode_into(data, place, stored)
-        return stored
-
-    def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
         nonce = os.urandom(_NONCE_NBYTES)
         work = self._cipher(place, nonce).encryptor()
         work.authenticate_additional_data(_bound_to(place, data.nbytes))
-        end = _NONCE_NBYTES + data.nbytes
-        into[:_NONCE_NBYTES] = nonce
-        work.update_into(data, into[_NONCE_NBYTES:])
+        stored[:_NONCE_NBYTES] = nonce
+        work.update_into(data, stored[_NONCE_NBYTES:])
         work.finalize()
-        into[end : end + _TAG_NBYTES] = work.tag
-        return end + _TAG_NBYTES
+        stored[-_TAG_NBYTES:] = work.tag
+        return stored
 
-    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> memoryview:
-        nbytes = data.nbytes - _NONCE_NBYTES - _TAG_NBYTES
-        if nbytes > most_nbytes:
-            raise DamagedFrame(
-                f"encrypted {place.named} is larger than when it was written", hint=_HINT, file=place.file
-            )
-        plain = np.empty(max(nbytes, 0), np.uint8).data
+    def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> memoryview:  # noqa: ARG002 - it cannot grow
+        plain = np.empty(max(data.nbytes - _NONCE_NBYTES - _TAG_NBYTES, 0), np.uint8).data
         self.decode_into(data, place, plain)
         return plain
 

@@ -74,24 +74,14 @@ class Codec(Protocol):
 
 @runtime_checkable
 class EncodesMany(Codec, Protocol):
-    """Encodes several frames at once, into memory that it is given. Only the first codec of a chain is used this way."""
+    """Encodes several frames at once. Only the first codec of a chain is used this way."""
 
-    def room_nbytes(self, nbytes: int) -> int:
-        """Return how much memory it needs for a frame of so many bytes."""
-
-    def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Buffer]:
+    def encode_many(self, data: memoryview, places: Sequence[FramePlace]) -> Iterator[Buffer]:
         """
-        Yield what `encode` would return for each frame. Results and `room` stay in use until all frames are written.
+        Yield what `encode` would return for each frame.
 
-        `data` has the frames one behind the other, all of one size, except that the last may be smaller. `room` has an
-        equal part for each, of at least `room_nbytes` and aligned to 8 bytes.
+        `data` has the frames one behind the other, all of one size, except that the last may be smaller.
         """
-
-
-@runtime_checkable
-class EncodesInto(Protocol):
-    def encode_into(self, data: memoryview, place: FramePlace, into: memoryview) -> int:
-        """Encode into the beginning of `into`, which has at least `bound` bytes; return how many were filled."""
 
 
 @runtime_checkable

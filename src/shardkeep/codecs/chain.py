@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     _Step = Callable[[memoryview, base.FramePlace], Buffer]
 
-_MOST_CODECS = 16
 _HINT = "use another checkpoint, or another copy of this one"
 
 
@@ -40,9 +39,6 @@ class CodecChain:
         self.recorded = [dict(each) for each in recorded]
         """The record of each codec, in the order of writing."""
         self._codecs = tuple(codecs)
-        self._many = next((codec for codec in self._codecs[:1] if isinstance(codec, base.EncodesMany)), None)
-        behind = self._codecs[0 if self._many is None else 1 :]
-        self._last = next((codec for codec in behind[-1:] if isinstance(codec, base.EncodesInto)), None)
 
     @classmethod
     def begin(cls, codecs: Sequence[str | base.CodecConfig], *, keys: KeySource | None = None) -> CodecChain:
@@ -56,8 +52,6 @@ class CodecChain:
     @classmethod
     def opened(cls, recorded: Sequence[base.CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
         """Open the chain of a checkpoint from its records."""
-        if len(recorded) > _MOST_CODECS:
-            raise InvalidCodec(f"a chain has at most {_MOST_CODECS} codecs, not {len(recorded)}")
         return cls(recorded, [_class_of(each).open(each, keys) for each in recorded])
 
     @property
@@ -71,41 +65,19 @@ class CodecChain:
             nbytes = codec.bound(nbytes)
         return nbytes
 
-    def encode(self, data: memoryview, place: base.FramePlace) -> Buffer:
-        """Return the stored form of a frame; without codecs, `data` itself. Raises `CodecFailed`."""
-        return self._encoded([codec.encode for codec in self._codecs], data, place)
-
-    def encode_all(self, data: memoryview, places: Sequence[base.FramePlace], room: memoryview) -> list[Buffer]:
+    def encode(self, data: memoryview, places: Sequence[base.FramePlace]) -> list[Buffer]:
         """
-        Return what `encode` would return for each frame, in less time; results may lie in `room`.
+        Return the stored form of each frame; without codecs, its bytes. Raises `CodecFailed`.
 
-        `data` has the frames one behind the other, all of one size, except that the last may be smaller. `room` has
-        `room_nbytes` for each of them, aligned to 8 bytes.
+        `data` has the frames one behind the other, all of one size, except that the last may be smaller.
         """
         whole = flat(memoryview(data))
         steps: list[_Step] = [codec.encode for codec in self._codecs]
-        nbytes = places[0].nbytes
-        of_many, of_one = self._rooms(nbytes)
-        end = len(places) * of_many
-        if self._many is not None:
-            coded = _one_by_one(self._many, whole, places, room[:end])
+        if self._codecs and isinstance(self._codecs[0], base.EncodesMany):
+            coded = _one_by_one(self._codecs[0], whole, places)
             steps[0] = lambda data, place: next(coded)  # noqa: ARG005 - they come in order
-        stored = []
-        for row, place in enumerate(places):
-            if self._last is not None:
-                steps[-1] = _step_into(self._last, room[end + row * of_one :][:of_one])
-            stored.append(self._encoded(steps, whole[row * nbytes :][: place.nbytes], place))
-        return stored
-
-    def room_nbytes(self, nbytes: int) -> int:
-        """Return how much memory `encode_all` needs for each frame of so many bytes."""
-        return sum(self._rooms(nbytes))
-
-    def _rooms(self, nbytes: int) -> tuple[int, int]:
-        """Return how much of it the first codec needs, and how much the last."""
-        of_many = 0 if self._many is None else self._many.room_nbytes(nbytes)
-        of_one = 0 if self._last is None else self.bound(nbytes)
-        return -(-of_many // 64) * 64, -(-of_one // 64) * 64
+        nbytes = places[0].nbytes
+        return [self._encoded(steps, whole[row * nbytes :][: place.nbytes], place) for row, place in enumerate(places)]
 
     def _encoded(self, steps: Sequence[_Step], data: memoryview, place: base.FramePlace) -> Buffer:
         stored: Buffer = data
@@ -177,16 +149,10 @@ def _class_of(recorded: base.CodecRecord) -> type[base.CodecConfig]:
     return cls
 
 
-def _one_by_one(
-    codec: base.EncodesMany, data: memoryview, places: Sequence[base.FramePlace], room: memoryview
-) -> Iterator[Buffer]:
+def _one_by_one(codec: base.EncodesMany, data: memoryview, places: Sequence[base.FramePlace]) -> Iterator[Buffer]:
     """Yield the encoded frames. As a generator it calls the codec, and fails, only when the first frame is needed."""
-    yield from codec.encode_many(data, places, room)
+    yield from codec.encode_many(data, places)
     raise ValueError("it returned fewer frames than it was given")
-
-
-def _step_into(codec: base.EncodesInto, room: memoryview) -> _Step:
-    return lambda data, place: room[: codec.encode_into(data, place, room)]
 
 
 # -- registry ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -36,25 +36,8 @@ from shardkeep.format.frames import (
     table_nbytes,
 )
 from shardkeep.format.record import Blob
-from shardkeep.storage.base import (
-    BlobReader,
-    BlobWriter,
-    ReadableStore,
-    SecondRead,
-    WritableStore,
-    check_fits,
-    check_within,
-    checked_end,
-    create_upto,
-    decode_or_reread,
-    drop_cached,
-    prefetch,
-    read_range,
-    read_whole,
-    reread,
-    with_reread_result,
-)
-from shardkeep.storage.buffers import ALIGNMENT, ScratchPool, copy, flat
+from shardkeep.storage import base
+from shardkeep.storage.buffers import ALIGNMENT, PerThread, Scratch, aligned_buffer, copy, flat
 
 _TAIL_NBYTES = 64 << 10
 """First read at the end of a blob: the whole table of a blob of up to a gigabyte."""
@@ -65,13 +48,13 @@ BATCH = 4
 """Frames that are encoded, and then written, together."""
 _SPARE_FRAMES = 64
 _SMALL_FRAME_NBYTES = 64 << 10
-_TABLES_NBYTES = 64 << 20
+_MOST_TABLES = 128
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
 
 
-def checksum_of(data: bytes | bytearray, chain: CodecChain) -> str:
+def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
     """Return the checksum of plain bytes for the commit record; of secret bytes, that of their MAC, which reveals nothing."""
-    code = chain.mac(bytes(data)) if chain.is_secret else None
+    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
     return checksum_text(digest(data if code is None else code))
 
 
@@ -88,27 +71,23 @@ class Seal(msgspec.Struct, frozen=True):
 class EncodingStore:
     """A store for writing. Can be used by several threads."""
 
-    def __init__(self, inner: WritableStore, chains: Mapping[str, CodecChain]) -> None:
+    def __init__(self, inner: base.WritableStore, chains: Mapping[str, CodecChain]) -> None:
         """`chains` has the chain of each coded blob; all others are written as they are."""
         self._inner = inner
         self._chains = chains
-        # For a batch while it is encoded, for the result, and to align it to a page.
-        self._scratch = {
-            id(chain): ScratchPool(
-                _encoding_nbytes(chain) + BATCH * min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) + ALIGNMENT
-            )
-            for chain in chains.values()
-        }
+        # For the stored form of a batch, and to align it to a page.
+        largest = max((min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) for chain in chains.values()), default=0)
+        self.scratch = PerThread(lambda: aligned_buffer(BATCH * largest + ALIGNMENT))
         self.seals: dict[str, Seal] = {}
         """The seals of the coded blobs that are finished."""
 
-    def create(self, name: str, nbytes: int) -> BlobWriter:
+    def create(self, name: str, nbytes: int) -> base.BlobWriter:
         chain = self._chains.get(name)
         if chain is None:
             return self._inner.create(name, nbytes)
-        writer = create_upto(self._inner, name, _room_for(nbytes, chain))
+        writer = base.create_upto(self._inner, name, _room_for(nbytes, chain))
         try:
-            return FrameWriter(writer, name, nbytes, chain, self._scratch[id(chain)], self.seals.__setitem__)
+            return FrameWriter(writer, name, nbytes, chain, self)
         except BaseException:
             writer.abandon()
             raise
@@ -118,7 +97,7 @@ class EncodingStore:
 
 
 def put_coded(
-    store: WritableStore, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES
+    store: base.WritableStore, name: str, data: bytes, chain: CodecChain, *, frame_nbytes: int = FRAME_NBYTES
 ) -> Seal:
     """Write a whole blob durably through a chain, and return its seal. Smaller frames have no room for their table."""
     coded = EncodingStore(store, {name: chain})
@@ -142,39 +121,22 @@ def _room_for(nbytes: int, chain: CodecChain) -> int:
     return len(MAGIC) + nbytes + (frames + extra) * overhead + table_nbytes(frames + extra)
 
 
-def _encoding_nbytes(chain: CodecChain) -> int:
-    """Return the memory for a batch while it is encoded: whole pages, because what is behind it must begin with one."""
-    return -(-BATCH * chain.room_nbytes(FRAME_NBYTES) // ALIGNMENT) * ALIGNMENT
-
-
 class FrameWriter:
     """Writes plain bytes to a coded blob. Can be used by several threads."""
 
-    def __init__(
-        self,
-        inner: BlobWriter,
-        name: str,
-        nbytes: int,
-        chain: CodecChain,
-        scratch: ScratchPool,
-        sealed: Callable[[str, Seal], None],
-    ) -> None:
-        """`finish` calls `sealed`."""
-        self._inner, self._name, self._nbytes, self._chain = inner, name, nbytes, chain
-        self._scratch = scratch
-        self._encoding_nbytes = _encoding_nbytes(chain)
-        self._sealed = sealed
+    def __init__(self, inner: base.BlobWriter, name: str, nbytes: int, chain: CodecChain, store: EncodingStore) -> None:
+        """`finish` adds to the seals of the store."""
+        self._inner, self._name, self._nbytes, self._chain, self._store = inner, name, nbytes, chain, store
         self._lock = threading.Lock()
         self._numbered = 0
         self._end = len(MAGIC)
         self._rows: list[tuple[int, int, int, int, int, bytes]] = []
         """Of each frame: offset and size of its plain bytes, those of its stored bytes, its number and its digest."""
         inner.write_at(0, memoryview(MAGIC))
-        self._hold = scratch.retained()
 
     def write_at(self, offset: int, data: memoryview) -> None:
         view = flat(data)
-        check_fits(self._name, self._name, offset, len(view), self._nbytes)
+        base.check_fits(self._name, self._name, offset, len(view), self._nbytes)
         for at in range(0, len(view), BATCH * FRAME_NBYTES):
             self._write_batch(offset + at, view[at : at + BATCH * FRAME_NBYTES])
 
@@ -186,34 +148,32 @@ class FrameWriter:
             FramePlace(self._name, first + row, offset + at, min(FRAME_NBYTES, len(view) - at))
             for row, at in enumerate(starts)
         ]
-        with self._scratch.lease() as scratch:
-            room, together = scratch[: self._encoding_nbytes], scratch[self._encoding_nbytes :]
-            stored = [flat(memoryview(each)) for each in self._chain.encode_all(view, places, room)]
-            total = sum(map(len, stored))
-            with self._lock:
-                start, self._end = self._end, self._end + total
-            # At the same offset within a page as in the blob, so that direct I/O can write most of it from here.
-            skew = start % ALIGNMENT
-            at, rows = 0, []
-            for place, each in zip(places, stored, strict=True):
-                if len(each) > MAX_STORED_NBYTES:
-                    raise StorageError(
-                        f"{self._name}: the codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
-                        f" {place.offset}, expected at most {MAX_STORED_NBYTES}",
-                        hint="use codecs that do not grow frames so much", name=self._name, offset=place.offset,
-                    )  # fmt: skip
-                into = together[skew + at : skew + at + len(each)]
-                copy(into, each)
-                rows.append((place.offset, place.nbytes, start + at, len(each), place.number, digest(into)))
-                at += len(each)
-            del stored, each
-            self._inner.write_at(start, together[skew : skew + total])
+        stored = [flat(memoryview(each)) for each in self._chain.encode(view, places)]
+        total = sum(map(len, stored))
+        with self._lock:
+            start, self._end = self._end, self._end + total
+        # At the same offset within a page as in the blob, so that direct I/O can write most of it from here.
+        together, skew = self._store.scratch.get(), start % ALIGNMENT
+        at, rows = 0, []
+        for place, each in zip(places, stored, strict=True):
+            if len(each) > MAX_STORED_NBYTES:
+                raise StorageError(
+                    f"{self._name}: the codecs made {len(each)} bytes of a frame of {place.nbytes} at offset"
+                    f" {place.offset}, expected at most {MAX_STORED_NBYTES}",
+                    hint="use codecs that do not grow frames so much", name=self._name, offset=place.offset,
+                )  # fmt: skip
+            into = together[skew + at : skew + at + len(each)]
+            copy(into, each)
+            rows.append((place.offset, place.nbytes, start + at, len(each), place.number, digest(into)))
+            at += len(each)
+        del stored, each
+        self._inner.write_at(start, together[skew : skew + total])
         with self._lock:
             self._rows.extend(rows)
 
     def finish(self, nbytes: int | None = None) -> None:
         """Write the table, make the blob durable, and report its seal."""
-        end = checked_end(self._name, self._name, nbytes, self._nbytes)
+        end = base.checked_end(self._name, self._name, nbytes, self._nbytes)
         rows = sorted(self._rows)
         start, plain, stored_start, length, number = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
         table = FrameTable(start, plain, stored_start, length, number, b"".join(row[5] for row in rows))
@@ -224,40 +184,36 @@ class FrameWriter:
         self._inner.write_at(self._end, memoryview(encoded))
         stored = self._end + len(encoded)
         self._inner.finish(stored)
-        self._hold.close()
-        self._sealed(self._name, Seal(stored, checksum_text(digest(encoded))))
+        self._store.seals[self._name] = Seal(stored, checksum_text(digest(encoded)))
 
     def abandon(self) -> None:
-        self._hold.close()
         self._inner.abandon()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def collecting_damage(store: ReadableStore, errors: list[DamagedCheckpoint]) -> ReadableStore:
+def collecting_damage(store: base.ReadableStore, errors: list[DamagedCheckpoint]) -> base.ReadableStore:
     """Return the store so that damaged frames add to `errors` instead of raising; a store without codecs as it is."""
     view = getattr(store, "collecting_damage", None)
-    return store if view is None else cast("ReadableStore", view(errors))
+    return store if view is None else cast("base.ReadableStore", view(errors))
 
 
 class DecodingStore:
     """A store for reading a checkpoint. Can be used by several threads."""
 
-    def __init__(self, inner: ReadableStore, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
+    def __init__(self, inner: base.ReadableStore, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
         """`blobs` are those of the commit record, and `chains` its chains, opened."""
         self.inner = inner
         self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
-        self._scratch = ScratchPool(SCRATCH_NBYTES)
+        self._scratch = PerThread(lambda: aligned_buffer(SCRATCH_NBYTES))
         self._tables: dict[str, FrameTable] = {}
-        self._room_nbytes = _TABLES_NBYTES
-        self._lock = threading.Lock()
         self._errors: list[DamagedCheckpoint] | None = None
         self.requests = getattr(inner, "requests", None)
 
     def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
         """Drop a range from caches; all of a coded blob, because any of its stored bytes may be needed."""
-        drop_cached(self.inner, name, *((0, 0) if name in self._coded else (offset, nbytes)))
+        base.drop_cached(self.inner, name, *((0, 0) if name in self._coded else (offset, nbytes)))
 
     def collecting_damage(self, errors: list[DamagedCheckpoint]) -> DecodingStore:
         """Return a view that adds errors of damaged frames to a list, and returns zeros for them."""
@@ -265,7 +221,7 @@ class DecodingStore:
         other._coded, other._errors = self._coded, errors
         return other
 
-    def open(self, name: str) -> BlobReader:
+    def open(self, name: str) -> base.BlobReader:
         """Open a blob, to read its plain bytes."""
         reader = self.inner.open(name)
         if name not in self._coded:
@@ -284,41 +240,34 @@ class DecodingStore:
             reader.close()
             raise
 
-    def _table(self, reader: BlobReader, blob: Blob) -> FrameTable:
-        """Return a blob's table; it is read once, unless tables take too much memory."""
-        with self._lock:
-            known = self._tables.get(blob.name)
-        if known is not None:
-            return known
-        table = read_table(reader, blob, self.inner)
-        nbytes = table_nbytes(len(table))
-        with self._lock:
-            if blob.name not in self._tables and nbytes <= self._room_nbytes:
-                self._room_nbytes -= nbytes
+    def _table(self, reader: base.BlobReader, blob: Blob) -> FrameTable:
+        """Return a blob's table; it is read once, unless there are too many."""
+        table = self._tables.get(blob.name)
+        if table is None:
+            table = read_table(reader, blob, self.inner)
+            if len(self._tables) < _MOST_TABLES:
                 self._tables[blob.name] = table
         return table
 
     def get(self, name: str, *, limit: int) -> bytes:
         if name not in self._coded:
             return self.inner.get(name, limit=limit)
-        return read_whole(self.open(name), name, name, limit)
+        return base.read_whole(self.open(name), name, name, limit)
 
 
-def read_table(reader: BlobReader, entry: Blob, store: ReadableStore) -> FrameTable:
+def read_table(reader: base.BlobReader, entry: Blob, store: base.ReadableStore) -> FrameTable:
     """Read and verify the table of a coded blob that has the size in the commit record, a second time if it is damaged."""
     stored_nbytes = reader.nbytes
     if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
         raise MalformedFile(f"{entry.name}: too small for a table of frames", file=entry.name, offset=0)
     nbytes = min(_TAIL_NBYTES, stored_nbytes)
-
-    with closing(SecondRead(entry.name, store)) as again:
-        return decode_or_reread(
-            _read_tail(partial(read_range, reader), entry, nbytes, stored_nbytes),
-            lambda tail: _decode_tail(tail, entry, stored_nbytes),
-            lambda: _read_tail(again.read, entry, nbytes, stored_nbytes),
-            name=entry.name,
-            offset=stored_nbytes - nbytes,
-        )
+    return base.decode_or_reread(
+        _read_tail(partial(base.read_range, reader), entry, nbytes, stored_nbytes),
+        lambda tail: _decode_tail(tail, entry, stored_nbytes),
+        lambda: _read_tail(partial(base.read_again, store, entry.name), entry, nbytes, stored_nbytes),
+        name=entry.name,
+        offset=stored_nbytes - nbytes,
+    )
 
 
 def _read_tail(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
@@ -351,19 +300,18 @@ class FrameReader:
 
     def __init__(
         self,
-        inner: BlobReader,
+        inner: base.BlobReader,
         entry: Blob,
         table: FrameTable,
         chain: CodecChain,
-        scratch: ScratchPool,
-        store: ReadableStore,
+        scratch: Scratch,
+        store: base.ReadableStore,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
         """`errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise."""
         self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes
-        self._hold = scratch.retained()
 
     def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is cached
         """Return False: small reads would decode frames several times."""
@@ -374,37 +322,36 @@ class FrameReader:
         table, waits = self._table, False
         for run in runs_of(table, offset, offset + nbytes):
             stored_nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
-            waits |= prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
+            waits |= base.prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
         return waits
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
         view = flat(into)
-        check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
-        with self._scratch.lease() as scratch:
-            for place, where, stored in self._frames(offset, offset + len(view), scratch):
-                low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
-                wanted = view[low - offset : high - offset]
-                # A frame that is wanted whole is decoded into place, a part of one through a buffer.
-                whole = len(wanted) == place.nbytes
-                plain = wanted if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
-                damaged = stored is None
-                if stored is not None:
-                    try:
-                        self.chain.decode(stored, plain, place)
-                    except DamagedCheckpoint as error:
-                        damaged = True
-                        error.details.update(where)
-                        self._raise_or_collect(error)
-                if damaged:
-                    plain[:] = bytes(len(plain))
-                if not whole:
-                    copy(wanted, plain[low - place.offset : high - place.offset])
+        base.check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
+        scratch = self._scratch.get()
+        for place, where, stored in self._frames(offset, offset + len(view), scratch):
+            low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
+            wanted = view[low - offset : high - offset]
+            # A frame that is wanted whole is decoded into place, a part of one through a buffer.
+            whole = len(wanted) == place.nbytes
+            plain = wanted if whole else scratch[SCRATCH_NBYTES - FRAME_NBYTES :][: place.nbytes]
+            damaged = stored is None
+            if stored is not None:
+                try:
+                    self.chain.decode(stored, plain, place)
+                except DamagedCheckpoint as error:
+                    damaged = True
+                    error.details.update(where)
+                    self._raise_or_collect(error)
+            if damaged:
+                plain[:] = bytes(len(plain))
+            if not whole:
+                copy(wanted, plain[low - place.offset : high - place.offset])
 
     def check(self, start: int, stop: int) -> None:
         """Verify the stored form of a range, without decoding it."""
-        with self._scratch.lease() as scratch:
-            for _ in self._frames(start, stop, scratch):
-                pass
+        for _ in self._frames(start, stop, self._scratch.get()):
+            pass
 
     def _frames(
         self, start: int, stop: int, scratch: memoryview
@@ -416,13 +363,13 @@ class FrameReader:
         """
         table, name = self._table, self._entry.name
         for run in runs_of(table, start, stop):
-            base = int(table.stored_start[run.start])
+            begun = int(table.stored_start[run.start])
             nbytes = int(table.stored_nbytes[run.start : run.stop].sum())
             # The magic number is read and verified with the first frame.
-            lead = len(MAGIC) if base == len(MAGIC) else 0
+            lead = len(MAGIC) if begun == len(MAGIC) else 0
             fetched = scratch if nbytes <= REQUEST_NBYTES else memoryview(bytearray(lead + nbytes))
             fetched = fetched[: lead + nbytes]
-            self._inner.read_into(base - lead, fetched)
+            self._inner.read_into(begun - lead, fetched)
             if lead:
                 self._verify(fetched[:lead], lambda found: found == MAGIC, "", {"file": name, "offset": 0})
             for frame in run:
@@ -430,7 +377,7 @@ class FrameReader:
                 place = FramePlace(name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
                 begin, end = place.offset, place.offset + place.nbytes
                 where = {"file": name, "offset": at, "plain_start": begin, "plain_stop": end}
-                stored = fetched[lead + at - base :][: int(table.stored_nbytes[frame])]
+                stored = fetched[lead + at - begun :][: int(table.stored_nbytes[frame])]
                 form = f"; they are the coded form of bytes {begin} to {end}"
                 is_right = self._verify(stored, partial(_has_digest, table.digest(frame)), form, where)
                 yield place, where, stored if is_right else None
@@ -438,11 +385,15 @@ class FrameReader:
     def _verify(self, stored: memoryview, fits: Callable[[Any], bool], form: str, where: dict[str, Any]) -> bool:
         """Return whether bytes are right, perhaps when read again; else raise or collect an error."""
         name, at = self._entry.name, where["offset"]
-        same = None if fits(stored) else reread(name, self._store, at, stored, fits)
-        if same is not None:
-            text = f"{name}: bytes {at} to {at + len(stored)} are not what was saved{form}"
-            self._raise_or_collect(with_reread_result(ChecksumMismatch(text, hint=_HINT, **where), same=same))
-        return same is None
+        if fits(stored):
+            return True
+        same = base.repair(self._store, name, at, stored, fits)
+        if same is None:
+            base.warn_reread_ok(name, at, len(stored))
+            return True
+        text = f"{name}: bytes {at} to {at + len(stored)} are not what was saved{form}"
+        self._raise_or_collect(base.with_reread_result(ChecksumMismatch(text, hint=_HINT, **where), same=same))
+        return False
 
     def _raise_or_collect(self, error: DamagedCheckpoint) -> None:
         if self._errors is None:
@@ -450,7 +401,6 @@ class FrameReader:
         self._errors.append(error)
 
     def close(self) -> None:
-        self._hold.close()
         self._inner.close()
 
 

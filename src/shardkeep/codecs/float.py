@@ -30,15 +30,16 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace
-from shardkeep.codecs.compression import PerThread, decompress_frame, huffman_compressor, level_compressor, require_zstd
+from shardkeep.codecs.compression import decompress_frame, huffman_compressor, level_compressor, require_zstd
 from shardkeep.errors import DamagedFrame
+from shardkeep.storage.buffers import PerThread
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -99,16 +100,11 @@ class _FloatCodec:
     def bound(self, nbytes: int) -> int:
         return nbytes + 1
 
-    def room_nbytes(self, nbytes: int) -> int:
-        return nbytes + MOST_HEAD_NBYTES
-
     def encode(self, data: memoryview, place: FramePlace) -> Any:  # noqa: ARG002 - the same at any place
-        rooms = np.empty((1, self.room_nbytes(data.nbytes)), np.uint8)
-        return next(self._encoder.get().encode(np.frombuffer(data, np.uint8), data.nbytes, rooms))
+        return next(self._encoder.get().encode(np.frombuffer(data, np.uint8), data.nbytes))
 
-    def encode_many(self, data: memoryview, places: Sequence[FramePlace], room: memoryview) -> Iterator[Any]:
-        rooms: Bytes = np.frombuffer(room, np.uint8).reshape(len(places), -1)
-        return self._encoder.get().encode(np.frombuffer(data, np.uint8), places[0].nbytes, rooms)
+    def encode_many(self, data: memoryview, places: Sequence[FramePlace]) -> Iterator[Any]:
+        return self._encoder.get().encode(np.frombuffer(data, np.uint8), places[0].nbytes)
 
     def decode(self, data: memoryview, place: FramePlace, most_nbytes: int) -> Buffer:
         plain = np.empty(_nbytes_of(data, place, most_nbytes), np.uint8)
@@ -159,30 +155,27 @@ class _FloatCodec:
 
 def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[tuple[int, int, Bytes]], int, bool]:
     """Return parts (bytes of a word, coder, body), width, and if rotated; checks all, as it may be forged."""
-    stored: Bytes = np.frombuffer(data, np.uint8)
-    at = KIND.size + LAYOUT.size
-    if stored.size < at:
-        raise _damaged(place, "it ends within its header")
     width, rotate, number = LAYOUT.unpack_from(data, KIND.size)
-    if width not in WIDTHS or rotate not in (0, 1) or not 1 <= number <= width:
-        raise _damaged(place, "its header is invalid")
-    if stored.size < at + number * PART.size:
-        raise _damaged(place, "it ends within its header")
+    at = KIND.size + LAYOUT.size
     heads = [PART.unpack_from(data, at + part * PART.size) for part in range(number)]
-    at += number * PART.size
-    count, tail = divmod(nbytes, width)
-    parts = []
-    for size, coder, length in heads:
-        if size not in WIDTHS or coder not in (STORED, ZSTD) or (coder == ZSTD and size != 1):
-            raise _damaged(place, "its header is invalid")
-        if length > stored.size - at or (coder == STORED and length != size * count):
-            raise _damaged(place, "its parts have invalid sizes")
-        parts.append((size, coder, stored[at : at + length]))
-        at += length
-    if sum(size for size, _, _ in parts) != width or stored.size - at != tail:
-        raise _damaged(place, "its parts have invalid sizes")
-    if rotate and (len(parts) == 1 or parts[-1][0] > 1):
+    ends = list(accumulate((length for _, _, length in heads), initial=at + number * PART.size))
+    fits = (
+        width in WIDTHS
+        and rotate in (0, 1)
+        and sum(size for size, _, _ in heads) == width
+        and ends[-1] + nbytes % width == data.nbytes
+        and all(
+            size == 1 if coder == ZSTD else coder == STORED and size in WIDTHS and length == nbytes // width * size
+            for size, coder, length in heads
+        )
+        and not (rotate and (number == 1 or heads[-1][0] > 1))
+    )
+    if not fits:
         raise _damaged(place, "its header is invalid")
+    stored: Bytes = np.frombuffer(data, np.uint8)
+    parts = [
+        (size, coder, stored[end - length : end]) for (size, coder, length), end in zip(heads, ends[1:], strict=True)
+    ]
     return parts, width, bool(rotate)
 
 
@@ -457,14 +450,13 @@ class Encoder:
         self._scratch = Scratch()
         self._signs = Scratch()
 
-    def encode(self, plain: Bytes, nbytes: int, rooms: Bytes) -> Iterator[Bytes | bytes]:
-        """Yield the stored form of each frame of `nbytes` (the last may be smaller), each in its row of `rooms`."""
+    def encode(self, plain: Bytes, nbytes: int) -> Iterator[Bytes | bytes]:
+        """Yield the stored form of each frame of `nbytes`; the last may be smaller."""
         frames = [plain[at : at + nbytes] for at in range(0, max(plain.size, 1), max(nbytes, 1))]
+        rooms: Bytes = np.empty((len(frames), -(-(nbytes + MOST_HEAD_NBYTES) // 8) * 8), np.uint8)
         plans = self._plans(frames)
-        # Words that are not aligned have to be copied: then not all frames at once.
-        alone = bool(plain.ctypes.data % 8)
-        kinds = [(frame.size, plan, alone and row) for row, (frame, plan) in enumerate(zip(frames, plans, strict=True))]
-        for (size, plan, _), alike in groupby(range(len(frames)), kinds.__getitem__):
+        kinds = [(frame.size, plan) for frame, plan in zip(frames, plans, strict=True)]
+        for (size, plan), alike in groupby(range(len(frames)), kinds.__getitem__):
             rows = list(alike)
             begin, end = rows[0], rows[-1] + 1
             if isinstance(plan, bytes):

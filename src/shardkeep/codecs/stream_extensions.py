@@ -3,30 +3,20 @@ Stream extensions of torch's storage writers and readers: they transform the byt
 
 An extension leaves a descriptor, "name[@local-domain][/version]", from which a reader makes it again. Of several, the
 first is nearest to the file, so data passes through the last one first; descriptors are stored in that order.
-
-Extensions are written by many authors. Their streams may or may not pass on `flush` and `close`, may return no count or
-a wrong one from `write`, and may have no `readinto`. So between any two of them is an adapter of ours, which closes
-each stream once and all of them in order, and returns to every reader all it asked for.
 """
 
 from __future__ import annotations
 
 import io
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
-from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from shardkeep.codecs.compression import MODULES, zstd_module
-from shardkeep.errors import MalformedFile, StorageError, UnknownExtension
+from shardkeep.errors import MalformedFile, UnknownExtension
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-_COPY_NBYTES = 1 << 20
-_WRITE_NBYTES = 4 << 20
 
 
 class Extension(ABC):
@@ -67,16 +57,11 @@ class StreamTransformExtension(Extension):
 
 
 def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
-    """
-    Return a stream that writes through all extensions, and the descriptors to store.
-
-    Closing it brings everything to `raw`, flushes it and leaves it open. If it is not closed, or left with an exception
-    as a context manager, what the extensions still hold is dropped: nothing reaches `raw` later.
-    """
-    stream = _OutputAdapter(raw)
+    """Return a stream that writes through all extensions, and the descriptors to store. Closing it leaves `raw` open."""
+    streams: list[Any] = [_File(raw)]
     for extension in extensions:
-        stream = _OutputAdapter(extension.transform_to(cast("IO[bytes]", stream)), stream)
-    return cast("IO[bytes]", stream), [extension.get_descriptor() for extension in reversed(extensions)]
+        streams.append(extension.transform_to(streams[-1]))
+    return cast("IO[bytes]", _Output(streams)), [extension.get_descriptor() for extension in reversed(extensions)]
 
 
 def transformed_input(registry: Any, descriptors: Sequence[str], raw: IO[bytes]) -> IO[bytes]:
@@ -85,19 +70,15 @@ def transformed_input(registry: Any, descriptors: Sequence[str], raw: IO[bytes])
     for extension in reversed(registry.from_descriptor_list(descriptors)):
         # As in torch, an extension that does not transform streams is skipped. Torch's own classes count.
         if hasattr(extension, "transform_from"):
-            stream = extension.transform_from(_InputAdapter(stream, is_raw=stream is raw))
-    return stream if stream is raw else cast("IO[bytes]", _InputAdapter(stream))
+            stream = extension.transform_from(stream)
+    return stream
 
 
-class _OutputAdapter(io.RawIOBase):
-    """What an extension writes to: the stream of the extension below it, or the file."""
+class _File(io.RawIOBase):
+    """The file that the first extension writes to; it stays open when the extension closes it."""
 
-    def __init__(self, below: IO[bytes], beneath: _OutputAdapter | None = None) -> None:
-        self._below = below
-        self._beneath = beneath
-        """The adapter that the stream below writes to; None if that stream is the file."""
-        self._closing = False
-        self._dropping = False
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
 
     def writable(self) -> bool:
         return True
@@ -105,123 +86,34 @@ class _OutputAdapter(io.RawIOBase):
     writeable = writable  # torch's spelling
 
     def write(self, b: Buffer, /) -> int:
-        if self._closing:
-            raise ValueError("write to a closed stream")
-        rest = memoryview(b).cast("B")
-        nbytes = len(rest)
-        if self._dropping:
-            return nbytes
-        if self._beneath is not None:
-            # Ignore its count: some extensions count what they wrote, some return nothing.
-            self._below.write(b)
-            return nbytes
-        while rest:
-            count = self._below.write(rest)
-            if count == 0:
-                raise StorageError("the file accepted no bytes", hint="is it in non-blocking mode?")
-            rest = rest[len(rest) if count is None else count :]
-        return nbytes
+        return self._raw.write(b)
 
     def tell(self) -> int:
-        return self._below.tell()
+        return self._raw.tell()
 
     def flush(self) -> None:
-        if not self._closing and not self._dropping:
-            self._below.flush()
-
-    def close(self) -> None:
-        if self._closing:
-            return
-        # The stream below writes its rest to the adapter beneath, not to this one.
-        self._closing = self._beneath is not None
-        try:
-            self._below.close() if self._beneath is not None else self.flush()
-        finally:
-            self._closing = True
-            super().close()
-            if self._beneath is not None:
-                self._beneath.close()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._drop()
-        self.close()
-
-    def __del__(self) -> None:
-        # A stream that was not closed belongs to a write that failed; its rest must not reach the file.
-        if not getattr(self, "_closing", True):
-            self._drop()
-
-    def _drop(self) -> None:
-        adapter: _OutputAdapter | None = self
-        while adapter is not None:
-            adapter._dropping = True
-            adapter = adapter._beneath
-        with suppress(Exception):
-            self.close()
+        self._raw.flush()
 
 
-class _InputAdapter(io.RawIOBase):
-    """What an extension, or the final reader, reads from: returns all that is asked for, if it is there."""
+class _Output(io.RawIOBase):
+    """Writes to the last of several streams, each of which writes to the one before."""
 
-    def __init__(self, below: IO[bytes], *, is_raw: bool = False) -> None:
-        self._below = below
-        self._is_raw = is_raw
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
 
-    def readable(self) -> bool:
+    def writable(self) -> bool:
         return True
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = sys.maxsize if size is None or size < 0 else size
-        piece = self._some(left)
-        if not piece or len(piece) == left:
-            return piece
-        held = io.BytesIO()
-        while piece:
-            left -= held.write(piece)
-            piece = self._some(left)
-        return held.getvalue()
-
-    def readall(self) -> bytes:
-        return self.read()
-
-    def readinto(self, b: Buffer, /) -> int:
-        view = memoryview(b).cast("B")
-        filled = 0
-        while piece := self._some(len(view) - filled):
-            view[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return filled
-
-    def seekable(self) -> bool:
-        answer = getattr(self._below, "seekable", None)
-        return answer is not None and bool(answer())
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return self._below.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._below.tell()
+    def write(self, b: Buffer, /) -> int:
+        self._streams[-1].write(b)  # its count is ignored: some extensions count what they wrote, some return nothing
+        return memoryview(b).nbytes
 
     def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        if not self._is_raw:
-            self._below.close()
-
-    def __del__(self) -> None:
-        """Close nothing: the stream below may still be in use."""
-
-    def _some(self, most: int) -> bytes:
-        most = min(most, _COPY_NBYTES)
-        # `read`, not `readinto`: a stream that transforms bytes may have inherited a `readinto` that does not.
-        piece: bytes | None = self._below.read(most) if most else b""
-        if piece is None:
-            raise StorageError("a stream returned neither data nor its end", hint="is the file in non-blocking mode?")
-        if len(piece) > most:
-            raise StorageError(f"a stream returned {len(piece)} bytes where {most} were asked for")
-        return piece
+        """Close every stream: not all extensions close the stream that they write to."""
+        if not self.closed:
+            for stream in reversed(self._streams):
+                stream.close()
+            super().close()
 
 
 # -- zstd --------------------------------------------------------------------------------------------------------------
@@ -253,7 +145,9 @@ class ZStandard(StreamTransformExtension):
         return f"{self.registry_name()}/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        return cast("IO[bytes]", _ZstdWriter(self._module(), output))
+        stream = self._module().ZstdFile(output, "w")  # at the default level, as torch's
+        stream.write(b"")  # begins a frame, even if nothing follows
+        return cast("IO[bytes]", stream)
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
         return cast("IO[bytes]", _ZstdReader(self._module(), input))
@@ -270,65 +164,18 @@ class ZStandard(StreamTransformExtension):
         return module
 
 
-class _ZstdWriter(io.RawIOBase):
-    def __init__(self, module: Any, output: IO[bytes]) -> None:
-        self._compressor = module.ZstdCompressor()  # at the default level, as torch's
-        self._output = output
-        self._pending = False
-        self._ended = False
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, b: Buffer, /) -> int:
-        if self._ended:
-            raise ValueError("write to a closed zstd stream")
-        view = memoryview(b).cast("B")
-        for start in range(0, len(view), _WRITE_NBYTES):
-            self._pending = True
-            self._output.write(self._compressor.compress(view[start : start + _WRITE_NBYTES]))
-        return len(view)
-
-    def flush(self) -> None:
-        if self._ended:
-            return
-        if self._pending:
-            self._pending = False
-            self._output.write(self._compressor.flush(self._compressor.FLUSH_BLOCK))
-        self._output.flush()
-
-    def close(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        try:
-            self._output.write(self._compressor.flush(self._compressor.FLUSH_FRAME))
-        finally:
-            super().close()
-            self._output.close()
-
-
-class _ZstdReader(io.RawIOBase):
+class _ZstdReader(io.BufferedIOBase):
     def __init__(self, module: Any, source: IO[bytes]) -> None:
         self._error = module.ZstdError
-        self._is_empty = True
-
-        def read(size: int) -> bytes:
-            piece = source.read(size)
-            self._is_empty = self._is_empty and not piece
-            return piece
-
-        self._file = module.ZstdFile(SimpleNamespace(read=read))
+        self._file = module.ZstdFile(source)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, b: Buffer, /) -> int:
+    def read(self, size: int | None = -1, /) -> bytes:
         try:
-            return int(self._file.readinto(b))
+            return bytes(self._file.read(size))
         except EOFError as exc:
-            if self._is_empty:
-                return 0
             raise MalformedFile(
                 "a zstd stream ends inside a frame",
                 hint="the file was cut short: use another checkpoint, or another copy of this one",
