@@ -14,7 +14,6 @@ import importlib
 import io
 import os
 import pickle
-import pkgutil
 import runpy
 import sys
 import warnings
@@ -197,25 +196,18 @@ class _ToTorchs(pickle.Unpickler):
 
 def run_as_main(target: str, *, as_module: bool) -> None:
     """
-    Run a module by its name, or a file, a folder or a zip archive by its path; exits with a message if it cannot be run.
+    Run a module by its name, or a file by its path; exits with a message if it cannot be run.
 
     Unlike with `runpy.run_path`, the module stays in `sys.modules`, as with a script that Python itself runs: saves that
     outlive the last line still find its classes, and spawned processes find its file.
     """
-    runner: Any = runpy
     main = sys.modules["__main__"] = ModuleType("__main__")
     if as_module:
-        runner._run_module_as_main(target)
-    elif pkgutil.get_importer(target) is not None:
-        sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [target]
-        runner._run_module_as_main("__main__", alter_argv=False)
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # as `python -m` does
     else:
         where = os.path.abspath(target)
         with io.open_code(where) as file:
-            code: CodeType | None = pkgutil.read_code(file)  # None if it is not compiled
-        if code is None:
-            with io.open_code(where) as file:
-                code = compile(file.read(), where, "exec")
+            code = compile(file.read(), where, "exec")
         vars(main).update(__file__=where, __cached__=None, __loader__=SourceFileLoader("__main__", where))
         exec(code, vars(main))  # noqa: S102 - running the script is the purpose
 

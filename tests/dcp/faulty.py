@@ -1,7 +1,5 @@
 """What the system is asked for by a save: seen, stopped, or made to fail."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io

@@ -5,8 +5,6 @@ Each runs on every rank, in a folder of its own that all ranks see, and returns 
 them knows which side it was given.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import io

@@ -1,7 +1,5 @@
 """The two sides that are compared: torch's module and ours, by name, so that ranks can be told which to use."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

@@ -285,9 +285,7 @@ class Halting(DefaultSavePlanner):
 @pytest.mark.parametrize("shared", ["writer", "planner"])
 @pytest.mark.parametrize("sync", ["save", "save_state_dict"])
 def test_a_save_waits_for_one_that_uses_the_same_objects(tmp_path, caplog, shared, sync):
-    """
-    A synchronous save does not disturb the writer or the planner of an asynchronous one, and says what it waits for.
-    """
+    """A synchronous save does not disturb writer or planner of an asynchronous one, and logs what it waits for."""
     planner = Halting()
     options = {"writer": {"storage_writer": writer_to(tmp_path / "2")}, "planner": {"planner": planner}}[shared]
     begun = {"planner": planner, "checkpoint_id": tmp_path / "1", **options}
@@ -349,9 +347,7 @@ class Planless(DefaultSavePlanner):
 
 @pytest.mark.parametrize("options", [{"storage_writer": Broken("nowhere")}, {"planner": Planless}])
 def test_a_failed_save_holds_no_state(tmp_path, monkeypatch, options):
-    """
-    Neither its exception, whose frames had it, nor the list of failures that nobody asked for keeps the copy alive.
-    """
+    """Neither its exception, whose frames had it, nor the list of unretrieved failures keeps the copy alive."""
     monkeypatch.setattr(logging.getLogger("shardkeep"), "disabled", True)  # pytest keeps what is logged
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copies = []
@@ -392,10 +388,7 @@ def test_a_failure_nobody_asks_for_is_raised_by_the_next_save(tmp_path, caplog):
 
 
 def test_memory_is_free_again_when_a_save_is_done(tmp_path):
-    """
-    As soon as the future is done the next state is staged in the same place; one that failed keeps it no longer than
-    its future is kept.
-    """
+    """The next state is staged in the same place; a failed one keeps it no longer than its future is kept."""
     stager = DefaultStager(StagingOptions(False, False, True, False))
     places = []
     for step in range(6):

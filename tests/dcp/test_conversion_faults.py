@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import resource
-import signal
 import zipfile
 from pathlib import Path
 
@@ -25,7 +23,9 @@ from shardkeep.errors import (
     StorageError,
     WrongSize,
 )
+from tests.engine.samples import Trap
 from tests.protocol.samples import quietly
+from tests.storage.system import no_file_above
 from tests.toolkit.samples import numbered, seen
 
 OLD = b"what was there"
@@ -41,14 +41,6 @@ class Config:
         return vars(self) == vars(other)
 
     __hash__ = None
-
-
-class Hostile:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def everything_in(folder):
@@ -188,14 +180,8 @@ def test_a_full_disk(tmp_path):
     checkpoint_in(tmp_path / "ck", {"w": torch.zeros(100_000)})
     (tmp_path / "file.pt").write_bytes(OLD)
     before = everything_in(tmp_path)
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(StorageError, match="EFBIG"):
-            ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with no_file_above(100_000), pytest.raises(StorageError, match="EFBIG"):
+        ours.dcp_to_torch_save(tmp_path / "ck", tmp_path / "file.pt")
     assert everything_in(tmp_path) == before
 
 
@@ -280,7 +266,7 @@ def test_a_hostile_file(tmp_path, form):
     """What it names is not run, and the message says how to allow what is trusted."""
     trap = tmp_path / "trap"
     path = tmp_path / "file.pt"
-    torch.save({"w": numbered(3), "x": Hostile(str(trap))}, path, _use_new_zipfile_serialization=form)
+    torch.save({"w": numbered(3), "x": Trap(str(trap))}, path, _use_new_zipfile_serialization=form)
     error = fails_to_dcp(tmp_path, PickleRefused, match="mkdir")
     assert "SHARDKEEP_ALLOW_PICKLE" in error.hint
     assert not trap.exists()

@@ -71,10 +71,7 @@ def fails_in_a_thread(name: str, folder: str) -> Any:
 
 
 def test_1_a_failed_writer_thread_fails_the_save(tmp_path: Any, monkeypatch: Any) -> None:
-    """
-    Line 1: with ENOSPC in a writer's thread torch's save returns, and half of what it lists cannot be loaded. Ours raises
-    what the thread raised, and leaves neither metadata nor data.
-    """
+    """Line 1: ENOSPC in a writer's thread is lost by torch's save; ours raises it and leaves no file."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     metadata = fails_in_a_thread("torch", str(tmp_path / "torch"))
     assert len(metadata.state_dict_metadata) == 5
@@ -129,10 +126,7 @@ def test_2_the_old_checkpoint_stays_whole(tmp_path: Any) -> None:
 
 
 def test_3_torch_has_a_moment_without_metadata(tmp_path: Any, monkeypatch: Any) -> None:
-    """
-    Line 3, torch: between removing the old metadata and naming the new ones there are none, and nothing makes the
-    directory durable.
-    """
+    """Line 3, torch: old metadata are removed before the new ones are named, and the directory is not made durable."""
     folder = str(tmp_path / "ck")
     dcp = side("torch")
     system = part("torch", "filesystem").FileSystem
@@ -148,10 +142,7 @@ def test_3_torch_has_a_moment_without_metadata(tmp_path: Any, monkeypatch: Any) 
 
 
 def test_3_there_are_metadata_at_every_moment(tmp_path: Any) -> None:
-    """
-    Line 3: before each call that changes anything the directory holds readable metadata, of the old or the new save;
-    and its names are durable when the save returns.
-    """
+    """Line 3: at every change there are readable metadata, old or new, and their names are durable in the end."""
     folder = str(tmp_path / "ck")
     dcp = side("ours")
     quietly(dcp.save, state_of(1), checkpoint_id=folder)
@@ -198,10 +189,7 @@ def test_4_torch_loads_a_flipped_byte(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("wholly", [True, False])
 def test_4_a_flipped_byte_is_found(tmp_path: Any, wholly: bool) -> None:
-    """
-    Line 4: a byte that changed, anywhere in a data file, its digests or the metadata, is an error that names file,
-    key and offset; nothing else that was changed by the load is left unnamed.
-    """
+    """Line 4: a byte that changed in a data file, its digests or the metadata is an error with file, key and offset."""
     dcp = side("ours")
     folder = str(tmp_path / "ck")
     state = {"w": numbered(40, 500), "obj": {"a": list(range(300))}, "b": numbered(10)}
@@ -231,10 +219,7 @@ def test_4_a_flipped_byte_is_found(tmp_path: Any, wholly: bool) -> None:
 
 
 def test_4_a_flipped_byte_of_metadata_is_found(tmp_path: Any) -> None:
-    """
-    Line 4: each single byte of the metadata that changes is found, and the file is named; one of the words before
-    their digest does no harm.
-    """
+    """Line 4: each changed byte of the metadata is found, but for words before their digest, which do no harm."""
     dcp = side("ours")
     folder = str(tmp_path / "ck")
     quietly(dcp.save, {"w": numbered(4), "n": 1}, checkpoint_id=folder)
@@ -284,9 +269,7 @@ def test_6_a_partial_load_keeps_what_it_cannot_find(tmp_path: Any) -> None:
 
 
 def test_7_the_plan_cache_sees_what_changes(tmp_path: Any) -> None:
-    """
-    Line 7: with kept plans, a state that is bf16 now is listed as fp32 by torch, and both saves return one object.
-    """
+    """Line 7: with kept plans, torch lists a state that is bf16 now as fp32, and both saves return one object."""
     kept = {}
     for name in SIDES:
         dcp = side(name)
@@ -306,9 +289,7 @@ def test_7_the_plan_cache_sees_what_changes(tmp_path: Any) -> None:
 
 
 def test_7_planners_do_not_share_their_caches(tmp_path: Any) -> None:
-    """
-    Line 7: two planners that save two states in turn: torch's know each other's plans by their class, ours do not.
-    """
+    """Line 7: two planners save two states in turn: torch's share plans by their class, ours do not."""
     found = {}
     for name in SIDES:
         dcp = side(name)
@@ -344,9 +325,7 @@ def load_with_half_the_metadata(name: str, folder: str) -> Any:
 
 
 def test_9_ranks_that_find_different_metadata(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Line 9: where one rank finds the metadata of all and another only its own, torch waits for ever, and ours says so.
-    """
+    """Line 9: one rank finds the metadata of all, another only its own: torch waits for ever, ours says so."""
     outcomes = rank_pool.outcomes(2, load_with_half_the_metadata, "ours", str(tmp_path / "ours"))
     for one in outcomes:
         assert any(isinstance(each, RanksDisagree) for each in causes_of(one.error).values()), one.trace
@@ -358,9 +337,7 @@ def test_9_ranks_that_find_different_metadata(rank_pool: Any, tmp_path: Any) -> 
 
 
 def test_10_a_cast_is_told(tmp_path: Any, caplog: Any) -> None:
-    """
-    Line 10: 1e5 loaded into fp16 is inf on both sides, in silence on torch's; here a warning names the key and dtypes.
-    """
+    """Line 10: 1e5 loaded into fp16 is inf, silently with torch; ours warns with the key and the dtypes."""
     for name in SIDES:
         dcp = side(name)
         quietly(dcp.save, {"w": torch.tensor([1e5])}, checkpoint_id=str(tmp_path / name))
@@ -539,9 +516,7 @@ OBJECT_BOMBS = {
 
 @pytest.mark.parametrize("bomb", OBJECT_BOMBS)
 def test_14_memory_bombs_among_objects(bomb: str) -> None:
-    """
-    Line 14: an object whose pickle asks plain constructors for all the memory, or all the time, is refused by name.
-    """
+    """Line 14: an object whose pickle asks plain constructors for all the memory, or time, is refused by name."""
     plain, made = io.BytesIO(), io.BytesIO()
     torch.save([1], plain)
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(made, "w") as archive:
@@ -594,10 +569,7 @@ FORGED = {
 
 @pytest.mark.parametrize("forged", FORGED)
 def test_14_forged_metadata(tmp_path: Any, forged: str) -> None:
-    """
-    Line 14: metadata in torch's own classes that say what cannot be are refused in words, or do no harm: memory that
-    is not the tensor's is neither read nor written, nor a file outside the checkpoint.
-    """
+    """Line 14: impossible metadata in torch's own classes are refused, or reach no other memory and no other file."""
     folder = str(tmp_path / "ck")
     quietly(side("torch").save, {"w": numbered(2, 3), "n": 1}, checkpoint_id=folder)
     path = os.path.join(folder, ".metadata")

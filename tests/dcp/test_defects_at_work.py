@@ -1,9 +1,8 @@
 """
 What torch's checkpoint does wrong, lines 5, 11 and 15 to 27 of the list in `dcp_contract.md`: staging, and what grows
-with the job. As in `test_defects`, torch's behaviour is asserted as it was found; lines 8 and 13 are in `test_async_save`.
+with the job. As in `test_defects`, torch's behaviour is asserted as it was found; lines 8 and 13 are in `test_async_save`, line 21 in
+`tests/staging`.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -86,7 +85,8 @@ class Counted:
 
         class Stream(io.FileIO):
             def readinto(self, into: Any) -> int:
-                large = len(memoryview(into).cast("B")) > 100_000
+                # Of the tensors' files: other files are read before the threads begin.
+                large = str(self.name).endswith(".distcp") and len(memoryview(into).cast("B")) > 100_000
                 if large:
                     with counted._lock:
                         counted._now += 1
@@ -234,9 +234,7 @@ def a_shard_and_replicas(name: str) -> list[Any]:
 
 
 def test_20_balance_is_by_what_is_written() -> None:
-    """
-    Line 20: torch weighs a shard as the whole tensor it is of: the file, and the rank, that has it gets nothing else.
-    """
+    """Line 20: torch weighs a shard as its whole tensor: the file, and the rank, that has it gets nothing else."""
     files, ranks = {}, {}
     for name in SIDES:
         dcp = side(name)
@@ -247,19 +245,6 @@ def test_20_balance_is_by_what_is_written() -> None:
     assert files == {"torch": [1, 8], "ours": [4, 5]}
     assert ranks["torch"] == [1, 8]
     assert sorted(ranks["ours"]) == [4, 5]
-
-
-def test_21_a_row_is_staged_alone(tmp_path: Any) -> None:
-    """Line 21: of a row of 4,000 bytes in a storage of 4,000,000, torch's stager copies the storage, ours the row."""
-    row = torch.zeros(1000, 1000)[7]
-    held = {}
-    for name in SIDES:
-        stager = part(name, "_state_dict_stager").StateDictStager(pin_memory=False, share_memory=False)
-        staged = stager.stage({"row": row})
-        held[name] = staged["row"].untyped_storage().nbytes()
-        assert seen(staged["row"]) == seen(row)
-    assert held["torch"] == 4_000_000
-    assert held["ours"] < 10_000
 
 
 def test_22_no_sync_of_the_whole_host(tmp_path: Any) -> None:
@@ -316,10 +301,7 @@ def test_22_large_tensors_lie_on_pages(tmp_path: Any) -> None:
 
 
 def test_23_metadata_stay_small(tmp_path: Any) -> None:
-    """
-    Line 23: 1,024 ranks cannot be run here. What each item adds to the metadata, which all ranks read, is no more than
-    torch's, digests and all; what planning costs is in `tests/protocol`.
-    """
+    """Line 23: what each item adds to the metadata, which all ranks read, is no more than torch's, digests and all."""
     sizes = {}
     for name in SIDES:
         for count in (10, 410):
@@ -394,10 +376,7 @@ def late_rank(folder: str) -> Any:
 
 
 def test_26_no_collectives_and_a_deadline(rank_pool: Any, tmp_path: Any) -> None:
-    """
-    Line 26: torch's saves and loads use collectives of the default group, and wait for a late rank as long as these
-    do; ours use none, and say which rank did not come.
-    """
+    """Line 26: torch waits for a late rank in collectives; ours use none, and name the rank that did not come."""
     assert min(rank_pool.run(2, collectives_of, "torch", str(tmp_path / "torch"))) > 0
     assert rank_pool.run(2, collectives_of, "ours", str(tmp_path / "ours")) == [0, 0]
     silent, text = rank_pool.run(2, late_rank, str(tmp_path / "late"))[0]

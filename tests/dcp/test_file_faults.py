@@ -1,7 +1,5 @@
 """Saves in torch's layout during which something goes wrong, at every step there is."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io
@@ -86,10 +84,7 @@ def clean(where: str) -> bool:
     ids=["EIO", "EIO-done", "ENOSPC"],
 )
 def test_any_call_fails(place: str, number: int, done: bool) -> None:
-    """
-    A call that fails, even one that says so after it has done its work, loses neither the earlier checkpoint nor the
-    new one: the save raises an OSError with the errno and leaves nothing, or succeeds.
-    """
+    """A call that fails, even after its work is done, loses no checkpoint: an OSError that leaves nothing, or none."""
 
     def strike(name: str, call: Any) -> Any:
         if done and name not in ("open", "scandir", "listdir", "stat"):  # what they return would be lost
@@ -150,10 +145,7 @@ def dead_from(n: int) -> Iterator[list[str]]:
 
 
 def test_dead_from_any_call_on(place: str) -> None:
-    """
-    A process that does nothing more from some call on leaves the earlier checkpoint or the new one, whole; the next
-    save finds the way clear and leaves not one file of the dead.
-    """
+    """A process that dies at any call leaves the old or the new checkpoint, and the next save removes its files."""
 
     assert save(place, 0) is None
     kept = set()
@@ -251,10 +243,7 @@ def writer_of(fs: Faulty) -> type:
 
 
 def test_any_operation_of_a_file_system_fails(place: str) -> None:
-    """
-    Where files are streams of a user's file system: any operation that fails leaves the earlier checkpoint or the new
-    one, and an error that is the file system's own.
-    """
+    """In a user's file system too: the old or the new checkpoint is whole, and the error is the file system's own."""
     assert save(place, 0, writer=writer_of(Faulty(-1))) is None
     failures = 0
     for n in itertools.count():
@@ -308,10 +297,7 @@ def save_on_ranks(where: str, k: int, victim: int) -> Any:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_disk_of_one_rank_is_full(rank_pool: Any, place: str, victim: int) -> None:
-    """
-    All ranks are told which one failed and how; the earlier checkpoint is whole, the next save works, and nothing is
-    left of the failed one.
-    """
+    """All ranks raise which one failed and how; the old checkpoint is whole, and nothing of the new one is left."""
     assert rank_pool.run(3, save_on_ranks, place, 1, -1) == [None] * 3
     before = {name: os.stat(os.path.join(place, name)).st_mtime_ns for name in os.listdir(place)}
     assert rank_pool.run(3, save_on_ranks, place, 2, victim) == [{victim: ("StorageFull", errno.ENOSPC)}] * 3
@@ -349,10 +335,7 @@ def value_of(where: str, rank: int) -> float:
 
 
 def test_ranks_that_save_for_themselves_leave_each_other_alone(place: str) -> None:
-    """
-    Without collectives a rank may be done before another has begun: it must not take the files of the other, which
-    nobody's metadata name yet, for those of a dead save.
-    """
+    """Without collectives, a rank that is done early does not take another's unnamed files for those of a dead save."""
     begin_alone(place, 0, 10)()
     begin_alone(place, 1, 20)()
     late = begin_alone(place, 1, 21)
@@ -386,10 +369,7 @@ def test_files_of_metadata_that_cannot_be_read_stay(place: str) -> None:
 
 
 def test_two_saves_at_once(place: str) -> None:
-    """
-    Two threads that save into one place again and again: each save is whole or raises, and what is there is one of
-    them.
-    """
+    """Two threads save to one place again and again: each save is whole or raises, and one of them is there."""
     done: list[int] = []
     refused: list[BaseException] = []
 
@@ -433,9 +413,7 @@ def test_an_old_checkpoint_is_asked_for_once_it_is_gone(place: str) -> None:
 
 
 def test_metadata_are_read_in_their_own_size(place: str) -> None:
-    """
-    Reading metadata, the old ones of an overwriting save and those of a load, takes no more memory than they have.
-    """
+    """Reading metadata, in a save that overwrites and in a load, takes no more memory than their size."""
     asked = []
 
     class Greedy(io.FileIO):

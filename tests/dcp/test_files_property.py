@@ -3,8 +3,6 @@ Random states in files of torch's layout: any boxes of any tensors, written and 
 against what plain indexing says.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -111,9 +111,7 @@ def test_a_class_as_a_value_is_refused(kind):
 
 
 def test_classes_in_metadata_are_told_of_and_read_if_allowed(tmp_path, caplog, monkeypatch):
-    """
-    A planner's own class: a warning that names it at save; read with the user's word, in either way, and not without.
-    """
+    """A planner's own class: a warning at save names it, and it is read only if the user allows it, in either way."""
     with caplog.at_level(logging.WARNING, "shardkeep"):
         quietly(dcp.save, {"w": torch.ones(2), "o": {1, 2}}, checkpoint_id=tmp_path)
         assert "metadata contain" not in caplog.text

@@ -1,7 +1,5 @@
 """`sk.open` and `sk.load` of torch's layout: what is read, and when."""
 
-from __future__ import annotations
-
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor

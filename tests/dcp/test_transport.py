@@ -76,10 +76,7 @@ def simple_state():
 
 
 def test_a_state_arrives_as_it_was_sent(rank_pool):
-    """
-    Every kind of value, with its bits, nesting and order, on two receivers at once; as with torch's transport, where that
-    can send a state at all.
-    """
+    """Every kind of value arrives bit for bit on two receivers, as with torch's transport where that can send it."""
     _, first, second = rank_pool.run(3, hand_over, plain_state)
     assert first == second == (seen(plain_state()), None)
     assert list(first[0]) == list(plain_state())
@@ -99,10 +96,7 @@ def hand_over_spread():
 
 
 def test_spread_tensors_arrive_as_the_senders_part(rank_pool):
-    """
-    DTensors and ShardedTensors come with the sender's local part and what it is a part of. The receiver's mesh says whose
-    part it is; a shard that it received is its own.
-    """
+    """DTensors and ShardedTensors come with the sender's part; the receiver's mesh says whose part it is."""
     (sent, _), (got, places) = rank_pool.run(2, hand_over_spread)
     assert got == sent
     assert places == ([0], [1])

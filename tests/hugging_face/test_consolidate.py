@@ -96,9 +96,7 @@ def save_shards(folder, side):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("side", ["ours", "theirs"])
 def test_what_either_saves_is_made_whole_as_torch_does(rank_pool, tmp_path, ranks, side):
-    """
-    Line 11 of torch's defects: shards of either writer give the tensors they are of; torch fails on the integers.
-    """
+    """Line 11 of torch's defects: shards of either writer give whole tensors; torch fails on the integers."""
     shards, ours, other = tmp_path / "shards", tmp_path / "ours", tmp_path / "theirs"
     rank_pool.run(ranks, save_shards, str(shards), side)
     floats = {"rows": 1, "columns": 2, "deep": 2, "eight": 1, "alone": 2, "chunks": 1}
@@ -111,9 +109,7 @@ def test_what_either_saves_is_made_whole_as_torch_does(rank_pool, tmp_path, rank
 
 
 def test_the_same_files_as_torch(tmp_path):
-    """
-    For tensors that torch can do, its files hold the same, and its index file is the same but for the order of keys.
-    """
+    """For tensors that torch can do, its files and index are the same but for the order of keys."""
     full = {"a": numbered(6, 8), "b": numbered(4, 3, dtype=torch.bfloat16)}
     shard(tmp_path, 1, {"a": (full["a"][:, :3], [0, 0]), "b": (full["b"][:1], [0, 0])})
     shard(tmp_path, 2, {"a": (full["a"][:, 3:], [0, 3]), "b": (full["b"][1:], [1, 0])})

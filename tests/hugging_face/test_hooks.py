@@ -47,10 +47,7 @@ def renaming(base):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_reader_that_renames_keys(tmp_path, side):
-    """
-    Metadata with other keys than the files', and requests that are turned back, are read as by torch's reader; open files
-    have the methods of the safetensors library's.
-    """
+    """Renamed metadata and requests are read as by torch's reader; open files have safetensors' methods."""
     save_file({"hf.w": numbered(4, 3), "hf.v": numbered(2)}, tmp_path / "model.safetensors")
     into = {"model.w": torch.zeros(4, 3), "model.v": torch.zeros(2)}
     quietly(LOADERS[side], into, storage_reader=renaming(READERS[side])(str(tmp_path)), no_dist=True)
@@ -85,9 +82,7 @@ def test_a_reader_with_its_own_threads(tmp_path, side):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_writer_that_splits_items_itself(tmp_path, distributed):
-    """
-    What `_split_by_storage_plan` returns decides on the files; they are called as torch's are, and hold all tensors.
-    """
+    """What `_split_by_storage_plan` returns decides on the files; they are named as torch's are."""
     state = {"a": numbered(2), "b": numbered(3)}
     names = {}
     for side in SIDES:

@@ -260,9 +260,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path):
 
 
 def test_memory_is_that_of_some_strips(tmp_path):
-    """
-    Thirty-two MiB of weights, 128 of numbers: beyond the target a strip a thread is made, whatever the tensor's size.
-    """
+    """Of 32 MiB of weights, 128 of numbers, a strip for each thread is held beyond the target."""
     rows, columns = 8192, 4096
     raw = torch.zeros(rows, columns, dtype=torch.uint8).fill_(0x38).view(torch.float8_e4m3fn)
     save_model(tmp_path, {FP8: raw, f"{FP8}_scale_inv": torch.full((rows // 128, columns // 128), 2.0)})

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from shardkeep.dcp import hf_storage, state_dict_loader, state_dict_saver
+from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from shardkeep.dcp.planner import LoadItemType, LoadPlan, ReadItem
 from shardkeep.engine import reader as engine_reader
@@ -88,9 +89,7 @@ def save_with_rank_zero_mode(folder):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_whole_tensors_of_several_ranks_are_one_model(rank_pool, tmp_path, ranks):
-    """
-    Replicated tensors that the planner gave to several ranks are all there, where torch's ranks overwrite one file.
-    """
+    """Replicated tensors that several ranks write are all there; torch's ranks overwrite one file."""
     rank_pool.run(ranks, save_with_rank_zero_mode, str(tmp_path))
     expected = {key: value for key, value in full_state().items() if key in ("bytes", "flags", "step", "nothing")}
     assert same(by_library(tmp_path), expected) == []
@@ -112,29 +111,31 @@ def save_in_parts_without_saying_so(folder):
 
 
 def test_parts_of_tensors_need_save_distributed(rank_pool, tmp_path):
-    """
-    Without save_distributed a tensor that is spread over ranks is an error that says what to set; torch loses parts.
-    """
+    """Without save_distributed, a spread tensor is an error that says what to set; torch loses parts."""
     assert rank_pool.run(2, save_in_parts_without_saying_so, str(tmp_path)) == [(True, [])] * 2
 
 
-def save_two_shards_a_rank(folder):
-    full = numbered(8, 5)
-    boxes = [(number % 2, [number * 2, 0], [2, 5]) for number in range(4)]
-    state = {"w": sharded_tensor(full, boxes), "x": numbered(2)}
-    save("ours", state, folder, save_distributed=True)
-    into = {"w": sharded_tensor(full * 0, boxes), "x": numbered(2) * 0}
-    load("ours", into, folder)
-    return seen(into) == seen(state), sorted(os.listdir(folder))
+def refusal(folder, state, **options):
+    """Return why a save was refused, and what it left."""
+    with pytest.raises(CheckpointException) as raised:
+        save("ours", state(), folder, **options)
+    return str(raised.value.failures[0][0]), os.listdir(folder)
 
 
-def test_several_shards_of_a_tensor_on_one_rank(rank_pool, tmp_path):
-    """A rank's second shard goes to a further file, where torch overwrites the first one with it."""
-    outcome = rank_pool.run(2, save_two_shards_a_rank, str(tmp_path))
-    names = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)]
-    assert outcome == [(True, names)] * 2
-    into = {"w": torch.zeros(8, 5)}
-    assert seen(load("theirs", into, tmp_path, no_dist=True)["w"]) == seen(numbered(8, 5))
+def two_shards_a_rank():
+    return {"w": sharded_tensor(numbered(8, 5), [(number % 2, [number * 2, 0], [2, 5]) for number in range(4)])}
+
+
+def large_replicas():
+    return {key: torch.zeros(100_000) for key in "ab"}
+
+
+def test_what_torchs_names_have_no_place_for(rank_pool, tmp_path):
+    """Two shards of a tensor on one rank, and two ranks with tensors for one file: torch writes one over the other."""
+    for why, nothing in rank_pool.run(2, refusal, str(tmp_path), two_shards_a_rank, save_distributed=True):
+        assert ("'w' has 2 shards on one rank" in why, nothing) == (True, [])
+    for why, nothing in rank_pool.run(2, refusal, str(tmp_path), large_replicas):
+        assert ("ranks [0, 1] have tensors for model-00001" in why, nothing) == (True, [])
 
 
 def save_whole(folder, mapping):
@@ -152,9 +153,7 @@ def save_whole(folder, mapping):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_save_may_end_with_whole_tensors(rank_pool, tmp_path, mapped):
-    """
-    Shards go to `sharded`, whole tensors to the directory itself, integers too; saved again, they replace the first.
-    """
+    """Shards go to `sharded`, whole tensors to the directory itself; saved again, they replace the first."""
     full = {**full_state(), "chunks": numbered(10, 3)}
     mapping = {key: number % 3 + 1 for number, key in enumerate(full)} if mapped else None
     last = 3 if mapped else 1
@@ -168,9 +167,7 @@ def test_a_save_may_end_with_whole_tensors(rank_pool, tmp_path, mapped):
 
 
 def test_an_id_moves_shards_and_result(tmp_path):
-    """
-    A checkpoint id given to the save is where all of it goes; torch leaves the result in the writer's first place.
-    """
+    """A checkpoint id given to the save moves all of it; torch leaves the result in the writer's first place."""
     writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path / "a"), save_distributed=True, enable_consolidation=True)
     writer.reset(str(tmp_path / "b"))
     assert (str(writer.path), writer.consolidated_output_path) == (str(tmp_path / "b" / "sharded"), str(tmp_path / "b"))
@@ -203,9 +200,7 @@ class Halving(DefaultSavePlanner):
 
 
 def test_a_planner_may_store_another_dtype(tmp_path, monkeypatch):
-    """
-    What `resolve_data` returns is what is stored, also where the plan said otherwise; only some of it is alive at once.
-    """
+    """What `resolve_data` returns is stored, whatever the plan said; only some of it is alive at once."""
     monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(2 << 20))
     state = {f"t{n}": numbered(256, 256 + n) for n in range(40)} | {"n": torch.tensor(3)}
     writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path))
@@ -265,7 +260,8 @@ def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
     item = ReadItem(LoadItemType.TENSOR, index, size([0, 0]), index, size([777, 0]), size([1, 1024]))
     reader.read_data(LoadPlan([item]), planner).wait()
     assert seen(row[0]) == seen(full[777])
-    assert read == [4096]
+    assert read[-1] == 4096
+    assert sum(read[:-1]) == 64 << 10
 
 
 def test_files_of_a_hub_cache_are_links(tmp_path):
@@ -280,10 +276,7 @@ def test_files_of_a_hub_cache_are_links(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as stored", "converted"])
 def test_elements_cut_by_windows_are_loaded(tmp_path, monkeypatch, dtype):
-    """
-    Of files without padding, in which elements begin anywhere, tensors with gaps, of the stored dtype or another, get
-    every element, though windows end inside of some.
-    """
+    """Files without padding fill tensors with gaps, of any dtype, though windows end inside elements."""
     monkeypatch.setattr(engine_reader, "_CACHED_STEP_NBYTES", 4096)
     stored = {
         "a": torch.arange(21, dtype=torch.uint8).reshape(3, 7),

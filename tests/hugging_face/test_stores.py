@@ -65,10 +65,7 @@ def save_twice_and_load(url, environment):
 
 
 def test_ranks_save_shards_and_a_model_to_s3(rank_pool, s3_root, s3_server):
-    """
-    Two ranks save shards to S3 and make a model of them, twice; both are loaded as other cuts, and nothing of the first
-    save is left.
-    """
+    """Two ranks save shards and a model to S3, twice; both load as other cuts, and nothing of the first is left."""
     assert rank_pool.run(2, save_twice_and_load, s3_root, s3_server.environment) == [[], []]
     assert len([name for name in names_at(f"{s3_root}/sharded") if name.startswith("shard-")]) == 2
     [model, index] = names_at(s3_root)
@@ -99,10 +96,7 @@ class Died(BaseException):
 @pytest.mark.parametrize("kind", ["shards", "whole", "consolidated"])
 @pytest.mark.parametrize("place", ["memory", "directory"])
 def test_a_death_anywhere_leaves_the_old_or_the_new(tmp_path, monkeypatch, place, kind):
-    """
-    Wherever a save dies, the place is read as the older model or as the new one, never as a mixture; the next save is
-    complete and leaves nothing of either.
-    """
+    """Wherever a save dies, the old or the new model is read, never a mixture; the next save leaves no trace."""
     old = {"a": numbered(5, 4), "b": numbered(7), "c": numbered(2)}
     new = {key: value + 100 for key, value in old.items()}
     options = {"fqn_to_index_mapping": MAPPING, "save_distributed": kind != "whole"}
@@ -149,10 +143,7 @@ def strike(patch, owner, name, calls, after):
 
 
 def test_consolidation_and_quantized_models(any_root, tmp_path):
-    """
-    Shards of a store are made into a model of a directory and the other way round, and the reader of quantized models
-    finds its index in a store.
-    """
+    """Shards of a store become a model of a directory and back, and quantized models find their index in a store."""
     state = {"a": numbered(6, 4), "b": numbered(5)}
     save("ours", state, f"{any_root}/shards", no_dist=True, save_distributed=True)
     consolidate_safetensors_files(f"{any_root}/shards", str(tmp_path / "model"), {"a": 1, "b": 2})

@@ -209,10 +209,7 @@ ALONE = ("write_data", 1, False)
 
 @pytest.mark.parametrize(("method", "rank", "together"), [*((*step, True) for step in [*STEPS, ("finish", 0)]), ALONE])
 def test_a_writer_that_fails_on_one_rank_fails_the_save_on_all(rank_pool, tmp_path, method, rank, together):
-    """
-    Whatever step a writer fails in, every rank learns who failed and why, also if each saves for itself, and there is no
-    checkpoint.
-    """
+    """Every rank learns who failed in which step and why, also if each saves for itself; there is no checkpoint."""
     outcome = rank_pool.run(2, fail_in_a_save, str(tmp_path / "ck"), method, rank, together)
     assert outcome == [{rank: f"{method} failed"}] * 2
     assert not (tmp_path / "ck" / ".metadata").exists()
@@ -305,9 +302,7 @@ def ask_the_stuck(folder):
 
 
 def test_an_object_that_fails_to_give_its_state_is_told(rank_pool, tmp_path):
-    """
-    Before anything is planned one rank fails: the others are told and do not wait. A process alone sees the error.
-    """
+    """One rank fails before anything is planned: the others do not wait. A process alone sees the error."""
     assert rank_pool.run(2, ask_the_stuck, str(tmp_path)) == [[{1: "LookupError('no state')"}] * 2] * 2
     with pytest.raises(LookupError, match="no state"):
         quietly(save, {"a": Stuck()}, storage_writer=theirs.FileSystemWriter(tmp_path))

@@ -105,9 +105,7 @@ def weight(plan):
 
 
 def test_dedupe_balances_the_bytes_that_are_written():
-    """
-    Small chunks of huge tensors count as small, and large items are placed first: the ranks write the same amount.
-    """
+    """Small chunks of huge tensors count as small, and large items are placed first: ranks write the same amount."""
     shared = [item("small 1", 10), item("small 2", 10), item("large", 80), item("middle", 60)]
     plans = [SavePlan([item("mine", 1, whole=10**6), *shared]), SavePlan([item("yours", 1, whole=10, at=1), *shared])]
     before = [list(plan.items) for plan in plans]

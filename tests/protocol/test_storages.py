@@ -213,9 +213,7 @@ def local(state):
 
 
 def test_tensors_that_describe_themselves(rank_pool, tmp_path):
-    """
-    A wrapper of several local shards says what it holds in torch's classes; it is saved and filled shard by shard.
-    """
+    """A wrapper of several local shards describes them in torch's classes, and is saved and filled shard by shard."""
     for right, whole, count, home in rank_pool.run(2, save_wrapped, str(tmp_path / "ck")):
         assert right == [True, True]
         assert whole

@@ -9,40 +9,9 @@ Each module re-exports the names of torch's module, whether torch's module defin
 import both from there. The implementation is in `_impl`.
 """
 
-from shardkeep.dcp import _async_executor as _async_executor
-from shardkeep.dcp import _async_process_executor as _async_process_executor
-from shardkeep.dcp import _async_thread_executor as _async_thread_executor
-from shardkeep.dcp import _consolidate_hf_safetensors as _consolidate_hf_safetensors
-from shardkeep.dcp import _dedup_save_plans as _dedup_save_plans
-from shardkeep.dcp import _extension as _extension
-from shardkeep.dcp import _hf_utils as _hf_utils
-from shardkeep.dcp import _nested_dict as _nested_dict
-from shardkeep.dcp import _pg_transport as _pg_transport
-from shardkeep.dcp import _sharded_tensor_utils as _sharded_tensor_utils
-from shardkeep.dcp import _state_dict_stager as _state_dict_stager
-from shardkeep.dcp import _storage_utils as _storage_utils
-from shardkeep.dcp import _traverse as _traverse
-from shardkeep.dcp import _version as _version
-from shardkeep.dcp import api as api
-from shardkeep.dcp import default_planner as default_planner
-from shardkeep.dcp import filesystem as filesystem
-from shardkeep.dcp import fsspec_filesystem as fsspec_filesystem
-from shardkeep.dcp import hf_storage as hf_storage
-from shardkeep.dcp import logger as logger
-from shardkeep.dcp import logging_handlers as logging_handlers
-from shardkeep.dcp import metadata as metadata
-from shardkeep.dcp import optimizer as optimizer
-from shardkeep.dcp import planner as planner
-from shardkeep.dcp import planner_helpers as planner_helpers
-from shardkeep.dcp import protocol as protocol
-from shardkeep.dcp import quantized_hf_storage as quantized_hf_storage
-from shardkeep.dcp import resharding as resharding
-from shardkeep.dcp import staging as staging
-from shardkeep.dcp import state_dict_loader as state_dict_loader
-from shardkeep.dcp import state_dict_saver as state_dict_saver
-from shardkeep.dcp import stateful as stateful
-from shardkeep.dcp import storage as storage
-from shardkeep.dcp import utils as utils
+from importlib import import_module
+from types import ModuleType
+
 from shardkeep.dcp._impl.async_ import async_save as async_save
 from shardkeep.dcp._impl.driver import load as load
 from shardkeep.dcp._impl.driver import load_state_dict as load_state_dict
@@ -74,3 +43,14 @@ from shardkeep.layouts.torch_values import StorageReader as StorageReader
 from shardkeep.layouts.torch_values import StorageWriter as StorageWriter
 from shardkeep.layouts.torch_values import TensorStorageMetadata as TensorStorageMetadata
 from shardkeep.layouts.torch_values import WriteItem as WriteItem
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a module of the package when it is first used: torch's modules are there without an import of their own."""
+    whole = f"{__name__}.{name}"
+    try:
+        return import_module(whole)
+    except ModuleNotFoundError as error:
+        if error.name != whole:
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

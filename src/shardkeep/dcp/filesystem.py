@@ -8,7 +8,6 @@ from shardkeep.dcp._impl.file_writer import FileSystemWriter as FileSystemWriter
 from shardkeep.dcp._impl.file_writer import (
     _FileSystemWriter,
     _generate_uuid,
-    _item_size,
     _split_by_size_and_type,
     _write_item,
 )
@@ -17,4 +16,5 @@ from shardkeep.engine.stagers import BlockingAsyncStager as BlockingAsyncStager
 from shardkeep.layouts.safetensors import *
 from shardkeep.layouts.torch_values import *
 from shardkeep.layouts.torch_values import _metadata_fn, _StorageInfo, _StoragePrefix
+from shardkeep.layouts.torch_values import chunk_nbytes as _item_size
 from shardkeep.storage.file_systems import *

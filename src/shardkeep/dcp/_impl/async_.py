@@ -17,11 +17,11 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardkeep import saving
 from shardkeep.dcp._impl import driver
@@ -65,14 +65,12 @@ class SaveFuture(Future[T]):
         handle.outcome_to(self)
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what was saved, or raise the failure."""
         try:
             return super().result(timeout)
         finally:
             self.handle.retrieved = self.handle.retrieved or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the failure, or None."""
         error = super().exception(timeout)
         self.handle.retrieved = True
         return error
@@ -101,13 +99,9 @@ class GroupSaves:
         """Run a save after those before it, of this group and of others that use the same objects."""
         future: SaveFuture[T] = SaveFuture(SaveHandle(where))
         box = [work]
-        with self._order:  # the same for all objects
-            reservation = driver.Reservation(*uses, what=where, thread=lambda: self._thread_id)
-            try:
-                self._queue.begin(future.handle, [functools.partial(self._run, box, reservation)])
-            except BaseException:  # no thread can be started when the interpreter shuts down
-                reservation.release()
-                raise
+        with self._order:
+            self._queue.begin(future.handle, [functools.partial(self._run, box, driver.saves_using(*uses), where)])
+            driver.note_save(future.handle, *uses, thread=lambda: self._thread_id)
         return future
 
     def take_failure(self) -> EarlierSaveFailed | None:
@@ -116,10 +110,10 @@ class GroupSaves:
             hint="retrieve the result of each future before the next save; this save has been started, and goes on"
         )
 
-    def _run(self, box: list[Callable[[], T]], reservation: driver.Reservation) -> T:
+    def _run(self, box: list[Callable[[], T]], earlier: Sequence[driver.SaveUnderWay], where: str) -> T:
         self._thread_id = threading.get_ident()
-        with reservation.taken():
-            return box.pop()()  # taken out of its box: nothing here may hold the state when the future is done
+        driver.wait_for(earlier, where)
+        return box.pop()()  # taken out of its box: nothing here may hold the state when the future is done
 
 
 _all_group_saves = per_process(dict[str, GroupSaves])  # saves outlive the calls that began them
@@ -127,13 +121,13 @@ _all_group_saves = per_process(dict[str, GroupSaves])  # saves outlive the calls
 
 def group_saves_of(group: ProcessGroup | None, *, no_dist: bool) -> GroupSaves:
     """Return the saves of a group of ranks, or of this process only."""
-    lanes = _all_group_saves()
+    groups = _all_group_saves()
     name = "alone"
     if not driver.is_alone(no_dist):
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415 - loaded, as there is a group
 
         name = f"group {c10d._get_process_group_name(c10d._get_default_group() if group is None else group)}"
-    return lanes[name] if name in lanes else lanes.setdefault(name, GroupSaves())
+    return groups[name] if name in groups else groups.setdefault(name, GroupSaves())
 
 
 def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper:
@@ -143,19 +137,17 @@ def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper
     return ranks
 
 
-def fail_together(ranks: _DistWrapper, error: BaseException, *, use_collectives: bool) -> NoReturn:
-    """Raise on all ranks the error that kept this rank from starting: the others are in their first step."""
-    if ranks.get_world_size() > 1:
-
-        def fail() -> NoReturn:
-            raise error
-
-        ranks.reduce_scatter("plan" if use_collectives else "write", fail, lambda results: results)
-    raise error
-
-
 Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
 """What a save begins with: a copy of the state, or a future of one."""
+
+
+class _SaveArgs(NamedTuple):
+    """What a save is called with, besides the state and the ranks."""
+
+    checkpoint_id: str | os.PathLike[str] | None
+    storage_writer: StorageWriter | None
+    planner: SavePlanner | None
+    use_collectives: bool
 
 
 # -- executors ---------------------------------------------------------------------------------------------------------
@@ -193,12 +185,12 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         no_dist: bool = False,
         use_collectives: bool = True,
     ) -> Future[Metadata]:
-        """Begin a save, and return the future of what was saved."""
-        lane = group_saves_of(process_group, no_dist=no_dist)
-        run = self._prepare(lane, no_dist)
+        saves = group_saves_of(process_group, no_dist=no_dist)
+        run = self._prepare(saves, no_dist)
         box = [staging_future_or_state_dict]
         del staging_future_or_state_dict
-        said = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        args = _SaveArgs(checkpoint_id, storage_writer, planner, use_collectives)
+        fields = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         with contextlib.ExitStack() as inside:
             # Ranks count their saves in the order of the calls.
             ranks = inside.enter_context(ranks_of_queue(process_group, no_dist=no_dist).call())
@@ -208,23 +200,22 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         def work() -> Metadata:
             with running:
                 # In its box: neither a stored failure nor this call may keep the state alive.
-                return run(ranks, box, checkpoint_id, storage_writer, planner, use_collectives)
+                return run(ranks, box, args)
 
-        call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **said)
+        call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **fields)
         try:
-            return lane.submit(call, driver.destination_of(checkpoint_id, storage_writer), storage_writer, planner)
+            return saves.submit(call, driver.destination_of(checkpoint_id, storage_writer), storage_writer, planner)
         except BaseException:  # no thread can be started when the interpreter shuts down
             with running:
                 raise
 
-    def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
+    def _prepare(self, saves: GroupSaves, no_dist: bool) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], Metadata]:
         """Return the function that saves, on the thread of the queue."""
-        del lane, no_dist
         return _save_staged
 
 
 def save_wrapper(
-    staging_future_or_state_dict: STATE_DICT_TYPE | Future[STATE_DICT_TYPE],
+    staging_future_or_state_dict: Staged,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
@@ -235,24 +226,15 @@ def save_wrapper(
 ) -> Metadata:
     """Save a state on the calling thread, when it is staged."""
     ranks = ranks_of_queue(process_group, no_dist=no_dist)
-    return _save_staged(ranks, [staging_future_or_state_dict], checkpoint_id, storage_writer, planner, use_collectives)
+    args = _SaveArgs(checkpoint_id, storage_writer, planner, use_collectives)
+    return _save_staged(ranks, [staging_future_or_state_dict], args)
 
 
-def _save_staged(
-    ranks: _DistWrapper,
-    box: list[Staged],
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
-    planner: SavePlanner | None,
-    use_collectives: bool,
-) -> Metadata:
+def _save_staged(ranks: _DistWrapper, box: list[Staged], args: _SaveArgs) -> Metadata:
     with driver._profile():
-        try:
-            state = driver._stateful_to_state_dict(once_staged(box.pop()))
-            writer = driver._storage_setup(storage_writer, checkpoint_id)
-        except BaseException as error:  # noqa: BLE001 - raised on all ranks
-            fail_together(ranks, error, use_collectives=use_collectives)
-        return driver.run_save(ranks, lambda: state, writer, planner, use_collectives)
+        state = in_step(ranks, lambda: driver._stateful_to_state_dict(once_staged(box.pop())))
+        writer = driver._storage_setup(args.storage_writer, args.checkpoint_id)
+        return driver.run_save(ranks, state, writer, args.planner, args.use_collectives)
 
 
 def once_staged(staged: Staged) -> STATE_DICT_TYPE:
@@ -269,57 +251,46 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
     ranks learn of it at once, and the next save starts another one.
     """
 
-    def _prepare(self, lane: GroupSaves, no_dist: bool) -> Callable[..., Metadata]:
+    def _prepare(self, saves: GroupSaves, no_dist: bool) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], Metadata]:
         world = None
         if not driver.is_alone(no_dist):
             import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
 
             world = dist.get_rank(), dist.get_world_size()
         with contextlib.suppress(SaverDied):  # raised again by the save
-            _start_saver(lane, world)
-        return functools.partial(_save_remotely, lane, world)
+            _start_saver(saves, world)
+        return functools.partial(_save_remotely, saves, world)
 
 
 def _save_remotely(
-    lane: GroupSaves,
-    world: RankAndSize | None,
-    ranks: _DistWrapper,
-    box: list[Staged],
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
-    planner: SavePlanner | None,
-    use_collectives: bool,
+    saves: GroupSaves, world: RankAndSize | None, ranks: _DistWrapper, box: list[Staged], args: _SaveArgs
 ) -> Metadata:
+    if saves.saver is not None and saves.saver.world != world:
+        saves.saver.close()
+    saver = _start_saver(saves, world)
+    saver.wait_until_ready()
+    state = driver._stateful_to_state_dict(once_staged(box.pop()))
+    remote = RemoteSave(saver, StagedSave(state, ranks.rank, ranks.is_coordinator, *args))
+    del state
     try:
-        if lane.saver is not None and lane.saver.world != world:
-            lane.saver.close()
-        saver = _start_saver(lane, world)
-        saver.wait_until_ready()
-        state = driver._stateful_to_state_dict(once_staged(box.pop()))
-        place = ranks.rank, ranks.is_coordinator
-        remote = RemoteSave(saver, StagedSave(state, checkpoint_id, storage_writer, planner, *place, use_collectives))
-        del state
-    except BaseException as error:  # noqa: BLE001 - raised on all ranks
-        fail_together(ranks, error, use_collectives=use_collectives)
-    try:
-        metadata: Metadata = pickle.loads(driver.run_steps(ranks, remote, use_collectives))
+        metadata: Metadata = pickle.loads(driver.run_steps(ranks, remote, args.use_collectives))
         return metadata
     finally:
         remote.forget()
 
 
-def _start_saver(lane: GroupSaves, world: RankAndSize | None) -> SaverProcess:
+def _start_saver(saves: GroupSaves, world: RankAndSize | None) -> SaverProcess:
     """
-    Return the lane's process, a new one if it has none, or a dead one.
+    Return the process of a group, which is started if there is none, or if it has died.
 
     First called on the thread of the caller: once the main script has ended, which is before the last save has, Python no
     longer knows where the script is, and a process that is started then has none of its classes.
     """
-    with lane.starting:
+    with saves.starting:
         # A dead process is not closed here: the thread that uses it may be about to notice.
-        if lane.saver is None or not lane.saver.alive():
-            lane.saver = SaverProcess(world)
-        return lane.saver
+        if saves.saver is None or not saves.saver.alive():
+            saves.saver = SaverProcess(world)
+        return saves.saver
 
 
 # -- async_save --------------------------------------------------------------------------------------------------------
@@ -383,33 +354,31 @@ def async_save(
 
     """
     in_process = async_checkpointer_type == AsyncCheckpointerType.PROCESS
-    no_dist = driver.without_ranks(no_dist, "saves")
+    no_dist = driver.without_ranks(no_dist, "saves", decorators=1)
     writer_stages = async_stager is None and isinstance(storage_writer, AsyncStager)
     stager: Any = storage_writer if writer_stages else async_stager
     if stager is None:
         stager = DefaultStager(StagingOptions(False, False, False, False))  # it has no thread that must be ended
-    lane = group_saves_of(process_group, no_dist=no_dist)
-    earlier = lane.take_failure()
+    saves = group_saves_of(process_group, no_dist=no_dist)
+    earlier = saves.take_failure()
     writer = _staged_by_engine(stager, storage_writer, planner, checkpoint_id, in_process) if use_collectives else None
     if writer is not None:
         ranks = ranks_of_queue(process_group, no_dist=no_dist)
-        response = _start_by_engine(lane, ranks, state_dict, writer, planner, stager, in_process=in_process)
+        response = _start_by_engine(saves, ranks, state_dict, writer, planner, stager, in_process=in_process)
     else:
         executor = _ProcessBasedAsyncCheckpointExecutor() if in_process else _ThreadBasedAsyncCheckpointExecutor()
-
-        def begin(staged: Staged) -> Future[Metadata]:
-            return executor.execute_save(
-                staged,
-                checkpoint_id=checkpoint_id,
-                storage_writer=storage_writer,
-                planner=planner,
-                process_group=process_group,
-                no_dist=no_dist,
-                use_collectives=use_collectives,
-            )
+        begin = functools.partial(
+            executor.execute_save,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
 
         def stage() -> Staged:
-            states = driver._logged_states(state_dict)
+            states = driver._stateful_to_state_dict(state_dict)
             staged: Staged = driver.logged(stager.stage, "stage_state_dict", log_exceptions=True)(states)
             return staged
 
@@ -443,7 +412,7 @@ def _staged_by_engine(
 
 
 def _start_by_engine(
-    lane: GroupSaves,
+    saves: GroupSaves,
     ranks: _DistWrapper,
     state_dict: STATE_DICT_TYPE,
     writer: FileSystemWriter,
@@ -457,7 +426,7 @@ def _start_by_engine(
     handle: SaveHandle[Metadata] = SaveHandle(f"{os.fspath(writer.checkpoint_id)!r}")
 
     def state() -> STATE_DICT_TYPE:
-        return driver._logged_states(state_dict)
+        return driver._stateful_to_state_dict(state_dict)
 
     def start() -> StartedSave[Metadata]:
         return saving.start_in_session(
@@ -473,7 +442,7 @@ def _start_by_engine(
 
     started = driver.logged(start, "stage_state_dict", log_exceptions=True)()
     with started.abandoned_on_error():
-        upload = lane.begin(started)
+        upload = saves.begin(started)
         if isinstance(stager, DefaultStager) and stager._config.use_async_staging:
             return AsyncSaveResponse(handle.staged._future, upload)
         started.wait_until_staged()
@@ -550,7 +519,6 @@ class _Checkpointer:
         self.save_planner = save_planner
 
     def save(self, state_dict: STATE_DICT_TYPE) -> Metadata:
-        """Save a state, and return what was saved."""
         if self.coordinator_rank and not self.no_dist:
             ranks = _DistWrapper(self.process_group, use_dist=True, coordinator_rank=self.coordinator_rank)
             state = in_step(ranks, lambda: driver._stateful_to_state_dict(state_dict))
@@ -565,7 +533,6 @@ class _Checkpointer:
         )
 
     def async_save(self, state_dict: STATE_DICT_TYPE) -> Future[Metadata]:
-        """Save a state in the background, and return a future of its metadata."""
         response = async_save(
             state_dict,
             storage_writer=self.storage_writer,
@@ -576,7 +543,6 @@ class _Checkpointer:
         return response.upload_completion if isinstance(response, AsyncSaveResponse) else response
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """Fill a state in place."""
         driver.load(
             state_dict,
             storage_reader=self.storage_reader,

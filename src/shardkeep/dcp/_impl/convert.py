@@ -12,11 +12,10 @@ import argparse
 import io
 import logging
 import os
-import pickle
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from enum import Enum
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -28,20 +27,12 @@ from shardkeep.conversion import pipeline, to_file
 from shardkeep.dcp._impl.default_load import StoredNames
 from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.driver import _save_state_dict
-from shardkeep.dcp._impl.file_reader import FileSystemReader
+from shardkeep.dcp._impl.file_reader import FileSystemReader, completed, target_of
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_safely
-from shardkeep.dcp._impl.plans import (
-    _create_chunk_list,
-    checked_path,
-    current_device,
-    device_of_group,
-    missing_keys,
-)
-from shardkeep.dist.rendezvous import rendezvous
-from shardkeep.dist.world import current_world
-from shardkeep.engine.fill import read_whole
-from shardkeep.engine.reader import FoundCheckpoint
+from shardkeep.dcp._impl.plans import _create_chunk_list, checked_path, current_device, device_of_group, missing_keys
+from shardkeep.dist.world import current_world, is_initialised
+from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.sources import find_committed
 from shardkeep.engine.torch_file_source import ZIP, open_torch_files
 from shardkeep.engine.torch_source import Item, ItemFiles, TorchSource, bad_archives, find_torch, view_of
@@ -52,70 +43,58 @@ from shardkeep.options import Options
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
 from shardkeep.storage.base import Store
-from shardkeep.storage.buffers import view_memory
 from shardkeep.storage.file_systems import BlobInput, StreamStore
 from shardkeep.storage.local import LocalStore
 
-# -- a checkpoint, opened ----------------------------------------------------------------------------------------------
+# -- a checkpoint becomes a file ---------------------------------------------------------------------------------------
 
 
-class _OpenedCheckpoint:
-    """A checkpoint whose tensors are read in parts; errors are those of a load."""
+def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+    """
+    Convert a checkpoint into a file that `torch.load` reads: nested as the state that was saved, tensors whole.
 
-    def __init__(self, store: Store | StreamStore, options: Options) -> None:
-        self._alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)
-        self._options = options
-        self._held: tuple[int, torch.Tensor] | None = None
-        [self._source] = self._alone.all_gather("plan", lambda: _find(store).open(options))
-        self._decoded: set[int] = set()
-        """Rows of tensors that were saved through an extension, which must be read whole."""
-        if isinstance(self._source, TorchSource):
-            self._decoded = set(map(self._source.tensor_of, self._source.descriptors))
-        threads, window = pipeline.limits(options, store)
-        # On one thread, windows come in order: each such tensor is decoded once, and one is held at a time.
-        self.windows = 1 if self._decoded else threads, window
-        self._reader = pipeline.PartReader(self._source, budget_nbytes=2 * self.windows[1])
+    The file is read back and then replaces what is at its place. Memory holds all objects, and of tensors one window a
+    thread, or two whole tensors where some were saved through an extension.
 
-    def read_state(self) -> dict[str, Any]:
-        """Return the state, nested as it was saved, with a `TensorPart` for each tensor."""
-        [state] = self._alone.all_gather("read", self._read_state)
-        return state
+    Args:
+        dcp_checkpoint_dir: the checkpoint's directory, or the URL of its place.
+        torch_save_path: the file to write: a path or a URL.
 
-    def _read_state(self) -> dict[str, Any]:
-        index = self._source.index
-        self._source.check(np.arange(len(index.keys)))
-        stored = StoredNames(self._source, "")
-        values: dict[str, Any] = stored.load_objects(sorted(stored.objects))
-        for key, row in stored.tensors.items():
-            values[key] = pipeline.TensorPart(key, row, whole(index.shape(row)), index.dtype(row))
-        state: dict[str, Any] = {}
-        for key, path in stored.paths.items():
-            set_element(state, checked_path(key, path, len(values)), values[key])
-        return state
+    Raises:
+        CheckpointException: the checkpoint cannot be read.
+        StorageError: the file cannot be written.
 
-    def fill(self, wanted: list[pipeline.Wanted]) -> None:
-        """Fill memory with bytes of the tensors, and of storages in memory."""
-        stored: list[pipeline.Wanted] = []
-        for each in wanted:
-            if isinstance(each.part, to_file.MemoryPart):
-                each.into[:] = view_memory(each.part.storage.data_ptr(), each.part.nbytes)[each.start : each.stop]
-            elif each.part.row in self._decoded:
-                self._copy_decoded(each)
-            else:
-                stored.append(each)
-        self._alone.all_gather("read", lambda: self._reader.fill(stored))
+    """
+    path, options = to_file.destination(torch_save_path), Options()
+    store = FileSystemReader(dcp_checkpoint_dir).readable_store()
+    alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)  # its errors are those of a load
+    source = alone.broadcast("plan", lambda: _find(store).open(options))
+    pickled = to_file.pickle_state(alone.broadcast("read", lambda: _nested_state(source)))
+    threads, window = pipeline.limits(options, store)
+    if isinstance(source, TorchSource) and source.descriptors:
+        # What went through an extension is decoded whole, for each window anew: a tensor should not have many.
+        largest = max(part.nbytes for part in pickled.storages)
+        threads, window = 1, window * max(1, -(-largest // window))
+    reader = pipeline.PartReader(source, budget_nbytes=2 * window)
 
-    def _copy_decoded(self, wanted: pipeline.Wanted) -> None:
-        """Copy bytes of a tensor that is read whole, and kept for the windows after this one."""
-        row = wanted.part.row
-        if self._held is None or self._held[0] != row:
-            self._held = None
-            [[tensor]] = self._alone.all_gather(
-                "read", lambda: read_whole(self._source, np.array([row]), self._options)
-            )
-            self._held = row, tensor
-        tensor = self._held[1]
-        wanted.into[:] = view_memory(tensor.data_ptr(), tensor.nbytes)[wanted.start : wanted.stop]
+    def fill(wanted: list[pipeline.Wanted]) -> None:
+        alone.broadcast("read", lambda: reader.fill(wanted))
+
+    to_file.write_archive(path, pickled, fill, windows=(threads, window))
+
+
+def _nested_state(source: Source) -> dict[str, Any]:
+    """Return the state of a checkpoint, nested as it was saved, with a `TensorPart` for each tensor."""
+    index = source.index
+    source.check(np.arange(len(index.keys)))
+    stored = StoredNames(source, "")
+    values: dict[str, Any] = stored.load_objects(sorted(stored.objects))
+    for key, row in stored.tensors.items():
+        values[key] = pipeline.TensorPart(key, row, whole(index.shape(row)), index.dtype(row))
+    state: dict[str, Any] = {}
+    for key, path in stored.paths.items():
+        set_element(state, checked_path(key, path, len(values)), values[key])
+    return state
 
 
 def _find(store: Store | StreamStore) -> FoundCheckpoint:
@@ -131,7 +110,7 @@ def _find(store: Store | StreamStore) -> FoundCheckpoint:
             ) from error
 
 
-# -- a file of torch.save, opened --------------------------------------------------------------------------------------
+# -- a file becomes a checkpoint --------------------------------------------------------------------------------------
 
 _READ_AHEAD_NBYTES = 1 << 20
 
@@ -181,28 +160,6 @@ def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
     return state
 
 
-def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
-    """
-    Convert a checkpoint into a file that `torch.load` reads: nested as the state that was saved, tensors whole.
-
-    The file is read back and then replaces what is at its place. Memory holds all objects, and of tensors one window a
-    thread, or one whole tensor where it was saved through an extension.
-
-    Args:
-        dcp_checkpoint_dir: the checkpoint's directory, or the URL of its place.
-        torch_save_path: the file to write: a path or a URL.
-
-    Raises:
-        CheckpointException: the checkpoint cannot be read.
-        StorageError: the file cannot be written.
-
-    """
-    path = to_file.destination(torch_save_path)
-    options = Options()
-    opened = _OpenedCheckpoint(FileSystemReader(dcp_checkpoint_dir).readable_store(), options)
-    to_file.write_archive(path, to_file.pickle_state(opened.read_state()), opened.fill, windows=opened.windows)
-
-
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
     """
     Convert a file of `torch.save` into a checkpoint.
@@ -226,8 +183,8 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
 # -- a file of torch.save, loaded on many ranks ------------------------------------------------------------------------
 
 # One rank reads the file, all ranks receive the tensors through one buffer of a fixed size, and each keeps its part. The
-# ranks first agree on what is sent and allocate memory for it, so that a problem with the file, its keys or the tensors
-# of a rank is raised on all of them before anything is sent.
+# coordinator first compares what all ranks want with the file, so that a problem with the file, its keys or the tensors of a
+# rank is raised on all of them before anything is sent.
 
 log = logging.getLogger("shardkeep")
 
@@ -257,8 +214,6 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
         return protocol.Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: protocol.Metadata, is_coordinator: bool) -> None:
-        """Begin a load."""
-        del metadata
         rank = current_world(None, timeout_s=Options().timeout_s).rank
         if is_coordinator and rank != self.coordinator_rank:
             raise errors.BrokenProtocol(f"Coordinator rank mismatch: expected {self.coordinator_rank}, got {rank}")
@@ -270,83 +225,97 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
 
     def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
         """Fill the tensors of all ranks' plans; all ranks must call this."""
-        world = current_world(None, timeout_s=Options().timeout_s)
+        ranks = _DistWrapper(None, is_initialised(), self.coordinator_rank)
+        ranks._world = ranks._world.with_prefix("file")
         sources: dict[str, torch.Tensor] = {}
-        destinations: dict[str, Destination] = {}
+        targets: dict[str, list[_Target]] = {}
 
-        def describe() -> bytes:
-            return pickle.dumps(self._held(planner, sources)) if self.is_coordinator else b""
+        def prepare() -> _Wanted:
+            for item in plan.items:
+                if item.type == protocol.LoadItemType.BYTE_IO:
+                    raise _only_tensors(item.storage_index.fqn, planner)
+                chunk = item.storage_index.offset or (0,) * len(item.lengths)
+                box = Box(tuple(map(add, chunk, item.storage_offsets)), tuple(item.lengths))
+                targets.setdefault(item.storage_index.fqn, []).append((item, target_of(item, planner), box))
+            entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
+            sizes = {key: getattr(entries.get(key), "size", None) for key in targets}
+            return {key: (sizes[key], [box for _, _, box in asked]) for key, asked in targets.items()}
 
-        def one_description(said: list[bytes]) -> list[bytes]:
-            if not any(said):
-                raise errors.BrokenProtocol("no rank coordinates the load", hint="use the reader with `load`")
-            return [b"".join(said)] * len(said)
+        def compare(wanted: list[_Wanted]) -> list[TensorSpec]:
+            state = _load_dict(self.checkpoint_id or "")
+            if getattr(planner, "flatten_state_dict", True):
+                state, _ = flatten_state_dict(state)
+            keys = {key for of_rank in wanted for key in of_rank}
+            if missing := sorted(keys - state.keys()):
+                unclaimed = [key for key in state if isinstance(key, str) and key not in keys]
+                raise missing_keys(missing, unclaimed, "take the keys out of the state, or load another file")
+            sources.update({key: _source(key, state[key]) for key in state if key in keys})
+            for key, size, boxes in ((key, *each) for of_rank in wanted for key, each in of_rank.items()):
+                _check_size(key, sources[key], size, boxes)
+            return [TensorSpec(key, tuple(source.shape), source.dtype) for key, source in sources.items()]
 
-        def prepare() -> bytes:
-            destinations.update(_destinations(held, plan.items, planner))
-            return pickle.dumps(list(destinations))
-
-        def all_wanted(said: list[bytes]) -> list[bytes]:
-            wanted = {key for each in said for key in pickle.loads(each)}
-            return [pickle.dumps([key for key in held if key in wanted])] * len(said)
-
-        with rendezvous(world, "load a file of torch.save") as meeting:
-            held = pickle.loads(meeting.agree("describe", describe, one_description))
-            specs = [held[key] for key in pickle.loads(meeting.agree("prepare", prepare, all_wanted))]
+        try:
+            specs = ranks.all_reduce("read", prepare, compare)
+        except errors.CheckpointException as failed:
+            raise next(iter(failed.failures.values()))[0] from failed
+        destinations = []
+        for spec in specs:
+            parts = [(box, target) for _, target, box in targets.get(spec.name, ())]
+            destinations.append(Destination(None, tuple(parts)))
+            for dtype in {target.dtype for _, target in parts} - {spec.dtype}:
+                log.warning("%r is converted as it is loaded: %s -> %s", spec.name, spec.dtype, dtype)
         with torch.no_grad():
             broadcast_batches(
                 specs,
                 [sources[spec.name] for spec in specs] if self.is_coordinator else None,
-                [destinations.get(spec.name, Destination([], ())) for spec in specs],
-                torch.device("cpu") if world.solo else current_device(device_of_group().type),
+                destinations,
+                current_device(device_of_group().type) if ranks.use_dist else torch.device("cpu"),
                 None,
                 sender=self.coordinator_rank,
             )
-        for each in destinations.values():
-            for item, target in each.result:
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        for item, target, _ in (each for asked in targets.values() for each in asked):
+            planner.commit_tensor(item, target)
+        return completed(None)
 
     def prepare_local_plan(self, plan: protocol.LoadPlan) -> protocol.LoadPlan:
-        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
-        """Return the plans as they are."""
         return plans
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read from this file from now on."""
         self.checkpoint_id = checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether the file exists."""
         where = os.fspath(checkpoint_id)
         return to_file.file_exists(where) if to_file.is_blob_url(where) else os.path.isfile(where)
 
-    def _held(self, planner: protocol.LoadPlanner, sources: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Open the file, put its tensors into `sources`, and describe each; for one that cannot be sent, say why."""
-        state = _load_dict(self.checkpoint_id or "")
-        if getattr(planner, "flatten_state_dict", True):
-            state, _ = flatten_state_dict(state)
-        held: dict[str, Any] = {}
-        for key, value in state.items():
-            if not isinstance(key, str):
-                continue  # the state is not flattened, and no plan names this key
-            if not isinstance(value, torch.Tensor):
-                held[key] = (
-                    f"{key!r} is a {type(value).__qualname__} in {self.checkpoint_id}, and a tensor in the state"
-                )
-                continue
-            try:
-                sources[key] = plain_source(key, value)
-                held[key] = TensorSpec(key, tuple(value.shape), value.dtype)
-            except errors.UnsupportedLeaf as error:
-                held[key] = error.message
-        return held
+
+_Target = tuple[protocol.ReadItem, torch.Tensor, Box]
+"""An item, the tensor to fill, and the box of the stored tensor that it gets."""
+_Wanted = dict[str, tuple[Any, list[Box]]]
+"""What a rank wants of each tensor: boxes, and the size that it expects of the whole, if it knows that."""
+
+
+def _source(key: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        what = f"{key!r} is a {type(value).__qualname__} in the file, and a tensor in the state"
+        raise errors.StateMismatch(what, hint="take the key out of the state", key=key)
+    return plain_source(key, value)
+
+
+def _check_size(key: str, source: torch.Tensor, size: Sequence[int] | None, boxes: Sequence[Box]) -> None:
+    if size is not None and tuple(size) != tuple(source.shape):
+        raise errors.StateMismatch(
+            f"Size mismatch between saved {list(source.shape)} and current {list(size)} for {key!r}",
+            hint="load into a state of the model that was saved",
+            key=key,
+            mismatched=[key],
+        )
+    for box in boxes:
+        if not within(source.shape, box):
+            raise errors.StateMismatch(f"{key!r}: a tensor of {tuple(source.shape)} has no {box}", key=key)
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
@@ -382,58 +351,6 @@ def _only_tensors(key: str, loader: object) -> errors.BrokenProtocol:
     )
 
 
-def _destinations(
-    held: dict[str, Any], items: list[protocol.ReadItem], planner: protocol.LoadPlanner
-) -> dict[str, Destination]:
-    """Return where each tensor of the plan goes; results list what to commit. Raises where the file does not fit."""
-    by_key: dict[str, list[protocol.ReadItem]] = defaultdict(list)
-    for item in items:
-        if item.type == protocol.LoadItemType.BYTE_IO:
-            raise _only_tensors(item.storage_index.fqn, planner)
-        by_key[item.storage_index.fqn].append(item)
-    if missing := sorted(by_key.keys() - held.keys()):
-        unclaimed = [key for key in held if key not in by_key]
-        raise missing_keys(missing, unclaimed, "take the keys out of the state, or load another file")
-    entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
-    destinations = {}
-    for key, asked in by_key.items():
-        if isinstance(held[key], str):
-            raise errors.StateMismatch(held[key], hint="take the key out of the state", key=key)
-        spec, size = held[key], getattr(entries.get(key), "size", None)
-        if size is not None and tuple(size) != spec.shape:
-            raise errors.StateMismatch(
-                f"Size mismatch between saved {list(spec.shape)} and current {list(size)} for {key!r}",
-                hint="load into a state of the model that was saved",
-                key=key,
-                mismatched=[key],
-            )
-        targets = [planner.resolve_tensor(item).detach() for item in asked]
-        boxes = [_box(item, target, spec) for item, target in zip(asked, targets, strict=True)]
-        destinations[key] = Destination(list(zip(asked, targets, strict=True)), tuple(zip(boxes, targets, strict=True)))
-    return destinations
-
-
-def _box(item: protocol.ReadItem, target: torch.Tensor, spec: TensorSpec) -> Box:
-    """Return which box of the whole tensor an item wants."""
-    chunk = item.storage_index.offset or (0,) * len(item.lengths)
-    offsets = tuple(there + inside for there, inside in zip(chunk, item.storage_offsets, strict=True))
-    box = Box(offsets, tuple(item.lengths))
-    if tuple(target.shape) != box.sizes or not within(spec.shape, box):
-        raise errors.StateMismatch(
-            f"{spec.name!r}: {box} of a tensor of {spec.shape} cannot be put into one of {tuple(target.shape)}",
-            hint="the planner's items do not fit the file",
-            key=spec.name,
-        )
-    if target.dtype != spec.dtype:
-        log.warning("%r is converted as it is loaded: %s -> %s", spec.name, spec.dtype, target.dtype)
-        try:  # now, and not in the midst of sending
-            torch.empty(1, dtype=target.dtype, device="cpu").copy_(torch.empty(1, dtype=spec.dtype, device="cpu"))
-        except RuntimeError as error:
-            message = f"{spec.name!r}: {spec.dtype} cannot be loaded as {target.dtype}"
-            raise errors.StateMismatch(message, key=spec.name) from error
-    return box
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -445,7 +362,6 @@ class FormatMode(Enum):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert what the command line names."""
     parser = argparse.ArgumentParser(description="Convert between a file of torch.save and a checkpoint directory.")
     parser.add_argument("mode", type=str, choices=[mode.value for mode in FormatMode], help="which way to convert")
     parser.add_argument("src", type=str, help="what to convert: a file of torch.save, or a checkpoint's directory")

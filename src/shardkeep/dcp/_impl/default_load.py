@@ -26,12 +26,7 @@ from shardkeep.engine.load_session import MatchedState
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import TorchSource, item_batches, read_items
 from shardkeep.engine.torch_view import TorchView
-from shardkeep.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    InvalidShards,
-    UnsupportedLeaf,
-)
+from shardkeep.errors import CheckpointError, InvalidShards, UnsupportedLeaf
 from shardkeep.format.boxes import intersect
 from shardkeep.format.dtypes import by_code, to_torch
 from shardkeep.format.torch_zip import read_object
@@ -47,23 +42,20 @@ from shardkeep.state.flatten import (
     flatten_state_dict_v_2_3,
     set_element,
 )
-from shardkeep.state.leaves import ShardedBox, is_dtensor, is_ordinary
+from shardkeep.state.leaves import ShardedBox, has_part, is_dtensor, is_ordinary
 from shardkeep.storage import file_systems
 
 _ATOMS = {int, float, bool, str, bytes, type(None)}
-_PLANNER = tuple(name for name in vars(DefaultLoadPlanner) if callable(getattr(DefaultLoadPlanner, name)))
-_READER = tuple(name for name in vars(FileSystemReader) if callable(getattr(FileSystemReader, name)))
 
 
 def loads_by_default(reader: object, planner: object) -> TypeGuard[FileSystemReader]:
     """Return whether nothing of the user's takes part in a load: our planner, and our reader with a store below it."""
-    kinds = DefaultLoadPlanner, FileSystemReader
     return (
-        (planner is None or (isinstance(planner, kinds[0]) and file_systems.keeps(planner, kinds[0], _PLANNER)))
+        (planner is None or file_systems.keeps_all(planner, DefaultLoadPlanner))
         and isinstance(reader, FileSystemReader)
-        and file_systems.keeps(reader, kinds[1], _READER)
+        and file_systems.keeps_all(reader, FileSystemReader)
         and reader.reads_unchanged
-        and (file_systems.is_local(reader.fs) or type(reader.fs) is file_systems.StoreFileSystem)
+        and file_systems.has_store(reader.fs)
     )
 
 
@@ -84,6 +76,10 @@ class DefaultTarget:
     state: Callable[[], dict[str, Any]]
     reader: FileSystemReader
     planner: DefaultLoadPlanner | None
+
+    @property
+    def _flattens(self) -> bool:
+        return self.planner is None or self.planner.flatten_state_dict
 
     def begin(self) -> tuple[list[str], bool]:
         """Make sure that there is a state."""
@@ -113,12 +109,7 @@ class DefaultTarget:
         with collector_paused():
             return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
 
-    @property
-    def _flattens(self) -> bool:
-        return self.planner is None or self.planner.flatten_state_dict
-
     def compare(self, source: Source, stored: StoredNames) -> tuple[MatchedState, bytes]:
-        """Compare the state with the index, and unpickle the objects."""
         flat, paths = self._flat
         names = stored.tensors.keys() | stored.objects
         if self._flattens and not names >= flat.keys():
@@ -127,13 +118,9 @@ class DefaultTarget:
             if other.keys() & (names - flat.keys()):
                 flat, paths = other, other_paths
         missing = [name for name in flat if name not in names]
-        if missing and not (self.planner and self.planner.allow_partial_load):
+        if missing and not (self.planner is not None and self.planner.allow_partial_load):
             raise plans.missing_keys(missing, sorted(names - flat.keys()))
-        wanted = {
-            name: value
-            for name, value in flat.items()
-            if name in names and (not is_dtensor(value) or plans._has_part(value))
-        }
+        wanted = {name: value for name, value in flat.items() if name in names and has_part(value)}
         rows = {name: stored.tensors[name] for name in wanted if name in stored.tensors}
         forms = _stored_forms(source, rows)
         if not all(_fits(wanted[name], *form) for name, form in forms.items()):
@@ -142,18 +129,14 @@ class DefaultTarget:
         leaves = _fillable(wanted, rows, found)
         matched = MatchedState(source, leaves, {name: rows[name] for name in leaves.keys}, (found, paths, wanted))
         _warn_of_holes(source, matched)
-        for name, value in stored.load_objects([name for name in wanted if name in stored.objects]).items():
-            found.objects[name] = value
+        found.objects.update(stored.load_objects([name for name in wanted if name in stored.objects]))
         return matched, b""
 
     def decide(self, source: Source, found: list[bytes]) -> bytes:
         """Return nothing: each rank has judged for itself."""
-        del source, found
         return b""
 
     def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
-        """Put objects into the state, and fill what only torch can fill."""
-        del made
         found, paths, wanted = matched.found
         with torch.no_grad():
             for target, filled in found.copies:
@@ -177,30 +160,26 @@ class StoredNames:
     """The names of what a checkpoint holds, as torch's flattening gives them."""
 
     def __init__(self, source: Source, path: file_systems.PathLike) -> None:
-        self._source = source
-        self._view: TorchView | None = None
-        self.tensors: dict[str, int] = source.index.tensor_rows
+        self._opened = opened = source if isinstance(source, TorchSource) else TorchView(source, path)
+        self.tensors: dict[str, int]
         """The row of each tensor in the index."""
         self.paths: Mapping[str, tuple[str | int, ...]]
         """Of each value, the keys and positions in the nested state, in its order."""
-        if isinstance(source, TorchSource):
-            self.objects, self.paths = set(source.objects), source.paths
-            return
-        self._view = TorchView(source, path)
-        self.tensors, self.paths = self._view.rows, self._view.metadata.planner_data
-        self.objects = self.paths.keys() - self.tensors.keys()
+        if isinstance(opened, TorchSource):
+            self.tensors, self.paths, self.objects = opened.index.tensor_rows, opened.paths, set(opened.objects)
+        else:
+            self.tensors, self.paths = opened.rows, opened.metadata.planner_data
+            self.objects = self.paths.keys() - self.tensors.keys()
 
     def load_objects(self, names: list[str]) -> dict[str, Any]:
         """Unpickle objects; classes that are not known to be safe are refused."""
-        options, source, made = Options(), self._source, dict[str, Any]()
-        if self._view is not None:
-            places = self._view.metadata.storage_data
+        options, source, made = Options(), self._opened, dict[str, Any]()
+        if isinstance(source, TorchView):
+            places = source.metadata.storage_data
             for name in names:
-                stream = self._view.saved_object(places[protocol.MetadataIndex(name)], options)
+                stream = source.saved_object(places[protocol.MetadataIndex(name)], options)
                 made[name] = load_object(stream, key=name)
             return made
-        if not isinstance(source, TorchSource):  # unreachable: any other source has a view
-            raise CheckpointNotFound("no checkpoint of torch's layout")
         items = {name: source.files.item(source.objects[name], name) for name in names}
         for some in item_batches(names, lambda name: items[name].nbytes):
             raw = read_items(source.files, [items[name] for name in some], options)

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import msgspec
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from shardkeep.dcp._impl import plans
+from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_or_saved, plain_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.report import Phases
@@ -49,13 +50,12 @@ from shardkeep.plan.save_plan import (
 )
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
 from shardkeep.state.flatten import flatten_sharded_tensors, flatten_state_dict
-from shardkeep.state.leaves import ShardedBox, is_dtensor, is_ordinary
+from shardkeep.state.leaves import ShardedBox, has_part, is_dtensor, is_ordinary
 from shardkeep.storage import file_systems
 from shardkeep.storage.base import Store
 
 log = logging.getLogger("shardkeep")
 
-_PLANNER = tuple(name for name in vars(DefaultSavePlanner) if callable(getattr(DefaultSavePlanner, name)))
 _WRITER = (
     *("reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"),
     *("storage_meta", "_settle_plans", "_write_data", "_metadata_exists", "_get_metadata_path", "_commit"),
@@ -70,14 +70,11 @@ _Item = tuple[protocol.WriteItem, Any]
 def saves_by_default(writer: object, planner: object) -> TypeGuard[FileSystemWriter]:
     """Return whether nothing of the user's takes part in a save: our planner, and our writer with a store below it."""
     return (
-        (
-            planner is None
-            or (isinstance(planner, DefaultSavePlanner) and file_systems.keeps(planner, DefaultSavePlanner, _PLANNER))
-        )
+        (planner is None or file_systems.keeps_all(planner, DefaultSavePlanner))
         and isinstance(writer, FileSystemWriter)
         and file_systems.keeps(writer, FileSystemWriter, _WRITER)
         and writer.writes_archives_unchanged
-        and (file_systems.is_local(writer.fs) or type(writer.fs) is file_systems.StoreFileSystem)
+        and file_systems.has_store(writer.fs)
     )
 
 
@@ -118,36 +115,22 @@ class _Planned:
     answers: list[bytes]
 
 
+@dataclass
 class DefaultSave:
     """A save of one rank, in the steps of `engine.save_session`."""
 
-    def __init__(
-        self,
-        writer: FileSystemWriter,
-        planner: DefaultSavePlanner | None,
-        *,
-        rank: int,
-        world_size: int,
-        leads: bool,
-        copies: bool,
-        modules: Sequence[torch.nn.Module],
-    ) -> None:
-        """
-        Save with a writer that is set to its place. `copies`: the state may change when it is described. `modules` are those whose
-        state is in it.
-        """
-        self._writer = writer
-        self._planner = planner
-        self._rank = rank
-        self._world_size = world_size
-        self._leads = leads
-        self._copies = copies
-        self._modules = modules
-        self._written: list[str] = []
+    _writer: FileSystemWriter
+    """Set to its place."""
+    _planner: DefaultSavePlanner | None
+    _ranks: _DistWrapper
+    _modules: Sequence[torch.nn.Module]
+    """Those whose state is in the state."""
+    _copies: bool
+    """Whether the state may change as soon as it is described."""
+    _written: list[str] = field(default_factory=list)
 
     @property
     def store(self) -> Store:
-        """Where the files go."""
         return self._writer.open_store()
 
     def claimed(self) -> AbstractContextManager[None]:
@@ -159,13 +142,12 @@ class DefaultSave:
     def describer(
         self, ranks: object, phases: Phases, state: Callable[[], Mapping[str, Any]]
     ) -> Callable[[], DescribedState]:
-        """Return a function that describes this rank's state."""
-        del ranks
-
         def describe() -> DescribedState:
             with phases.phase("describe"):
                 plain = state()
-                self._writer.set_up_storage_writer(self._leads, rank=self._rank, use_collectives=True)
+                self._writer.set_up_storage_writer(
+                    self._ranks.is_coordinator, rank=self._ranks.rank, use_collectives=True
+                )
                 self._writer.prepare_local_plan(protocol.SavePlan([]))
                 return self._describe(plain)
 
@@ -177,17 +159,17 @@ class DefaultSave:
             flat, mappings = flatten_state_dict(state)
             paths = [list(mappings[name]) for name in flat]
         names = list(flat)
-        sharded = planner is None or planner.flatten_sharded_tensors
-        if sharded and not {type(value) for value in flat.values()} <= _ORDINARY | _ATOMS:
+        plain = {type(value) for value in flat.values()} <= _ORDINARY | _ATOMS
+        if not plain and (planner is None or planner.flatten_sharded_tensors):
             flat = flatten_sharded_tensors(flat)
         description, flags, items = _describe_values(flat)
         if self._copies:
             copier = ObjectCopier()
             items = [(item, copier.copy(value, (item.index.fqn,))) for item, value in items]
-            copier.wait()
+            copier.state_copy.wait()
         sent = _SentState([_sent(item) for item, _ in items], names, paths)
         samples: Callable[[], bytes] = bytes
-        if self._world_size > 1:
+        if self._ranks.get_world_size() > 1:
             buffers = find_buffers(description, self._modules)
             flags |= buffers * np.uint8(BUFFER)
             samples = sample_replicas(description, ~buffers)
@@ -203,7 +185,7 @@ class DefaultSave:
         data = [_pickled(*described.items[row - len(pieces)]) if row >= len(pieces) else pieces[row] for row in rows]
         sizes = [None if row >= len(pieces) else pieces[row].nbytes for row in rows]
         buckets = [bucket for bucket in self._writer.divide(sizes) if bucket]
-        names = self._writer.new_names(f"__{self._rank}_", len(buckets))
+        names = self._writer.new_names(f"__{self._ranks.rank}_", len(buckets))
         where = np.full((4, len(rows)), -1, np.int64)
         jobs: list[FileJob] = []
         for number, (name, bucket) in enumerate(zip(names, buckets, strict=True)):
@@ -223,15 +205,7 @@ class DefaultSave:
             for job in jobs:
                 sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, bytes(job.digests))
                 store.put(f"{job.name}{SUMS_SUFFIX}", encoded, replace=True)
-                entries.append(
-                    FileEntry(
-                        name=job.name,
-                        nbytes=sums.nbytes,
-                        checksum=sums.checksum,
-                        header_nbytes=0,
-                        block_nbytes=sums.block_nbytes,
-                    )
-                )
+                entries.append(FileEntry(name=job.name, header_nbytes=0, **sums._asdict()))
         except BaseException:
             self.discard([job.name for job in jobs])
             raise
@@ -244,13 +218,15 @@ class DefaultSave:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def plan(self, payloads: list[bytes]) -> _Planned:
-        """Decide which rank writes what."""
         manifests = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
         decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.values for each in manifests}}
         states = [decoded[each.values] for each in manifests]
         try:
+            to_lowest = self._planner is not None and self._planner.dedup_save_to_lowest_rank
             keys, tensors, pieces = plan_whole_shards(
-                manifests, to_lowest=self._planner is not None and self._planner.dedup_save_to_lowest_rank, warn=_warn
+                manifests,
+                to_lowest=to_lowest,
+                warn=lambda error: log.warning("%s; the first is saved", error.message),
             )
         except InvalidShards as error:
             raise InvalidShards(f"Failed to validate global plan: {error.message}", hint=error.hint) from error
@@ -280,12 +256,9 @@ class DefaultSave:
 
     def collect(self, planned: _Planned, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return what all ranks wrote; the commit looks for it."""
-        del planned
         return written
 
     def commit(self, planned: _Planned, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
-        """Put the metadata in place."""
-        del labels
         entries = [entry for each in written for entry in each.files]
         sums = {entry.name: Sums(entry.nbytes, entry.block_nbytes, entry.checksum) for entry in entries}
         try:
@@ -326,10 +299,6 @@ class DefaultSave:
         return LazyMetadata(load)
 
 
-def _warn(error: CheckpointError) -> None:
-    log.warning("%s; the first is saved", error.message)
-
-
 def _check_items(keys: Sequence[str], items: list[list[_SentItem]]) -> None:
     """Check that items of their own have names of their own, and that tensors among them are complete."""
     entries: dict[str, PlainEntry | None] = {}
@@ -358,21 +327,13 @@ class LazyMetadata(protocol.Metadata):
         object.__setattr__(self, "_load", load)
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in ("__class__", "_load"):
+        if name != "_load":
             loaded = vars(object.__getattribute__(self, "_load")())
             own = object.__getattribute__(self, "__dict__")
             object.__setattr__(self, "__class__", protocol.Metadata)
             own.clear()
             own.update(loaded)
         return object.__getattribute__(self, name)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.state_dict_metadata is not None and self == other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of every dataclass that can be changed
-
-    def __repr__(self) -> str:
-        return repr(self) if self.state_dict_metadata is not None else ""
 
     def __reduce_ex__(self, version: Any) -> Any:
         return self.__reduce_ex__(version) if self.state_dict_metadata is not None else ""
@@ -405,7 +366,7 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
             items.append((protocol.WriteItem(protocol.MetadataIndex(key), protocol.WriteItemType.BYTE_IO), value))
         elif not is_dtensor(value):
             open_value(key)
-        elif plans._has_part(value):
+        elif has_part(value):
             local = value._local_tensor
             if local.numel():
                 tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())

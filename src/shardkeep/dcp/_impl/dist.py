@@ -58,11 +58,9 @@ class _DistWrapper:
         self._world = replace(world, rank=(world.rank - coordinator_rank) % world.size)
 
     def get_rank(self) -> int:
-        """Return this rank's number in the group."""
         return self.rank
 
     def get_world_size(self) -> int:
-        """Return how many ranks there are."""
         return self._world.size
 
     def patient(self, alone_s: float) -> _DistWrapper:
@@ -100,14 +98,11 @@ class _DistWrapper:
 
     def gather_object(self, object: T) -> list[T] | None:  # noqa: A002 - torch's name
         """Return the objects of all ranks on the coordinator, None on the others."""
-        kept: list[Any] = []
 
-        def keep(everything: list[Any]) -> list[None]:
-            kept.extend(everything)
-            return [None] * len(everything)
+        def only_to_coordinator(all_: list[Any]) -> list[Any]:
+            return [all_ if rank == self.coordinator_rank else None for rank in range(len(all_))]
 
-        self._exchange("gather", lambda: object, keep)
-        return kept if self.is_coordinator else None
+        return cast("list[T] | None", self._exchange("gather", lambda: object, only_to_coordinator))
 
     def all_gather_object(self, object: T) -> list[T]:  # noqa: A002 - torch's name
         """Return the objects of all ranks, on all ranks."""
@@ -154,7 +149,6 @@ class _DistWrapper:
         return cast("T", self._step(step, work, lambda results: [results[self.coordinator_rank]] * len(results)))
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
         self._exchange("barrier", lambda: None, lambda everything: everything)
 
     def _step(self, step: str, work: Callable[[], Any], decide: Decide) -> Any:

@@ -46,6 +46,7 @@ from shardkeep.dcp._impl.file_writer import FileSystemWriter, FsspecWriter, _Fil
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from shardkeep.dist.world import is_initialised
 from shardkeep.engine.load_session import LoadSession
+from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import LoadEvents, Phases, SaveEvents
 from shardkeep.engine.save_session import SaveSession
 from shardkeep.engine.sources import find_committed
@@ -69,17 +70,15 @@ ENABLE_PROFILE = False
 """Set it to profile the coordinator's saves and loads."""
 DCP_LOGGER_NAME = "dcp_logger"
 _NAMED = ("storage_writer", "storage_reader", "planner")
-_READER_METHODS = ("prepare_local_plan", "prepare_global_plan", "read_data")
 _NOT_THERE = (FileNotFoundError, KeyError)
 """What readers raise if there is no checkpoint: those of files, and those that keep checkpoints in a dict."""
-_HF_METHODS = ("read_plain", "stored_chunk", "_process_read_request", "_read_files_from_queue")
 
 
 # -- the log of calls --------------------------------------------------------------------------------------------------
 #
 # Each step is logged on torch's logger by two messages, which are dicts, at level DEBUG: event "start" and "end", with the
 # checkpoint, the ranks, the time and, at the end, the duration in nanoseconds; and, where asked for, "exception" at level
-# ERROR. The logger has no handler unless the user adds one. An error in logging never reaches a save or a load.
+# ERROR. The logger has no handler unless the user adds one.
 
 
 _log_handlers.setdefault(DCP_LOGGER_NAME, logging.NullHandler())
@@ -106,45 +105,32 @@ def _is_handled() -> bool:
 def logged(func: Callable[P, T], name: str, *, log_exceptions: bool = False, **known: Any) -> Callable[P, T]:
     """Return a function that logs each call under a name."""
 
-    def emit(log_at: Callable[[object], None], message: dict[str, Any], **fields: Any) -> None:
-        try:
-            # A new dict for each message, because a handler may keep it.
-            log_at({**message, **{key: str(each) if key == "error" else each for key, each in fields.items()}})
-        except Exception:
-            log.debug("a handler of %s failed", _dcp_logger.name, exc_info=True)
-
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         if not _is_handled():
             return func(*args, **kwargs)
         began = time.time_ns()
-        message: dict[str, Any] = {"func_name": name}
-        try:
-            message = _get_msg_dict(name, *args, **{**known, **kwargs})
-        except Exception:
-            # For instance a group that this rank is not in. The call itself raises an error for it.
-            log.debug("the arguments of %s could not be logged", name, exc_info=True)
-        message["log_exceptions"] = log_exceptions
-        emit(_dcp_logger.debug, message, event="start", time=began)
+        message = _get_msg_dict(name, *args, **{**known, **kwargs}) | {"log_exceptions": log_exceptions}
+        # A new dict for each message, because a handler may keep it.
+        _dcp_logger.debug({**message, "event": "start", "time": began})
         try:
             result = func(*args, **kwargs)
         except BaseException as error:
             if log_exceptions:
-                emit(_dcp_logger.error, message, event="exception", error=error, time=time.time_ns())
+                ended = time.time_ns()
+                _dcp_logger.error({**message, "event": "exception", "error": str(error), "time": ended})  # noqa: TRY400
             raise
         ended = time.time_ns()
-        emit(_dcp_logger.debug, message, event="end", time=ended, times_spent=ended - began)
+        _dcp_logger.debug({**message, "event": "end", "time": ended, "times_spent": ended - began})
         return result
 
     return wrapper
 
 
-def log_fields_of(storage: object, group: object) -> dict[str, Any]:
-    """Return the arguments for the messages of each step: the checkpoint and the ranks, if the storage has an id."""
-    try:
-        checkpoint_id = getattr(storage, "checkpoint_id", None)
-    except Exception:  # noqa: BLE001 - a storage of the user's may have a property that fails
-        checkpoint_id = None
-    return {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id, "process_group": group}
+def step_logger(storage: object, group: object) -> Callable[[Callable[P, T], str], Callable[P, T]]:
+    """Return `logged` for the steps of a call: messages name the checkpoint and the ranks, if the storage has an id."""
+    checkpoint_id = getattr(storage, "checkpoint_id", None)
+    known = {} if checkpoint_id is None else {"checkpoint_id": checkpoint_id, "process_group": group}
+    return functools.partial(logged, **known)
 
 
 def _msg_dict_from_dcp_method_args(*args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ARG001 - torch's arguments
@@ -241,23 +227,30 @@ def is_alone(no_dist: bool) -> bool:
     return no_dist or not is_initialised()
 
 
-def without_ranks(no_dist: bool, verb: str) -> bool:
-    """Return whether a call involves this process only, and warn if so."""
+def without_ranks(no_dist: bool, verb: str, *, decorators: int) -> bool:
+    """Return whether a call involves this process only; if so, warn where the decorated function was called."""
     alone = is_alone(no_dist)
     if alone:
-        # Three levels up: past the caller's own decorator, to the user.
-        warnings.warn(f"torch.distributed is not in use: this process {verb} on its own", stacklevel=4)
+        warnings.warn(f"torch.distributed is not in use: this process {verb} on its own", stacklevel=3 + decorators)
     return alone
 
 
 def is_stateful(value: object) -> bool:
-    """Return whether an object has a state of its own."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
+def state_of(value: Any) -> Any:
+    """Return the state of a stateful value; any other value itself."""
+    return value.state_dict() if is_stateful(value) else value
+
+
+@_dcp_method_logger(log_exceptions=True)
 def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state in which stateful values are replaced by their state."""
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+    """Return a state in which stateful values are replaced by their state; how long each of them takes is logged."""
+    return {
+        key: logged(state_of, f"_stateful_to_state_dict.{key}", log_exceptions=True)(value)
+        for key, value in state_dict.items()
+    }
 
 
 def modules_in(state_dict: Mapping[str, Any]) -> list[nn.Module]:
@@ -265,62 +258,47 @@ def modules_in(state_dict: Mapping[str, Any]) -> list[nn.Module]:
     return [value for value in state_dict.values() if isinstance(value, nn.Module)]
 
 
-# -- exclusive use of writers and planners -----------------------------------------------------------------------------
+# -- writers and planners that several saves use ------------------------------------------------------------------------
+#
+# Writers and planners hold the state of a save. A save therefore waits for asynchronous ones that began before it and use one
+# of the same objects.
 
 
-class Reservation:
-    """
-    The exclusive use of a writer and a planner by one save.
+class SaveUnderWay(NamedTuple):
+    """An asynchronous save, and the writer and the planner that it uses."""
 
-    Writers and planners hold the state of a save, so two saves must not use one at the same time. A save reserves both when
-    it is called, and starts when all earlier reservations of either are released. Because both are reserved at once, no
-    two saves can wait for each other.
-    """
-
-    def __init__(self, *objects: Any, what: str, thread: Callable[[], int | None] | None = None) -> None:
-        """Reserve objects, except None, for a save to `what`; `thread` returns the id of its thread, by default this one."""
-        here = threading.get_ident()
-        self.what = what
-        self.thread = thread or (lambda: here)
-        self._objects = [each for each in objects if each is not None]
-        self._changed, self._reserved = _reservations()
-        with self._changed:
-            self._reserved.append(self)
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for the earlier reservations, and hold this one during the block."""
-        try:
-            with self._changed:
-                if (found := self._earlier()) is not None:
-                    used, other = found
-                    log.warning("a save to %s waits for the one to %s, which uses the same %s", self.what, other, used)
-                self._changed.wait_for(lambda: self._earlier() is None)
-            yield
-        finally:
-            self.release()
-
-    def _earlier(self) -> tuple[str, str] | None:
-        """Return the class of an object with an earlier reservation, and where that save goes."""
-        for each in self._objects:
-            first = next(other for other in self._reserved if any(each is used for used in other._objects))
-            if first is not self and first.thread() != threading.get_ident():  # one of this thread encloses this save
-                return type(each).__qualname__, first.what
-        return None
-
-    def release(self) -> None:
-        """Release the objects; the next reservation can proceed."""
-        with self._changed:
-            if self in self._reserved:
-                self._reserved.remove(self)
-            self._changed.notify_all()
+    handle: SaveHandle[Any]
+    uses: set[int]
+    """The ids of both: nothing here may keep alive the state that they hold."""
+    thread: Callable[[], int | None]
+    """Returns the id of the thread that runs it, once there is one."""
 
 
-def _no_reservations() -> tuple[threading.Condition, list[Reservation]]:
-    return threading.Condition(), []  # in the order of the calls
+_under_way = per_process(list[SaveUnderWay])  # in the order of the calls; saves outlive them
 
 
-_reservations = per_process(_no_reservations)  # saves outlive their calls
+def note_save(handle: SaveHandle[Any], *uses: object, thread: Callable[[], int | None]) -> None:
+    """Add a save to those that later ones wait for."""
+    saves = _under_way()
+    saves[:] = [each for each in saves if not each.handle.done()]
+    saves.append(SaveUnderWay(handle, _ids(uses), thread))
+
+
+def saves_using(*objects: object) -> list[SaveUnderWay]:
+    """Return the asynchronous saves that have not ended and use one of these objects, which may be None."""
+    return [each for each in _under_way() if not each.handle.done() and each.uses & _ids(objects)]
+
+
+def _ids(objects: Sequence[object]) -> set[int]:
+    return {id(each) for each in objects if each is not None}
+
+
+def wait_for(saves: Sequence[SaveUnderWay], what: str) -> None:
+    """Wait for earlier saves before one to `what`; those of this thread enclose it, or come after it."""
+    for each in saves:
+        if each.thread() != threading.get_ident() and not each.handle.done():
+            log.warning("a save to %s waits for the one to %s, which uses the same objects", what, each.handle.where)
+            each.handle.outcome()
 
 
 def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer: object) -> str:
@@ -333,6 +311,7 @@ def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer:
 
 
 @_api_bc_check
+@_dcp_method_logger(log_exceptions=True)
 def save(
     state_dict: protocol.STATE_DICT_TYPE,
     *,
@@ -364,33 +343,13 @@ def save(
         CheckpointException: a rank failed. Raised on all ranks, with the errors of all ranks.
 
     """
-    no_dist = without_ranks(no_dist, "saves")
-
-    def call() -> protocol.Metadata:
-        reservation = Reservation(storage_writer, planner, what=destination_of(checkpoint_id, storage_writer))
-        with reservation.taken(), _profile():
-            writer = _storage_setup(storage_writer, checkpoint_id)
-            ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
-            state = in_step(ranks, lambda: _logged_states(state_dict))
-            return run_save(ranks, state, writer, planner, use_collectives, modules_in(state_dict))
-
-    fields = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
-    return logged(call, "save", log_exceptions=True, process_group=process_group, **fields)()
-
-
-def _logged_states(state_dict: protocol.STATE_DICT_TYPE) -> protocol.STATE_DICT_TYPE:
-    """Replace each stateful value by its state, and log how long each of them takes."""
-    name = _stateful_to_state_dict.__name__
-
-    def states() -> protocol.STATE_DICT_TYPE:
-        if not _is_handled():
-            return _stateful_to_state_dict(state_dict)
-        return {
-            key: logged(_stateful_to_state_dict, f"{name}.{key}", log_exceptions=True)({key: value})[key]
-            for key, value in state_dict.items()
-        }
-
-    return logged(states, name, log_exceptions=True)()
+    no_dist = without_ranks(no_dist, "saves", decorators=2)
+    wait_for(saves_using(storage_writer, planner), destination_of(checkpoint_id, storage_writer))
+    with _profile():
+        writer = _storage_setup(storage_writer, checkpoint_id)
+        ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
+        state = in_step(ranks, lambda: _stateful_to_state_dict(state_dict))
+        return run_save(ranks, state, writer, planner, use_collectives, modules_in(state_dict))
 
 
 @deprecated("`save_state_dict` is deprecated: use `save`", category=FutureWarning)
@@ -403,8 +362,8 @@ def save_state_dict(
     planner: protocol.SavePlanner | None = None,
 ) -> protocol.Metadata:
     """Save a state without replacing stateful values by their state. Deprecated: use `save`."""
-    reservation = Reservation(storage_writer, planner, what=destination_of(None, storage_writer))
-    with reservation.taken(), _profile():
+    wait_for(saves_using(storage_writer, planner), destination_of(None, storage_writer))
+    with _profile():
         storage_writer.reset()
         return _save_state_dict(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner)
 
@@ -437,8 +396,7 @@ def run_save(
         return layout.metadata(committed)
     call = _Save(ranks, state, storage_writer, planner, use_collectives)
     with ranks.call() as together:
-        fields = log_fields_of(storage_writer, ranks.group)
-        saved: protocol.Metadata = run_steps(together, call, use_collectives, **fields)
+        saved: protocol.Metadata = run_steps(together, call, use_collectives, step_logger(storage_writer, ranks.group))
     return saved
 
 
@@ -451,34 +409,18 @@ def default_session(
     copies: bool = False,
 ) -> tuple[DefaultSave, SaveSession, SaveEvents]:
     """Begin a save by the default planner; `copies`: the state may change as soon as it is described."""
-    layout = DefaultSave(
-        writer,
-        cast("DefaultSavePlanner | None", planner),
-        rank=ranks.rank,
-        world_size=ranks._world.size,
-        leads=ranks.is_coordinator,
-        copies=copies,
-        modules=modules,
-    )
-    fields, phases, store = log_fields_of(writer, ranks.group), Phases(), layout.store
-    session = SaveSession(
-        layout,
-        store,
-        ranks._world,
-        Options(),
-        phases=phases,
-        meet=ranks.call,
-        logged=lambda function, name: logged(function, name, **fields),
-    )
+    layout = DefaultSave(writer, cast("DefaultSavePlanner | None", planner), ranks, modules, copies)
+    phases, store, log_step = Phases(), layout.store, step_logger(writer, ranks.group)
+    session = SaveSession(layout, store, ranks._world, Options(), phases=phases, meet=ranks.call, logged=log_step)
     return layout, session, SaveEvents(phases, rank=ranks._world.rank, where=store.url)
 
 
-def run_steps(ranks: _DistWrapper, call: Any, use_collectives: bool, **fields: Any) -> Any:
+def run_steps(ranks: _DistWrapper, call: Any, use_collectives: bool, log_step: Callable[..., Any] = logged) -> Any:
     """Make the steps of a save together with the other ranks: of a `_Save`, or of one in another process."""
-    local_step = logged(call.plan, "local_step", **fields)
-    global_step = logged(call.decide, "global_step", **fields)
-    write_data = logged(call.write, "write_data", **fields)
-    finish_checkpoint = logged(call.finish, "finish_checkpoint", **fields)
+    local_step = log_step(call.plan, "local_step")
+    global_step = log_step(call.decide, "global_step")
+    write_data = log_step(call.write, "write_data")
+    finish_checkpoint = log_step(call.finish, "finish_checkpoint")
     if not use_collectives:
         # One step for everything: ranks need nothing from each other, but each must learn when another one fails.
         mine: list[Any] = []
@@ -534,7 +476,6 @@ class _Save:
         """Whether the coordinator has started to commit."""
 
     def plan(self) -> protocol.SavePlan:
-        """Return this rank's plan."""
         state_dict, leads = self._state(), self._ranks.is_coordinator
         storage_meta = self._to_planner(self._writer.storage_meta())
         if "storage_meta" in inspect.signature(self._planner.set_up_planner).parameters:
@@ -553,7 +494,6 @@ class _Save:
         return self._writer.prepare_local_plan(plan)
 
     def decide(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
-        """Return the plan of each rank, and keep the metadata."""
         decided, self._metadata = self._planner.create_global_plan(self._to_planner(plans))
         final = self._writer.prepare_global_plan(self._to_writer(list(decided)))
         return self._writer._settle_plans(final) if isinstance(self._writer, _FileSystemWriter) else final
@@ -565,7 +505,6 @@ class _Save:
         return self._writer._alone_s(self._metadata)
 
     def write(self, plan: protocol.SavePlan) -> list[protocol.WriteResult]:
-        """Write the items of this rank's plan."""
         final = self._to_writer(self._planner.finish_plan(self._to_planner(plan)))
         if not plan.usable and plan.storage_data is not None:
             # The planner returned its cached plan of an earlier save; the writer's data for this save are in `plan`.
@@ -582,7 +521,7 @@ class _Save:
     def supersede_common(self) -> None:
         """Remove the metadata of all ranks together, where each rank has written its own."""
         if isinstance(self._writer, _FileSystemWriter):
-            self._writer._supersede_common()
+            self._writer._commit().supersede_common()
 
     def finish(self, results: list[list[protocol.WriteResult]], alone_s: float = 0.0) -> protocol.Metadata:
         """Commit the checkpoint, and return its metadata."""
@@ -600,6 +539,7 @@ class _Save:
 
 
 @_api_bc_check
+@_dcp_method_logger(log_exceptions=True)
 def load(
     state_dict: dict[str, Any],
     *,
@@ -627,25 +567,20 @@ def load(
         CheckpointException: a rank failed. Raised on all ranks, with the errors of all ranks.
 
     """
-    no_dist = without_ranks(no_dist, "loads")
-
-    def call() -> None:
-        with _profile():
-            reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
-            # Sorted, because objects that communicate in `state_dict` must be called in the same order on all ranks.
-            keys = sorted(state_dict)
-            ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
-            state = in_step(ranks, lambda: _stateful_to_state_dict({key: state_dict[key] for key in keys}))
-            _run_load(ranks, state, reader, planner)
-            filled = state()
-            for key in keys:
-                if is_stateful(state_dict[key]):
-                    state_dict[key].load_state_dict(filled[key])
-                else:
-                    state_dict[key] = filled[key]
-
-    fields = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
-    logged(call, "load", log_exceptions=True, process_group=process_group, **fields)()
+    no_dist = without_ranks(no_dist, "loads", decorators=2)
+    with _profile():
+        reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
+        # Sorted, because objects that communicate in `state_dict` must be called in the same order on all ranks.
+        keys = sorted(state_dict)
+        ranks = _DistWrapper(process_group, not no_dist, coordinator_rank=0)
+        state = in_step(ranks, lambda: {key: state_of(state_dict[key]) for key in keys})
+        _run_load(ranks, state, reader, planner)
+        filled = state()
+        for key in keys:
+            if is_stateful(state_dict[key]):
+                state_dict[key].load_state_dict(filled[key])
+            else:
+                state_dict[key] = filled[key]
 
 
 @deprecated("`load_state_dict` is deprecated: use `load`", category=FutureWarning)
@@ -671,7 +606,7 @@ def _load_state_dict_from_keys(
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return a checkpoint, whole and on the CPU; "model" stands for "model.weight" and "model.bias"."""
-    no_dist = without_ranks(no_dist=False, verb="loads")
+    no_dist = without_ranks(no_dist=False, verb="loads", decorators=0)
     reader = _storage_setup(storage_reader, checkpoint_id, reader=True)
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
@@ -701,28 +636,16 @@ def _run_load(
         if not loads_by_default(storage_reader, planner) or not _load_by_default(
             together, state, storage_reader, planner
         ):
-            _load_items(together, state, storage_reader, planner)
+            _load_items(together, state, storage_reader, planner or DefaultLoadPlanner())
 
 
 def _load_by_default(
-    ranks: _DistWrapper,
-    state: Callable[[], dict[str, Any]],
-    reader: FileSystemReader,
-    planner: protocol.LoadPlanner | None,
+    ranks: _DistWrapper, state: Callable[[], dict[str, Any]], reader: FileSystemReader, planner: object
 ) -> bool:
     """Load in the engine's session; False if there is no checkpoint of all ranks that it can open."""
     target = DefaultTarget(state, reader, cast("DefaultLoadPlanner | None", planner))
-    phases, store, fields = Phases(), reader.open_store(), log_fields_of(reader, ranks.group)
-    session = LoadSession(
-        target,
-        store,
-        ranks._world,
-        ranks,
-        phases,
-        Options(),
-        complete=False,
-        logged=lambda function, name: logged(function, name, **fields),
-    )
+    phases, store, log_step = Phases(), reader.open_store(), step_logger(reader, ranks.group)
+    session = LoadSession(target, store, ranks._world, ranks, phases, Options(), complete=False, logged=log_step)
     try:
         opened = session.open(find_committed)
     except CheckpointException as failed:
@@ -739,93 +662,66 @@ def _load_by_default(
 def _load_items(
     ranks: _DistWrapper,
     state: Callable[[], dict[str, Any]],
-    storage_reader: protocol.StorageReader,
-    planner: protocol.LoadPlanner | None,
+    reader: protocol.StorageReader,
+    planner: protocol.LoadPlanner,
 ) -> None:
-    call = _Load(ranks, DefaultLoadPlanner() if planner is None else planner, storage_reader)
-    fields = log_fields_of(storage_reader, ranks.group)
-    local_step = logged(lambda: call.plan(state()), "local_step", **fields)
-    global_step = logged(call.decide, "global_step", **fields)
-    read_data = logged(call.read, "read_data", **fields)
-    plan = ranks.reduce_scatter("plan", local_step, global_step)
-    ranks.all_gather("read", lambda: read_data(plan))
+    """Load item by item: planner and reader are called in torch's order."""
+    to_reader, to_planner = protocol.translator(planner, reader), protocol.translator(reader, planner)
 
-
-class _RankReport(NamedTuple):
-    """What a rank sends to the coordinator."""
-
-    common: bool
-    """Whether the metadata are those of all ranks."""
-    plan: protocol.LoadPlan
-
-
-class _Load:
-    """The steps of one load."""
-
-    def __init__(
-        self, ranks: _DistWrapper, planner: protocol.LoadPlanner, storage_reader: protocol.StorageReader
-    ) -> None:
-        self._ranks = ranks
-        self._planner = planner
-        self._reader = storage_reader
-        self._to_reader = protocol.translator(planner, storage_reader)
-        self._to_planner = protocol.translator(storage_reader, planner)
-
-    def plan(self, state_dict: dict[str, Any]) -> _RankReport:
-        """Return this rank's plan."""
-        leads = self._ranks.is_coordinator
-        metadata, common = self._read_metadata()
-        self._planner.set_up_planner(state_dict, protocol.to_classes_of(self._planner, metadata), leads)
-        if takes(self._reader.set_up_storage_reader, "rank", "use_collectives"):
-            self._reader.set_up_storage_reader(metadata, leads, rank=self._ranks.rank, use_collectives=common)
+    def local_step() -> tuple[bool, protocol.LoadPlan]:
+        """Return whether the metadata are those of all ranks, and this rank's plan."""
+        state_dict, leads = state(), ranks.is_coordinator
+        metadata, common = _read_metadata(reader, ranks.rank)
+        planner.set_up_planner(state_dict, protocol.to_classes_of(planner, metadata), leads)
+        if takes(reader.set_up_storage_reader, "rank", "use_collectives"):
+            reader.set_up_storage_reader(metadata, leads, rank=ranks.rank, use_collectives=common)
         else:
-            self._reader.set_up_storage_reader(metadata, leads)
-        plan = self._reader.prepare_local_plan(self._to_reader(self._planner.create_local_plan()))
-        return _RankReport(common, plan)
+            reader.set_up_storage_reader(metadata, leads)
+        return common, reader.prepare_local_plan(to_reader(planner.create_local_plan()))
 
-    def decide(self, reports: list[_RankReport]) -> list[protocol.LoadPlan]:
-        """Return the plan of each rank."""
-        found = [rank for rank, each in enumerate(reports) if each.common]
+    def global_step(reports: list[tuple[bool, protocol.LoadPlan]]) -> list[protocol.LoadPlan]:
+        found = [rank for rank, (common, _) in enumerate(reports) if common]
         if 0 < len(found) < len(reports):
             raise RanksDisagree(
                 f"only ranks {found} of {len(reports)} found the checkpoint's metadata, the others only their own",
                 hint="wait until all ranks see the same files, or delete those of the older of two checkpoints",
             )
-        plans = self._planner.create_global_plan(self._to_planner([each.plan for each in reports]))
-        return list(self._reader.prepare_global_plan(self._to_reader(list(plans))))
+        plans = planner.create_global_plan(to_planner([plan for _, plan in reports]))
+        return list(reader.prepare_global_plan(to_reader(list(plans))))
 
-    def read(self, plan: protocol.LoadPlan) -> None:
-        """Read this rank's items."""
-        final = self._to_reader(self._planner.finish_plan(self._to_planner(plan)))
-        reads = self._reader.read_data(final, self._planner)
+    def read_data() -> None:
+        reads = reader.read_data(to_reader(planner.finish_plan(to_planner(plan))), planner)
         reads.wait()
         # A reader that fails in the background reports it only through its future.
         reads.value()
 
-    def _read_metadata(self) -> tuple[protocol.Metadata, bool]:
-        """
-        Return the checkpoint's metadata, or else those that this rank alone wrote; and whether they are the checkpoint's.
+    log_step: Callable[..., Any] = step_logger(reader, ranks.group)
+    plan = ranks.reduce_scatter("plan", log_step(local_step, "local_step"), log_step(global_step, "global_step"))
+    ranks.all_gather("read", log_step(read_data, "read_data"))
 
-        The rank's own metadata count only if there are no others. If the checkpoint's metadata exist but cannot be read,
-        the rank's own were left by an older save.
-        """
-        causes = ["metadata is None"]
+
+def _read_metadata(reader: protocol.StorageReader, rank: int) -> tuple[protocol.Metadata, bool]:
+    """
+    Return the checkpoint's metadata, or else those that this rank alone wrote; and whether they are the checkpoint's.
+
+    The rank's own metadata count only if there are no others. If the checkpoint's metadata exist but cannot be read,
+    the rank's own were left by an older save.
+    """
+    causes = ["metadata is None"]
+    try:
+        if (metadata := reader.read_metadata()) is not None:
+            return metadata, True
+    except Exception as error:  # the storage may be the user's
+        causes.append(f"global metadata read failed: {error}")
+        if not isinstance(error, _NOT_THERE):
+            hint = "the checkpoint may be intact: try again, or find out what is wrong with its metadata"
+            raise NoMetadata("; ".join(causes), hint=hint) from error
+    if takes(reader.read_metadata, "rank"):
         try:
-            if (metadata := self._reader.read_metadata()) is not None:
-                return metadata, True
-        except Exception as error:  # the storage may be the user's
-            causes.append(f"global metadata read failed: {error}")
-            if not isinstance(error, _NOT_THERE):
-                hint = "the checkpoint may be intact: try again, or find out what is wrong with its metadata"
-                raise NoMetadata("; ".join(causes), hint=hint) from error
-        if takes(self._reader.read_metadata, "rank"):
-            try:
-                if (metadata := self._reader.read_metadata(rank=self._ranks.rank)) is not None:
-                    log.warning("the checkpoint has no common metadata; this rank's own are used")
-                    return metadata, False
-            except Exception as error:  # noqa: BLE001 - the storage may be the user's; raised below
-                causes.append(f"rank local metadata read failed: {error}")
-        broken = (
-            broken_path(self._reader.open_store(), inside=True) if isinstance(self._reader, FileSystemReader) else ""
-        )
-        raise NoMetadata("; ".join(causes), hint=broken or "is there a complete checkpoint at this place?")
+            if (metadata := reader.read_metadata(rank=rank)) is not None:
+                log.warning("the checkpoint has no common metadata; this rank's own are used")
+                return metadata, False
+        except Exception as error:  # noqa: BLE001 - the storage may be the user's; raised below
+            causes.append(f"rank local metadata read failed: {error}")
+    broken = broken_path(reader.open_store(), inside=True) if isinstance(reader, FileSystemReader) else ""
+    raise NoMetadata("; ".join(causes), hint=broken or "is there a complete checkpoint at this place?")

@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import IO, Any, TypeVar, cast
 
@@ -29,7 +29,7 @@ from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.dtypes import DType, known_to_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.torch import ItemLocation, Sums, item_location, metadata_name, sums_of
+from shardkeep.layouts.torch import ItemLocation, item_location, metadata_name, sums_of
 from shardkeep.layouts.torch_pickle import read_metadata
 from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices
@@ -38,9 +38,17 @@ from shardkeep.storage.base import Store
 
 log = logging.getLogger("shardkeep")
 T = TypeVar("T")
+_Located = tuple[protocol.ReadItem, ItemLocation]
 
 
 # -- items -------------------------------------------------------------------------------------------------------------
+
+
+def completed(value: T) -> Future[T]:
+    """Return a future that has a result."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 def fill_targets(
@@ -74,102 +82,62 @@ class _WrongTarget(StateMismatch, AssertionError):
     """A planner returned a tensor of another size than it requested."""
 
 
-def batches_for(planner: protocol.LoadPlanner, items: Sequence[T], nbytes: Callable[[T], int]) -> Iterable[Sequence[T]]:
-    """Divide items into batches of bounded size, if the planner may allocate tensors in `resolve_tensor`."""
-    own = getattr(type(planner), "resolve_tensor", None)
-    if own is DefaultLoadPlanner.resolve_tensor and "resolve_tensor" not in vars(planner):
-        return [items]
-    return item_batches(items, nbytes)
-
-
-class _PlanReader:
-    """Reads the items of a load plan from files of torch's layout."""
-
-    def __init__(
-        self,
-        store: Store | file_systems.StreamStore,
-        metadata: protocol.Metadata | None,
-        places: Mapping[Any, Any],
-        planner: protocol.LoadPlanner,
-        transforms: Any,
-    ) -> None:
-        self._options = Options()
-        self._files = ItemFiles(store, _sums_in(metadata))
-        self._entries = {} if metadata is None else metadata.state_dict_metadata
-        self._chunk_sizes: dict[str, dict[Ints, Ints]] = {}
-        self._places = places
-        self._planner = planner
-        self._transforms = transforms
-
-    def read(self, plan: protocol.LoadPlan) -> None:
-        """Read every item of the plan."""
-        wanted = [(request, self._location(request)) for request in plan.items]
-        objects = [each for each in wanted if each[0].type == protocol.LoadItemType.BYTE_IO]
-        tensors = [each for each in wanted if each[0].type != protocol.LoadItemType.BYTE_IO]
-        for some in item_batches(objects, lambda each: each[1].nbytes):
-            self._read_objects(some)
-        planner = self._planner
-        casts: dict[str, str] = {}
-        for batch in batches_for(planner, tensors, lambda each: each[1].nbytes):
-            casts |= self._read_tensors(batch)
-        if isinstance(planner, DefaultLoadPlanner):
-            return  # it has logged conversions itself
-        for change in sorted(set(casts.values())):
-            key = next(key for key, each in casts.items() if each == change)
-            log.warning("tensors are converted as they are loaded: %s (%r, and perhaps others)", change, key)
-
-    def _location(self, request: protocol.ReadItem) -> ItemLocation:
-        info = self._places.get(request.storage_index)
+def _read_archives(reader: FileSystemReader, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> None:
+    """Read every item of a plan from files of torch's layout."""
+    metadata, options = reader._metadata, Options()
+    files = ItemFiles(reader.readable_store(), sums_of(metadata))
+    objects: list[_Located] = []
+    tensors: list[_Located] = []
+    for request in plan.items:
+        info = reader.storage_data.get(request.storage_index)
         if info is None:
             key = request.storage_index.fqn
             raise MalformedFile(f"the metadata do not say where {request.storage_index} is", key=key)
-        return item_location(info)
+        is_object = request.type == protocol.LoadItemType.BYTE_IO
+        (objects if is_object else tensors).append((request, item_location(info)))
 
-    def _read_objects(self, some: list[tuple[protocol.ReadItem, ItemLocation]]) -> None:
-        items = [self._files.item(place, request.storage_index.fqn) for request, place in some]
-        raw = read_items(self._files, items, self._options)
+    def undo(request: protocol.ReadItem, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+        made: IO[bytes] = reader.transforms.transform_load_stream(request, descriptors, stream)
+        return made
+
+    for some in item_batches(objects, lambda each: each[1].nbytes):
+        raw = read_items(files, [files.item(place, request.storage_index.fqn) for request, place in some], options)
         for (request, place), data in zip(some, raw, strict=True):
             stream = io.BytesIO(data)
             if place.descriptors:
-                stream = io.BytesIO(self._plain_stream(request, place.descriptors, stream).read(-1))
-            self._planner.load_bytes(request, stream)
+                stream = io.BytesIO(undo(request, place.descriptors, stream).read(-1))
+            planner.load_bytes(request, stream)
+    described = _stored_chunks({} if metadata is None else metadata.state_dict_metadata)
+    casts: dict[str, str] = {}
+    for some in item_batches(tensors, lambda each: each[1].nbytes):
 
-    def _read_tensors(self, some: Sequence[tuple[protocol.ReadItem, ItemLocation]]) -> dict[str, str]:
-        """Read tensors, and return which keys were converted from one dtype to another."""
-
-        def fill(targets: Sequence[torch.Tensor]) -> dict[str, str]:
+        def fill(targets: Sequence[torch.Tensor], some: Sequence[_Located] = some) -> dict[str, str]:
             wanted = []
             for (request, place), target in zip(some, targets, strict=True):
-                shape, dtype = self._chunk(request)
+                index = request.storage_index
+                shape, dtype = described.get((index.fqn, index.offset), ((), None))
                 box = Box(tuple(request.storage_offsets), tuple(request.lengths))
-                wanted.append(ChunkRequest(place, request.storage_index.fqn, shape, dtype, box, target, request))
-            return fill_items(self._files, wanted, self._options, undo=self._plain_stream)
+                wanted.append(ChunkRequest(place, index.fqn, shape, dtype, box, target, request))
+            return fill_items(files, wanted, options, undo=undo)
 
-        return fill_targets([request for request, _ in some], self._planner, fill)
-
-    def _plain_stream(self, request: protocol.ReadItem, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
-        made: IO[bytes] = self._transforms.transform_load_stream(request, descriptors, stream)
-        return made
-
-    def _chunk(self, request: protocol.ReadItem) -> tuple[Ints, DType | None]:
-        """Return shape and dtype of the chunk that a request reads from; no dtype if the metadata do not describe it."""
-        index = request.storage_index
-        entry: Any = self._entries.get(index.fqn)
-        if entry is None or not protocol.is_tensor_entry(entry):
-            return (), None
-        sizes = self._chunk_sizes.get(index.fqn)
-        if sizes is None:
-            sizes = self._chunk_sizes[index.fqn] = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}
-        shape = sizes.get(tuple(index.offset) if index.offset is not None else (0,) * len(entry.size))
-        dtype = known_to_torch().get(entry.properties.dtype)
-        return ((), None) if shape is None else (shape, dtype)
+        casts |= fill_targets([request for request, _ in some], planner, fill)
+    if isinstance(planner, DefaultLoadPlanner):
+        return  # it has logged conversions itself
+    for change in sorted(set(casts.values())):
+        key = next(key for key, each in casts.items() if each == change)
+        log.warning("tensors are converted as they are loaded: %s (%r, and perhaps others)", change, key)
 
 
-def _sums_in(metadata: protocol.Metadata | None) -> dict[str, Sums]:
-    try:
-        return sums_of(metadata)
-    except (AttributeError, TypeError, ValueError) as exc:
-        raise MalformedFile(f"the checksums of the data files in the metadata are malformed: {exc}") from exc
+def _stored_chunks(entries: Mapping[str, Any]) -> dict[tuple[str, Ints | None], tuple[Ints, DType | None]]:
+    """Return shape and dtype of each chunk, by the key and the offsets in its index; those of a whole tensor may be None."""
+    known, found = known_to_torch(), dict[tuple[str, Ints | None], tuple[Ints, DType | None]]()
+    for key, entry in entries.items():
+        for chunk in entry.chunks if protocol.is_tensor_entry(entry) else ():
+            form = tuple(chunk.sizes), known.get(entry.properties.dtype)
+            found[key, chunk.offsets] = form
+            if not any(chunk.offsets):
+                found[key, None] = form
+    return found
 
 
 def _read_native(
@@ -294,10 +262,8 @@ class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
         if self._native is not None:
             _read_native(self._native, self.storage_data, plan, planner)
         else:
-            _PlanReader(self.readable_store(), self._metadata, self.storage_data, planner, self.transforms).read(plan)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            _read_archives(self, plan, planner)
+        return completed(None)
 
 
 class FsspecReader(FileSystemReader):
@@ -353,15 +319,12 @@ class _ReaderView(io.IOBase):
         return target
 
     def tell(self) -> int:
-        """Return the position, from the start of the view."""
         return self.base_stream.tell() - self.offset
 
     def readable(self) -> bool:
-        """Return whether the stream can be read."""
         return self.base_stream.readable()
 
     def seekable(self) -> bool:
-        """Return whether the stream can seek."""
         return self.base_stream.seekable()
 
     def readinto(self, b: Any) -> int:
@@ -385,5 +348,4 @@ class _ReaderView(io.IOBase):
 
 
 def _create_file_view(file: io.IOBase, offset: int, length: int) -> io.IOBase:
-    """Return a part of a stream as a stream."""
     return _ReaderView(file, offset, length)

@@ -4,8 +4,8 @@
 Data files get names that no other file has. The metadata, which name them, are put in place last and in one step; only then
 are the files of the replaced checkpoint removed. A save that fails or dies leaves the old checkpoint intact.
 
-Tensors of a default planner, written unchanged to a local disk or a store, go through the engine's file jobs. Everything
-else is written as a stream, item by item: other file systems, stream extensions, planners that create what they save.
+Saves in which nothing of the user's takes part go through the engine (`default_save`). All others are written here, as
+streams, item by item: other file systems, stream extensions, planners that create what they save.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import io
-import math
 import os
 import queue
-import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import IO, Any, NamedTuple, TypeGuard, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,29 +29,27 @@ import xxhash
 from torch.futures import Future
 
 from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
-from shardkeep.dcp._impl.file_reader import open_with_fsspec
-from shardkeep.dcp._impl.hf_files import ItemTensor, aligned_order, header_of, planned_tensor
-from shardkeep.dcp._impl.planners import DefaultSavePlanner
+from shardkeep.dcp._impl.file_reader import completed, open_with_fsspec
+from shardkeep.dcp._impl.hf_files import ItemTensor, header_of, planned_tensor
 from shardkeep.engine.stagers import BlockingAsyncStager
 from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
-from shardkeep.engine.workers import WINDOW_NBYTES, FollowUpError, Scattered, budget_for_store, run_workers
-from shardkeep.engine.writer import MOST_FILES, FileJob, write_files
-from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointExists, StateError, UnsupportedLeaf
+from shardkeep.engine.workers import WINDOW_NBYTES, Scattered, run_workers
+from shardkeep.engine.writer import MOST_FILES, FileJob
+from shardkeep.errors import BrokenProtocol, CheckpointExists, StateError, UnsupportedLeaf
 from shardkeep.format.boxes import Ints
 from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.dtypes import known_to_torch, of_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import torch_values as protocol
+from shardkeep.layouts.safetensors import alignment_of
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_at
-from shardkeep.options import Options
 from shardkeep.state.leaves import synchronize_devices, wait_tensor
 from shardkeep.storage import file_systems
-from shardkeep.storage.base import Store, is_name
+from shardkeep.storage.base import Store
 from shardkeep.storage.buffers import address_of
-from shardkeep.storage.cancel import CancelScope
 
 _FILE_NBYTES = 256 << 20
 """A rank whose part is a multiple of this writes several files, if it may choose."""
@@ -61,9 +57,9 @@ _FILE_NBYTES = 256 << 20
 
 # -- bytes of files ----------------------------------------------------------------------------------------------------
 #
-# Items lie end to end, objects first, each tensor an archive as `torch.save` writes it. If the size of every item is known
-# beforehand, a file is laid out and goes through the write pipeline, straight from the tensors' memory. Otherwise (stream
-# extensions, stores that only take a stream) items are written one after the other. Both compute the digests of blocks.
+# Items lie end to end, objects first, each tensor an archive as `torch.save` writes it. In a save by the engine, a file is
+# laid out and goes through the write pipeline, straight from the tensors' memory. Otherwise items are written one after the
+# other. Both compute the digests of blocks.
 
 _ALIGNMENT = 64
 _LARGE_NBYTES = 1 << 20
@@ -71,8 +67,6 @@ _LARGE_ALIGNMENT = 4096
 """Large tensors are read and written with direct I/O, in whole pages."""
 
 Data = torch.Tensor | memoryview
-Wrap = Callable[[IO[bytes]], tuple[IO[bytes], list[str]]]
-"""Wraps a stream in one that transforms what is written; returns it and the descriptors of the extensions."""
 
 
 class WrittenItem(NamedTuple):
@@ -80,9 +74,9 @@ class WrittenItem(NamedTuple):
 
     offset: int
     nbytes: int
-    data_start: int | None
-    """Where the bytes of a dense row-major tensor begin; None for everything else."""
-    descriptors: list[str]
+    data_start: int | None = None
+    """Where the bytes of a dense row-major tensor begin; None for everything else, and where nobody asks."""
+    descriptors: Sequence[str] = ()
 
 
 def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -133,7 +127,7 @@ def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[F
             sources.append(tail.bytes)
             address.append(tail.address)
             sizes.append(len(tail.bytes))
-        placed.append(WrittenItem(at, end - at, begin, []))
+        placed.append(WrittenItem(at, end - at, begin))
         at = end
     ends = np.cumsum(np.array(sizes, np.int64))
     job = FileJob(
@@ -182,7 +176,6 @@ class HashingStream:
         self.nbytes = at
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
@@ -206,11 +199,9 @@ class HashingStream:
         self._room = self.block_nbytes
 
     def flush(self) -> None:
-        """Flush the stream below."""
         self._raw.flush()
 
     def tell(self) -> int:
-        """Return how many bytes were written."""
         return self.nbytes
 
     def digests(self) -> bytes:
@@ -220,36 +211,29 @@ class HashingStream:
         return b"".join(self._digests)
 
 
-def write_stream(out: HashingStream, items: Iterable[Data], wrap: Wrap, *, framed: bool = True) -> list[WrittenItem]:
-    """Write items one after the other, each taken from the iterable when it is written."""
+def write_stream(
+    out: HashingStream, items: Iterable[tuple[protocol.WriteItem, Data]], transforms: Any, *, framed: bool = True
+) -> list[WrittenItem]:
+    """Write items one after the other, through the extensions; each is taken from the iterable when it is written."""
     placed = []
-    for item in items:
+    for planned, item in items:
         offset = out.nbytes
-        stream, descriptors = wrap(out)  # type: ignore[arg-type]  # it writes as a file does
-        start = None
+        stream, descriptors = transforms.transform_save_stream(planned, out)
         if isinstance(item, torch.Tensor):
             head, tail = [each.bytes for each in _frame(item, offset)] if framed else (b"", b"")
             stream.write(head)
-            start = out.nbytes
             for part in windows_of(item, WINDOW_NBYTES):
                 stream.write(part)
             stream.write(tail)
         else:
             stream.write(item)
-        if descriptors or stream is not cast("Any", out):
+        if stream is not out:
             stream.close()
-        placed.append(WrittenItem(offset, out.nbytes - offset, None if descriptors else start, descriptors))
+        placed.append(WrittenItem(offset, out.nbytes - offset, None if framed else offset, list(descriptors)))
     return placed
 
 
 # -- items to files ----------------------------------------------------------------------------------------------------
-
-
-def _item_size(item: protocol.WriteItem) -> int | None:
-    """Return the bytes of an item's tensor; None for an object."""
-    if item.tensor_data is None:
-        return None
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _is_object(item: protocol.WriteItem) -> bool:
@@ -258,7 +242,7 @@ def _is_object(item: protocol.WriteItem) -> bool:
 
 def _split_by_size_and_type(bins: int, items: list[protocol.WriteItem]) -> list[list[protocol.WriteItem]]:
     """Distribute items over files: objects in turn, then the largest tensor first to the smallest file."""
-    return [[items[row] for row in bucket] for bucket in divide_rows(bins, list(map(_item_size, items)))]
+    return [[items[row] for row in bucket] for bucket in divide_rows(bins, list(map(protocol.chunk_nbytes, items)))]
 
 
 def divide_rows(bins: int, sizes: Sequence[int | None]) -> list[list[int]]:
@@ -290,88 +274,35 @@ class FilePlan(NamedTuple):
 
 
 def safetensors_plan(
-    plan: FilePlan, metadata: Mapping[str, str], measure: Callable[[protocol.WriteItem], ItemTensor] = planned_tensor
+    plan: FilePlan, metadata: Mapping[str, str], measure: Callable[[protocol.WriteItem], ItemTensor]
 ) -> FilePlan:
     """Return the plan of a safetensors file with these items."""
-    tensors = aligned_order(list(map(measure, plan.items)))
+    # In this order each tensor is aligned to its elements, without gaps between them.
+    tensors = sorted(map(measure, plan.items), key=lambda tensor: -alignment_of(tensor.nbytes))
     header = header_of(tensors, metadata, where=plan.name)
     return plan._replace(items=[tensor.item for tensor in tensors], tensors=tensors, header=header)
 
 
-def write_plans(
-    writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
-) -> list[protocol.WriteResult]:
-    """Write files; if one of them fails, all are removed. Items keep their order in safetensors files."""
-    plans = [
-        plan if plan.tensors is not None else plan._replace(items=sorted(plan.items, key=_is_object, reverse=True))
-        for plan in plans
-    ]
-    in_store = file_systems.store_of(writer.fs, writer.path) is not None and all(
-        is_name(plan.name) and str(plan.path) == str(writer.fs.concat_path(writer.path, plan.name)) for plan in plans
-    )
-    laid_out = in_store and resolves_in_place(planner) and _writes_unchanged(writer.transforms)
-    return (_write_laid_out if laid_out else _write_streams)(writer, planner, plans)
+def measured_tensor(planner: protocol.SavePlanner, item: protocol.WriteItem) -> ItemTensor:
+    """Return the tensor of an item as the planner makes it."""
+    data = resolve(planner, item)
+    if not isinstance(data, torch.Tensor):
+        raise not_dense(item)
+    return ItemTensor(item, of_torch(data.dtype, key=item.index.fqn), tuple(data.shape))
 
 
-# -- files whose layout is known in advance ----------------------------------------------------------------------------
+def resolve_planned(plan: FilePlan, planner: protocol.SavePlanner) -> Iterator[Data]:
+    """Return the data of each item; a tensor of a safetensors file must be what the header says."""
+    for number, item in enumerate(plan.items):
+        data = resolve(planner, item)
+        if plan.tensors is not None:
+            held = (of_torch(data.dtype), tuple(data.shape)) if isinstance(data, torch.Tensor) else None
+            if held != (plan.tensors[number].dtype, plan.tensors[number].shape):
+                raise not_dense(item)
+        yield data
 
 
-def resolves_in_place(planner: object) -> TypeGuard[DefaultSavePlanner]:
-    """Return whether a planner saves the values of the state as they are."""
-    return isinstance(planner, DefaultSavePlanner) and file_systems.keeps(
-        planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object")
-    )
-
-
-def _writes_unchanged(transforms: Any) -> bool:
-    return type(transforms) is _StorageWriterTransforms and not transforms.extensions
-
-
-def _write_laid_out(
-    writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
-) -> list[protocol.WriteResult]:
-    """Write files through the engine."""
-    options = Options()
-    store = writer.open_store()
-    resolved = [[_resolve(planner, item) for item in plan.items] for plan in plans]
-    as_planned = [list(map(_is_as_planned, plan.items, data)) for plan, data in zip(plans, resolved, strict=True)]
-    laid_out = [_lay_out(plan, of_file) for plan, of_file in zip(plans, resolved, strict=True)]
-    jobs = [job for job, _ in laid_out]
-    synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
-    threads = max(writer.thread_count, options.io_threads)
-    budget = budget_for_store(store, threads, options.host_budget_bytes, coded=False)
-    with CancelScope(budget=budget.room).active():
-        write_files(store, jobs, threads=budget.threads, window_nbytes=budget.window_nbytes)
-    results: list[protocol.WriteResult] = []
-    written = [job.name for job, _ in laid_out]
-    try:
-        for plan, (job, items), planned in zip(plans, laid_out, as_planned, strict=True):
-            sums, encoded = encode_sums(job.data_nbytes, job.block_nbytes, bytes(job.digests))
-            if writer.writes_sums:
-                written.append(f"{plan.name}{SUMS_SUFFIX}")  # before `put`, which may fail after the file exists
-                store.put(f"{plan.name}{SUMS_SUFFIX}", encoded, replace=True)
-            results += _results(plan, items, planned, sums)
-    except BaseException:
-        for name in written:
-            with suppress(CheckpointError):
-                store.delete(name)
-        raise
-    return results
-
-
-def _lay_out(plan: FilePlan, data: list[Data]) -> tuple[FileJob, list[WrittenItem]]:
-    if plan.tensors is None:
-        return lay_out(plan.name, data)
-    for tensor, each in zip(plan.tensors, data, strict=True):
-        _check_as_planned(tensor, each)
-    job, items = lay_out(plan.name, [memoryview(plan.header), *data], framed=False)
-    return job, items[1:]
-
-
-# -- single items ------------------------------------------------------------------------------------------------------
-
-
-def _resolve(planner: protocol.SavePlanner, item: protocol.WriteItem) -> Data:
+def resolve(planner: protocol.SavePlanner, item: protocol.WriteItem) -> Data:
     """Return the data of an item: a tensor whose memory can be written as it is, or bytes."""
     data = planner.resolve_data(item)
     key = item.index.fqn
@@ -395,53 +326,19 @@ def plain_or_saved(key: str, data: torch.Tensor) -> Data:
     return archive.getbuffer()
 
 
-def _is_as_planned(item: protocol.WriteItem, data: Data) -> bool:
-    """Return whether the bytes of a tensor are what its metadata will describe."""
-    planned = item.tensor_data
-    if planned is None or not isinstance(data, torch.Tensor):
-        return False
-    return data.dtype == planned.properties.dtype and tuple(data.shape) == tuple(planned.chunk.sizes)
-
-
-class NotAsPlanned(UnsupportedLeaf):
-    """A tensor of a safetensors file is not what its header says."""
-
-
-def measured_tensor(planner: protocol.SavePlanner, item: protocol.WriteItem) -> ItemTensor:
-    """Return the tensor of an item as the planner makes it."""
-    data = _resolve(planner, item)
-    if not isinstance(data, torch.Tensor):
-        raise _not_dense(item)
-    return ItemTensor(item, of_torch(data.dtype, key=item.index.fqn), tuple(data.shape))
-
-
-def _check_as_planned(tensor: ItemTensor, data: Data) -> None:
-    held = (of_torch(data.dtype), tuple(data.shape)) if isinstance(data, torch.Tensor) else None
-    if held != (tensor.dtype, tensor.shape):
-        raise _not_dense(tensor.item)
-
-
-def _not_dense(item: protocol.WriteItem) -> NotAsPlanned:
-    return NotAsPlanned(
+def not_dense(item: protocol.WriteItem) -> UnsupportedLeaf:
+    """Return the error for a tensor that is not what the header of its safetensors file says."""
+    return UnsupportedLeaf(
         f"{item.index.fqn!r} is not the dense tensor that was planned: a safetensors file cannot hold it",
         hint="write TORCH_SAVE files, or leave it out",
         key=item.index.fqn,
     )
 
 
-def _results(
-    plan: FilePlan, items: list[WrittenItem], as_planned: list[bool], sums: Sums
-) -> list[protocol.WriteResult]:
-    results = [_result(*each, plan.name) for each in zip(plan.items, items, as_planned, strict=True)]
-    if results:
-        results[0].storage_data.shardkeep_sums = (sums.nbytes, sums.block_nbytes, sums.checksum)
-    return results
-
-
-def _result(item: protocol.WriteItem, written: WrittenItem, as_planned: bool, file: str) -> protocol.WriteResult:
+def written_result(item: protocol.WriteItem, written: WrittenItem, file: str) -> protocol.WriteResult:
+    """Return what a writer reports of an item."""
     info = protocol._StorageInfo(file, written.offset, written.nbytes, written.descriptors or None)
-    if written.data_start is not None and as_planned:
-        info.shardkeep_data_start = written.data_start
+    info.shardkeep_data_start = written.data_start
     return protocol.WriteResult(index=item.index, size_in_bytes=written.nbytes, storage_data=info)
 
 
@@ -458,32 +355,22 @@ def _write_item(
         raise StateError(f"{write_item.index.fqn!r}: a safetensors file is not written item by item")
     item = data.getbuffer() if isinstance(data, io.BytesIO) else plain_or_saved(write_item.index.fqn, data)
     out = HashingStream(cast("IO[bytes]", stream), at=stream.tell())
-
-    def wrap(raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
-        wrapped, descriptors = transforms.transform_save_stream(write_item, raw)
-        return wrapped, list(descriptors)
-
-    [written] = write_stream(out, [item], wrap)
-    return _result(write_item, written, as_planned=False, file=storage_key)
+    [written] = write_stream(out, [(write_item, item)], transforms)
+    return written_result(write_item, written, storage_key)
 
 
-# -- files that are written as streams ---------------------------------------------------------------------------------
-
-
-def _write_streams(
+def write_streams(
     writer: _FileSystemWriter, planner: protocol.SavePlanner, plans: list[FilePlan]
 ) -> list[protocol.WriteResult]:
+    """Write files as streams; if one of them fails, all are removed."""
     results: dict[str, list[protocol.WriteResult]] = {}
-    stop = threading.Event()
 
     def write(plan: FilePlan, _: memoryview) -> bool:
-        results[plan.name] = _write_one_stream(
-            writer.fs, writer.transforms, planner, plan, writer.sync_files, writer.writes_sums, stop
-        )
+        results[plan.name] = _write_file(writer, planner, plan)
         return True
 
     try:
-        run_workers(plans, write, threads=max(1, min(writer.thread_count, len(plans))), buffer_nbytes=0, stop=stop)
+        run_workers(plans, write, threads=max(1, min(writer.thread_count, len(plans))), buffer_nbytes=0)
     except BaseException:
         for plan in plans:
             for path in (plan.path, f"{os.fspath(plan.path)}{SUMS_SUFFIX}"):
@@ -493,46 +380,24 @@ def _write_streams(
     return [result for plan in plans for result in results[plan.name]]
 
 
-def _write_one_stream(
-    fs: file_systems.FileSystemBase,
-    transforms: Any,
-    planner: protocol.SavePlanner,
-    plan: FilePlan,
-    sync: bool,
-    sums_too: bool,
-    stop: threading.Event,
-) -> list[protocol.WriteResult]:
-    items = iter(plan.items)
-    as_planned: list[bool] = []
-
-    def wrap(out: IO[bytes]) -> tuple[IO[bytes], list[str]]:
-        item = next(items)
-        if _writes_unchanged(transforms):
-            return out, []
-        stream, descriptors = transforms.transform_save_stream(item, out)
-        return stream, list(descriptors)
-
-    def resolved() -> Iterator[Data]:
-        for number, item in enumerate(plan.items):
-            if stop.is_set():
-                raise FollowUpError("the save was given up")
-            data = _resolve(planner, item)
+def _write_file(writer: _FileSystemWriter, planner: protocol.SavePlanner, plan: FilePlan) -> list[protocol.WriteResult]:
+    def resolved() -> Iterator[tuple[protocol.WriteItem, Data]]:
+        for item, data in zip(plan.items, resolve_planned(plan, planner), strict=True):
             synchronize_devices([data] if isinstance(data, torch.Tensor) else [])
-            as_planned.append(_is_as_planned(item, data))
-            if plan.tensors is not None:
-                _check_as_planned(plan.tensors[number], data)
-            yield data
+            yield item, data
 
-    with fs.create_stream(plan.path, "wb") as raw:
+    with writer.fs.create_stream(plan.path, "wb") as raw:
         out = HashingStream(raw)  # type: ignore[arg-type]  # opened for writing
         out.write(plan.header)
-        written = write_stream(out, resolved(), wrap, framed=plan.tensors is None)
-        file_systems.sync_stream(raw, sync=sync)
-    sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
-    if sums_too:
-        with fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
-            file_systems.write_all(raw, data, sync=sync)
-    return _results(plan, written, as_planned, sums)
+        written = write_stream(out, resolved(), writer.transforms, framed=plan.tensors is None)
+        file_systems.sync_stream(raw, sync=writer.sync_files)
+    results = [written_result(*each, plan.name) for each in zip(plan.items, written, strict=True)]
+    if writer.writes_sums:
+        sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
+        with writer.fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
+            file_systems.write_all(raw, data, sync=writer.sync_files)
+        results[0].storage_data.shardkeep_sums = tuple(sums)
+    return results
 
 
 # -- writers -----------------------------------------------------------------------------------------------------------
@@ -638,7 +503,9 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         return plans
 
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
-        buckets = [[plan.items[row] for row in rows] for rows in self.divide(list(map(_item_size, plan.items)))]
+        buckets = [
+            [plan.items[row] for row in rows] for rows in self.divide(list(map(protocol.chunk_nbytes, plan.items)))
+        ]
         queued: queue.Queue[tuple[file_systems.PathLike, str, list[Any]]] = queue.Queue()
         if self.serialization_format != protocol.SerializationFormat.TORCH_SAVE:
             # Objects do not go to safetensors files.
@@ -681,10 +548,6 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         """Applies the extensions to the items."""
         return _StorageWriterTransforms(self._extensions)
 
-    def _supersede_common(self) -> None:
-        """Remove the metadata of all ranks together, after each rank has written its own."""
-        self._commit().supersede_common()
-
     def _discard_written(self) -> None:
         """Remove what this rank wrote, because the save failed on another rank and was not committed."""
         self._commit().remove({name + suffix for name in self._written for suffix in ("", SUMS_SUFFIX)})
@@ -696,14 +559,15 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         plans = []
         while not file_queue.empty():
             path, name, items = file_queue.get_nowait()
-            plans.append(FilePlan(path, name, items))
+            plans.append(FilePlan(path, name, sorted(items, key=_is_object, reverse=True)))
         if self.serialization_format == protocol.SerializationFormat.SAFETENSORS:
             if self.transforms.extensions:
                 raise StateError("extensions cannot be applied to safetensors files", hint="write TORCH_SAVE files")
-            plans = [plan if any(map(_is_object, plan.items)) else safetensors_plan(plan, {}) for plan in plans]
-        written: Future[list[protocol.WriteResult]] = Future()
-        written.set_result(write_plans(self, planner, plans))
-        return written
+            plans = [
+                plan if any(map(_is_object, plan.items)) else safetensors_plan(plan, {}, planned_tensor)
+                for plan in plans
+            ]
+        return completed(write_streams(self, planner, plans))
 
     def finish(self, metadata: protocol.Metadata, results: list[list[protocol.WriteResult]]) -> None:
         sums: dict[str, Sums] = {}

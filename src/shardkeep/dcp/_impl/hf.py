@@ -18,7 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,30 +27,38 @@ from torch.futures import Future
 
 from shardkeep.conversion.pipeline import FileParts, TensorPart
 from shardkeep.conversion.to_hf import model_file, write_model_files
+from shardkeep.dcp._impl.file_reader import completed
 from shardkeep.dcp._impl.file_writer import (
     CheckpointThere,
     FilePlan,
     FileSystemWriter,
-    NotAsPlanned,
+    lay_out,
     measured_tensor,
+    resolve_planned,
     safetensors_plan,
-    write_plans,
+    write_streams,
+    written_result,
 )
 from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor
 from shardkeep.dcp._impl.hf_reader import storage_place
+from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.display import format_count, format_seconds
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
+from shardkeep.engine.workers import budget_for_store
+from shardkeep.engine.writer import write_files
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
 from shardkeep.layouts import safetensors_publish
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, SAVE_ID_KEY, read_header
+from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, SAVE_ID_KEY
 from shardkeep.options import Options
+from shardkeep.state.leaves import synchronize_devices
 from shardkeep.storage.base import Store, same_place
-from shardkeep.storage.file_systems import by_store
+from shardkeep.storage.cancel import CancelScope
+from shardkeep.storage.file_systems import by_store, keeps
 from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
@@ -218,7 +226,11 @@ def _plan_of(
     numbers = dict.fromkeys(rows, 1) if mapping is None else mapping
     last = _last(numbers)
     if missing := sorted(numbers.keys() - rows.keys()):
-        raise _not_there(missing, "the shards do not have")
+        raise BadMapping(
+            f"fqn_to_index_mapping names {format_count(len(missing), 'tensor')} that the shards do not have: {missing[:4]}",
+            hint="leave them out of the mapping, or save them",
+            key=missing[0],
+        )
     if dropped := sorted(rows.keys() - numbers.keys()):
         many = format_count(len(dropped), "tensor")
         logger.warning("fqn_to_index_mapping leaves out %s of the shards: %s", many, dropped[:4])
@@ -234,14 +246,6 @@ def _plan_of(
         {key: names[number] for key, number in numbers.items()},
         sum(part.nbytes for group in groups.values() for part in group.values()),
         options,
-    )
-
-
-def _not_there(missing: list[str], where: str) -> BadMapping:
-    return BadMapping(
-        f"fqn_to_index_mapping names {format_count(len(missing), 'tensor')} that {where}: {missing[:4]}",
-        hint="leave them out of the mapping, or save them",
-        key=missing[0],
     )
 
 
@@ -261,58 +265,31 @@ def _last(mapping: Mapping[str, int] | None) -> int:
 
 # -- which file each item goes to --------------------------------------------------------------------------------------
 
-# Names are torch's. There are more files where torch's names would make ranks overwrite each other, or would let a
-# second shard of a tensor replace the first.
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers in the names of a rank's files."""
-
-    mapping: Mapping[str, int] | None
-    """The number of each tensor's file; None where all go to file 1."""
-    last: int
-    """The largest number."""
-    shard: int | None = None
-    """Of this rank; None where files are not cut by rank."""
-    ranks: int = 0
-    """Added to `shard` for each further shard of one tensor that this rank has."""
-    instead: Mapping[int, int] = field(default_factory=dict)
-    """Other numbers for this rank's files, where other ranks have tensors for the same files."""
-
-
 Split = Callable[[Any, list[protocol.WriteItem]], dict[int, list[protocol.WriteItem]]]
 """Returns the items of each file: the method of the writer, which a subclass may override."""
 
 
-def files_of(items: Sequence[protocol.WriteItem], numbers: Numbers, by: Split) -> dict[str, list[protocol.WriteItem]]:
-    """Return the files that a rank writes, each with items of different tensors."""
-    files = {}
-    for number, group in by(numbers.mapping, list(items)).items():
-        layers: list[list[protocol.WriteItem]] = []  # no tensor is twice in one
-        seen: Counter[str] = Counter()
-        for item in group:
-            if seen[item.index.fqn] == len(layers):
-                layers.append([])
-            layers[seen[item.index.fqn]].append(item)
-            seen[item.index.fqn] += 1
-        if len(layers) > 1 and not numbers.ranks:
+def files_of(plan: protocol.SavePlan, by: Split) -> dict[str, list[protocol.WriteItem]]:
+    """Return the files that a rank writes, by torch's names, each with items of different tensors."""
+    said: Mapping[str, Any] = plan.storage_data or {}
+    mapping: Mapping[str, int] | None = said.get("fqn_to_index_mapping")
+    last, files = _last(mapping), {}
+    for number, items in by(mapping, plan.items).items() if plan.items else ():
+        key, count = Counter(item.index.fqn for item in items).most_common(1)[0]
+        if count > 1:
             raise InvalidShards(
-                f"{layers[-1][0].index.fqn!r} has {len(layers)} shards on one rank, and a file holds only one",
-                hint="save with save_distributed=True",
-                key=layers[-1][0].index.fqn,
+                f"{key!r} has {count} shards on one rank, and a file holds only one",
+                hint="save with FileSystemWriter",
+                key=key,
             )
-        for depth, layer in enumerate(layers):
-            shard = None if numbers.shard is None else numbers.shard + depth * numbers.ranks
-            name = _gen_file_name(numbers.instead.get(number, number), numbers.last, shard)
-            files[name] = layer
+        files[_gen_file_name(number, last, said.get("shard_index"))] = items
     return files
 
 
-def number_whole(plans: Sequence[protocol.SavePlan], mapping: Mapping[str, int] | None, by: Split) -> list[Numbers]:
-    """Number the files of a save of whole tensors: where several ranks have some for one file, each writes its own."""
+def check_files(plans: Sequence[protocol.SavePlan], files: Sequence[Mapping[str, object]]) -> None:
+    """Check that no two ranks write one file and that, where files are not cut by rank, tensors are whole."""
     for plan in plans:
-        for item in plan.items:
+        for item in plan.items if "shard_index" not in (plan.storage_data or {}) else ():
             data = item.tensor_data
             if data is not None and tuple(data.chunk.sizes) != tuple(data.size):
                 raise InvalidShards(
@@ -320,19 +297,19 @@ def number_whole(plans: Sequence[protocol.SavePlan], mapping: Mapping[str, int] 
                     hint="save with save_distributed=True, or gather the state on rank 0 first",
                     key=item.index.fqn,
                 )
-    last = _last(mapping)
-    # A rank that only reported that its plan has not changed may write to all files.
-    everywhere = [1] if mapping is None else sorted(set(mapping.values()))
-    wanted = [(sorted(by(mapping, plan.items)) if plan.items else []) if plan.usable else everywhere for plan in plans]
-    if max(Counter(number for numbers in wanted for number in numbers).values(), default=1) <= 1:
-        return [Numbers(mapping, last) for _ in plans]
-    pairs = sorted((number, rank) for rank, numbers in enumerate(wanted) for number in numbers)
-    logger.warning("several ranks have tensors for one file: there will be up to %d files instead", len(pairs))
-    new = {pair: place for place, pair in enumerate(pairs, start=1)}
-    return [
-        Numbers(mapping, len(pairs), instead={number: new[number, rank] for number in numbers})
-        for rank, numbers in enumerate(wanted)
-    ]
+    for name in {name for of_rank in files for name in of_rank}:
+        ranks = [rank for rank, of_rank in enumerate(files) if name in of_rank]
+        if len(ranks) > 1:
+            raise InvalidShards(
+                f"ranks {ranks} have tensors for {name}, which only one rank can write",
+                hint="save with save_distributed=True, or on one rank with no_dist=True",
+            )
+
+
+def saves_in_place(planner: protocol.SavePlanner) -> bool:
+    """Return whether a planner saves the values of the state as they are."""
+    methods = ("resolve_data", "lookup_object", "transform_object")
+    return isinstance(planner, DefaultSavePlanner) and keeps(planner, DefaultSavePlanner, methods)
 
 
 _OURS = "shardkeep"
@@ -378,7 +355,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.thread_count_consolidation = thread_count_consolidation
         self._new_save: str | None = None
         self._names: safetensors_publish.SaveNames | None = None
-        self._alone = self._keys_known = False
+        self._alone = False
         self.fs, self.path = by_store(self.fs, self.path)
         self._point_to(self.path)
 
@@ -396,7 +373,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             self._point_to(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._new_save = self._names = None
         if not self.use_collectives and self.rank:
@@ -417,65 +393,36 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         """Decide on all files of the save, and make the directory ready for them."""
         mapping = self.fqn_to_index_mapping
-        told: dict[str, Any] = {} if mapping is None else {"fqn_to_index_mapping": mapping}
-        return self._settle_plans(
-            [
-                dataclasses.replace(plan, storage_data=told | ({"shard_index": place} if self.save_distributed else {}))
-                for place, plan in enumerate(plans, start=1)
-            ]
-        )
+        common: dict[str, Any] = {} if mapping is None else {"fqn_to_index_mapping": mapping}
+        shards = [{"shard_index": place} if self.save_distributed else {} for place in range(1, len(plans) + 1)]
+        pairs = zip(plans, shards, strict=True)
+        return self._settle_plans([dataclasses.replace(plan, storage_data=common | shard) for plan, shard in pairs])
 
     def _settle_plans(self, plans: list[protocol.SavePlan]) -> list[protocol.SavePlan]:
         """Add the files to plans in torch's form: those of `prepare_global_plan`, or of a subclass in place of it."""
         if self._names is not None:
             return plans
-        told: list[dict[str, Any]] = [plan.storage_data or {} for plan in plans]
-        mappings: list[Mapping[str, int] | None] = [each.get("fqn_to_index_mapping") for each in told]
-        known = all(plan.usable for plan in plans)  # else a rank only reported that its plan has not changed
-        saved = {item.index.fqn for plan in plans for item in plan.items}
-        if all("shard_index" in each for each in told):
-            numbered = [
-                Numbers(mapping, _last(mapping), each["shard_index"], len(plans))
-                for mapping, each in zip(mappings, told, strict=True)
-            ]
-            wanted = mappings[0].keys() if mappings[0] is not None and self.enable_consolidation and known else set()
-            if missing := sorted(wanted - saved):
-                raise _not_there(missing, "the state does not have")
-        else:
-            numbered = number_whole(plans, mappings[0], self._split_by_storage_plan)
-        count = None
-        if known:
-            count = sum(
-                len(files_of(plan.items, numbers, self._split_by_storage_plan))
-                for plan, numbers in zip(plans, numbered, strict=True)
-                if plan.items
-            )
+        files = [files_of(plan, self._split_by_storage_plan) for plan in plans]
+        check_files(plans, files)
         store = storage_place(self)
-        self._alone, self._keys_known = len(plans) == 1, known
+        self._alone = len(plans) == 1
         folder = safetensors_publish.prepare_directory(store)
-        self._check_place(folder, saved)
+        self._check_place(folder)
         self._names = safetensors_publish.begin_save(store, self.save_id, folder)
-        decided = {"save_id": self.save_id, "marks": self._names.marks, "files": count}
-        return [
-            dataclasses.replace(plan, storage_data={**each, _OURS: {**decided, "numbers": numbers}})
-            for plan, each, numbers in zip(plans, told, numbered, strict=True)
-        ]
+        known = all(plan.usable for plan in plans)  # else a rank only reported that its plan has not changed
+        count = sum(map(len, files)) if known else None
+        decided = {_OURS: {"save_id": self.save_id, "marks": self._names.marks, "files": count}}
+        return [dataclasses.replace(plan, storage_data=(plan.storage_data or {}) | decided) for plan in plans]
 
-    def _check_place(self, folder: safetensors_publish.ModelDirectory, saved: set[str]) -> None:
-        """Refuse shards beside a model that they do not replace: readers would see that model, or both."""
-        if not self.save_distributed:
+    def _check_place(self, folder: safetensors_publish.ModelDirectory) -> None:
+        """Refuse shards beside a model with an index file that no save made: readers would see that model."""
+        if not self.save_distributed or folder.index is None:
             return
-        listed = set() if folder.index is None else set(read_weight_map(folder.index, folder.opens).values())
-        for name, path in folder.files.items():
-            if safetensors_publish.made_by_writer(folder, name):
-                continue
-            twice: list[str] = []
-            with suppress(CheckpointError):  # readers report a file that cannot be read
-                twice = sorted(saved.intersection(read_header(path, folder.opens).tensors))
-            if name in listed or twice:
-                why = "it has an index file, and" if name in listed else f"it has {twice[:4]}, too, and with them"
+        for name in read_weight_map(folder.index, folder.opens).values():
+            if name in folder.files and not safetensors_publish.made_by_writer(folder, name):
                 raise CheckpointThere(
-                    f"{folder.path}: holds a model that no save made ({name}): {why} shards could not be read",
+                    f"{folder.path}: holds a model that no save made ({name}): it has an index file, and shards could"
+                    " not be read",
                     hint="save to another directory, or delete the model",
                     file=name,
                 )
@@ -483,9 +430,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
         storage_place(self)
-        done: Future[list[protocol.WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
-        return done
+        return completed(self._write(plan, planner) if plan.items else [])
 
     def _write(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> list[protocol.WriteResult]:
         decided = (plan.storage_data or {}).get(_OURS)
@@ -493,28 +438,40 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             raise BrokenProtocol(
                 "the plan does not say which files to write", hint="call prepare_global_plan of this writer first"
             )
-        numbers, store = decided["numbers"], storage_place(self)
-        names = safetensors_publish.SaveNames(
-            decided["save_id"], renames=safetensors_publish.can_rename(store), marks=decided["marks"]
-        )
+        renames = safetensors_publish.can_rename(storage_place(self))
+        names = safetensors_publish.SaveNames(decided["save_id"], renames=renames, marks=decided["marks"])
         self._new_save = names.save_id
         metadata = {SAVE_ID_KEY: names.save_id}
         if decided["files"] is not None:
             metadata[FILE_COUNT_KEY] = str(decided["files"])
         plans, final = [], {}
-        for name, items in files_of(plan.items, numbers, self._split_by_storage_plan).items():
+        for name, items in files_of(plan, self._split_by_storage_plan).items():
             written = names.written(name)
             final[written] = name
             plans.append(FilePlan(self.fs.concat_path(self.path, written), written, items))
-        try:
-            results = write_plans(self, planner, [safetensors_plan(each, metadata) for each in plans])
-        except NotAsPlanned:
-            # The planner stores something else than it planned: make every tensor once to measure it.
-            measure = partial(measured_tensor, planner)
-            results = write_plans(self, planner, [safetensors_plan(each, metadata, measure) for each in plans])
+        plans = [safetensors_plan(each, metadata, partial(measured_tensor, planner)) for each in plans]
+        results = (
+            self._write_in_place(planner, plans) if saves_in_place(planner) else write_streams(self, planner, plans)
+        )
         for stored in (result.storage_data for result in results):
             stored.relative_path = final[stored.relative_path]
         return results
+
+    def _write_in_place(self, planner: protocol.SavePlanner, plans: Sequence[FilePlan]) -> list[protocol.WriteResult]:
+        """Write files straight from the memory of the state, through the engine's write pipeline."""
+        options, store = Options(), self.open_store()
+        resolved = [[memoryview(plan.header), *resolve_planned(plan, planner)] for plan in plans]
+        laid_out = [lay_out(plan.name, data, framed=False) for plan, data in zip(plans, resolved, strict=True)]
+        synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
+        threads = max(self.thread_count, options.io_threads)
+        budget = budget_for_store(store, threads, options.host_budget_bytes, coded=False)
+        with CancelScope(budget=budget.room).active():
+            write_files(store, [job for job, _ in laid_out], threads=budget.threads, window_nbytes=budget.window_nbytes)
+        return [
+            written_result(item, written, plan.name)
+            for plan, (_, (_, *placed)) in zip(plans, laid_out, strict=True)
+            for item, written in zip(plan.items, placed, strict=True)
+        ]
 
     def _alone_s(self, metadata: protocol.Metadata) -> float:
         if self.save_distributed and not self.enable_consolidation:
@@ -544,8 +501,6 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             self.save_id, renames=safetensors_publish.can_rename(store)
         )
         try:
-            if not self._keys_known:
-                self._check_place(safetensors_publish.list_model(store), {result.index.fqn for result in written})
             safetensors_publish.publish_model(
                 store, names, files, weights=weights, total_nbytes=total, replaces_saves=True
             )
@@ -556,12 +511,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         if self.save_distributed and self.enable_consolidation and self.consolidated_output_path is not None and files:
             shards = {name: name for name in map(names.final, files)}
             folder = safetensors_publish.ModelDirectory(store.url, shards, None, store)
-            output, mapping, threads = (
-                _place(self.consolidated_output_path),
-                self.fqn_to_index_mapping,
-                self.thread_count_consolidation,
-            )
-            _consolidate(lambda: _plan_of(folder, output, mapping, threads))
+            output, threads = _place(self.consolidated_output_path), self.thread_count_consolidation
+            _consolidate(lambda: _plan_of(folder, output, self.fqn_to_index_mapping, threads))
 
     def _split_by_storage_plan(
         self, storage_plan: dict[str, int] | None, items: list[protocol.WriteItem]
@@ -580,5 +531,4 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     @property
     def metadata_path(self) -> str:
-        """The name of the index file."""
         return _metadata_fn

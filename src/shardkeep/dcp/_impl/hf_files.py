@@ -93,12 +93,10 @@ class ItemTensor(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name."""
         return self.item.index.fqn
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -117,11 +115,6 @@ def no_tensor(item: WriteItem) -> UnsupportedLeaf:
         hint="leave it out of this save, or save it with FileSystemWriter",
         key=item.index.fqn,
     )
-
-
-def aligned_order(tensors: Sequence[ItemTensor]) -> list[ItemTensor]:
-    """Sort tensors so that each is aligned to its elements, without gaps between them."""
-    return sorted(tensors, key=lambda tensor: -safetensors.alignment_of(tensor.nbytes))
 
 
 def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, where: str) -> bytes:

@@ -1,10 +1,12 @@
 """
 The storage readers for Hugging Face models and their shards: only headers and the requested ranges are read.
 
+The steps are torch's, so that subclasses can override them. Each thread reads the requests of some files, strip by strip, so
+memory is a strip for each thread.
+
 Quantized tensors are dequantized while they are read. There are two forms: 8-bit weights with one scale for each square
-block, and 4-bit values (MXFP4) with one exponent for each group. Numbers are bit for bit those of torch's reader. A
-request is cut into strips, which several threads read and dequantize, so memory is a few strips and the scales.
-Requests may begin inside a block, and quantized tensors may be stored in shards.
+block, and 4-bit values (MXFP4) with one exponent for each group. Numbers are bit for bit those of torch's reader. Requests
+may begin inside a block, and quantized tensors may be stored in shards.
 """
 
 from __future__ import annotations
@@ -14,20 +16,18 @@ import itertools
 import math
 import os
 import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.futures import Future
 
-from shardkeep.dcp._impl.file_reader import FileSystemReader, batches_for, fill_targets, target_of
+from shardkeep.dcp._impl.file_reader import FileSystemReader, completed, target_of
 from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog, read_weight_map
 from shardkeep.engine.torch_source import ItemFiles
-from shardkeep.engine.workers import WINDOW_NBYTES, run_workers
+from shardkeep.engine.workers import run_workers
 from shardkeep.errors import BadValue, BrokenProtocol, MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box, intersect, parse_index, relative, slices, whole
 from shardkeep.format.dtypes import DType, Ints, to_torch
@@ -37,7 +37,7 @@ from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.storage.base import ReadableStore, Store, preferred_requests
-from shardkeep.storage.file_systems import by_store, is_local, keeps, store_of
+from shardkeep.storage.file_systems import by_store, is_local, store_of
 from shardkeep.storage.local import PathStore
 
 # -- an open file ------------------------------------------------------------------------------------------------------
@@ -51,21 +51,17 @@ class SafeFile:
         self._opens = opens
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
         return list(self._file.tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the metadata of the header."""
         return self._file.metadata or None
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Return a tensor whose slices can be read."""
         if name not in self._file.tensors:
             raise MalformedFile(f"{self._file.path}: there is no tensor {name!r}", file=self._file.path, key=name)
         return SafeSlice(self._opens, self._file.path, name, self._file.tensors[name])
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor."""
         return self.get_slice(name)[...]
 
 
@@ -76,11 +72,9 @@ class SafeSlice:
         self._opens, self._path, self._key, self._part = opens, path, key, part
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
         return list(self._part.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype by its name in safetensors."""
         return str(self._part.dtype.safetensors)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -89,25 +83,28 @@ class SafeSlice:
         if any(pick.step != 1 for pick in picks):
             raise MalformedFile("only slices of step 1 can be read", file=self._path)
         box = Box(tuple(pick.start for pick in picks), tuple(pick.count for pick in picks))
-        found = torch.empty(box.sizes, dtype=to_torch(part.dtype), device="cpu")
         chunk = CatalogChunk(self._path, part.start, whole(part.shape))
-        read = chunk_request(self._key, part.dtype, chunk, box, found)
-        threads = max(1, min(Options().io_threads, found.nbytes // WINDOW_NBYTES))
-        fill_items(ItemFiles(self._opens, {}), [read], Options(io_threads=threads))
+        found = read_box(self._opens, self._key, part.dtype, [chunk], box)
         return found[tuple(0 if pick.drop else slice(None) for pick in picks)]
 
 
-def chunk_request(key: str, dtype: DType, chunk: CatalogChunk, box: Box, into: torch.Tensor) -> ChunkRequest:
-    """Return the request that fills a tensor with a box of a chunk."""
-    nbytes = chunk.box.volume * dtype.itemsize
-    location = ItemLocation(chunk.path, chunk.start, nbytes, chunk.start, ())
-    return ChunkRequest(location, key, chunk.box.sizes, dtype, box, into)
+def read_box(opens: ReadableStore, key: str, dtype: DType, chunks: Sequence[CatalogChunk], box: Box) -> torch.Tensor:
+    """Read a box of a tensor as it is stored, from all chunks that hold parts of it."""
+    found = torch.empty(box.sizes, dtype=to_torch(dtype), device="cpu")
+    requests = []
+    for chunk in chunks:
+        if (common := intersect(chunk.box, box)) is not None:
+            location = ItemLocation(chunk.path, chunk.start, chunk.box.volume * dtype.itemsize, chunk.start, ())
+            into = found[slices(relative(common, box))]
+            requests.append(ChunkRequest(location, key, chunk.box.sizes, dtype, relative(common, chunk.box), into))
+    fill_items(ItemFiles(opens, {}), requests, Options(io_threads=1))
+    return found
 
 
-_LARGEST_NBYTES = 8
-"""The largest element that a planner's tensors have."""
-_HOOKS = ("_process_read_request", "_read_files_from_queue")
-"""Torch's methods that a subclass may override; requests then go through them, as in torch."""
+_STRIP_ELEMENTS = 2 << 20
+"""Elements of a strip, which is held in a few dtypes: some tens of MiB."""
+_MOST_REQUESTS = 32
+"""Of one file that a thread reads before it takes others."""
 
 
 class HuggingFaceStorageReader(FileSystemReader):
@@ -126,127 +123,66 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.fs, self.path = by_store(self.fs, self.path)
         self.thread_count = thread_count
         self._catalog: Mapping[str, CatalogEntry] = {}
-        self._chunks = _Chunks({})
-        self._headers: dict[str, SafetensorsFile] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the previous load; the next one is from `checkpoint_id`, if given."""
         super().reset(checkpoint_id)
         self.fs, self.path = by_store(self.fs, self.path)
-        self._catalog, self._chunks, self._headers = {}, _Chunks({}), {}
+        self._catalog = {}
 
     # -- metadata ------------------------------------------------------------------------------------------------------
 
     def read_metadata(self) -> protocol.Metadata:
         """Describe the tensors of the directory; an index file, if there is one, says which files count."""
-        place = storage_place(self)
-        self._catalog = catalog = read_catalog(list_model(place), threads=self._threads())
-        self._chunks = chunks = _Chunks(catalog)
-        metadata = protocol.Metadata(
-            cast("dict[str, Any]", _OnAccess(chunks.entry, lambda: iter(catalog))),
-            storage_data=_OnAccess(chunks.location, chunks.indices),
-            storage_meta=protocol.StorageMeta(load_id=self.load_id),
-        )
-        return protocol.to_classes_of_caller(metadata)
-
-    def stored_chunk(self, index: protocol.MetadataIndex) -> tuple[DType, CatalogChunk]:
-        """Return the chunk that an index names, and its dtype; `BadValue` if it does not exist."""
-        at: Ints = tuple(index.offset or ())
-        chunk = self._chunks.at(index.fqn, at)
-        info = self.storage_data.get(index)
-        if chunk is not None and (info is None or info.relative_path == chunk[1].path):
-            return chunk
-        # The metadata were read by another reader, or changed: look into the file.
-        if info is None:
-            raise BadValue(f"the checkpoint has no chunk of {index.fqn!r} at {at}", key=index.fqn)
-        if info.relative_path not in self._headers:
-            self._headers[info.relative_path] = read_header(info.relative_path, self._opens())
-        header = self._headers[info.relative_path]
-        if index.fqn not in header.tensors:
-            raise BadValue(f"{info.relative_path} has no tensor {index.fqn!r}", key=index.fqn)
-        part = header.tensors[index.fqn]
-        return part.dtype, CatalogChunk(header.path, part.start, Box(at, part.shape))
+        self._catalog = read_catalog(list_model(storage_place(self)), threads=self._threads())
+        entries: dict[str, Any] = {}
+        places: dict[protocol.MetadataIndex, _HFStorageInfo] = {}
+        for key, stored in self._catalog.items():
+            boxes, dtype = [chunk.box for chunk in stored.chunks], to_torch(stored.dtype)
+            chunks = [protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+            properties = protocol.TensorProperties(dtype=dtype)
+            entries[key] = protocol.TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+            for chunk in stored.chunks:
+                index = protocol.MetadataIndex(key, chunk.box.offsets)
+                places[index] = _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), dtype)
+        meta = protocol.StorageMeta(load_id=self.load_id)
+        return protocol.to_classes_of_caller(protocol.Metadata(entries, storage_data=places, storage_meta=meta))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors, in place where possible."""
+        """Fill the planner's tensors."""
         storage_place(self)
+        per_file: dict[str, list[protocol.ReadItem]] = {}
         for req in plan.items:
+            key, info = req.dest_index.fqn, self.storage_data.get(req.storage_index)
             if req.type == protocol.LoadItemType.BYTE_IO:
                 raise UnsupportedLeaf(
-                    f"{req.dest_index.fqn!r} is no tensor, and Hugging Face files hold nothing else",
+                    f"{key!r} is no tensor, and Hugging Face files hold nothing else",
                     hint="leave it out of this load",
-                    key=req.dest_index.fqn,
+                    key=key,
                 )
-        self._read(plan.items, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, items: list[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
-        if keeps(self, HuggingFaceStorageReader, _HOOKS):
-            self.read_plain(items, planner)
-        else:
-            self._read_one_by_one(items, planner)
-
-    def _opens(self) -> ReadableStore:
-        """Return what opens the files of the catalog: by their paths, or by their names in a store."""
-        return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
-
-    def read_plain(self, items: Sequence[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
-        """Read items that are not quantized; they are converted to the dtype of their targets."""
-        for batch in batches_for(planner, items, most_nbytes):
-            fill_targets(batch, planner, partial(self._fill, batch))
-
-    def _fill(self, batch: Sequence[protocol.ReadItem], targets: Sequence[torch.Tensor]) -> None:
-        wanted, filled = [], []
-        for req, target in zip(batch, targets, strict=True):
-            dtype, chunk = self.stored_chunk(req.storage_index)
-            box = Box(tuple(req.storage_offsets), tuple(req.lengths))
-            # A tensor subclass may use its memory in its own way: fill it through its `copy_`.
-            plain = type(target) is torch.Tensor
-            filled.append(target if plain else torch.empty(box.sizes, dtype=to_torch(dtype), device="cpu"))
-            wanted.append(chunk_request(req.storage_index.fqn, dtype, chunk, box, filled[-1]))
-        files = ItemFiles(self._opens(), {})  # without digests
-        fill_items(files, wanted, Options(io_threads=self._threads()))
-        for target, made in zip(targets, filled, strict=True):
-            if made is not target:
-                target.copy_(made)
-
-    # -- for subclasses ------------------------------------------------------------------------------------------------
-
-    def _read_one_by_one(self, items: Sequence[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
-        """Hand the requests of each file to `_read_files_from_queue`, and so to `_process_read_request`."""
-        per_file: dict[str, list[protocol.ReadItem]] = {}
-        for req in items:
-            info = self.storage_data.get(req.storage_index)
-            path = self.stored_chunk(req.storage_index)[1].path if info is None else info.relative_path
-            per_file.setdefault(path, []).append(req)
+            if info is None:
+                raise BadValue(f"the checkpoint has no chunk {req.storage_index}", key=key)
+            per_file.setdefault(info.relative_path, []).append(req)
         waiting: queue.Queue[Any] = queue.Queue()
         done: queue.Queue[Any] = queue.Queue()
-        for task in per_file.items():
-            waiting.put(task)
+        for path, requests in per_file.items():
+            for at in range(0, len(requests), _MOST_REQUESTS):
+                waiting.put((path, requests[at : at + _MOST_REQUESTS]))
+        count = waiting.qsize()
 
         def work(_: int, __: memoryview) -> bool:
             self._read_files_from_queue(waiting, done, planner)
             return True
 
-        threads = max(1, min(self.thread_count, len(per_file)))
+        threads = max(1, min(self._threads(), count))
         run_workers(range(threads), work, threads=threads, buffer_nbytes=0)
-        if done.qsize() != len(per_file):
+        if done.qsize() != count:
             raise BrokenProtocol(
-                f"Not all files were processed: {done.qsize()} out of {len(per_file)}",
+                f"Not all files were processed: {done.qsize()} out of {count}",
                 hint="_read_files_from_queue must put a value into its second queue for each file",
             )
-
-    def _process_read_request(self, f: Any, req: protocol.ReadItem, planner: protocol.LoadPlanner) -> None:
-        """Read one item from an open file."""
-        index = tuple(slice(at, at + n) for at, n in zip(req.storage_offsets, req.lengths, strict=True))
-        tensor = f.get_slice(req.storage_index.fqn)[index]
-        target = target_of(req, planner)
-        target.copy_(tensor)
-        planner.commit_tensor(req, target)
+        return completed(None)
 
     def _read_files_from_queue(
         self, file_queue: queue.Queue[Any], result_queue: queue.Queue[Any], planner: protocol.LoadPlanner
@@ -263,81 +199,26 @@ class HuggingFaceStorageReader(FileSystemReader):
                 self._process_read_request(handle, req, planner)
             result_queue.put(True)
 
+    def _process_read_request(self, f: Any, req: protocol.ReadItem, planner: protocol.LoadPlanner) -> None:
+        """Read one request from its open file; what it reads is converted to the dtype of the target."""
+        target = target_of(req, planner)
+        for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS):
+            offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
+            part = dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
+            target[slices(strip)].copy_(self._read_strip(f, part))
+        planner.commit_tensor(req, target)
+
+    def _read_strip(self, f: Any, req: protocol.ReadItem) -> torch.Tensor:
+        index = slices(Box(tuple(req.storage_offsets), tuple(req.lengths)))
+        found: torch.Tensor = f.get_slice(req.storage_index.fqn)[index]
+        return found
+
+    def _opens(self) -> ReadableStore:
+        """Return what opens the files of the catalog: by their paths, or by their names in a store."""
+        return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
+
     def _threads(self) -> int:
         return max(self.thread_count, preferred_requests(store_of(self.fs, self.path), Options().io_threads))
-
-
-class _Chunks:
-    """The chunks of a catalog, by key and offsets; a file is opened when one of its tensors is first looked up."""
-
-    def __init__(self, catalog: Mapping[str, CatalogEntry]) -> None:
-        self.catalog = catalog
-        self._found: dict[str, dict[Ints, tuple[DType, CatalogChunk]]] = {}
-
-    def at(self, key: str, offsets: Ints) -> tuple[DType, CatalogChunk] | None:
-        """Return the chunk that begins there, and its dtype."""
-        if key not in self._found:
-            stored = self.catalog.get(key)
-            chunks = {} if stored is None else {chunk.box.offsets: (stored.dtype, chunk) for chunk in stored.chunks}
-            self._found[key] = chunks
-        return self._found[key].get(offsets)
-
-    def entry(self, key: str) -> protocol.TensorStorageMetadata:
-        """Return the metadata of a tensor."""
-        stored = self.catalog[key]
-        chunks = [
-            protocol.ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored.chunks
-        ]
-        return protocol.TensorStorageMetadata(
-            protocol.TensorProperties(dtype=to_torch(stored.dtype)), torch.Size(stored.shape), chunks
-        )
-
-    def location(self, index: Any) -> _HFStorageInfo:
-        """Return the location of a chunk, by its index: one of shardkeep's or of torch's."""
-        known = isinstance(index, protocol.MetadataIndex) or protocol.is_torchs(index, "MetadataIndex")
-        found = self.at(index.fqn, tuple(index.offset)) if known and index.offset is not None else None
-        if found is None:
-            raise KeyError(index)
-        return _HFStorageInfo(found[1].path, torch.Size(found[1].box.sizes), to_torch(found[0]))
-
-    def indices(self) -> Iterator[protocol.MetadataIndex]:
-        """Return the index of every chunk."""
-        return (
-            protocol.MetadataIndex(key, chunk.box.offsets)
-            for key, entry in self.catalog.items()
-            for chunk in entry.chunks
-        )
-
-
-class _OnAccess(MutableMapping[Any, Any]):
-    """A mapping whose values are made on access, and its keys when all are needed; once it is changed, all are made."""
-
-    def __init__(self, make: Callable[[Any], Any], keys: Callable[[], Iterator[Any]]) -> None:
-        self._make, self._keys = make, keys
-        self._made: dict[Any, Any] | None = None
-
-    def _all(self) -> dict[Any, Any]:
-        if self._made is None:
-            self._made = {key: self._make(key) for key in self._keys()}
-        return self._made
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._make(key) if self._made is None else self._made[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._all()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._all()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._keys() if self._made is None else iter(self._made)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return any(True for _ in self)
 
 
 def storage_place(storage: Any) -> Store:
@@ -352,11 +233,6 @@ def storage_place(storage: Any) -> Store:
     return store
 
 
-def most_nbytes(req: protocol.ReadItem) -> int:
-    """Return the most bytes that the target of a request takes."""
-    return torch.Size(req.lengths).numel() * _LARGEST_NBYTES
-
-
 # -- quantized models --------------------------------------------------------------------------------------------------
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -364,19 +240,6 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 _EXPONENT_BIAS = 127
 _SCALE_SUFFIX, _WEIGHT_SUFFIX = ".weight_scale_inv", ".weight"
 _SCALES_SUFFIX, _BLOCKS_SUFFIX = "_scales", "_blocks"
-_STRIP_ELEMENTS = 512 << 10
-"""A thread holds this many numbers in a few dtypes: some MiB."""
-_MOST_SCALES = 4
-"""Tensors whose scales are kept for the next strips."""
-_QUANTIZED_HOOKS = (
-    "_process_read_request",
-    "_read_files_from_queue",
-    "_read_quantized_tensor_with_block_alignment",
-    "_get_slice_to_block_mapping",
-    "_dequantize_tensor",
-    "_dequantize_tensor_mxfp4",
-)
-"""Torch's methods that a subclass may override; whole requests then go through them, as in torch."""
 
 
 class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
@@ -406,18 +269,15 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         self._weight_scale_mapping: dict[str, str] = {}
         self._weight_map: dict[str, str] = {}
         self._tensor_full_shapes: dict[str, torch.Size] = {}
-        self._scales: dict[str, torch.Tensor] = {}
-        self._scales_lock = threading.Lock()
+        self._scales = "", torch.empty(0)
+        """The name and the values of the scales that were read last, for the next strip."""
 
     # -- metadata ------------------------------------------------------------------------------------------------------
 
     def read_metadata(self) -> protocol.Metadata:
         """Describe the tensors of the directory: quantized ones with the size and dtype they are read as."""
         metadata = super().read_metadata()
-        # Made on access until here; below they are changed.
-        metadata.state_dict_metadata = dict(metadata.state_dict_metadata)
-        metadata.storage_data = dict(metadata.storage_data)
-        self._scales = {}
+        self._scales = "", torch.empty(0)
         self._load_quantization_metadata()
         for key, entry in metadata.state_dict_metadata.items():
             stored = self._catalog[key]
@@ -446,9 +306,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             *sizes, groups, _ = chunk.box.sizes
             offsets = torch.Size([*at, group * values])
             entry.chunks.append(protocol.ChunkStorageMetadata(offsets, torch.Size([*sizes, groups * values])))
-            metadata.storage_data[protocol.MetadataIndex(key, offsets)] = _HFStorageInfo(
-                chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype)
-            )
+            info = _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype))
+            metadata.storage_data[protocol.MetadataIndex(key, offsets)] = info
         size: torch.Size = entry.size
         return size
 
@@ -478,34 +337,12 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read(self, items: list[protocol.ReadItem], planner: protocol.LoadPlanner) -> None:
-        if not keeps(self, QuantizedHuggingFaceStorageReader, _QUANTIZED_HOOKS):
-            self._read_one_by_one(items, planner)
-            return
-        quantized = [req for req in items if self._is_tensor_quantized(req.storage_index.fqn)]
-        for key in dict.fromkeys(req.storage_index.fqn for req in quantized):
-            self._check(key)  # before anything is filled
-        chosen = set(map(id, quantized))
-        self.read_plain([req for req in items if id(req) not in chosen], planner)
-
-        for batch in batches_for(planner, quantized, most_nbytes):
-            fill_targets(batch, planner, partial(self._fill_dequantized, batch))
-
-    def _fill_dequantized(self, batch: Sequence[protocol.ReadItem], targets: Sequence[torch.Tensor]) -> None:
-        cut = (
-            (req, target, strip)
-            for req, target in zip(batch, targets, strict=True)
-            for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS)
-        )
-
-        def work(task: tuple[protocol.ReadItem, torch.Tensor, Box], _: memoryview) -> bool:
-            req, target, strip = task
-            offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
-            part = dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
-            target[slices(strip)].copy_(self._read_quantized_tensor_with_block_alignment(part, None))
-            return True
-
-        run_workers(cut, work, threads=self._threads(), buffer_nbytes=0)
+    def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors, after all scales were found."""
+        for key in {req.storage_index.fqn: None for req in plan.items}:
+            if self._is_tensor_quantized(key):
+                self._check(key)
+        return super().read_data(plan, planner)
 
     def _check(self, key: str) -> None:
         """Make sure that there are scales for all of a quantized tensor."""
@@ -531,37 +368,22 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             )
 
     def _read_box(self, key: str, box: Box) -> torch.Tensor:
-        """Read a box as it is stored, from all files that hold parts of it."""
         stored = self._catalog[key]
-        found = torch.empty(box.sizes, dtype=to_torch(stored.dtype), device="cpu")
-        requests = [
-            chunk_request(key, stored.dtype, chunk, relative(common, chunk.box), found[slices(relative(common, box))])
-            for chunk in stored.chunks
-            if (common := intersect(chunk.box, box)) is not None
-        ]
-        fill_items(ItemFiles(self._opens(), {}), requests, Options(io_threads=1))
-        return found
+        return read_box(self._opens(), key, stored.dtype, stored.chunks, box)
 
     def _read_scales(self, key: str) -> torch.Tensor:
-        """Read all scales of a quantized tensor; those of the last few tensors are kept."""
-        name = self._weight_scale_mapping[key]
-        with self._scales_lock:
-            if name not in self._scales:
-                if len(self._scales) >= _MOST_SCALES:
-                    del self._scales[next(iter(self._scales))]
-                self._scales[name] = self._read_box(name, whole(self._catalog[name].shape))
-            return self._scales[name]
+        """Read all scales of a quantized tensor."""
+        name, last = self._weight_scale_mapping[key], self._scales
+        if last[0] != name:
+            last = self._scales = name, self._read_box(name, whole(self._catalog[name].shape))
+        return last[1]
 
     # -- torch's steps -------------------------------------------------------------------------------------------------
 
-    def _process_read_request(self, f: Any, req: protocol.ReadItem, planner: protocol.LoadPlanner) -> None:
-        """Read one request; `f` is its open file, which may not hold all that a quantized tensor needs."""
-        if not self._is_tensor_quantized(req.storage_index.fqn):
-            super()._process_read_request(f, req, planner)
-            return
-        target = target_of(req, planner)
-        target.copy_(self._read_quantized_tensor_with_block_alignment(req, f))
-        planner.commit_tensor(req, target)
+    def _read_strip(self, f: Any, req: protocol.ReadItem) -> torch.Tensor:
+        if self._is_tensor_quantized(req.storage_index.fqn):
+            return self._read_quantized_tensor_with_block_alignment(req, f)
+        return super()._read_strip(f, req)
 
     def _read_quantized_tensor_with_block_alignment(self, req: protocol.ReadItem, safetensor_file: Any) -> torch.Tensor:
         """Return the numbers of a request; other files than its own may be read for them."""

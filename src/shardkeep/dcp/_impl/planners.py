@@ -334,11 +334,9 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         """Allocate tensors on the meta device, flatten the state as configured, and keep it."""
         plans._init_state_dict(state_dict)
         self.original_state_dict = state_dict
-        if self.flatten_sharded_tensors:
-            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = flatten_sharded_tensors(state_dict) if self.flatten_sharded_tensors else state_dict
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
-        self.state_dict = state_dict
+            self.state_dict, self.mappings = flatten_state_dict(self.state_dict)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
@@ -365,11 +363,9 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         return plans.create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
     def create_global_plan(self, global_plan: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
-        """Return the plans unchanged: each rank reads what it needs."""
         return plans.create_default_global_load_plan(global_plan)
 
     def finish_plan(self, new_plan: protocol.LoadPlan) -> protocol.LoadPlan:
-        """Return the plan unchanged."""
         return new_plan
 
     def load_bytes(self, read_item: protocol.ReadItem, value: io.BytesIO) -> None:

@@ -13,18 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shardkeep.dist.world import is_initialised
-from shardkeep.errors import (
-    BadState,
-    BadValue,
-    BrokenProtocol,
-    InvalidShards,
-    MalformedFile,
-    NotSavable,
-    StateMismatch,
-)
+from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, MalformedFile, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.state.leaves import is_dtensor, is_ordinary, is_sharded_tensor
+from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor
 from shardkeep.state.patterns import suggestions
 
 if TYPE_CHECKING:
@@ -88,9 +80,7 @@ def _find_shard(tensor: ShardedTensor, index: protocol.MetadataIndex) -> Shard:
         raise BadValue(
             f"{index.fqn!r} is a ShardedTensor and no offset was provided to find one of its shards", key=index.fqn
         )
-    shards = tensor.local_shards()
-    hinted = shards[index.index : index.index + 1] if index.index is not None and index.index >= 0 else []
-    for shard in (*hinted, *shards):
+    for shard in tensor.local_shards():
         if torch.Size(shard.metadata.shard_offsets) == index.offset:
             return shard
     raise BadValue(f"Could not find shard at '{index.offset}' for FQN: {index.fqn!r}, a ShardedTensor", key=index.fqn)
@@ -121,8 +111,6 @@ def _get_checkpointable_tensor_shard(
                 f"{index.fqn!r} holds {len(offsets)} shards, and there is no offset in the index", key=index.fqn
             )
         at = 0
-    elif index.index is not None and 0 <= index.index < len(offsets) and offsets[index.index] == index.offset:
-        at = index.index
     elif index.offset in offsets:
         at = offsets.index(index.offset)
     else:
@@ -285,43 +273,35 @@ def _holds_shards(value: Any) -> bool:
     return is_sharded_tensor(value) and len(value.metadata().shards_metadata) > len(value.local_shards())
 
 
+def _tensor_item(
+    fqn: str, data: protocol.TensorWriteData, kind: protocol.WriteItemType, number: int | None = None
+) -> protocol.WriteItem:
+    return protocol.WriteItem(protocol.MetadataIndex(fqn, data.chunk.offsets, number), kind, tensor_data=data)
+
+
 def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> protocol.WriteItem:
-    chunk = _create_chunk_from_tensor(tensor)
-    data = protocol.TensorWriteData(chunk, protocol.TensorProperties.create_from_tensor(tensor), tensor.size())
-    return protocol.WriteItem(
-        protocol.MetadataIndex(fqn, chunk.offsets), protocol.WriteItemType.TENSOR, tensor_data=data
-    )
+    properties = protocol.TensorProperties.create_from_tensor(tensor)
+    data = protocol.TensorWriteData(_create_chunk_from_tensor(tensor), properties, tensor.size())
+    return _tensor_item(fqn, data, protocol.WriteItemType.TENSOR)
 
 
 def _create_write_item_for_shard(
     fqn: str, sharded_tensor: ShardedTensor, shard_md: ShardMetadata
 ) -> protocol.WriteItem:
-    data = _sharded_tensor_metadata(sharded_tensor, shard_md)
-    return protocol.WriteItem(
-        protocol.MetadataIndex(fqn, data.chunk.offsets), protocol.WriteItemType.SHARD, tensor_data=data
-    )
+    return _tensor_item(fqn, _sharded_tensor_metadata(sharded_tensor, shard_md), protocol.WriteItemType.SHARD)
 
 
 def _get_checkpointable_tensor_write_items(fqn: str, tensor: protocol.CheckpointableTensor) -> list[protocol.WriteItem]:
     properties = protocol.TensorProperties.create_from_tensor(cast("torch.Tensor", tensor))
-    return [
-        protocol.WriteItem(
-            protocol.MetadataIndex(fqn, chunk.offsets, number),
-            protocol.WriteItemType.SHARD,
-            tensor_data=protocol.TensorWriteData(chunk, properties, torch.Size(tensor.global_shape)),
-        )
-        for number, chunk in enumerate(_get_checkpointable_tensor_chunks(tensor))
-    ]
+    chunks = _get_checkpointable_tensor_chunks(tensor)
+    parts = [protocol.TensorWriteData(chunk, properties, torch.Size(tensor.global_shape)) for chunk in chunks]
+    return [_tensor_item(fqn, data, protocol.WriteItemType.SHARD, number) for number, data in enumerate(parts)]
 
 
 def _create_write_items_for_dtensor(fqn: str, tensor: DTensor) -> protocol.WriteItem:
-    chunk = _create_chunk_from_dtensor(tensor)
-    data = protocol.TensorWriteData(
-        chunk, protocol.TensorProperties.create_from_tensor(tensor.to_local()), tensor.size()
-    )
-    return protocol.WriteItem(
-        protocol.MetadataIndex(fqn, chunk.offsets), protocol.WriteItemType.SHARD, tensor_data=data
-    )
+    properties = protocol.TensorProperties.create_from_tensor(tensor.to_local())
+    data = protocol.TensorWriteData(_create_chunk_from_dtensor(tensor), properties, tensor.size())
+    return _tensor_item(fqn, data, protocol.WriteItemType.SHARD)
 
 
 def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> protocol.WriteItem:  # noqa: A002, ARG001 - torch's names
@@ -475,7 +455,7 @@ def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: b
     """Return the plan to write everything this rank has. The global plan removes replicas."""
     items: list[protocol.WriteItem] = []
     for fqn, value in state_dict.items():
-        if _has_part(value):
+        if has_part(value):
             items += _create_write_items(fqn, value)
     return protocol.SavePlan(items)
 
@@ -503,21 +483,11 @@ def create_default_global_save_plan(
             entry = entries.setdefault(fqn, protocol.TensorStorageMetadata(data.properties, data.size, []))
             chunks = entry.chunks  # type: ignore[union-attr]  # no bytes: checked above
             if rewrite_index_hints:
-                items.append(_hinted(item, len(chunks)))
-            else:
-                items.append(item)
+                item = dataclasses.replace(item, index=dataclasses.replace(item.index, index=len(chunks)))  # noqa: PLW2901
+            items.append(item)
             chunks.append(data.chunk)
         plans.append(dataclasses.replace(plan, items=items))
     return plans, protocol.Metadata(entries)
-
-
-def _hinted(item: protocol.WriteItem, hint: int) -> protocol.WriteItem:
-    index = item.index
-    if type(item) is not protocol.WriteItem or type(index) is not protocol.MetadataIndex:  # torch's, or a user's own
-        return dataclasses.replace(item, index=dataclasses.replace(index, index=hint))
-    # Constructed directly, in a third of the time of `replace`: there is one item for each shard of each rank.
-    index = protocol.MetadataIndex(index.fqn, index.offset, hint)
-    return protocol.WriteItem(index, item.type, item.bytes_io_data, item.tensor_data)
 
 
 def create_default_local_load_plan(
@@ -537,12 +507,13 @@ def create_default_local_load_plan(
     items: list[protocol.ReadItem] = []
     thin: list[str] = []
     for fqn, value in wanted.items():
-        if _has_part(value):
+        if has_part(value):
             reads, complete = reads_of(fqn, entries[fqn], value)
             items += reads
             if not complete:
                 thin.append(fqn)
-    warn_of_holes(thin)
+    if thin:
+        warn_of_holes(thin)
     return protocol.LoadPlan(items)
 
 
@@ -579,7 +550,6 @@ def _validate_global_plan(global_plan: list[protocol.SavePlan], metadata: protoc
 
 
 def _check_box_overlap(box0: protocol.ChunkStorageMetadata, box1: protocol.ChunkStorageMetadata) -> bool:
-    """Return whether two boxes of a tensor have an element in common."""
     return boxes_overlap(box0, box1)
 
 
@@ -597,19 +567,13 @@ def missing_keys(
 
 def warn_of_holes(keys: list[str]) -> None:
     """Log which tensors the checkpoint does not hold all of."""
-    if keys:
-        logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", _named(keys))
+    logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", _named(keys))
 
 
 def _named(keys: list[str]) -> str:
     """Join keys for a message; only the first ones if there are many."""
     more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
     return ", ".join(keys[:_MOST_NAMED]) + more
-
-
-def _has_part(value: Any) -> bool:
-    # The mesh of a DTensor may not include this rank.
-    return not is_dtensor(value) or value.device_mesh.get_coordinate() is not None
 
 
 def check_forms(wanted: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:

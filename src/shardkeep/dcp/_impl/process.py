@@ -8,13 +8,11 @@ process that has it ends or lets go of it. Each storage is let go when it is in 
 
 from __future__ import annotations
 
-import errno
 import gc
 import io
 import mmap
 import os
 import pickle
-import select
 import signal
 import socket
 import tempfile
@@ -23,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 import torch
 import torch.multiprocessing
@@ -34,81 +32,79 @@ from shardkeep.errors import BrokenProtocol, CheckpointError, _wrap_exception, p
 from shardkeep.options import Options
 from shardkeep.storage.buffers import view_memory
 
-_untyped: Final[Any] = torch.multiprocessing
 _ALIGNMENT: Final = 64
 _MOST_WRITTEN: Final = 1 << 30
-_MORE_FILES: Final = "allow more open files (ulimit -n)"
 
 
 # -- objects with tensors ----------------------------------------------------------------------------------------------
 
 
-class _Storages:
-    """The storages of tensors in host memory that a pickle refers to; everything else is pickled as torch does."""
+class _Pickler(ForkingPickler):
+    """Leaves out the storages of tensors in host memory; everything else is pickled as torch does."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
         self.storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         """By their address: the offset of each in the memory file, and itself."""
         self.nbytes = 0
 
-    def dump(self, box: list[Any]) -> bytes:
-        """Pickle the object in a box."""
-        stream = io.BytesIO()
-        pickler = ForkingPickler(stream)
-        inherited: Any = pickler.dispatch_table
-        pickler.dispatch_table = {**inherited, torch.UntypedStorage: self._collect}
-        pickler.dump(box.pop())
-        # The pickler ends here, and with it all references to tensors but those in `storages`. Its `clear_memo` must not be called:
-        # torch releases the interpreter's lock to free a tensor, and another thread's garbage collection would see half a memo.
-        return stream.getvalue()
-
-    def _collect(self, storage: torch.UntypedStorage) -> Any:
-        if storage.device.type != "cpu" or storage.nbytes() == 0:
-            return _untyped.reductions.reduce_storage(storage)
-        if storage._cdata not in self.storages:
-            self.storages[storage._cdata] = self.nbytes, storage
-            self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        return storage_at, (self.storages[storage._cdata][0], storage.nbytes())
+    def persistent_id(self, obj: Any) -> tuple[int, int] | None:
+        if not isinstance(obj, torch.UntypedStorage) or obj.device.type != "cpu" or obj.nbytes() == 0:
+            return None
+        if obj._cdata not in self.storages:
+            self.storages[obj._cdata] = self.nbytes, obj
+            self.nbytes += -(-obj.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        return self.storages[obj._cdata][0], obj.nbytes()
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, memory: int) -> None:
+    def __init__(self, data: bytes, memory: str) -> None:
         super().__init__(io.BytesIO(data))
-        self._memory = mmap.mmap(memory, 0) if os.fstat(memory).st_size else mmap.mmap(-1, 1)
+        with open(memory, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self._storage if (module, name) == (__name__, storage_at.__name__) else super().find_class(module, name)
-
-    def _storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+    def persistent_load(self, pid: Any) -> torch.UntypedStorage:
+        offset, nbytes = pid
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
 
-def storage_at(offset: int, nbytes: int) -> torch.UntypedStorage:
-    """Stand in pickles for a storage in the memory file."""
-    raise pickle.UnpicklingError(f"the {nbytes} bytes at {offset} are in a memory file, which is not here")
+class PickledState(NamedTuple):
+    """A pickle, and the open file with the memory of its tensors."""
+
+    data: bytes
+    memory: IO[bytes]
+    path: str
+    """Where another process finds the file as long as it is open."""
+    nbytes: int
 
 
-def pickle_with_tensors(box: list[Any]) -> tuple[bytes, int, int]:
-    """Pickle the object in a box; return the pickle, the descriptor of a new file with its tensors, and how large that is."""
-    found = _Storages()
-    pickled = found.dump(box)
+def pickle_with_tensors(box: list[Any]) -> PickledState:
+    """Pickle the object in a box; its tensors go to a memory file, or to a temporary one on systems that have none."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(box.pop())
+    storages, nbytes = pickler.storages, pickler.nbytes
+    # The pickler ends here, and with it all references to tensors but those in `storages`. Its `clear_memo` must not be called:
+    # torch releases the interpreter's lock to free a tensor, and another thread's garbage collection would see half a memo.
+    del pickler
     if hasattr(os, "memfd_create"):
-        memory = os.memfd_create("shardkeep-state", os.MFD_CLOEXEC)
+        memory: IO[bytes] = os.fdopen(os.memfd_create("shardkeep-state", os.MFD_CLOEXEC), "r+b")
+        path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
     else:
-        with tempfile.TemporaryFile() as file:
-            memory = os.dup(file.fileno())
+        memory = tempfile.NamedTemporaryFile()  # noqa: SIM115 - the caller closes it
+        path = memory.name
     try:
-        os.ftruncate(memory, found.nbytes)
-        while found.storages:
-            _, (offset, storage) = found.storages.popitem()
+        os.ftruncate(memory.fileno(), max(nbytes, 1))
+        while storages:
+            _, (offset, storage) = storages.popitem()
             view, at = view_memory(storage.data_ptr(), storage.nbytes()), 0
             while at < len(view):
-                at += os.pwrite(memory, view[at : at + _MOST_WRITTEN], offset + at)
+                at += os.pwrite(memory.fileno(), view[at : at + _MOST_WRITTEN], offset + at)
             del storage
     except BaseException:
-        os.close(memory)
+        memory.close()
         raise
-    return pickled, memory, found.nbytes
+    return PickledState(stream.getvalue(), memory, path, nbytes)
 
 
 # -- in the process that saves -----------------------------------------------------------------------------------------
@@ -123,11 +119,11 @@ class StagedSave:
     """The arguments of a save; with the attributes that `_Save` reads from its ranks."""
 
     state: Any
+    rank: int
+    is_coordinator: bool
     checkpoint_id: Any
     storage_writer: Any
     planner: Any
-    rank: int
-    is_coordinator: bool
     use_collectives: bool
 
 
@@ -151,13 +147,10 @@ def serve(pipe: socket.socket, world: RankAndSize | None) -> None:
         rpc.send(pipe, pickle.dumps(_StepResult()))
         while True:
             step, given = pickle.loads(rpc.receive(pipe))
-            memory = socket.recv_fds(pipe, 1, 1)[1] if step == "begin" else []
             try:
-                result = _StepResult(server.run(step, given, memory))
+                result = _StepResult(server.run(step, given))
             except BaseException as error:  # noqa: BLE001 - raised in the training process
                 result = _StepResult(error=picklable_failure(_wrap_exception(error))[0], trace=traceback.format_exc())
-            for each in memory:
-                os.close(each)  # it is mapped
             rpc.send(pipe, pickle.dumps(result))
     except (EOFError, OSError):  # the training process is gone
         return
@@ -168,20 +161,18 @@ class _SaveServer:
 
     _save: Any = None
 
-    def run(self, step: str, given: tuple[Any, ...], memory: list[int]) -> Any:
+    def run(self, step: str, given: tuple[Any, ...]) -> Any:
         """Run a step of `_Save`; plans and results, alone or in a list, come and go as bytes."""
         if step in ("begin", "forget"):
             self._save = None
             gc.collect()
-            return self._begin(*given, *memory) if step == "begin" else None
+            return self._begin(*given) if step == "begin" else None
         made = getattr(self._save, step)(
             *(list(map(pickle.loads, each)) if isinstance(each, list) else pickle.loads(each) for each in given)
         )
         return [pickle.dumps(plan) for plan in made] if step == "decide" else pickle.dumps(made)
 
-    def _begin(self, data: bytes, memory: int | None = None) -> None:
-        if memory is None:
-            raise BrokenProtocol("the process that saves could not open the state", hint=_MORE_FILES)
+    def _begin(self, data: bytes, memory: str) -> None:
         request: StagedSave = _Unpickler(data, memory).load()
         writer = _storage_setup(request.storage_writer, request.checkpoint_id)
         self._save = _Save(request, lambda: request.state, writer, request.planner, request.use_collectives)
@@ -253,20 +244,13 @@ class SaverProcess(rpc.ChildProcess):
                 raise SaverDied(f"{error.message} in step 'start'", hint=_KIND.if_not_started) from error
             self._ready = True
 
-    def ask(self, step: str, *given: Any, memory: int | None = None, more_s: float = 0.0) -> Any:
+    def ask(self, step: str, *given: Any, more_s: float = 0.0) -> Any:
         """Run a step in the process, with `more_s` more seconds; return its result, or raise its error or SaverDied."""
         message = pickle.dumps((step, given))
-
-        def send_request(pipe: socket.socket, ready: rpc.Ready) -> None:
-            rpc.send(pipe, message, ready)
-            sent = memory is None
-            while not sent:
-                ready(select.POLLOUT)
-                with suppress(BlockingIOError):
-                    sent = socket.send_fds(pipe, [b"\0"], [memory], socket.MSG_NOSIGNAL) > 0  # type: ignore[list-item]
-
         try:
-            reply = self.call(send_request, rpc.WaitPolicy(Options().timeout_s), more_s=more_s)
+            reply = self.call(
+                lambda pipe, ready: rpc.send(pipe, message, ready), rpc.WaitPolicy(Options().timeout_s), more_s=more_s
+            )
         except SaverDied as error:
             raise SaverDied(f"{error.message} in step {step!r}", hint=error.hint) from error
         result: _StepResult = pickle.loads(reply)
@@ -289,37 +273,28 @@ class RemoteSave:
     def plan(self) -> Any:
         """Send the state, and return this rank's plan."""
         try:
-            data, memory, nbytes = pickle_with_tensors(self._request)
+            pickled = pickle_with_tensors(self._request)
         except Exception as error:
             hint = "the state, the storage writer and the planner are pickled; or use AsyncCheckpointerType.THREAD"
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                hint = _MORE_FILES
             raise BrokenProtocol(f"a save cannot be sent to the process that saves: {error}", hint=hint) from error
-        self._more_s = nbytes / rpc.SLOWEST_BYTES_PER_S
-        try:
-            self._saver.ask("begin", data, memory=memory)
-        finally:
-            os.close(memory)
+        self._more_s = pickled.nbytes / rpc.SLOWEST_BYTES_PER_S
+        with pickled.memory:
+            self._saver.ask("begin", pickled.data, pickled.path)
         return self._saver.ask("plan")
 
     def decide(self, plans: list[bytes]) -> Any:
-        """Return the plan of each rank."""
         return self._saver.ask("decide", plans)
 
     def alone_s(self) -> Any:
-        """Return how many seconds the coordinator may still work when the other ranks are done."""
         return pickle.loads(self._saver.ask("alone_s"))
 
     def write(self, plan: bytes) -> Any:
-        """Write the items of a plan."""
         return self._saver.ask("write", plan, more_s=self._more_s)
 
     def supersede_common(self) -> None:
-        """Remove the metadata of all ranks together, where each rank has written its own."""
         self._saver.ask("supersede_common")
 
     def finish(self, results: list[bytes], alone_s: float) -> Any:
-        """Commit the checkpoint, and return its metadata."""
         return self._saver.ask("finish", results, more_s=self._more_s + alone_s)
 
     def discard(self) -> None:

@@ -11,13 +11,12 @@ import contextlib
 import copy
 import itertools
 import logging
-import math
 import os
 import pickle
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +34,6 @@ from torch.utils import _pytree as pytree
 
 from shardkeep.display import format_seconds
 from shardkeep.engine.stagers import AsyncStager, StateDictStager, dtensor_over
-from shardkeep.engine.tensors import extent
 from shardkeep.errors import BrokenProtocol, CheckpointError, RanksDisagree, RanksSilent, StorageError, UnsupportedLeaf
 from shardkeep.state.leaves import copy_bits, is_dtensor, is_sharded_tensor, wait_tensor
 from shardkeep.storage.local import sync_directory
@@ -45,8 +43,7 @@ if TYPE_CHECKING:
 
 # -- the description of a state dict -----------------------------------------------------------------------------------
 #
-# The bytes of dense tensors are sent as they lie in memory, those of other tensors in row-major order. The dataclasses have
-# torch's names and fields.
+# The elements of tensors are sent in row-major order. The dataclasses have torch's names and fields.
 
 
 @dataclass
@@ -132,28 +129,13 @@ def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch
         raise UnsupportedLeaf(f"{name} is {what}, which cannot be sent", hint="send plain tensors")
     if tensor.layout is not torch.strided:
         raise UnsupportedLeaf(f"{name} is of layout {tensor.layout}, which cannot be sent", hint="send it dense")
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    dense = plain if is_dense(plain.shape, plain.stride()) else plain.contiguous()
-    return bytes_of(dense), _TensorMeta(dense.shape, dense.dtype, 0, dense.stride(), dense.nbytes)
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether a tensor's elements fill one contiguous range of memory, in any order, without overlaps."""
-    expected = 1
-    for step, n in sorted(zip(stride, shape, strict=True)):
-        if n != 1 and step != expected:
-            return math.prod(shape) == 0
-        expected *= n
-    return True
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes_of(plain), _TensorMeta(plain.shape, plain.dtype, 0, plain.stride(), plain.nbytes)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the memory of a dense tensor as bytes."""
-    row = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    if tensor.numel() == 0:
-        return row
-    start, stop = extent(tensor)
-    return row.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    """View the memory of a contiguous tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -186,8 +168,6 @@ def _pickled(meta: _StateDictMeta) -> bytes:
 
 logger = logging.getLogger("shardkeep")
 
-_LONGEST: Final = 1 << 30
-"""The most bytes that the description of a state dict may have."""
 _LONGEST_REASON: Final = 4096
 _LENGTH, _META, _FIRST_TENSOR = 1, 2, 3  # tags
 
@@ -255,8 +235,6 @@ class PGTransport:
         announced = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._recv(src_rank, announced, _LENGTH)
         length = int(announced.item())
-        if not 0 < abs(length) <= _LONGEST:
-            raise MalformedMessage(f"rank {src_rank} announced a description of {length} bytes")
         message = torch.empty(abs(length), dtype=torch.uint8, device=self._device)
         self._recv(src_rank, message, _META)
         data = message.cpu().numpy().tobytes()
@@ -285,13 +263,12 @@ class PGTransport:
 
     def _receive_tensor(self, src_rank: int, tag: int, meta: _TensorMeta, into: torch.Tensor | None) -> torch.Tensor:
         """Receive a tensor, into memory that fits it if there is any."""
-        here = into is not None and into.device.type == self._device.type and into.stride() == meta.stride
-        if into is not None and here and is_dense(into.shape, into.stride()):
+        if into is not None and into.device.type == self._device.type and into.is_contiguous():
             self._recv(src_rank, bytes_of(into.detach()), tag)
             return into
         row = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
         self._recv(src_rank, row, tag)
-        made = row.view(meta.dtype).as_strided(meta.shape, meta.stride)
+        made = row.view(meta.dtype).view(meta.shape)
         if into is None:
             return made.cpu()
         with torch.no_grad():
@@ -431,7 +408,6 @@ class _ReplicationStager(AsyncStager):
             raise _NotKept(f"rank {current_rank} could not store the state of rank {partner_rank}: {error}") from error
 
     def _get_persisted_path(self, current_rank: int, partner_rank: int) -> str:
-        """Return the file that the partner's state is kept in."""
         return os.path.join(self._storage_dir, f"rank_{current_rank}_replica_partner_{partner_rank}.pt")
 
     def synchronize_staging(self) -> None:
