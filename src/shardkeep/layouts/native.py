@@ -23,7 +23,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -43,16 +43,7 @@ from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Index, decode_index, encode_index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.storage.base import (
-    ReadableStore,
-    SmallFiles,
-    Store,
-    Version,
-    broken_path,
-    decode_or_reread,
-    read_range,
-    warn_reread_ok,
-)
+from shardkeep.storage import base
 
 MAX_INDEX_NBYTES = 4 << 30
 """Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
@@ -114,7 +105,7 @@ def chunk_name(key: str, box: Box | None) -> str:
     return f"{key}{box}"
 
 
-def read_record(store: Store) -> Record:
+def read_record(store: base.Store) -> Record:
     """Read and check the commit record; raise `CheckpointNotFound`, which says what is there instead, if there is none."""
     try:
         return record_in(store)
@@ -122,23 +113,23 @@ def read_record(store: Store) -> Record:
         raise not_found(store) from exc
 
 
-def not_found(store: Store) -> errors.CheckpointNotFound:
+def not_found(store: base.Store) -> errors.CheckpointNotFound:
     """Say that a place has no checkpoint, and what is there instead."""
-    below, broken = _checkpoint_below(store.url), broken_path(store, inside=True)
+    below, broken = _checkpoint_below(store.url), base.broken_path(store, inside=True)
     what = " itself, only below it" if below else f" here ({broken or _other_files(store)})"
     hint = "" if broken else f"a checkpoint has {RECORD_NAME} in it"
     hint = f"there are checkpoints below it, such as {below}" if below else hint
     return errors.CheckpointNotFound(f"{store.url}: no committed checkpoint{what}", hint=hint)
 
 
-def record_in(store: Store) -> Record:
+def record_in(store: base.Store) -> Record:
     """Read and check the commit record; read it again if it arrives damaged. `BlobNotFound` if there is none."""
     where = f"{store.url}/{RECORD_NAME}"
 
     def read() -> bytes:
         return store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
 
-    return decode_or_reread(
+    return base.decode_or_reread(
         read(), lambda data: record_format.decode_record(data, where), read, name=where, same=_perhaps_same
     )
 
@@ -157,14 +148,14 @@ def _checkpoint_below(place: str) -> str:
     return ""
 
 
-def _other_files(store: SmallFiles) -> str:
+def _other_files(store: base.SmallFiles) -> str:
     names = [info.name for info in store.list()]
     if any(save_id_of(name) for name in names):
         return "only files of a save that did not finish"
     return format_count(len(names), "other file") if names else "the place is empty or does not exist"
 
 
-def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
+def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
     """Read and check an index, twice if it arrives damaged; with a `chain`, `store` is one that decodes."""
     entry = record.index
     if entry.chain is not None and chain is None:
@@ -180,10 +171,7 @@ def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = 
 
     def read() -> bytes:
         try:
-            if chain is None:
-                return store.get(entry.name, limit=entry.nbytes)
-            with closing(store.open(entry.name)) as reader:
-                return bytes(read_range(reader, 0, reader.nbytes))
+            return store.get(entry.name, limit=entry.nbytes)
         except errors.BlobNotFound as exc:
             raise errors.WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
 
@@ -192,8 +180,7 @@ def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = 
             raise errors.WrongSize(
                 f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
             )
-        found = checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
-        if found != entry.checksum:
+        if _checksum(data, chain) != entry.checksum:
             raise errors.ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
         return decode_index(memoryview(data).toreadonly(), where=entry.name)
 
@@ -201,8 +188,12 @@ def read_index(store: ReadableStore, record: Record, chain: CodecChain | None = 
         data = read()
     except errors.DamagedCheckpoint:
         data = read()  # by another reader, because the first may have cached what it read
-        warn_reread_ok(entry.name, 0, len(data))
-    return decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)
+        base.warn_reread_ok(entry.name, 0, len(data))
+    return base.decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)
+
+
+def _checksum(data: bytes, chain: CodecChain | None) -> str:
+    return checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
 
 
 def _most_index_nbytes(stored_nbytes: int | None) -> int:
@@ -213,7 +204,7 @@ def _most_index_nbytes(stored_nbytes: int | None) -> int:
 
 
 def publish(
-    store: Store,
+    store: base.Store,
     index: Index,
     *,
     save_id: str,
@@ -222,7 +213,7 @@ def publish(
     world_size: int,
     step: int | None,
     meta: dict[str, Any],
-    over: Version | None = None,
+    over: base.Version | None = None,
     chains: Sequence[CodecChain] = (),
     index_chain: int | None = None,
 ) -> Record:
@@ -236,7 +227,6 @@ def publish(
     _check_size("index", data, MAX_INDEX_NBYTES)
     chain = None if index_chain is None else chains[index_chain]
     name = index_name(save_id, coded=chain is not None)
-    checksum = checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
     record = Record(
         save_id=save_id,
         step=step,
@@ -250,7 +240,7 @@ def publish(
             values=len(index.value_keys),
             tensor_bytes=tensor_bytes,
         ),
-        index=Blob(name=name, nbytes=len(data), checksum=checksum),
+        index=Blob(name=name, nbytes=len(data), checksum=_checksum(data, chain)),
         files=files,
         chains=[each.recorded for each in chains],
     )
@@ -279,7 +269,7 @@ def publish(
     return record
 
 
-def _beaten(store: ReadableStore) -> errors.CheckpointError:
+def _beaten(store: base.ReadableStore) -> errors.CheckpointError:
     """Explain, as far as possible, why the record in place is not the one that this save was to replace."""
     winner = ""
     try:

@@ -187,7 +187,6 @@ def prepare_directory(store: Store) -> ModelDirectory:
     path = store.url
     with storage_errors("cannot make", path):
         make_directory(os.path.abspath(path))
-    _end_pending(store)
     with _locked(path):
         _finish_interrupted(store)
         _clear(path)
@@ -298,13 +297,6 @@ def _locked(path: str) -> Iterator[None]:
         yield
 
 
-def _end_pending(store: Store) -> None:
-    """End a pending save of a process that used the directory as if it were a store."""
-    note = read_note(store)
-    if note is not None and note.pending:
-        _prepare_store(store)
-
-
 def _finish_interrupted(store: Store) -> str | None:
     """Finish an interrupted save, and return its id."""
     note = read_note(store)
@@ -319,10 +311,8 @@ def _publish_local(
 ) -> None:
     """Publish in a local directory; `index` is empty where there is no index file."""
     path = store.url
-    _check_durable(path, files, save_id)
     if index:
         store.put(temporary_name(INDEX_NAME, save_id), index, replace=True)
-    _end_pending(store)
     with _locked(path):
         if _finish_interrupted(store) == save_id:  # another process has just done it
             return

@@ -308,4 +308,7 @@ def item_location(info: Any) -> ItemLocation:
 
 def sums_of(metadata: Any) -> dict[str, Sums]:
     """Return what metadata say of each data file."""
-    return {name: Sums(*said) for name, said in (getattr(metadata, "shardkeep_sums", None) or {}).items()}
+    try:
+        return {name: Sums(*said) for name, said in (getattr(metadata, "shardkeep_sums", None) or {}).items()}
+    except (AttributeError, TypeError) as exc:
+        raise MalformedFile(f"the checksums of the data files in the metadata are malformed: {exc}") from exc

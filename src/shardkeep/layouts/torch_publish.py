@@ -8,10 +8,9 @@ is atomic and durable; on a file system that the user provides it is what its `r
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, WrongSize
@@ -20,13 +19,7 @@ from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
 from shardkeep.storage import base
-from shardkeep.storage.file_systems import (
-    FileSystemBase,
-    PathLike,
-    StreamStore,
-    store_of,
-    write_all,
-)
+from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, write_all
 from shardkeep.storage.local import storage_errors
 
 log = logging.getLogger("shardkeep")
@@ -36,7 +29,7 @@ _SKEW_S = 3600.0
 
 
 class _StreamFiles(StreamStore):
-    """The files at a path of a file system with streams, which knows neither their sizes nor their ages."""
+    """The files at a path of a file system with streams, which may not list them, and knows neither sizes nor ages."""
 
     def __init__(self, fs: FileSystemBase, path: PathLike, *, sync: bool) -> None:
         super().__init__(fs, path)
@@ -44,11 +37,6 @@ class _StreamFiles(StreamStore):
 
     def _at(self, name: str) -> PathLike:
         return self._fs.concat_path(self._path, name)
-
-    def list(self) -> Iterator[base.BlobInfo]:
-        ls = getattr(self._fs, "ls", None)
-        for path in ls(self._path) if callable(ls) else ():
-            yield base.BlobInfo(os.path.basename(os.fspath(path).rstrip("/")), nbytes=-1, modified_s=math.inf)
 
     def get(self, name: str, *, limit: int) -> bytes:
         if not self._fs.exists(self._at(name)):
@@ -73,16 +61,15 @@ class _StreamFiles(StreamStore):
 
 def commit_at(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Commit:
     """Return the commit of a save to a path of a file system."""
-    store = store_of(fs, path, durable=sync)
-    return Commit(store, _StreamFiles(fs, path, sync=sync) if store is None else store)
+    return Commit(store_of(fs, path, durable=sync) or _StreamFiles(fs, path, sync=sync))
 
 
 class Commit:
     """The last step of a save to a store, or to a file system with streams."""
 
-    def __init__(self, store: base.Store | None, files: base.SmallFiles) -> None:
-        self._store = store
+    def __init__(self, files: base.Store | _StreamFiles) -> None:
         self._files = files
+        self._store = store = None if isinstance(files, _StreamFiles) else files
         self._path = None if store is None else base.local_path(store)
         self._shared = store is not None and self._path is None
         """Whether every rank sees the files of all ranks. Each rank may have a local directory of its own."""
@@ -110,13 +97,9 @@ class Commit:
         # Only files with names of data files: old metadata may come from another writer and name any file.
         self.remove(filter(is_data, old - keep))
         if name == METADATA_NAME:
-            # Those of single ranks; in a store, `_abandoned` finds their data files by age.
-            others = [each for each in self._listed() if is_metadata(each) and each != METADATA_NAME]
-            data_of = set() if self._store is not None else set().union(*map(self._files_of, others))
-            self.remove([*others, *filter(is_data, data_of - keep)])
             self._supersede_native()
         if self._store is not None:
-            self.remove(self._abandoned(name, keep, began_s))
+            self._sweep(self._store, name, keep, began_s)
 
     def _check_written(self, sums: Mapping[str, Sums], own: Collection[str]) -> None:
         """Check the sizes of all data files that this rank can see: another save here may have removed or replaced one."""
@@ -137,14 +120,6 @@ class Commit:
                     hint="another job may be saving into the same place; nothing was committed",
                     file=name,
                 )
-
-    def _listed(self) -> dict[str, base.BlobInfo]:
-        """Return all files; none if they cannot be listed."""
-        try:
-            return {info.name: info for info in self._files.list()}
-        except Exception as exc:  # noqa: BLE001 - a file system may raise anything, and the save has succeeded
-            log.warning("%s cannot be listed, so files of older saves are not removed: %s", self._files.url, exc)
-            return {}
 
     def supersede_common(self) -> None:
         """Remove the metadata of all ranks together, and a native record."""
@@ -183,23 +158,26 @@ class Commit:
             log.warning("%s cannot be read, so the files it names are not removed: %s", where, exc)
             return set()
 
-    def _abandoned(self, published: str, keep: set[str], began_s: float) -> set[str]:
-        """Return data files that no metadata name and that are older than this save: dead saves left them."""
-        infos = self._listed()
+    def _sweep(self, store: base.Store, published: str, keep: set[str], began_s: float) -> None:
+        """Remove metadata that were replaced, and data files of dead saves: older than this one, and named by no metadata."""
+        try:
+            infos = {info.name: info for info in store.list()}
+        except CheckpointError as exc:
+            log.warning("%s cannot be listed, so files of older saves are not removed: %s", store.url, exc)
+            return
         # A rank that saves alone removes only its own files: other ranks may be writing files that no metadata name yet.
         alone = published.removesuffix(METADATA_NAME)
-        for name in filter(is_metadata, infos):
-            if name != published and (name == METADATA_NAME or not alone):
-                owned = self._files_of(name)
-                if not owned:
-                    return set()  # metadata that cannot be read may name any file
-                keep = keep | owned
+        if not alone:
+            self.remove([name for name in infos if is_metadata(name) and name != METADATA_NAME])
+        elif METADATA_NAME in infos:
+            owned = self._files_of(METADATA_NAME)
+            if not owned:
+                return  # metadata that cannot be read may name any file
+            keep = keep | owned
         before_s = began_s - (_SKEW_S if self._shared else 0.0)
-        return {
-            name
-            for name in filter(is_data, infos.keys() - keep)
-            if name.startswith((f"{alone}_", f"{alone}.") if alone else "") and infos[name].modified_s < before_s
-        }
+        for name in filter(is_data, infos.keys() - keep):
+            if name.startswith((f"{alone}_", f"{alone}.") if alone else "") and infos[name].modified_s < before_s:
+                self.remove([name])
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files that no checkpoint needs any more; log those that cannot be removed."""

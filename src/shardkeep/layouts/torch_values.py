@@ -325,11 +325,11 @@ class LoadPlan:
     planner_data: Any = None
 
 
-def chunk_nbytes(item: WriteItem) -> int:
-    """Return the bytes that an item itself writes; 1 if unknown."""
-    if item.tensor_data is not None:
-        return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-    return item.bytes_io_data.nbytes if item.bytes_io_data is not None else 1
+def chunk_nbytes(item: WriteItem) -> int | None:
+    """Return the bytes that an item itself writes of its tensor; None for an object."""
+    if item.tensor_data is None:
+        return None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 # What decides which values of a state are saved and loaded: the interfaces that users implement.
