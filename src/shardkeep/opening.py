@@ -20,9 +20,8 @@ import numpy as np
 
 from shardkeep import errors
 from shardkeep.display import OneLine, format_count, format_seconds, format_size, html_table
-from shardkeep.engine.reader import Source, explain_missing, open_checked
+from shardkeep.engine.reader import Source, damage_of_file, explain_missing, open_checked, stored_damage
 from shardkeep.engine.sources import find
-from shardkeep.engine.verify import damage_of_file, stored_damage
 from shardkeep.engine.workers import divide_budget
 from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
@@ -337,7 +336,7 @@ class Checkpoint(Mapping[str, Any]):
         self._tree()
 
     def _damage_of_file(self, number: int, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
-        """Read a file, and yield what is damaged; the file's number is added to `uncompared` if nothing could tell."""
+        """Read a file, and yield what is damaged; add its number to `uncompared` if there was nothing to compare with."""
         file = self.record.files[number]
         if not file.block_nbytes and (damage := self.source.damage_by_form(number, uncompared)) is not None:
             yield from damage

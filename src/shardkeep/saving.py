@@ -32,9 +32,8 @@ from shardkeep.engine.save_session import (
     SaveSession,
     WrittenFiles,
 )
-from shardkeep.engine.snapshot import take_snapshot
+from shardkeep.engine.snapshot import step_barriers, take_snapshot
 from shardkeep.engine.staging import BackgroundWrite
-from shardkeep.engine.step_barrier import step_barriers
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import write_files
 from shardkeep.errors import StateError
@@ -324,7 +323,9 @@ def start_in_session(
         inside.callback(described.clear)
         optimizers = described[0].optimizers
         with phases.phase("stage"):
-            snapshot = take_snapshot(described[0].description.pieces, staging=staging, optimizers=optimizers)
+            pieces, order = described[0].description.pieces, described[0].order
+            snapshot = take_snapshot(pieces, staging=staging, optimizers=optimizers, order=order)
+            del pieces
         memory = process.memory if process else staging_memory()
         background = BackgroundWrite(snapshot, handle, memory, options, events)
         inside.enter_context(background.releasing())

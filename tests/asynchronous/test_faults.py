@@ -14,6 +14,7 @@ from tests.asynchronous.scene import PATIENCE_S
 from tests.faults import doomed
 from tests.faults.scene import IN_ORDER, checkpoint_at, files_of_checkpoint, names_in, state_of
 from tests.support.rank_pool import RankPool
+from tests.support.stores import BeforeStore
 
 
 def save(where, k, **options):
@@ -24,10 +25,7 @@ def save(where, k, **options):
 
 @pytest.mark.parametrize("fault", ["error", "full", "crash"])
 def test_every_operation_that_can_fail(place, fault):
-    """
-    Whichever operation fails, the handle says so and the checkpoint before is whole, or the new one is; the next save
-    works and leaves nothing of the one that failed.
-    """
+    """The handle raises the failure, the old or new checkpoint is whole, and the next save leaves no trace of it."""
     assert save(place, 0) is None
     latest, failed = 0, 0
     for n in itertools.count():
@@ -55,13 +53,11 @@ def test_every_operation_that_can_fail(place, fault):
 def test_a_failure_that_is_not_ours():
     """Whatever is raised by a store of the user's own, of any class, is told as it is."""
 
-    class Odd(FaultyStore):
-        def begin(self, verb, name):
-            if verb == "create":
-                raise ZeroDivisionError(name)
-            return super().begin(verb, name)
+    def divide(verb, name):
+        if verb == "create":
+            raise ZeroDivisionError(name)
 
-    handle = sk.async_save(state_of(1), Odd(sk.MemoryStore()), group=World(0, 1))
+    handle = sk.async_save(state_of(1), BeforeStore(sk.MemoryStore(), divide), group=World(0, 1))
     with pytest.raises(ZeroDivisionError):
         handle.result(PATIENCE_S)
 
@@ -93,10 +89,7 @@ def mortal_ranks():
 
 @pytest.mark.parametrize(("victim", "at"), [(0, 5), (2, 2)])
 def test_a_rank_killed_in_flight(mortal_ranks, place, victim, at):
-    """
-    The others raise RanksSilent before their deadline and name the dead; the checkpoint before is whole, and the next
-    save removes what the dead left.
-    """
+    """The others raise RanksSilent in time and name the dead rank; the next save removes what it left."""
     assert mortal_ranks.run(3, save_as_rank, place, 0, -1, 0) == [0, 0, 0]
     outcomes = mortal_ranks.outcomes(3, save_as_rank, place, 1, victim, at)
     assert outcomes[victim].died == "killed by SIGKILL"

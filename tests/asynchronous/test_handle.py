@@ -110,10 +110,7 @@ def test_progress():
     [(False, full(2), "finish"), (True, full(2), "finish"), (True, {"step": 1}, "list")],
 )
 def test_cancel_before_the_commit(place, before, state, held_verb):
-    """
-    A cancelled save ends with SaveCancelled, leaves nothing but what was there, also if the state has no tensor to stop
-    at, and is not told again; the next one works.
-    """
+    """A cancelled save ends with SaveCancelled and leaves only what was there, with tensors or without."""
     if before:
         sk.save(full(1), place)
     there = sorted((info.name, info.nbytes) for info in sk.LocalStore(place).list())

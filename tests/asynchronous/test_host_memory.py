@@ -24,6 +24,7 @@ from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.asynchronous.scene import PATIENCE_S, HeldStore, saved_in
 from tests.engine.samples import bits
+from tests.support.stores import BeforeStore
 
 MIB = 1 << 20
 WAITS = "staging waits for the disk"
@@ -43,13 +44,10 @@ def mixed(rng):
     return state | {"wide": wide.t(), "rows": wide[10:300], "columns": wide[:, ::3], "same": wide.t(), "none": wide[:0]}
 
 
-class SlowStore(FaultyStore):
-    """Takes its time for some of the windows."""
-
-    def begin(self, verb, name):
-        if verb == "write_at":
-            time.sleep(random.random() * 0.004)
-        return super().begin(verb, name)
+def delay(verb, name):
+    """Take some time for some of the windows."""
+    if verb == "write_at":
+        time.sleep(random.random() * 0.004)
 
 
 def test_what_other_saves_stage_through_is_no_room_for_copies():
@@ -70,17 +68,14 @@ def test_what_other_saves_stage_through_is_no_room_for_copies():
 
 
 def test_what_changes_right_after_staged_is_not_saved():
-    """
-    Forty states of many sizes, with room for none, some or nearly all of each, are saved bit for bit as they were at the
-    call, whenever the disk takes its bytes; no copy takes more than there is room for.
-    """
+    """Forty states, with room for none, some or nearly all of each, are saved as they were at the call."""
     rng = random.Random(11)
     for round_ in range(40):
         sk.finish_saves()
         state = mixed(rng)
         room = rng.choice([1, 100_000, 2 * MIB, 4 * MIB])
         wanted = bits(copy.deepcopy(state))
-        where = SlowStore(sk.MemoryStore())
+        where = BeforeStore(sk.MemoryStore(), delay)
         handle = sk.async_save(state, where, step=round_, options=options(room))
         assert handle.staged.done()  # the call has waited: nothing else keeps these from changing
         assert staging_memory().arenas.nbytes <= room
@@ -146,10 +141,7 @@ def waited_for(state, where, room, staging):
 
 
 def test_the_step_of_an_optimizer_waits():
-    """
-    Where an optimizer guards what was not copied, the call returns at once, forward and backward go on, and the step
-    waits until writers have read it; buffers that forward changes were copied in the call.
-    """
+    """The call returns, forward and backward go on, and the step waits until writers have read what was not copied."""
     model, optimizer = trained()
     wanted = bits_of(model, optimizer)
     where = HeldStore(sk.MemoryStore())
@@ -213,7 +205,7 @@ def test_real_steps_with_no_wait_in_between():
     model, optimizer = trained()
     for _ in range(6):
         wanted = bits_of(model, optimizer)
-        where = SlowStore(sk.MemoryStore())
+        where = BeforeStore(sk.MemoryStore(), delay)
         room = rng.choice([20_000, 400_000, 800_000])
         staging = rng.choice(["auto", "overlap"])
         state = {"model": model, "optimizer": optimizer}
@@ -229,10 +221,7 @@ def test_real_steps_with_no_wait_in_between():
     ("staging", "room"), [("host", 100_000), ("device", 100_000), ("auto", 100_000), ("overlap", 1)]
 )
 def test_the_call_waits_where_nothing_else_does(staging, room):
-    """
-    Where a way is asked for that lets the state be changed at once, or with no room even for what no optimizer guards,
-    the call returns only when all has been read.
-    """
+    """If the state may change at once, or unguarded tensors find no room, the call returns when all has been read."""
     model, optimizer = trained()
     state = {"model": model, "optimizer": optimizer}
     wanted = bits_of(model, optimizer)
@@ -328,10 +317,7 @@ def test_no_memory_at_all(caplog, place):
 
 @pytest.mark.parametrize("how", ["write", "cancel"])
 def test_a_save_that_fails_gives_all_back(how):
-    """
-    A disk that fails under a writer, or a save that is cancelled, opens the gate, frees the copy, holds nothing of the
-    state, leaves nothing behind, and the next save is made.
-    """
+    """A failed or cancelled save opens the gate, frees its copy, and leaves nothing; the next save works."""
     sk.finish_saves()
     model, optimizer = trained()
     inner = sk.MemoryStore()

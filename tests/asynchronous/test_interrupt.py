@@ -27,10 +27,7 @@ def finish():
 
 
 def test_ctrl_c_at_any_line_of_the_call(place):
-    """
-    An interrupt between any two lines of the call leaves the earlier checkpoint or the new one, whole; nothing waits
-    for a save that was not begun, memory comes back, and the next save works.
-    """
+    """Interrupted between any two lines: a whole checkpoint, old or new; memory comes back; the next save works."""
     folder = os.path.dirname(shardkeep.__file__)
     files = {os.path.join(folder, name) for name in FILES}
     save(place, 0)

@@ -75,10 +75,7 @@ def values(tree):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_everything_is_changed_right_after_staged(way):
-    """
-    Fifty saves with work queued before and after each, every tensor changed as soon as `staged` is over: the checkpoint holds
-    the old values. Without an optimizer in the state, only "overlap" leaves copies for after the call.
-    """
+    """Fifty saves with work queued before and after; without an optimizer, only "overlap" copies after the call."""
     rng = random.Random(way)
     state = fresh_state()
     for step in range(1, ROUNDS + 1):
@@ -126,10 +123,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["auto", "overlap"])
 def test_training_goes_on_without_a_wait(way, kind):
-    """
-    Real steps right after each call, with buffers that forward changes and tensors no optimizer guards: what is loaded
-    is what there was at the call.
-    """
+    """Real steps follow each call, with buffers that forward changes and unguarded tensors: old values are saved."""
     rng = random.Random(f"{way} {kind}")
     torch.manual_seed(0)
     model = Net().to(DEVICE)

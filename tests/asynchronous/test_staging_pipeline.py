@@ -104,10 +104,7 @@ def test_what_is_staged_is_what_was_there(files, scene):
 @settings(max_examples=60, deadline=None)
 @given(files, st.fixed_dictionaries(SCENES), st.fixed_dictionaries({}, optional=FAULTS))
 def test_a_failure_ends_it(files, scene, faults):
-    """
-    A device that fails, a disk that does, a save that is cancelled, at any moment: it ends, all are told, every buffer comes
-    back, and no file is left; or it came too late, and the files are whole.
-    """
+    """A failing device or disk, or a cancel, at any moment: buffers come back, and no file or whole ones are left."""
     ran = run(files, **scene, **faults)
     assert ran.found == ({} if ran.error else ran.wanted)
     assert (ran.error is None) or str(ran.error)
@@ -117,10 +114,7 @@ def test_a_failure_ends_it(files, scene, faults):
 
 
 def test_saves_that_share_memory_do_not_wait_for_each_other():
-    """
-    Two saves at a time, while training waits for their copies, through windows that are enough for either and not for
-    both: each goes through.
-    """
+    """Two saves at a time share windows that are enough for either and not for both: each goes through."""
     rng = random.Random(0)
     deadline = time.monotonic() + 20
     for seed in range(40):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.engine.step_barrier import StepBarrier, StepBarriers, step_barriers
+from shardkeep.engine.snapshot import StepBarrier, StepBarriers, step_barriers
 from tests.asynchronous.scene import PATIENCE_S
 from tests.engine.samples import bits
 

@@ -1,6 +1,7 @@
 """States to save, and how to compare them bit for bit."""
 
 import enum
+import os
 import random
 from collections import OrderedDict
 from datetime import datetime, timezone
@@ -15,6 +16,16 @@ from shardkeep.format import dtypes
 class Colour(enum.Enum):
     RED = 1
     BLUE = "b"
+
+
+class Trap:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 def random_tensor(shape, dtype, seed=0):

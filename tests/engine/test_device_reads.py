@@ -11,7 +11,7 @@ import shardkeep as sk
 from shardkeep.engine import fill as fetch
 from shardkeep.engine import workers as windows
 from shardkeep.engine.pools import BufferPool, StagingMemory, ordinary_buffer
-from shardkeep.engine.tensors import HostScattered, TorchScattered
+from shardkeep.engine.tensors import TorchScattered
 from shardkeep.engine.workers import run_workers
 from shardkeep.format.boxes import Box, contiguous_run, slices
 from tests.engine.samples import all_dtypes, bits, random_tensor, raw_view
@@ -29,20 +29,18 @@ def test_runs_of_bytes_are_read_and_written_where_boxes_are(data):
     memory = TorchScattered(tensor, dtype)
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     box = Box(offsets, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True)))
-    run = contiguous_run(shape, box)
-    assert memory.run_of(box) == (None if run is None else run[0] * tensor.element_size())
-    if run is None:
-        return
-
     new = random_tensor(box.sizes, dtype, seed=2)
-    expected = tensor.clone()
+    whole = Box((0,) * len(shape), box.sizes)
+    before, expected = tensor.clone(), tensor.clone()
     raw_view(expected)[slices(box)] = raw_view(new)
     source = memoryview(bytearray(bits(new)[3]))
     cut = data.draw(st.integers(0, len(source)))
     for low, high in ((0, cut), (cut, len(source))):
-        if high > low:
-            memory.write_run(memory.run_of(box) + low, source[low:high])
-    assert bits(tensor) == bits(expected)
+        filled = memory.write_chunk(box.sizes, whole, box, source[low:high], low)
+        assert filled == (contiguous_run(shape, box) is not None)
+    assert bits(tensor) == bits(expected if filled else before)
+    if not filled:
+        return
 
     size = tensor.element_size()
     first = data.draw(st.integers(0, tensor.numel() - 1)) * size
@@ -54,10 +52,9 @@ def test_runs_of_bytes_are_read_and_written_where_boxes_are(data):
 
 def test_memory_that_is_no_run_has_none():
     """A strided tensor, and one of another dtype than the stored one, are filled by boxes only."""
-    whole = Box((0, 0), (3, 4))
-    assert TorchScattered(torch.zeros(4, 3).t(), torch.float32).run_of(whole) is None
-    assert TorchScattered(torch.zeros(3, 4), torch.float16).run_of(whole) is None
-    assert HostScattered(torch.zeros(4, 3).t()).run_of(whole) is None
+    whole, data = Box((0, 0), (3, 4)), memoryview(bytearray(48))
+    assert not TorchScattered(torch.zeros(4, 3).t(), torch.float32).write_chunk((3, 4), whole, whole, data, 0)
+    assert not TorchScattered(torch.zeros(3, 4), torch.float16).write_chunk((3, 4), whole, whole, data, 0)
 
 
 @pytest.fixture
@@ -75,9 +72,7 @@ def as_on_a_device(monkeypatch):
 
 
 def test_loads_through_windows_are_bit_exact(tmp_path, as_on_a_device):
-    """
-    Every dtype, scalars, tensors over many windows and blocks, strided and cast ones come back as they were saved.
-    """
+    """Every dtype, scalars, tensors over many windows and blocks, strided and cast ones come back."""
     state = {str(dtype): random_tensor((7, 5), dtype, seed=3) for dtype in all_dtypes()}
     state["scalar"] = torch.tensor(1.5)
     state["long"] = random_tensor((3, 1100, 1000), torch.float32, seed=4)
@@ -137,9 +132,7 @@ def ring(monkeypatch):
 
 
 def test_windows_for_accelerators_are_parts_of_the_ring(ring):
-    """
-    Threads get windows that do not overlap, on their device, out of as few buffers as hold them; all are given back.
-    """
+    """Threads get windows that do not overlap, on their device, in as few buffers as hold them; all come back."""
     with windows.windows_for([Far(2000)], 32 * KIB, 3) as lend:
         given = [lend() for _ in range(3)]
         for number, window in enumerate(given):

@@ -277,9 +277,7 @@ def test_each_accelerator_is_waited_for_once(monkeypatch):
 
 
 def test_devices_are_settled_before_and_after_the_read(saved, monkeypatch):
-    """
-    What the caller has queued is done before a byte is read, and what was read is there before the caller goes on.
-    """
+    """What the caller has queued is done before a byte is read, and the load is done before the caller goes on."""
     seen = []
     monkeypatch.setattr(
         "shardkeep.engine.load_session.synchronize_devices", lambda into: seen.append([bool(t.any()) for t in into])

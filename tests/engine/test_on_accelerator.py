@@ -60,9 +60,7 @@ def memory(request, monkeypatch):
 
 
 def test_state_on_an_accelerator_comes_back_bit_for_bit(tmp_path, memory):
-    """
-    Contiguous, strided and small tensors of every dtype are saved from the device and loaded into it, and to the CPU.
-    """
+    """Contiguous, strided and small tensors of every dtype go from the device to disk, and back to it or the CPU."""
     state = sample(device(0), whole_dtypes())
     sk.save(state, tmp_path)
     target = empty_like(state)
@@ -76,9 +74,7 @@ def test_state_on_an_accelerator_comes_back_bit_for_bit(tmp_path, memory):
 
 
 def test_a_load_comes_between_what_the_caller_queued_before_and_after(tmp_path, memory):
-    """
-    Work queued on the caller's stream, whichever it is, neither overwrites what was loaded nor sees what was before.
-    """
+    """Work queued on the caller's stream neither overwrites what was loaded nor sees what was there before."""
     state = {f"w{i}": torch.full((512, 1024), float(i), device=device(0)) for i in range(8)}
     sk.save(state, tmp_path)
     target = {key: torch.zeros_like(value) for key, value in state.items()}
@@ -113,9 +109,9 @@ def test_threads_work_on_the_device_of_their_tensors(tmp_path, memory, monkeypat
     seen = set()
 
     class Noting(TorchScattered):
-        def write_run(self, start, data):
+        def write_chunk(self, *chunk):
             seen.add(torch.accelerator.current_device_index())
-            super().write_run(start, data)
+            return super().write_chunk(*chunk)
 
     monkeypatch.setattr(fetch, "scattered_memory", Noting)
     sk.save({"w": torch.arange(4.0 * MIB)}, tmp_path)

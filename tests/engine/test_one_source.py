@@ -58,10 +58,7 @@ def plans_of_load(monkeypatch, where, state, **changes):
 
 
 def test_stores_get_the_requests_they_like_and_ranks_begin_with_different_files(saved, monkeypatch):
-    """
-    Whatever the layout, a store that likes many requests at a time gets them, and `first_file` rotates the list of files;
-    `sk.load` passes its rank.
-    """
+    """A store gets as many requests as it likes, whatever the layout, and each rank begins with another file."""
     where, state = saved
     monkeypatch.setattr(engine_fill, "preferred_requests", lambda store, threads: 7 * threads)
     [first] = plans_of_load(monkeypatch, where, state, first_file=0.0)

@@ -185,9 +185,7 @@ def test_slices_read_a_header_once(tmp_path):
 
 
 def test_tied_leaves_of_two_kinds_come_back_as_their_own_kind():
-    """
-    A torch tensor and a numpy array of one memory: one is read back as a tensor, the other as an array, still tied.
-    """
+    """A torch tensor and a numpy array of one memory are read back as a tensor and an array, still tied."""
     forgery = take_apart(_saved({"a": (shared := torch.arange(4.0)), "b": shared}))
     forgery.put("origin", forgery.rows["b"], 1)
 

@@ -1,7 +1,5 @@
 """What is kept in the page cache: the newest save, and what loads read, where there is memory for it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

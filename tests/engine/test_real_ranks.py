@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import random
-import warnings
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ import shardkeep as sk
 from shardkeep import dcp
 from shardkeep.engine.sources import identity_of
 from tests.engine.samples import bits
+from tests.toolkit.samples import numbered, sharded_tensor
 
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(8,), (2, 4), (2, 2, 2)]}
 SHAPES = [(), (5,), (7, 6), (3, 5, 4), (0, 3), (1, 9), (16, 2)]
@@ -162,24 +162,10 @@ def test_ranks_outside_the_mesh_take_part(rank_pool, tmp_path):
     assert rank_pool.run(3, load_outside, tmp_path / "ck") == [None, [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
 
 
-def sharded_tensor(fill):
-    """Uneven row shards of a 7x3 matrix: 3 rows on rank 0, 4 on rank 1."""
-    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
-
-    rank = dist.get_rank()
-    rows = torch.arange(21.0).reshape(7, 3)[:3] if rank == 0 else torch.arange(21.0).reshape(7, 3)[3:]
-    local = LocalShard.from_tensor_and_offsets(
-        rows.clone() if fill else torch.zeros_like(rows), [0 if rank == 0 else 3, 0], rank
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return init_from_local_shards([local], (7, 3))
-
-
 def sharded_there_and_back(where):
-    sk.save({"w": sharded_tensor(fill=True)}, where)
-    state = {"w": sharded_tensor(fill=False)}
+    boxes = [(0, (0, 0), (3, 3)), (1, (3, 0), (4, 3))]
+    sk.save({"w": sharded_tensor(numbered(7, 3), boxes)}, where)
+    state = {"w": sharded_tensor(torch.zeros(7, 3), boxes)}
     sk.load(state, where)
     return state["w"].local_shards()[0].tensor.sum().item()
 
@@ -187,7 +173,7 @@ def sharded_there_and_back(where):
 def test_sharded_tensors(rank_pool, tmp_path):
     """ShardedTensor with uneven shards, there and back, and as a whole."""
     assert rank_pool.run(2, sharded_there_and_back, tmp_path / "ck") == [36.0, 174.0]
-    assert torch.equal(sk.open(tmp_path / "ck")["w"][...], torch.arange(21.0).reshape(7, 3))
+    assert torch.equal(sk.open(tmp_path / "ck")["w"][...], numbered(7, 3))
 
 
 def save_in_halves(where):

@@ -13,10 +13,7 @@ from tests.engine.samples import Colour, all_dtypes, bits, blank_like, random_te
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path):
-    """
-    A state with one of every kind of leaf loads bit for bit into a blank one; without a template, the same containers,
-    keys, types and bits come back.
-    """
+    """Every kind of leaf loads bit for bit into a blank state; without a template, containers and types come back."""
     state = rich_state()
     sk.save(state, tmp_path / "ck")
     blank = blank_like(state)
@@ -137,9 +134,7 @@ def test_either_group_of_files_can_be_dropped(tmp_path):
 
 
 def test_pickle_is_an_opt_in_at_both_ends(tmp_path):
-    """
-    A leaf without a safe form is refused by name; allowed, it is pickled, and refused again by a load that does not allow it.
-    """
+    """A leaf without a safe form is refused by name, or pickled if allowed; so it is by a load."""
     state = {"deep": {"thing": Colour}, "w": torch.ones(2)}
     with pytest.raises(sk.UnsupportedLeaf, match=r"deep\.thing"):
         sk.save(state, tmp_path / "ck")

@@ -102,10 +102,7 @@ def load_layouts(folder, seeds):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_layout_loads_as_without_sharing(rank_pool, tmp_path, ranks):
-    """
-    Random meshes, placements, strides and dtypes: what ranks get from each other is bit for bit what they would read,
-    also if only some of them want the same.
-    """
+    """Random meshes, placements, strides and dtypes: ranks get from each other exactly what they would read."""
     received = rank_pool.run(ranks, load_layouts, str(tmp_path), range(ranks * 100, ranks * 100 + 30, 10))
     assert min(received) > 0
 

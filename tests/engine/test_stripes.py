@@ -48,9 +48,7 @@ def pieces_of(data, nbytes, before, size):
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_strided_copies_fill_what_boxes_fill(data):
-    """
-    Whatever the chunk, the box wanted of it, the memory it goes to and the pieces it comes in, every byte is the same.
-    """
+    """Whatever chunk, box, target memory and pieces it comes in, every byte is the same."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     dtype = data.draw(st.sampled_from(DTYPES))
     chunk = random_tensor(shape, dtype, seed=data.draw(st.integers(0, 9)))
@@ -83,9 +81,7 @@ def test_strided_copies_fill_what_boxes_fill(data):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_elements_that_windows_cut_are_put_together(data):
-    """
-    A chunk that begins anywhere in its file, in windows that end anywhere and come in any order, is copied bit for bit.
-    """
+    """A chunk that begins anywhere, in windows that end anywhere and come in any order, is copied bit for bit."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))
     dtype = data.draw(st.sampled_from(DTYPES))
     chunk = random_tensor(shape, dtype, seed=1)
@@ -107,9 +103,7 @@ def test_elements_that_windows_cut_are_put_together(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_stripes_are_where_the_elements_are(data):
-    """
-    Counted out, the runs of stripes are the elements of the box in both memories, and none are found only if axes stay.
-    """
+    """The runs of stripes are the elements of the box in both memories, and none are found only if axes stay."""
     shape, into = (tuple(data.draw(st.lists(st.integers(1, 5), min_size=3, max_size=3))) for _ in range(2))
     sizes = tuple(data.draw(st.integers(1, min(a, b))) for a, b in zip(shape, into, strict=True))
     found = stripes(sizes, strides_of(shape), strides_of(into))
@@ -135,9 +129,7 @@ def test_a_range_of_stripes_is_cut_into_at_most_three(number, width, gap, low, l
 
 
 def test_a_matrix_of_whole_columns_is_found_in_any_number_of_axes():
-    """
-    Columns of a matrix, heads of attention and whole blocks of channels are stripes; a box cut along three axes is not.
-    """
+    """Columns, heads of attention and whole blocks of channels are stripes; a box cut along three axes is not."""
     row_major = strides_of
     assert stripes((8, 3), row_major((8, 6)), row_major((8, 3))) == Stripes(8, 3, (6, 3))
     assert stripes((2, 4, 3, 5), row_major((2, 4, 6, 5)), row_major((2, 4, 3, 5))) == Stripes(8, 15, (30, 15))
@@ -150,8 +142,8 @@ def test_a_single_element_is_a_run_whatever_its_stride():
     """One element of a column is one run of bytes, though its stride says that the next would be far away."""
     column = torch.zeros(4, 3)[:1, 1]
     memory = TorchScattered(column, torch.float32)
-    assert memory.run_of(Box((0,), (1,))) == 0
-    memory.write_run(0, memoryview(bytearray(bits(torch.ones(1))[3])))
+    one = Box((0,), (1,))
+    assert memory.write_chunk((1,), one, one, memoryview(bytearray(bits(torch.ones(1))[3])), 0)
     assert column.tolist() == [1]
 
 

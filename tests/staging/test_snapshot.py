@@ -71,10 +71,7 @@ def test_memory_that_begins_inside_a_buffer():
     again=st.lists(st.integers(0, 11), max_size=3),
 )
 def test_what_finds_no_room_is_lent(sizes, room, guarded, again):
-    """
-    Each tensor is copied or lent, and no copy takes more than there is room for; what an optimizer guards is lent first,
-    and the call has to wait only where something else is lent.
-    """
+    """Each tensor is copied, within the room there is, or lent: first what an optimizer guards, else the call waits."""
     sources = [torch.randint(0, 255, (size,), dtype=torch.uint8).float() for size in sizes]
     behind = [nn.Parameter(source) for at, source in enumerate(sources) if at in guarded]
     optimizers = [torch.optim.SGD(behind)] if behind else []
@@ -110,3 +107,24 @@ def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monke
     elsewhere = [torch.empty(500, dtype=torch.uint8, device="meta") for _ in range(2)]
 
     assert pieces._chosen_for_copy(elsewhere, [0, 1], staging, []) == (copied, guarded)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128]),
+)
+def test_copies_on_a_device_are_packed(shapes, dtype):
+    """Copies have the shapes of their sources, overlap nowhere, begin where they would in a file, and share few allocations."""
+    sources = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_SEGMENT_NBYTES", 2048)
+        packed = pieces._packed_like(sources)
+    assert [tuple(each.shape) for each in packed] == [tuple(shape) for shape in shapes]
+    ends: dict[int, int] = {}
+    for each in packed:
+        start, memory = each.storage_offset() * each.itemsize, each.untyped_storage().data_ptr()
+        assert start % max(1, min(each.nbytes & -each.nbytes, 64)) == 0
+        assert 0 <= start - ends.get(memory, 0) < 64
+        ends[memory] = start + each.nbytes
+    assert len(ends) <= 1 + sum(each.nbytes + 64 for each in sources) // 1024

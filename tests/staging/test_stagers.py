@@ -118,7 +118,7 @@ def test_what_shares_memory_goes_on_sharing_it(kind):
 
 
 def test_only_the_own_bytes_of_a_view_are_staged():
-    """A row and two columns of a matrix take what they show; torch stages the whole matrix."""
+    """Line 21 of torch's defects: rows and columns of a matrix take what they show; torch stages all of it."""
     whole = numbered(1000, 1000)
     for state, nbytes in (
         ({"row": whole[5]}, 4000),

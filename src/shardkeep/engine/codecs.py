@@ -82,7 +82,6 @@ def closest_patterns(names: Sequence[str], tree: Node) -> tuple[dict[str, int | 
 
 
 def _empty(node: Node, name: str | None) -> Iterator[str]:
-    """Yield the flat names of empty containers."""
     if node is None:
         return
     if not node.children and name is not None:
@@ -171,7 +170,6 @@ class FileCodecs:
     """The codecs of a rank's files. Thread-safe."""
 
     def __init__(self, writes: RankWritePlan, keys: CachedKeys | None) -> None:
-        """Open the chains that rank 0 has started."""
         self.chains = [CodecChain.opened(each, keys=keys) for each in writes.chains]
         self._number = {name: chain for (name, _, _), chain in zip(writes.files, writes.chain, strict=True)}
         self._by_name = {name: self.chains[number] for name, number in self._number.items() if number is not None}
@@ -193,7 +191,6 @@ class FileCodecs:
         return None if chain is None else (chain.recorded, self._keys.known if self._keys else {})
 
     def entry_of(self, job: FileJob) -> FileEntry:
-        """Return the entry in the commit record of a file that was written."""
         entry, chain = file_entry(job), self._by_name.get(job.name)
         if chain is None:
             return entry

@@ -19,7 +19,6 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine import torch_source
 from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
@@ -27,7 +26,6 @@ from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, S
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
 from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole, widen
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
-from shardkeep.format.index import build_index
 from shardkeep.format.record import Blob, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.torch import ItemLocation
@@ -280,20 +278,14 @@ def _source_of_items(
     for each, item in zip(wanted, items, strict=True):
         _check_box(each.source, each.shape, item, each.location.file)
     # If the dtype is not known, or is not the stored one, torch decodes the item: then any dtype serves.
-    index = build_index(
+    index, chunk_items, descriptors = torch_source.index_of_items(
+        files,
+        [[(whole(each.shape), each.location)] for each in wanted],
         keys=[each.key for each in wanted],
         dtypes=[each.dtype or of_torch(torch.uint8) for each in wanted],
         shapes=[each.shape for each in wanted],
-        chunks=[
-            [(whole(each.shape), item.file, torch_source.stated_start(each.location))]
-            for each, item in zip(wanted, items, strict=True)
-        ],
         where="the requested chunks",
     )
-    chunk_items = torch_source.ChunkItems.of([each.location for each in wanted])
-    descriptors = {row: each.location.descriptors for row, each in enumerate(wanted) if each.location.descriptors}
-    torch_source.drop_impossible_starts(index, chunk_items, descriptors)
-    registry = ExtensionRegistry()
     return torch_source.TorchSource(
         store=files.store,
         record=Record(
@@ -311,7 +303,7 @@ def _source_of_items(
         items=chunk_items,
         descriptors=descriptors,
         objects={},
-        undo=lambda row, *stored: undo(wanted[row].request, *stored) if undo else transformed_input(registry, *stored),
+        undo=(lambda row, *stored: undo(wanted[row].request, *stored)) if undo else torch_source.undo_extensions,
     )
 
 

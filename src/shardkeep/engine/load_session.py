@@ -88,12 +88,8 @@ class OpenedLoad(NamedTuple):
     """Prepared in a meeting of its own, if objects communicate with other ranks."""
 
 
-class Destinations(NamedTuple):
-    """Tensors to fill: for each one, the row of a tensor in the index, and a box."""
-
-    tensor: IntArray
-    boxes: Boxes
-    into: list[torch.Tensor]
+Destinations = tuple[IntArray, Boxes, list[torch.Tensor]]
+"""Tensors to fill, and before them for each one: the row of a tensor in the index, and a box of it."""
 
 
 class ReadTensors(NamedTuple):
@@ -135,10 +131,6 @@ class LoadSession:
 
     def open(self, find: Callable[[Store], FoundCheckpoint] = find) -> OpenedLoad:
         """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""
-        with self.phases.phase("open"):
-            return self._open(find)
-
-    def _open(self, find: Callable[[Store], FoundCheckpoint]) -> OpenedLoad:
         on_rank_0: list[FoundCheckpoint] = []
         peers = None if self.world.solo else peers_of(self.store, self.world, self.options)
         store = peers.store if peers else self.store
@@ -154,15 +146,16 @@ class LoadSession:
             identity = identity_of(on_rank_0[0].record)
             return [_encode((identity, any(communicates for _, communicates in said)))] * len(payloads)
 
-        names, answer = self._agree("open", look, decide)
-        identity, communicates = msgspec.msgpack.decode(answer, type=tuple[Identity, bool])
-        open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, store, identity)
-        opened = OpenedLoad(open_found, bool(names), peers, None)
-        if not communicates:
-            return opened
-        # What can fail on a single rank must come before ranks wait for each other inside their objects.
-        prepared, _ = self._agree("prepare", lambda: (self._prepare(opened), b""), lambda done: done)
-        return opened._replace(prepared=prepared)
+        with self.phases.phase("open"):
+            names, answer = self._agree("open", look, decide)
+            identity, communicates = msgspec.msgpack.decode(answer, type=tuple[Identity, bool])
+            open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, store, identity)
+            opened = OpenedLoad(open_found, bool(names), peers, None)
+            if not communicates:
+                return opened
+            # What can fail on a single rank must come before ranks wait for each other inside their objects.
+            prepared, _ = self._agree("prepare", lambda: (self._prepare(opened), b""), lambda done: done)
+            return opened._replace(prepared=prepared)
 
     def _prepare(self, opened: OpenedLoad) -> tuple[Source, Any]:
         source = opened.open(self.options)
@@ -195,20 +188,18 @@ class LoadSession:
         return matched._replace(answer=answer)
 
     def read(self, opened: OpenedLoad, matched: MatchedState, *, place: bool) -> ReadTensors:
-        """Fill every tensor."""
-
         def work() -> ReadTensors:
             began_s = self.phases.now()
             to, made = _find_targets(matched)
-            synchronize_devices(to.into)
+            synchronize_devices(into := to[-1])
             # Ranks that read for themselves begin with different files; those that share begin with the same.
             first, options = self.world.rank / self.world.size, self.options
             if opened.peers and opened.peers.shares:
                 first, options = 0.0, opened.peers.remaining(options)
             nbytes = fill(matched.source, *to, options, first_file=first, complete=self.complete)
-            synchronize_devices(to.into)
+            synchronize_devices(into)
             # The bytes bypassed autograd, which must not take what it saved of these tensors for still valid.
-            torch.autograd.graph.increment_version(to.into)
+            torch.autograd.graph.increment_version(into)
             self.phases.add("read", began_s, self.phases.now(), nbytes)
             if place:
                 self._place(matched, made)
@@ -281,4 +272,4 @@ def _find_targets(matched: MatchedState) -> tuple[Destinations, dict[str, Any]]:
     rows = np.flatnonzero(description.alias[description.row_tensor] == description.row_tensor)
     row_of = np.array([tensors[key] for key in description.keys], np.int64)
     into = [description.pieces[row] for row in rows.tolist()]
-    return Destinations(row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made
+    return (row_of[description.row_tensor[rows]], description.boxes.take(rows), into), made

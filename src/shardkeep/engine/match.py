@@ -67,15 +67,12 @@ class NativeTarget:
 
     @cached_property
     def objects(self) -> Objects:
-        """The objects in the state."""
         return Objects(self.state, rank=self.world.rank, world_size=self.world.size)
 
     def begin(self) -> tuple[list[str], bool]:
-        """Return the names of the objects, and whether they communicate."""
         return self.objects.names, self.objects.communicates
 
     def check_begun(self, names: list[list[str]]) -> None:
-        """Check that all ranks have the same objects."""
         check_same_objects(names)
 
     def prepare(self, source: Source) -> PreparedLoad:
@@ -94,7 +91,6 @@ class NativeTarget:
         return PreparedLoad(load_filter, stored, templates, asked)
 
     def compare(self, source: Source, prepared: PreparedLoad) -> tuple[MatchedState, bytes]:
-        """Compare the state with the index."""
         load_filter, stored, templates, asked = prepared
         selected = load_filter.selects()
         if stored is not None:
@@ -116,14 +112,12 @@ class NativeTarget:
         return matched, msgspec.msgpack.encode(msgspec.structs.replace(match.findings, other_kinds=other_kinds))
 
     def decide(self, source: Source, found: list[bytes]) -> bytes:
-        """Merge the findings of all ranks to a `LoadSummary`."""
         findings = [msgspec.msgpack.decode(payload, type=RankFindings) for payload in found]
         checked = self.load_filter.checked()
         summary = merge_findings(source.index, findings, checked, strict=self.strict, where=self.where)
         return msgspec.msgpack.encode(summary)
 
     def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
-        """Put new leaves into the state, and give objects what is theirs."""
         match, values, templates = matched.found
         self._refill(templates, values | made)
         self.objects.load({*match.tensors, *match.values})
@@ -226,7 +220,6 @@ class LoadFilter:
         return renamed
 
     def selects(self) -> Callable[[str], bool]:
-        """Return the test for names to load."""
         return selector(self.include, self.exclude)
 
 

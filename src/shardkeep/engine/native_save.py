@@ -26,10 +26,11 @@ from shardkeep.display import format_count, format_size
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, collision_hint
 from shardkeep.engine.codecs import CodecPlan, Codecs, FileCodecs, keys_for, plan_codecs
+from shardkeep.engine.pools import staging_memory
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveArguments, WrittenFiles
 from shardkeep.engine.tensors import host_address, sample_replicas, scattered_memory, windows_of
-from shardkeep.engine.workers import WINDOW_NBYTES
+from shardkeep.engine.workers import WINDOW_NBYTES, Scattered
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
 from shardkeep.format.data_file import HeaderEntry, block_nbytes_for, build_header
@@ -67,12 +68,10 @@ class PlannedSave:
 
     @property
     def answers(self) -> list[bytes]:
-        """The plan of each rank, as it is sent to it."""
         return [save_plan.encode(each) for each in self.by_rank]
 
 
 def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
-    """Return the index of a planned checkpoint."""
     pieces = plan.pieces_by_tensor()
     return Index(
         keys=strings_of(key.encode() for key in plan.keys),
@@ -140,7 +139,6 @@ class Coordinator:
         return [WrittenFiles(files)]
 
     def commit(self, planned: PlannedSave, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
-        """Publish the checkpoint."""
         step, meta = labels
         self._publishing = True
         record = native.publish(
@@ -275,7 +273,6 @@ def _nbytes(store: Store, name: str) -> int | None:
 
 
 def data_file_names(plan: save_plan.CheckpointPlan, save_id: str, world_size: int) -> list[str]:
-    """Return the names of all data files of a save."""
     return [
         native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
         for file in plan.files
@@ -336,7 +333,6 @@ class NativeSave(Coordinator):
         return orphans.holding_claim(self.save_id)
 
     def discard(self, names: Sequence[str]) -> None:
-        """Remove files of this rank."""
         orphans.discard(self.store, names)
 
     def describer(self, ranks: Rendezvous, phases: Phases, state: Mapping[str, Any]) -> Callable[[], DescribedState]:
@@ -379,7 +375,9 @@ class NativeSave(Coordinator):
                     check_replicas=request.check_replicas,
                     flags=flags,
                 )
-                return DescribedState(description, manifest, samples, labels, objects.optimizers)
+                rows = staging_memory().written_rows.get((manifest.names, manifest.row_sizes), b"")
+                order = save_plan.ints(rows).tolist()
+                return DescribedState(description, manifest, samples, labels, objects.optimizers, order=order)
 
         prepared: list[tuple[Labels, dict[str, Any]]] = []
         if objects.communicates:
@@ -393,8 +391,10 @@ class NativeSave(Coordinator):
         return describe_now
 
     def files(self, described: DescribedState, answer: bytes) -> RankFiles:
-        """Return the files that this rank writes."""
         plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
+        kept, manifest = staging_memory().written_rows, described.manifest
+        kept.clear()
+        kept[manifest.names, manifest.row_sizes] = plan.row
         jobs, codecs = make_file_jobs(described.description, plan), FileCodecs(plan, self._cached_keys)
         return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
 
@@ -463,10 +463,43 @@ def make_file_jobs(description: Description, plan: save_plan.RankWritePlan) -> l
         header = build_header(
             entries, save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, sidecar=sidecar
         )
-        addresses = np.array([host_address(tensor) for tensor in tensors], np.int64)
-        others = {i: scattered_memory(tensors[i], tensors[i].dtype) for i in np.flatnonzero(addresses == 0).tolist()}
-        jobs.append(FileJob(name, header, data_nbytes, block, start[mine], addresses, others, sidecar=sidecar))
+        begins, addresses, others = _sources(start[mine], tensors)
+        jobs.append(FileJob(name, header, data_nbytes, block, begins, addresses, others, sidecar=sidecar))
     return jobs
+
+
+def _sources(start: IntArray, tensors: Sequence[torch.Tensor]) -> tuple[IntArray, IntArray, dict[int, Scattered]]:
+    """
+    Return where the sources of a file begin in it, their addresses in host memory (0: none), and those without an address.
+
+    Tensors that a snapshot packed end to end on a device, in the order of the file, are one source.
+    """
+    addresses = np.array([host_address(tensor) for tensor in tensors], np.int64)
+    runs: list[list[int]] = []  # first and last tensor of each source
+    base: Any = None
+    end = 0
+    for at, (tensor, address) in enumerate(zip(tensors, addresses.tolist(), strict=True)):
+        packed = None if address or not tensor.is_contiguous() else tensor._base
+        if (
+            packed is not None
+            and packed is base
+            and tensor.storage_offset() == end
+            and tensor.dtype == tensors[at - 1].dtype
+        ):
+            runs[-1][1] = at
+        else:
+            runs.append([at, at])
+        base, end = packed, 0 if packed is None else int(tensor.storage_offset()) + tensor.numel()
+    others = {}
+    for row, (first, last) in enumerate(runs):
+        source = tensors[first]
+        if first < last:
+            count = tensors[last].storage_offset() + tensors[last].numel() - source.storage_offset()
+            source = source.as_strided((count,), (1,))
+        if not addresses[first]:
+            others[row] = scattered_memory(source, source.dtype)
+    firsts = [first for first, _ in runs]
+    return start[firsts], addresses[firsts], others
 
 
 def _chunks_of_file(

@@ -121,7 +121,6 @@ class _Shelf:
 
     @contextmanager
     def lend(self, wanted: _Range, fetch: Callable[[memoryview], None]) -> Iterator[memoryview]:
-        """Give a range for as long as the caller is inside; fetch it if it is not there."""
         with self._changed:
             self._changed.wait_for(lambda: wanted in self._held or self._make_room(wanted.nbytes))
             is_first = wanted not in self._held
@@ -207,7 +206,6 @@ class Peers:
 
     @property
     def received_nbytes(self) -> int:
-        """What came from other ranks."""
         return self._from_peers.nbytes
 
     @property
@@ -235,7 +233,6 @@ class Peers:
         return msgspec.msgpack.encode(Offer(wants, host_identity(), host, port, self._token))
 
     def join(self, team: bytes) -> None:
-        """Share reads with these ranks from now on."""
         if team:
             found = msgspec.msgpack.decode(team, type=Team)
             self._shelf = _Shelf(self._room, len(found.members))

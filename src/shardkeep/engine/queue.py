@@ -185,7 +185,6 @@ class SaveHandle(Generic[T]):
             log_safely(logging.ERROR, "an asynchronous save, to %s, failed", self.where, exc_info=error)
 
     def wanted(self) -> bool:
-        """Return whether the save has not been cancelled."""
         return not self._cancelled.is_set()
 
     def begin_commit(self) -> None:
@@ -196,11 +195,9 @@ class SaveHandle(Generic[T]):
             self._committing = True
 
     def set_progress(self, phase: str, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
-        """Set how far the save has come."""
         self._progress = SaveProgress(phase, staged, written, total, self._progress.staging_waits)
 
     def set_staging_waits(self) -> None:
-        """Note that the state is staged through less memory than it takes."""
         self._progress = replace(self._progress, staging_waits=True)
 
     def end_staging(self, error: BaseException | None = None) -> None:
@@ -209,7 +206,6 @@ class SaveHandle(Generic[T]):
             _set(self.staged._future, None, error)
 
     def end(self, result: T | None = None, error: BaseException | None = None) -> None:
-        """Set how the save ended."""
         self.end_staging(error)
         cancelled = isinstance(error, SaveCancelled)
         with self._lock:
@@ -263,7 +259,6 @@ class SaveQueue:
         self._begun.append(save)
 
     def wait_until_fewer_than(self, limit: int) -> None:
-        """Wait until fewer than `limit` saves are pending."""
         while len(pending := self.pending()) >= limit:
             pending[0].outcome()
 
@@ -296,7 +291,6 @@ class SaveQueue:
         return earlier
 
     def finish(self) -> None:
-        """Wait for all saves, and end the threads."""
         self.wait_until_fewer_than(1)
         self._threads.shutdown()
         self._threads = ThreadPoolExecutor(self._most_threads, thread_name_prefix="shardkeep-save")

@@ -5,6 +5,10 @@ A `Source` is an opened checkpoint of any layout: a store, a list of files, and 
 file each chunk lies. `read_files` executes planned reads of such files on a few threads. Only a few files are open at a
 time, each from its first read to its last. Memory beyond the destination is one window per thread. A file whose size or
 header does not match the commit record is not read any further.
+
+Damage in the files of a checkpoint is found by reading every byte, with or without its keys. The stored form of coded files has
+digests of its own, so an encrypted checkpoint can be verified without the key. What that cannot detect is a file that was
+replaced together with its digests.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -20,24 +25,36 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardkeep.codecs.coded_store import FrameReader, checksum_of
+from shardkeep.codecs.chain import CodecChain
+from shardkeep.codecs.coded_store import SCRATCH_NBYTES, FrameReader, checksum_of, collecting_damage, read_table
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
-from shardkeep.errors import BlobNotFound, CheckpointError, ChecksumMismatch, MalformedFile, WrongSize
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    ChecksumMismatch,
+    DamagedCheckpoint,
+    MalformedFile,
+    WrongSize,
+)
 from shardkeep.format import boxes, data_file
 from shardkeep.format.index import Index
-from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, FileEntry, Record, data_sizes, decode_record
+from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, data_sizes, decode_record
 from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.native import save_id_of
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows
+from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows, every_block
 from shardkeep.storage import base
 from shardkeep.storage.base import ReadableStore
-from shardkeep.storage.buffers import address_of, copy_memory, view_memory
+from shardkeep.storage.buffers import PerThread, address_of, aligned_buffer, copy_memory, view_memory
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
 _AHEAD_NBYTES = 64 << 20
 """The page cache is filled this far ahead of the reads: a disk is only fast while it has many requests."""
+_MOST_RANGES = 20
+"""How many damaged ranges of a file are listed; the rest are counted."""
+_STEP_NBYTES = 64 << 20
+"""How much of a coded file a thread verifies at a time."""
 _MOST_NAMED = 4
 
 T = TypeVar("T")
@@ -118,7 +135,6 @@ class Source:
         return None
 
     def value_nbytes(self, key: str) -> int:  # noqa: ARG002 - the index has all values
-        """Return how much has to be read to get a plain value."""
         return 0
 
     def position(self, chunk: int) -> tuple[int, int]:
@@ -135,7 +151,6 @@ class FoundCheckpoint(NamedTuple):
 
 
 def list_keys(keys: Iterable[str]) -> str:
-    """Write a few keys in words."""
     found = list(dict.fromkeys(keys))
     return ", ".join(map(repr, found[:_MOST_NAMED])) + (" and others" if len(found) > _MOST_NAMED else "")
 
@@ -235,8 +250,7 @@ def _read_and_decode(
     """Read and decode the first bytes of a file; if they are damaged, read them once more."""
     data = bytearray(nbytes)
     reader.read_into(0, memoryview(data))
-    with closing(base.SecondRead(name, store)) as again:
-        return base.decode_or_reread(data, decode, lambda: again.read(0, nbytes), name=name)
+    return base.decode_or_reread(data, decode, lambda: base.read_again(store, name, 0, nbytes), name=name)
 
 
 def _open_or_explain(
@@ -313,7 +327,6 @@ def read_files(
             return file.reader
 
     def prefetched() -> Iterator[_Task]:
-        """Fill the page cache ahead of the reads."""
         ahead, ahead_nbytes = deque[_Task](), 0
         for file, read, _ in tasks():
             start = file.entry.header_nbytes + read.start
@@ -370,18 +383,17 @@ def _reread_blocks(
     """Read damaged blocks again, into place; return those that are still damaged, and whether both reads agree."""
     entry, damaged = file.entry, []
     same = True
-    with closing(base.SecondRead(entry.name, store)) as again:
-        for block in bad:
-            begin = block * entry.block_nbytes
-            piece = window[begin - start : begin - start + entry.block_nbytes]
+    for block in bad:
+        begin = block * entry.block_nbytes
+        piece = window[begin - start : begin - start + entry.block_nbytes]
 
-            def fits(data: bytearray, begin: int = begin) -> bool:
-                return not _bad_blocks(entry, file.digests, begin, memoryview(data))
+        def fits(data: bytearray, begin: int = begin) -> bool:
+            return not _bad_blocks(entry, file.digests, begin, memoryview(data))
 
-            equal = again.repair(entry.header_nbytes + begin, piece, fits)
-            if equal is not None:
-                damaged.append(block)
-                same = same and equal
+        equal = base.repair(store, entry.name, entry.header_nbytes + begin, piece, fits)
+        if equal is not None:
+            damaged.append(block)
+            same = same and equal
     for healed in adjacent_blocks({*bad}.difference(damaged)):
         at, nbytes = entry.header_nbytes + healed.start * entry.block_nbytes, len(healed) * entry.block_nbytes
         base.warn_reread_ok(entry.name, at, min(nbytes, entry.nbytes - at))
@@ -460,25 +472,12 @@ class Copies:
                 target = self._scattered[scatter.want]
                 if target.accelerator is not None:
                     on_accelerators[target.accelerator] = target
-                self._copy_scatter(scatter, read, window, target)
+                at = read.start - scatter.start
+                if not target.write_chunk(scatter.shape, scatter.source, scatter.target, window, at):
+                    self.copy_boxes(scatter, read, window, target)
         finally:
             for target in on_accelerators.values():
                 target.wait()  # before the window is reused
-
-    def _copy_scatter(self, scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
-        """Copy what this window holds of a scatter: as rows or one run if both sides are that, else box by box."""
-        if target.write_chunk(scatter.shape, scatter.source, scatter.target, window, read.start - scatter.start):
-            return
-        run = boxes.contiguous_run(scatter.shape, scatter.source)
-        to = target.run_of(scatter.target) if run else None
-        if run is None or to is None:
-            self.copy_boxes(scatter, read, window, target)
-            return
-        first = scatter.start + run[0] * scatter.itemsize
-        low = max(read.start, first)
-        high = min(read.start + read.nbytes, first + run[1] * scatter.itemsize)
-        if high > low:
-            target.write_run(to + low - first, window[low - read.start : high - read.start])
 
     def copy_boxes(self, scatter: Scatter, read: Read, window: memoryview, target: Scattered) -> None:
         """Cut the window's part of the chunk into boxes, and copy what is wanted of each."""
@@ -522,3 +521,120 @@ def _copy_elements(scatter: Scatter, first: int, last: int, data: memoryview, ta
                 boxes.Box(offsets, common.sizes), data[at : at + nbytes], box.sizes, boxes.relative(common, box)
             )
         at += nbytes
+
+
+def damage_of_file(
+    store: ReadableStore,
+    files: Sequence[FileEntry],
+    number: int,
+    *,
+    digests: DigestCache,
+    keys_at: KeysAt,
+    threads: int,
+    window_nbytes: int,
+) -> Iterator[CheckpointError]:
+    """Read a whole file and yield the damage in it; raise if its size is wrong, or its header is damaged."""
+    file = files[number]
+    # The size must be checked first, because the plan relies on the size in the record.
+    open_checked(store, file, digests)[0].close()
+    coded: list[DamagedCheckpoint] = []
+    damaged: list[int] = []
+    read_files(
+        collecting_damage(store, coded),  # otherwise verification would stop at the first damaged frame
+        files,
+        [every_block(number, file.data_nbytes, window_nbytes=window_nbytes)],
+        {},
+        keys_at=keys_at,
+        threads=threads,
+        window_nbytes=window_nbytes,
+        digests=digests,
+        damaged=damaged,
+    )
+    if not coded:
+        yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
+        return
+    errors: list[CheckpointError] = []
+    for error in _by_offset(coded):
+        start, stop = (error.details.get(name, 0) - file.header_nbytes for name in ("plain_start", "plain_stop"))
+        keys = keys_at(number, start, stop) if stop > 0 else "the header"
+        errors.append(DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details))
+    yield from _few(file, errors)
+
+
+def _few(file: Blob, errors: Sequence[CheckpointError]) -> Iterator[CheckpointError]:
+    yield from errors[:_MOST_RANGES]
+    if len(errors) > _MOST_RANGES:
+        yield DamagedCheckpoint(f"{file.name}: {len(errors) - _MOST_RANGES} more damaged ranges")
+
+
+def stored_damage(
+    store: ReadableStore, record: Record, *, deep: bool, threads: int, window_nbytes: int
+) -> Iterator[CheckpointError]:
+    """
+    Yield the damage in the files of a native checkpoint whose keys are not available.
+
+    With `deep` every byte is read, else only sizes, tables and headers. `threads` are divided over files, and over the
+    parts of large files.
+    """
+    blobs: list[Blob] = [record.index, *record.files]
+    at_once = min(threads, len(blobs))
+    each, over = threads // at_once, threading.Event()
+
+    def damage(number: int, blob: Blob) -> Iterator[CheckpointError]:
+        if blob.chain is not None:
+            yield from _few(blob, _coded_damage(store, blob, each if deep else 0, over))
+        elif isinstance(blob, FileEntry) and deep:
+            yield from damage_of_file(
+                store,
+                record.files,
+                number,
+                digests={},
+                keys_at=lambda *_: "tensors that only the encrypted index names",
+                threads=each,
+                window_nbytes=window_nbytes,
+            )
+        elif isinstance(blob, FileEntry):
+            open_checked(store, blob)[0].close()
+
+    def look(number: int, blob: Blob) -> list[CheckpointError]:
+        try:
+            return list(damage(number, blob))
+        except DamagedCheckpoint as exc:
+            return [exc]
+
+    with ThreadPoolExecutor(at_once, thread_name_prefix="shardkeep-verify") as pool:
+        try:
+            for found in pool.map(look, range(-1, len(record.files)), blobs):
+                yield from found
+        finally:  # if the store failed, or the caller stops early, the rest is not read
+            over.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _coded_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[DamagedCheckpoint]:
+    """Verify a coded file: all of its frames, or with 0 threads only its table."""
+    errors: list[DamagedCheckpoint] = []
+    with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as stored:
+        table = read_table(stored, blob, store)
+        scratch = PerThread(lambda: aligned_buffer(SCRATCH_NBYTES))
+        reader = FrameReader(stored, blob, table, CodecChain([], []), scratch, store, errors)
+
+        def look(start: int) -> None:
+            if not over.is_set():
+                try:
+                    reader.check(start, min(start + _STEP_NBYTES, blob.nbytes))
+                except BaseException as error:
+                    if not isinstance(error, DamagedCheckpoint):  # the store failed, so the rest need not be read
+                        over.set()
+                    raise
+
+        if threads:
+            with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-frames") as pool:
+                list(pool.map(look, range(0, blob.nbytes, _STEP_NBYTES)))
+    return _by_offset(errors)
+
+
+def _by_offset(errors: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
+    """Sort errors, and drop copies: two reads may share a frame."""
+    found = {int(error.details.get("offset", 0)): error for error in errors}
+    return [error for _, error in sorted(found.items())]

@@ -46,7 +46,6 @@ class Phases:
     """The phases of one call on this rank; on rank 0, also those of the other ranks."""
 
     def __init__(self) -> None:
-        """Start the clock."""
         self.called_s = time.perf_counter()
         """When the call was made."""
         self._met_s = 0.0
@@ -61,11 +60,9 @@ class Phases:
         return sorted(self._spans, key=lambda span: span.begin_s)
 
     def now(self) -> float:
-        """Return how many seconds ago the call began."""
         return time.perf_counter() - self.called_s
 
     def add(self, name: str, begin_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Add a phase."""
         self._spans.append(Span(name, begin_s, max(begin_s, end_s), nbytes))
 
     @contextlib.contextmanager
@@ -104,7 +101,6 @@ def _shifted(spans: list[Span], by_s: float) -> list[Span]:
 
 
 def seconds_by_name(spans: list[Span]) -> dict[str, float]:
-    """Return how long each phase took in all."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
@@ -280,11 +276,9 @@ class SaveEvents(_CallEvents):
     _next_progress_s = 0.0
 
     def staged(self, seconds: float) -> None:
-        """Emit that the state may be changed."""
         self._emit(events.SaveStaged, seconds=seconds)
 
     def written(self, nbytes: int) -> None:
-        """Emit that this rank's files are written."""
         self._emit(events.SaveWritten, seconds=self.phases.now(), bytes_written=nbytes)
 
     def progressed(self, *, staged: int, written: int, total: int) -> None:
@@ -295,7 +289,6 @@ class SaveEvents(_CallEvents):
         self._emit(events.SaveProgressed, bytes_staged=staged, bytes_written=written, bytes_total=total)
 
     def committed(self, saved: SaveReport) -> None:
-        """Emit that the checkpoint is committed, and log it."""
         self._step = saved.step
         if self._rank == 0 and log.isEnabledFor(logging.INFO):
             queued_s = seconds_by_name(saved.phases).get("queue", 0.0)
@@ -312,7 +305,6 @@ class LoadEvents(_CallEvents):
     _began, _failed = events.LoadBegan, events.LoadFailed
 
     def finished(self, loaded: LoadReport) -> None:
-        """Emit that the state is filled, and log it."""
         self._step = loaded.step
         read = sum(span.nbytes for each in loaded.ranks for span in each.spans if span.name == "read")
         total = read or loaded.bytes_read

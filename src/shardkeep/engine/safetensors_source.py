@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import add
 from typing import ClassVar
 
@@ -72,11 +71,8 @@ class CatalogEntry:
 Catalog = dict[str, CatalogEntry]
 
 
-def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, CatalogEntry]:
-    """
-    Return what a directory holds. If it has an index file, that says which files count and which file has a tensor; a file is
-    then opened when one of its tensors is asked for.
-    """
+def read_catalog(folder: ModelDirectory, *, threads: int) -> Catalog:
+    """Return what a directory holds. If it has an index file, that says which files count, and which file has a tensor."""
     if not folder.files and folder.index is None:
         raise errors.MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
     if folder.index is None:
@@ -91,64 +87,18 @@ def read_catalog(folder: ModelDirectory, *, threads: int) -> Mapping[str, Catalo
         )
     if others := sorted(folder.files.keys() - homes.keys()):
         logger.warning("%s: the index file does not name %s, so they are not read", folder.path, _some(others))
-    _warn_of_gone(folder, {key: name for key, name in weight_map.items() if name not in homes})
-    return _IndexedCatalog(folder, weight_map, threads)
-
-
-def _warn_of_gone(folder: ModelDirectory, gone: Mapping[str, str]) -> None:
-    """Warn of missing tensors that the index file names: of a partly downloaded model, the rest can be loaded."""
+    files = read_headers([folder.files[name] for name in homes], threads=threads, opens=folder.opens)
+    held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
+    # Of a partly downloaded model, the rest can be loaded.
+    gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
     if gone:
         logger.warning(
-            "%s: names %s that cannot be loaded, because files are missing: %s",
+            "%s: names %s that cannot be loaded, because files are missing or do not have them: %s",
             folder.index,
             format_count(len(gone), "tensor"),
             _some([f"{key!r} in {name}" for key, name in gone.items()]),
         )
-
-
-class _IndexedCatalog(Mapping[str, CatalogEntry]):
-    """The tensors that an index file names. Questions that it cannot answer open all files."""
-
-    def __init__(self, folder: ModelDirectory, weight_map: dict[str, str], threads: int) -> None:
-        self._folder = folder
-        self._weight_map = weight_map
-        self._threads = threads
-        self._files: dict[str, tuple[layout.SafetensorsFile, dict[str, _SavedOffsets] | None]] = {}
-        """Files that were opened so far, and the offsets of their chunks."""
-
-    def __getitem__(self, key: str) -> CatalogEntry:
-        name = self._weight_map.get(key) if isinstance(key, str) else None
-        if name is None or name not in self._folder.files or "_whole" in vars(self):
-            return self._whole[key]
-        if name not in self._files:
-            file = layout.read_header(self._folder.files[name], self._folder.opens)
-            self._files[name] = file, saved_offsets(file)
-        file, offsets = self._files[name]
-        part = file.tensors.get(key)
-        # It must be complete in this file. Tensors are cut only into files that are named as shards, for which there is no
-        # index file.
-        of_one_save = len({file.metadata.get(layout.SAVE_ID_KEY) for file, _ in self._files.values()}) == 1
-        if part is None or name.startswith(_SHARD_PREFIX) or not of_one_save:
-            return self._whole[key]
-        if offsets is not None and any(_offset_of(file, key, part, offsets)):
-            return self._whole[key]
-        return CatalogEntry(part.dtype, part.shape, [CatalogChunk(file.path, part.start, whole(part.shape))])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    @cached_property
-    def _whole(self) -> Catalog:
-        folder, weight_map = self._folder, self._weight_map
-        homes = {name: None for name in weight_map.values() if name in folder.files}
-        files = read_headers([folder.files[name] for name in homes], threads=self._threads, opens=folder.opens)
-        held = {name: file.tensors for name, file in zip(homes, files, strict=True)}
-        gone = {key: name for key, name in weight_map.items() if key not in held.get(name, ())}
-        _warn_of_gone(folder, {key: name for key, name in gone.items() if name in held})  # the index is older than it
-        return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
+    return catalog_of(files, homes={key: folder.files[name] for key, name in weight_map.items() if key not in gone})
 
 
 class _ModelIndex(msgspec.Struct):
@@ -160,7 +110,6 @@ class _SavedOffsets(msgspec.Struct):
 
 
 def read_weight_map(path: str, gets: ReadableStore | None = None) -> dict[str, str]:
-    """Return the file of each tensor, by an index file."""
     raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
     try:
         return msgspec.json.decode(raw, type=_ModelIndex).weight_map

@@ -72,9 +72,10 @@ class DescribedState:
     """The optimizers that are in the state as objects."""
     items: Sequence[Any] = ()
     """Values that are written as items of their own, in layouts that have such."""
+    order: Sequence[int] = ()
+    """The rows in the order in which they will probably be written, if that is known."""
 
     def sent(self) -> bytes:
-        """Return the manifest, as it is sent to rank 0."""
         return encode(msgspec.structs.replace(self.manifest, samples=self.samples()))
 
 
@@ -108,14 +109,6 @@ class RankFiles:
     codecs: FileCodecs | None = None
 
 
-class Planned(Protocol):
-    """What rank 0 has planned."""
-
-    @property
-    def answers(self) -> list[bytes]:
-        """The plan of each rank, as it is sent to it."""
-
-
 class SaveLayout(Protocol):
     """
     How a save is described, planned and committed in one layout. `plan`, `collect`, `commit` and `tidy` are rank 0's part, in
@@ -129,7 +122,7 @@ class SaveLayout(Protocol):
         """Prepare what ranks do together, and return a function that describes this rank's state."""
 
     def plan(self, payloads: list[bytes]) -> Any:
-        """Check the place, and plan the files of all ranks from their manifests. Returns a `Planned`."""
+        """Check the place, and plan the files of all ranks; `answers` of the plan has what is sent to each rank."""
 
     def files(self, described: DescribedState, answer: bytes) -> RankFiles:
         """Return the files that this rank writes, given rank 0's plan for it."""
@@ -195,15 +188,14 @@ class SaveSession:
             self.layout.tidy()
 
     def _clean_up(self) -> None:
-        """Remove what was written of a save that failed."""
         if not self._handed_over:
             self.layout.discard(list(self._at_rest()))
         if self.world.rank == 0:
             self.layout.withdraw()
 
-    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> tuple[bytes, list[Planned]]:
+    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> tuple[bytes, list[Any]]:
         """Send what this rank holds; return what it has to write, and on rank 0 the plan for all ranks."""
-        began_s, on_rank_0 = 0.0, list[Planned]()
+        began_s, on_rank_0 = 0.0, list[Any]()
 
         def describing() -> bytes:
             nonlocal began_s
@@ -213,15 +205,14 @@ class SaveSession:
 
         def decide(sent: list[bytes]) -> list[bytes]:
             on_rank_0.append(self._logged(self.layout.plan, "global_step")(sent))
-            return on_rank_0[0].answers
+            answers: list[bytes] = on_rank_0[0].answers
+            return answers
 
         answer = ranks.agree("plan", self._logged(describing, "local_step"), decide)
         self.phases.add("plan", began_s, self.phases.mark_meeting())
         return answer, on_rank_0
 
-    def write(
-        self, ranks: Rendezvous, on_rank_0: list[Planned], work: Callable[[], WrittenFiles]
-    ) -> list[WrittenFiles]:
+    def write(self, ranks: Rendezvous, on_rank_0: list[Any], work: Callable[[], WrittenFiles]) -> list[WrittenFiles]:
         """Write this rank's files, and wait for the other ranks; return, on rank 0, the files of all of them."""
         began_s, files = self.phases.now(), list[WrittenFiles]()
         ended_s = began_s
@@ -248,10 +239,8 @@ class SaveSession:
         return files
 
     def commit(
-        self, ranks: Rendezvous, on_rank_0: list[Planned], files: list[WrittenFiles], labels: Labels
+        self, ranks: Rendezvous, on_rank_0: list[Any], files: list[WrittenFiles], labels: Labels
     ) -> CommittedSave:
-        """Publish the checkpoint."""
-
         def decide(payloads: list[bytes]) -> list[bytes]:
             committed = self._logged(self.layout.commit, "finish_checkpoint")(on_rank_0[0], files, labels)
             sent, count = committed, len(payloads)
@@ -274,7 +263,6 @@ class SaveSession:
         return dict(each for entry in self._written for each in entry.at_rest)
 
     def report(self, committed: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
-        """Return what the save did."""
         ranks = self.phases.all_ranks()
         return SaveReport(
             where=self.store.url,

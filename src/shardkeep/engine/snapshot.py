@@ -5,29 +5,41 @@ Tensors in host memory are copied in the call, as far as there is room. Tensors 
 the call only queues; or not in the call, if the memory cannot change before it is copied, because the step of an optimizer or
 the caller waits. Tensors in host memory that find no room are treated in this second way, too: preferably memory of
 optimizers, whose steps can wait, and a few large tensors rather than many small ones.
+
+The parameters and the state of an optimizer change in its steps and at no other time. So they may be copied late, if the step
+waits (`StepBarrier`); anything else has to be copied in the call. A hook is registered before the steps of an optimizer once,
+and stays; it does nothing while no save needs the memory. The accelerator waits for the copies; the host waits only until all
+copies are queued.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import logging
+import os
+import sys
+import threading
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
 
 from shardkeep.display import format_size
 from shardkeep.engine.pools import Arenas, Buffer
-from shardkeep.engine.step_barrier import rows_outside_optimizers
-from shardkeep.engine.tensors import as_raw, memory_keys, scattered_memory
+from shardkeep.engine.tensors import as_raw, memory_keys, scattered_memory, span
 from shardkeep.format.boxes import strides_of
-from shardkeep.storage.buffers import address_of, copy_memory
+from shardkeep.options import per_process
+from shardkeep.state.leaves import is_dtensor
+from shardkeep.storage.buffers import copy_memory
 
 log = logging.getLogger("shardkeep")
 
@@ -41,12 +53,16 @@ _BATCH_NBYTES = 16 << 20
 _signature = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
 
+Events = dict[torch.device, torch.Event]
+
 ArenaSlot = tuple[int, int, torch.dtype, torch.Size]
 """A row, where in the arena it begins, its dtype and its shape."""
 
 
 _ROOM = 0.5
 """How much of the free memory of a device a copy on it may take."""
+_SEGMENT_NBYTES = 1 << 30
+"""Copies on a device are packed into allocations of this size: few, and each is freed when it has been copied to the host."""
 
 
 @dataclass
@@ -59,7 +75,7 @@ class DeviceSnapshot:
     """Which of them lie in host memory."""
     optimizers: Sequence[Optimizer] = ()
     """Their steps wait for what is not copied on the host."""
-    events: dict[torch.device, torch.Event] = field(default_factory=dict)
+    events: Events = field(default_factory=dict)
     """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
     live_nbytes: int = 0
     """How much is still the caller's memory."""
@@ -173,7 +189,7 @@ def _fitting(
 
 
 def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, threads: int) -> None:
-    base = address_of(arena.view)
+    base = arena.address
     batches: list[list[tuple[int, int, int]]] = [[]]
     room = _BATCH_NBYTES
     for start, nbytes, source in copies:
@@ -199,9 +215,13 @@ def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, thread
             pass
 
 
-def take_snapshot(tensors: Sequence[torch.Tensor], *, staging: str, optimizers: Sequence[Optimizer]) -> DeviceSnapshot:
+def take_snapshot(
+    tensors: Sequence[torch.Tensor], *, staging: str, optimizers: Sequence[Optimizer], order: Sequence[int] = ()
+) -> DeviceSnapshot:
     """
     Queue the copies on devices; `DeviceSnapshot.copy_on_host` copies what lies in host memory.
+
+    `order` are the tensors in the order in which they will be written, if that is known.
 
     `staging` says which tensors on accelerators are copied on the device. "device": all. "host": none. "overlap": those outside the
     memory of optimizers, if there are optimizers; else none. "auto": all if there is room for it on the device, else those
@@ -212,34 +232,74 @@ def take_snapshot(tensors: Sequence[torch.Tensor], *, staging: str, optimizers: 
     taken = DeviceSnapshot(list(tensors), on_host, optimizers if staging == "overlap" else ())
     if len(on_host) < len(tensors):
         on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
-        _copy_on_device(taken, on_device, staging, optimizers)
+        _copy_on_device(taken, on_device, staging, optimizers, order)
     return taken
 
 
-def _copy_on_device(taken: DeviceSnapshot, rows: list[int], staging: str, optimizers: Sequence[Optimizer]) -> None:
+def _copy_on_device(
+    taken: DeviceSnapshot, rows: list[int], staging: str, optimizers: Sequence[Optimizer], order: Sequence[int]
+) -> None:
     """Queue the copies on devices; tensors that are the same memory are copied once."""
     tensors = taken.found
     chosen, taken.guarded = _chosen_for_copy(tensors, rows, staging, optimizers)
     taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
     devices = {tensors[at].device for at in rows}
-    copies: dict[Hashable, torch.Tensor] = {}
-    alike: dict[torch.device, dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
+    if order:
+        wanted = set(chosen)
+        first = [at for at in order if at in wanted]
+        chosen = [*first, *wanted.difference(first)] if len(first) < len(wanted) else first
+    shares: dict[tuple[torch.device, torch.dtype], dict[Hashable, list[int]]] = {}
     for at, key in zip(chosen, memory_keys([tensors[at] for at in chosen]), strict=True):
         source = tensors[at]
-        copy = copies.get(key)
-        if copy is None:
-            copies[key] = copy = torch.empty_like(source)
-            # As integers, because a device may change the bits of a NaN.
-            ours, theirs = alike.setdefault(source.device, {}).setdefault(source.element_size(), ([], []))
+        shares.setdefault((source.device, source.dtype), {}).setdefault(key, []).append(at)
+    alike: dict[torch.device, dict[Hashable, tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
+    for (device, _), share in shares.items():
+        sources = [tensors[ats[0]] for ats in share.values()]
+        for ats, source, copy in zip(share.values(), sources, _packed_like(sources), strict=True):
+            # As integers, because a device may change the bits of a NaN. Apart: one tensor with gaps slows all others down.
+            kind = source.element_size(), source.is_contiguous()
+            ours, theirs = alike.setdefault(device, {}).setdefault(kind, ([], []))
             ours.append(as_raw(copy))
             theirs.append(as_raw(source))
-        tensors[at] = copy
+            for at in ats:
+                tensors[at] = copy
     for device in devices:
         taken.events[device] = _queue_copies(device, alike.get(device, {}))
 
 
+def _packed_like(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """
+    Make tensors like these, all of one device and dtype, end to end in a few large allocations.
+
+    Each begins at a multiple of the power of two that divides its size, as it does in a file. So what is written in this order is
+    one piece of memory, which is copied to the host at once.
+    """
+    itemsize = sources[0].element_size()
+    made: list[torch.Tensor] = []
+    sizes: list[int] = []  # gaps and tensors in turn, in elements
+    end = 0
+
+    def allocate() -> None:
+        flat = torch.empty(end, dtype=sources[0].dtype, device=sources[0].device)
+        views = flat.split_with_sizes(sizes)[1::2]
+        shapes = [source.shape for source in sources[len(made) : len(made) + len(views)]]
+        made.extend(map(torch.Tensor.view, views, shapes))
+
+    for source in sources:
+        count = source.numel()
+        if end and (end + count) * itemsize > _SEGMENT_NBYTES:
+            allocate()
+            sizes, end = [], 0
+        step = max(1, min(count & -count, ALIGNMENT // itemsize)) if count else 1
+        gap = -end % step
+        sizes += gap, count
+        end += gap + count
+    allocate()
+    return made
+
+
 def _queue_copies(
-    device: torch.device, alike: Mapping[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    device: torch.device, alike: Mapping[Hashable, tuple[list[torch.Tensor], list[torch.Tensor]]]
 ) -> torch.Event:
     """
     Copy on a device, after all that is queued there and before what will be; return an event after the copies.
@@ -301,3 +361,113 @@ def _free_nbytes(device: torch.device) -> int:
     """Return the free memory of a device, without torch's cache, which the next forward needs again; 0 if unknown."""
     module: Any = torch.get_device_module(device)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
+
+
+class StepBarrier:
+    """Makes optimizer steps wait until the copies of one save are queued, and their work on the device until they are done."""
+
+    def __init__(self) -> None:
+        self._queued: Future[Events] = Future()
+
+    def open(self, after: Events) -> None:
+        """Let steps pass; their work comes after these events."""
+        if not self._queued.done():
+            self._queued.set_result(after)
+
+    def is_passed(self) -> bool:
+        return self._queued.done() and all(event.query() for event in self._queued.result().values())
+
+    def wait(self) -> None:
+        """Wait, and let the current streams wait for the copies."""
+        for device, event in self._queued.result().items():
+            torch.accelerator.current_stream(device).wait_event(event)
+
+
+class StepBarriers:
+    """The optimizers of a process that have a hook, and the barriers before their next step."""
+
+    def __init__(self) -> None:
+        self._barriers: WeakKeyDictionary[Optimizer, list[StepBarrier]] = WeakKeyDictionary()
+        self._hooks: list[Any] = []
+        self._lock = threading.Lock()
+        self._process_id = os.getpid()
+
+    def put(self, barrier: StepBarrier, optimizers: Iterable[Optimizer]) -> None:
+        with self._lock:
+            for optimizer in optimizers:
+                if optimizer not in self._barriers:
+                    self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+                # The barriers of an optimizer that never steps must not accumulate.
+                standing = [each for each in self._barriers.get(optimizer, ()) if not each.is_passed()]
+                self._barriers[optimizer] = [*standing, barrier]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if os.getpid() != self._process_id:  # a fork has memory of its own, of which nothing is saved
+            return
+        with self._lock:
+            barriers = list(self._barriers.get(optimizer, ()))
+        for barrier in barriers:
+            barrier.wait()
+            with self._lock:  # after the wait: one that was interrupted has to be repeated
+                self._barriers[optimizer].remove(barrier)
+
+    def remove(self) -> None:
+        """Remove all hooks; called between steps."""
+        with self._lock:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._barriers.clear()
+
+
+step_barriers = per_process(StepBarriers)
+"""Returns the barriers of this process."""
+
+
+def rows_outside_optimizers(
+    tensors: Sequence[torch.Tensor], rows: list[int], optimizers: Iterable[Optimizer]
+) -> list[int]:
+    """Return the rows, all or none in host memory, whose memory may also change outside the steps of these optimizers."""
+    on_host = any(tensors[row].is_cpu for row in rows[:1])
+    owned = [each for each in _optimizer_tensors(optimizers) if each.is_cpu == on_host]
+    whole = {_memory_key(each) for each in owned if each.is_contiguous()}
+    rest = [row for row in rows if not (tensors[row].is_contiguous() and _memory_key(tensors[row]) in whole)]
+    if not rest:
+        return rest
+    # They may be parts of optimizer memory, which is slower to find out: by ranges of addresses that do not touch each other.
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    spans = [(*span(each), each) for each in owned if each.numel()]
+    for device, begin, end in sorted(
+        (t.get_device(), begin, end) for begin, end, t in spans if end - begin == t.nbytes
+    ):
+        found = ranges.setdefault(device, [])
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+
+    def is_covered(tensor: torch.Tensor) -> bool:
+        begin, end = span(tensor)
+        found = ranges.get(tensor.get_device(), [])
+        at = bisect_right(found, (begin, sys.maxsize)) - 1
+        return at >= 0 and end <= found[at][1]
+
+    return [row for row in rest if tensors[row].numel() and not is_covered(tensors[row])]
+
+
+def _memory_key(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return tensor.get_device(), tensor.data_ptr(), tensor.nbytes
+
+
+def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield the parameters and state tensors of optimizers that are one piece of memory, found by its address."""
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        kept = [value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values()]
+        for value in (*parameters, *kept):
+            tensor: Any = value._local_tensor if is_dtensor(value) else value
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+                with contextlib.suppress(RuntimeError):  # a tensor made of others
+                    if tensor.data_ptr():
+                        yield tensor

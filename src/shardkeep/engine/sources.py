@@ -9,6 +9,8 @@ count, as in transformers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from shardkeep.codecs.coded_store import DecodingStore
@@ -105,13 +107,12 @@ def open_identified(store: Store, identity: Identity, options: Options) -> Sourc
     layout, checksum, record = identity
     if record:
         return open_native(store, msgspec.json.decode(record, type=Record), options)
-    found: FoundCheckpoint | None
-    if layout == NATIVE:
-        found = find_committed(store)
-    elif layout == TORCH_FILE:
-        found = find_torch_file(store) or find_torch_model(store)
-    else:
-        found = find_safetensors(store) if layout == SAFETENSORS else find_torch(store)
+    finders: dict[str, Callable[[Store], FoundCheckpoint | None]] = {
+        NATIVE: find_committed,
+        TORCH_FILE: lambda store: find_torch_file(store) or find_torch_model(store),
+        SAFETENSORS: find_safetensors,
+    }
+    found = finders.get(layout, find_torch)(store)
     if found is None or found.record.index.checksum != checksum:
         raise CheckpointError(f"{store.url}: another save replaced the checkpoint", hint="open or load it again")
     return found.open(options)

@@ -98,7 +98,6 @@ def _open_wrapper(tensor: Any) -> OpenedTensor:
 
 
 def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
-    """Return a DTensor, or one of a subclass, over a local tensor."""
     # Made from a blank tensor without an offset: torch takes a DTensor with an offset for one with memory, and crashes when it
     # pickles it.
     blank = local.new_empty(()).expand(local.shape)
@@ -134,7 +133,6 @@ class StateCopy:
                     copy_bits(target, source, non_blocking=non_blocking)
 
     def wait(self) -> None:
-        """Wait for what is queued on the current streams of these accelerators."""
         for device in self.devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -167,10 +165,6 @@ class ObjectCopier(TorchFunctionMode):
                 return copy.deepcopy(value, self._memo)
         except Exception as error:
             raise _uncopyable(value, path, error) from error
-
-    def wait(self) -> None:
-        """Wait until accelerators have copied."""
-        self.state_copy.wait()
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         """Find memory for tensors; those that share memory share it in the copy."""
@@ -221,7 +215,6 @@ class ObjectCopier(TorchFunctionMode):
 
 
 def _copy_of(run: MemoryRun, place: HostSlot) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target and the source of a run of bytes."""
     tensor = run.tensors[0]
     if not run.whole:
         return _view(tensor, run, place), tensor.detach()
@@ -232,7 +225,6 @@ def _copy_of(run: MemoryRun, place: HostSlot) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _view(tensor: torch.Tensor, run: MemoryRun, place: HostSlot) -> torch.Tensor:
-    """Return the copy of a tensor of the run, in host memory."""
     made = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     size = tensor.itemsize
     if not run.whole:
@@ -265,7 +257,6 @@ def _uncopyable(value: Any, path: TreePath, error: Exception) -> Uncopyable:
 
 
 def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
-    """Find the innermost value that cannot be copied."""
     children: Any = ()
     if isinstance(value, Mapping):
         children = value.items()

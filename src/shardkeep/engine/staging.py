@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,15 +26,14 @@ from shardkeep.engine.codecs import FileCodecs
 from shardkeep.engine.pools import WINDOW_NBYTES, Buffer, BufferPool, StagingMemory, staging_memory
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveEvents
-from shardkeep.engine.snapshot import DeviceSnapshot
-from shardkeep.engine.step_barrier import StepBarrier
+from shardkeep.engine.snapshot import DeviceSnapshot, Events, StepBarrier
 from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import FileJob, Window, gather, windows_in_turn, write_files
 from shardkeep.errors import SaveCancelled
 from shardkeep.format.boxes import IntArray
 from shardkeep.options import Options, available_memory, cores, local_ranks
 from shardkeep.storage.base import WritableStore
-from shardkeep.storage.buffers import address_of, copy_memory
+from shardkeep.storage.buffers import copy_memory
 from shardkeep.storage.cancel import CancelScope
 
 if TYPE_CHECKING:
@@ -50,7 +49,10 @@ _EMPTIERS_PER_CORE = 0.75
 _FEW_EMPTIERS = 4
 """If training does not wait for staging: training needs the cores."""
 
-_FIRST_RING_NBYTES = 512 << 20
+_FIRST_RING_NBYTES = 256 << 20
+"""Of the first save, which waits until it is pinned; 3 ms for each 32 MiB, in which the driver launches nothing."""
+_MOST_PINNED = 8
+"""Buffers that a save adds to the ring for the next ones: training feels it when more are pinned at once."""
 _FAIR_PART = 0.8
 """Of the memory that a machine has free, for all its ranks together."""
 _FEWEST_WINDOWS = 2
@@ -62,8 +64,6 @@ _WORTH_NOTING_NBYTES = 16 << 20
 
 _PATIENCE_S = 0.2
 """How often a wait for writers checks whether the save still goes on."""
-
-Events = dict[torch.device, torch.Event]
 
 
 class Staging:
@@ -116,7 +116,6 @@ class Staging:
 
     @property
     def nbytes_copied(self) -> int:
-        """How much of the state has been copied."""
         if self.copied.done() and self.copied.exception() is None:  # threads may not have counted it yet
             return self.nbytes
         return self._noted_nbytes
@@ -173,7 +172,6 @@ class Staging:
             self._pool.give(buffer)
 
     def check_wanted(self) -> None:
-        """Raise SaveCancelled if the save was cancelled."""
         if not self._wanted():
             raise _save_ended()
 
@@ -198,8 +196,9 @@ class Staging:
                         if buffer is not target:
                             self._ring.give(buffer)
                         raise
-                    last = {device: stream.record_event() for device, stream in streams.items()}
-                    threads.submit(self._empty, window, buffer, target, last)
+                    done = list(map(_record_event, streams.values()))
+                    threads.submit(self._empty, window, buffer, target, done)
+                last = {device: stream.record_event() for device, stream in streams.items()}
             while not self._all_read.wait(_PATIENCE_S):
                 if not self._goes_on():
                     raise _save_ended()
@@ -210,10 +209,10 @@ class Staging:
         except BaseException as error:  # noqa: BLE001 - raised by other threads
             self._fail(error)
             return
-        if last:  # pin memory for the next save: it takes long, and this save does not wait for it
+        if last and self._urgent:  # pin memory for the next save: it takes long, and this save does not wait for it
             self._ring.most_nbytes = max(self._ring.most_nbytes, self.ring_nbytes)
             try:
-                self._ring.grow(self._goes_on)
+                self._ring.grow(self._goes_on, _MOST_PINNED)
             except Exception as error:  # noqa: BLE001 - this save does not need it
                 log.warning("could not pin more memory for staging: %s", error)
 
@@ -231,14 +230,14 @@ class Staging:
     def _goes_on(self) -> bool:
         return not self._ending and self._wanted()
 
-    def _empty(self, window: Window, buffer: Buffer, target: Buffer, events: Events) -> None:
+    def _empty(self, window: Window, buffer: Buffer, target: Buffer, events: Sequence[torch.Event]) -> None:
         """Copy a window out of the ring, when it is complete, and hand it to the writers."""
         try:
-            for event in events.values():
+            for event in events:
                 event.synchronize()
             self._release_sources(window)
             if buffer is not target:
-                copy_memory(address_of(target.view), address_of(buffer.view), window.nbytes)
+                copy_memory(target.address, buffer.address, window.nbytes)
         except BaseException as error:  # noqa: BLE001 - raised by the threads that wait for a window
             self._fail(error)
         if buffer is not target:
@@ -264,7 +263,6 @@ class Staging:
             return True
 
     def _fail(self, error: BaseException) -> None:
-        """Raise an error in all threads that wait."""
         self._ending = True
         with self._lock:
             waited_for: list[Future[Any]] = [*self._ahead.values(), self.copied, self.queued]
@@ -282,10 +280,16 @@ def _streams_after(events: Mapping[torch.device, torch.Event]) -> dict[torch.dev
     if not events:
         return {}
     torch.accelerator.set_device_index(next(iter(events)).index)
-    streams = {device: torch.Stream(device) for device in events}
+    streams = {device: getattr(torch.get_device_module(device), "Stream", torch.Stream)(device) for device in events}
     for device, event in events.items():
         streams[device].wait_event(event)
     return streams
+
+
+def _record_event(stream: Any) -> torch.Event:
+    """Record an event. Under CUDA, threads that wait for it sleep: if they spin in the driver, they slow down launches."""
+    blocking = (torch.cuda.Event(blocking=True),) if isinstance(stream, torch.cuda.Stream) else ()  # type: ignore[no-untyped-call]  # torch's is
+    return stream.record_event(*blocking)  # type: ignore[no-any-return]
 
 
 class BackgroundWrite:
@@ -382,7 +386,7 @@ class BackgroundWrite:
         threads, window_nbytes = budget.threads, budget.window_nbytes
         if snapshot.events and not writer:
             window_nbytes = WINDOW_NBYTES
-        arena = address_of(snapshot.arena.view) if snapshot.arena else 0
+        arena = snapshot.arena.address if snapshot.arena else 0
         arena_end = arena + (snapshot.arena.view.nbytes if snapshot.arena else 0)
 
         def is_borrowed(addresses: IntArray) -> bool:

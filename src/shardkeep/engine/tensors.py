@@ -144,16 +144,20 @@ class TorchScattered(Scattered):
         with torch.inference_mode():  # a tensor made in inference mode can only be changed in it
             self._tensor[slices(box)].copy_(source[slices(part)])
 
-    def run_of(self, box: Box) -> int | None:
-        run = None if self._flat is None else contiguous_run(tuple(self._tensor.shape), box)
-        return None if run is None else run[0] * self._tensor.element_size()
-
-    def write_run(self, start: int, data: memoryview) -> None:
-        if self._flat is None:  # `run_of` returns None
-            raise NotImplementedError
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        with torch.inference_mode():
-            self._flat[start : start + len(data)].copy_(source, non_blocking=self.accelerator is not None)
+    def write_chunk(self, shape: Ints, source: Box, target: Box, data: memoryview, at: int) -> bool:
+        run = contiguous_run(shape, source)
+        to = contiguous_run(tuple(self._tensor.shape), target)
+        if self._flat is None or run is None or to is None:
+            return False
+        size = self._tensor.element_size()
+        first = run[0] * size
+        low, high = max(at, first), min(at + len(data), first + run[1] * size)
+        if high > low:
+            piece = torch.frombuffer(data[low - at : high - at], dtype=torch.uint8)
+            start = to[0] * size + low - first
+            with torch.inference_mode():
+                self._flat[start : start + high - low].copy_(piece, non_blocking=self.accelerator is not None)
+        return True
 
     def wait(self) -> None:
         if self.accelerator is not None:
@@ -194,26 +198,23 @@ def sample_replicas(description: Description, compared: npt.NDArray[np.bool_]) -
     whole = np.all(d.boxes.sizes == d.shape[d.row_tensor], axis=1)
     found = np.flatnonzero(compared[d.row_tensor] & whole & (d.boxes.volumes() > 0))
     rows = found[:: -(-len(found) // _MOST_SAMPLED) or 1].tolist()
-    packs: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    order: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
+    packs: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     for row in rows:
         sample = _diagonal(as_raw(d.pieces[row]))
-        pack = sample.device, sample.dtype
-        packs.setdefault(pack, []).append(sample)
-        order.setdefault(pack, []).append((row, sample.nbytes))
-    packed = [torch.cat(samples) for samples in packs.values()]
+        packs.setdefault((sample.device, sample.dtype), {})[row] = sample
+    packed = [(torch.cat(list(samples.values())), list(samples)) for samples in packs.values()]
+    sizes = {row: sample.nbytes for samples in packs.values() for row, sample in samples.items()}
     kind = torch.accelerator.current_accelerator()
     devices = {device for device, _ in packs if kind is not None and device.type == kind.type}
     events = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
 
     def read() -> bytes:
-        copies = [_copied_after(events.get(pack.device), pack) for pack in packed]
         pairs: list[tuple[int, int]] = []
-        for copy, parts in zip(copies, order.values(), strict=True):
-            data, at = copy.numpy().tobytes(), 0
-            for row, nbytes in parts:
-                pairs.append((row, xxhash.xxh3_64_intdigest(data[at : at + nbytes])))
-                at += nbytes
+        for pack, rows in packed:
+            data, at = _copied_after(events.get(pack.device), pack).numpy().tobytes(), 0
+            for row in rows:
+                pairs.append((row, xxhash.xxh3_64_intdigest(data[at : at + sizes[row]])))
+                at += sizes[row]
         return np.array(pairs, np.uint64).tobytes()
 
     return read
@@ -261,7 +262,6 @@ class MemoryRun:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are copied."""
         return self.stop - self.start if self.whole else self.tensors[0].nbytes
 
 

@@ -87,7 +87,6 @@ class TorchFileSource(Source):
                 self.index.chunks.start[row] = chunk.start
 
     def _look_up(self, number: int, storages: Mapping[tuple[int, int], str]) -> None:
-        """Read the headers of storages of a file."""
         entry = self.record.files[number]
         threads = min(len(storages), preferred_requests(self.store, 1))
         with closing(self.store.open(entry.name)) as reader, ThreadPoolExecutor(threads) as pool:
@@ -98,12 +97,10 @@ class TorchFileSource(Source):
             self.starts.update(zip(storages, found, strict=True))
 
     def strided(self, chunk: int) -> ArchivedTensor:
-        """Return how a chunk lies in its file."""
         found = self.tensors[chunk]
         return found._replace(start=self.starts[self.position(chunk)] + found.start)
 
     def selected(self, index: Index, chunks: IntArray) -> Source:
-        """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
         tensors = [self.tensors[row] for row in chunks.tolist()]
         return replace(self, index=index, tensors=tensors, heads=self.heads[chunks])
 
@@ -113,7 +110,6 @@ class TorchFileSource(Source):
         super().check(tensors)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
-        """Name the tensors in a byte range of a file; used only to explain damage."""
         with suppress(errors.DamagedCheckpoint):
             self.locate(np.arange(len(self.index.keys)))
         found = []

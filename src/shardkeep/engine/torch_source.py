@@ -30,7 +30,7 @@ from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source, list_keys, read_files, saved_at
 from shardkeep.engine.workers import divide_budget, run_workers
-from shardkeep.format.boxes import ITEMSIZES, IntArray, Rows, concat_ranges
+from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index
 from shardkeep.format.pickles import unsealed
@@ -49,6 +49,7 @@ T = TypeVar("T")
 Path = tuple[str | int, ...]
 Undo = Callable[[int, Sequence[str], IO[bytes]], IO[bytes]]
 """Reverts the stream extensions of an item: the row of its chunk or object, their descriptors, and the stored stream."""
+
 
 FORMAT = "torch.distributed.checkpoint"
 _SMALL_NBYTES = 16 << 10
@@ -94,7 +95,6 @@ class ItemFiles:
         return self._number[name]
 
     def item(self, location: layout.ItemLocation, key: str) -> Item:
-        """Return an item by the number of its file."""
         return Item(self.number(location.file), location.offset, location.nbytes, key)
 
     def _entry(self, name: str) -> FileEntry:
@@ -123,7 +123,6 @@ class ItemFiles:
 
 
 def check_inside(files: Sequence[FileEntry], items: Iterable[Item]) -> None:
-    """Check that every item lies inside its file."""
     for item in items:
         entry = files[item.file]
         if item.offset < 0 or item.nbytes < 0 or item.offset + item.nbytes > entry.nbytes:
@@ -188,25 +187,33 @@ class ChunkItems(Rows):
     offset: IntArray
     nbytes: IntArray
 
-    @classmethod
-    def of(cls, locations: Sequence[layout.ItemLocation]) -> ChunkItems:
-        """Return the items at these locations."""
-        places = np.array([(each.offset, each.nbytes) for each in locations], np.int64).reshape(-1, 2)
-        return cls(places[:, 0], places[:, 1])
 
-
-def stated_start(location: layout.ItemLocation) -> int:
-    """Return where a tensor's bytes begin in its file, by the metadata; -1 if they do not say it."""
-    return -1 if location.data_start is None else location.data_start
-
-
-def drop_impossible_starts(index: Index, items: ChunkItems, descriptors: Iterable[int]) -> None:
-    """Set the start of a chunk to -1 where it cannot begin at the stated byte: its archive is asked instead."""
-    start, owner = index.chunks.start, np.searchsorted(index.chunk_ends, np.arange(len(index.chunks)), "right")
-    nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
-    believable = (start >= items.offset) & (start - items.offset <= items.nbytes - nbytes)
+def index_of_items(
+    files: ItemFiles, chunks: Sequence[Sequence[tuple[Box, layout.ItemLocation]]], **columns: Any
+) -> tuple[Index, ChunkItems, dict[int, tuple[str, ...]]]:
+    """Make the index of tensors whose chunks are items, the items, and the extensions of those that have some."""
+    index = build_index(
+        chunks=[
+            [(box, files.number(at.file), -1 if at.data_start is None else at.data_start) for box, at in some]
+            for some in chunks
+        ],
+        **columns,
+    )
+    locations = [at for some in chunks for _, at in some]
+    offset, nbytes = np.array([(at.offset, at.nbytes) for at in locations], np.int64).reshape(-1, 2).T
+    descriptors = {row: at.descriptors for row, at in enumerate(locations) if at.descriptors}
+    # A chunk that cannot begin at the stated byte has the start -1: its archive is asked instead.
+    start, owner = index.chunks.start, np.searchsorted(index.chunk_ends, np.arange(len(locations)), "right")
+    data_nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
+    believable = (start >= offset) & (start - offset <= nbytes - data_nbytes)
     believable[list(descriptors)] = False
     start[~believable] = -1
+    return index, ChunkItems(offset, nbytes), descriptors
+
+
+def undo_extensions(_: int, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
+    """Revert stream extensions by those that are always registered."""
+    return transformed_input(ExtensionRegistry(), descriptors, stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +225,7 @@ class TorchSource(Source):
     descriptors: Mapping[int, tuple[str, ...]]
     """The stream extensions of chunks that were written through some, by the chunk's row."""
     objects: Mapping[str, layout.ItemLocation]
-    undo: Undo
+    undo: Undo = undo_extensions
     paths: Mapping[str, Path] = field(default_factory=dict)
     """Of each name, the keys and positions in the nested state, in its order."""
     archived: dict[int, ArchivedTensor | None] = field(default_factory=dict)
@@ -252,22 +259,18 @@ class TorchSource(Source):
                     start[row] = self.items.offset[row] + found.start
 
     def strided(self, chunk: int) -> ArchivedTensor | None:
-        """Return how a chunk lies in its file; None for one that only torch can decode."""
         found = self.archived.get(chunk)
         return found and found._replace(start=int(self.items.offset[chunk]) + found.start)
 
     def tensor_of(self, chunk: int) -> int:
-        """Return the row of the tensor that a chunk is of."""
         return int(np.searchsorted(self.index.chunk_ends, chunk, "right"))
 
     def item(self, chunk: int) -> Item:
-        """Return the item of a chunk."""
         offset, nbytes = int(self.items.offset[chunk]), int(self.items.nbytes[chunk])
         key = self.index.keys.raw(self.tensor_of(chunk)).decode()
         return Item(int(self.index.chunks.file[chunk]), offset, nbytes, key)
 
     def selected(self, index: Index, chunks: IntArray) -> Source:
-        """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
         new = {old: row for row, old in enumerate(chunks.tolist())}
         return replace(
             self,
@@ -288,7 +291,6 @@ class TorchSource(Source):
         unsealed(self.store.get(layout.METADATA_NAME, limit=layout.MAX_METADATA_NBYTES), layout.METADATA_NAME)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
-        """Name the tensors and objects in a byte range of a file; used only to explain damage."""
         items = (item for item, _ in self._items_in(file))
         return list_keys(item.key for item in items if item.offset < end and item.offset + item.nbytes > at)
 
@@ -297,7 +299,6 @@ class TorchSource(Source):
         return bad_archives(self.files, list(self._items_in(file)), self.keys_at, uncompared)
 
     def _items_in(self, file: int) -> Iterator[tuple[Item, tuple[str, ...]]]:
-        """Yield the items of a file, and the stream extensions of each."""
         for chunk in np.flatnonzero(self.index.chunks.file == file).tolist():
             yield self.item(chunk), self.descriptors.get(chunk, ())
         for key, location in self.objects.items():
@@ -305,11 +306,9 @@ class TorchSource(Source):
                 yield self.files.item(location, key), location.descriptors
 
     def value_nbytes(self, key: str) -> int:
-        """Return the size of an object's item."""
         return self.objects[key].nbytes
 
     def position(self, chunk: int) -> tuple[int, int]:
-        """Return the file of a chunk, and where its item begins."""
         return int(self.index.chunks.file[chunk]), int(self.items.offset[chunk])
 
 
@@ -344,10 +343,22 @@ def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, 
     for name in _file_names(metadata):
         files.number(name)
 
-    def undo(_: int, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
-        return transformed_input(ExtensionRegistry(), descriptors, stream)
-
-    index, items, descriptors = _index_of(metadata, files, StoredObjects(metadata.objects, files, options, undo))
+    keys = sorted(metadata.tensors, key=str.encode)
+    entries = [metadata.tensors[key] for key in keys]
+    for key, entry in zip(keys, entries, strict=True):
+        if any(len(box.sizes) != len(entry.shape) for box, _ in entry.chunks):
+            raise errors.MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
+    index, items, descriptors = index_of_items(
+        files,
+        [entry.chunks for entry in entries],
+        keys=keys,
+        dtypes=[entry.dtype for entry in entries],
+        shapes=[entry.shape for entry in entries],
+        value_keys=sorted(metadata.objects, key=str.encode),
+        value_data=StoredObjects(metadata.objects, files, options),
+        make_tree=lambda: encode_tree(_tree(metadata.paths)),
+        where=layout.METADATA_NAME,
+    )
     return TorchSource(
         store=store,
         record=msgspec.structs.replace(record, files=files.entries),
@@ -357,7 +368,6 @@ def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, 
         items=items,
         descriptors=descriptors,
         objects=metadata.objects,
-        undo=undo,
         paths=metadata.paths,
     )
 
@@ -365,32 +375,6 @@ def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, 
 def _file_names(metadata: layout.TorchMetadata) -> list[str]:
     chunks = {location.file for entry in metadata.tensors.values() for _, location in entry.chunks}
     return sorted(chunks | {location.file for location in metadata.objects.values()})
-
-
-def _index_of(
-    metadata: layout.TorchMetadata, files: ItemFiles, values: Strings
-) -> tuple[Index, ChunkItems, dict[int, tuple[str, ...]]]:
-    """Make the index, the items of its chunks, and the extensions of those that have some."""
-    keys = sorted(metadata.tensors, key=str.encode)
-    entries = [metadata.tensors[key] for key in keys]
-    for key, entry in zip(keys, entries, strict=True):
-        if any(len(box.sizes) != len(entry.shape) for box, _ in entry.chunks):
-            raise errors.MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
-    index = build_index(
-        keys=keys,
-        dtypes=[entry.dtype for entry in entries],
-        shapes=[entry.shape for entry in entries],
-        chunks=[[(box, files.number(at.file), stated_start(at)) for box, at in entry.chunks] for entry in entries],
-        value_keys=sorted(metadata.objects, key=str.encode),
-        value_data=values,
-        make_tree=lambda: encode_tree(_tree(metadata.paths)),
-        where=layout.METADATA_NAME,
-    )
-    locations = [location for entry in entries for _, location in entry.chunks]
-    items = ChunkItems.of(locations)
-    descriptors = {row: location.descriptors for row, location in enumerate(locations) if location.descriptors}
-    drop_impossible_starts(index, items, descriptors)
-    return index, items, descriptors
 
 
 def _tree(paths: Mapping[str, Path]) -> Node:
@@ -423,30 +407,25 @@ def _container(held: dict[Any, Any]) -> Container:
 class StoredObjects(Strings):
     """The objects of a checkpoint, sorted by key, as encoded values. Each is read when it is asked for."""
 
-    def __init__(
-        self, objects: Mapping[str, layout.ItemLocation], files: ItemFiles, options: Options, undo: Undo
-    ) -> None:
+    def __init__(self, objects: Mapping[str, layout.ItemLocation], files: ItemFiles, options: Options) -> None:
         super().__init__(np.zeros(len(objects), np.int64), memoryview(b""))
         self._files = files
         self._options = options
-        self._undo = undo
         self._keys = sorted(objects, key=str.encode)
         self._locations = [objects[key] for key in self._keys]
         self._held: dict[int, bytes] = {}
 
     def raw(self, row: int) -> bytes:
-        """Return one object as an encoded value."""
         data = self._held.get(row) or self._read(row)  # an archive is never empty
         key, location = self._keys[row], self._locations[row]
         if location.descriptors:
-            data = self._undo(row, location.descriptors, io.BytesIO(data)).read(-1)
+            data = undo_extensions(row, location.descriptors, io.BytesIO(data)).read(-1)
         try:
             return encode_value(read_object(data, where=f"{location.file} ({key!r})"), key=key)
         except (errors.CheckpointError, errors.UnsupportedLeaf):
             return encode_value(Archive(data), key=key, allow_pickle=True)
 
     def all(self) -> list[bytes]:
-        """Return all of them."""
         return [self.raw(row) for row in range(len(self))]
 
     def _read(self, row: int, *, alone: bool = False) -> bytes:

@@ -69,18 +69,10 @@ class Scattered:
         """
         Fill box `target` with what `data` holds of box `source` of a row-major chunk of this shape.
 
-        `data` begins `at` bytes after the start of the chunk, or before it. Returns False, and does nothing, if only `write`
-        can do it.
+        `data` begins `at` bytes after the start of the chunk, or before it. On an accelerator the copy is only queued, and needs
+        `data` until `wait` returns. Returns False, and does nothing, if only `write` can do it.
         """
         return False
-
-    def run_of(self, box: Box) -> int | None:  # noqa: ARG002
-        """Return where the bytes of a box begin in its row-major form, if `write_run` can fill them at once."""
-        return None
-
-    def write_run(self, start: int, data: memoryview) -> None:
-        """Fill bytes from `start` on; on an accelerator this is only queued, and needs `data` until `wait` returns."""
-        raise NotImplementedError
 
     def wait(self) -> None:
         """Wait for what this thread has queued on its accelerator, for any memory."""

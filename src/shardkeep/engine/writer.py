@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,6 @@ class FileJob:
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
         return len(self.header) + self.data_nbytes
 
 
@@ -68,6 +67,8 @@ class Window(NamedTuple):
     job: FileJob
     start: int
     stop: int
+    rows: range
+    """The sources it takes bytes from."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -76,23 +77,14 @@ class Window(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.stop - self.start
 
     @property
     def offset(self) -> int:
-        """Its offset in the file."""
         return len(self.job.header) + self.start
 
     @property
-    def rows(self) -> range:
-        """The sources it takes bytes from."""
-        first = int(np.searchsorted(self.job.start, self.start, "right")) - 1
-        return range(first, int(np.searchsorted(self.job.start, self.stop, "left")))
-
-    @property
     def addresses(self) -> IntArray:
-        """The addresses of these sources."""
         return self.job.address[self.rows.start : self.rows.stop]
 
 
@@ -205,10 +197,10 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
     """Cut a file into windows of whole blocks; with a sidecar, if possible where the store cuts it into parts."""
     lead = len(job.header) % window_nbytes
     stop = window_nbytes - lead if job.sidecar and not lead % job.block_nbytes else window_nbytes
-    start = 0
-    while start < job.data_nbytes:
-        yield Window(job, start, min(stop, job.data_nbytes))
-        start, stop = stop, stop + window_nbytes
+    edges = sorted({0, *range(stop, job.data_nbytes, window_nbytes), job.data_nbytes})
+    firsts = (np.searchsorted(job.start, edges[:-1], "right") - 1).tolist()
+    lasts = np.searchsorted(job.start, edges[1:], "left").tolist()
+    return map(Window, repeat(job), edges, edges[1:], map(range, firsts, lasts))
 
 
 def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
@@ -234,8 +226,8 @@ def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
 
 def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
     """Copy the bytes of a window out of its tensors; with `queued`, copies from accelerators are only queued."""
-    job, start, stop = window
-    first, last = window.rows.start, window.rows.stop
+    job, start, stop, rows = window
+    first, last = rows.start, rows.stop
     base = address_of(into) - start
     begins = job.start[first : last + 1].tolist()
     if last == len(job.start):

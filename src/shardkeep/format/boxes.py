@@ -77,23 +77,12 @@ def flat_range_to_boxes(shape: Ints, start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     row = math.prod(shape[1:])
-    first, head = divmod(start, row)
-    last, tail = divmod(stop, row)
-    if first == last:  # inside one row
-        yield from _under(first, flat_range_to_boxes(shape[1:], head, tail))
-        return
-    if head:
-        yield from _under(first, flat_range_to_boxes(shape[1:], head, row))
-        first += 1
-    if first < last:
-        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    if tail:
-        yield from _under(last, flat_range_to_boxes(shape[1:], 0, tail))
-
-
-def _under(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
-    for box in boxes:
-        yield Box((index, *box.offsets), (1, *box.sizes))
+    for first, last, head, tail in cut_stripes(Stripes(shape[0], row, (row, row)), start, stop):
+        if tail - head == row:  # whole rows
+            yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+        else:
+            for box in flat_range_to_boxes(shape[1:], head, tail):
+                yield Box((first, *box.offsets), (1, *box.sizes))
 
 
 def contiguous_run(shape: Ints, box: Box) -> tuple[int, int] | None:
@@ -400,19 +389,17 @@ def _span(low: IntArray, high: IntArray, weights: Hashes) -> Hashes:
 
 def explain_tiling(shape: tuple[int, ...], boxes: list[Box]) -> str:
     """Say what is wrong with boxes that do not tile a tensor of this shape."""
-    some = boxes[:_MOST_EXPLAINED]
-    some.sort(key=lambda box: box.offsets)
+    some = sorted(boxes[:_MOST_EXPLAINED], key=lambda box: box.offsets)
     for at, box in enumerate(some):
         for other in some[at + 1 :]:
             if box.sizes and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
                 break
             if common := intersect(box, other):
                 return f"boxes {box} and {other} overlap in {common}"
-    covered = sum(box.volume for box in boxes)
-    missing = math.prod(shape) - covered
-    if missing > 0:
-        return f"the boxes leave a hole: they cover {covered} of {math.prod(shape)} elements"
-    return f"the boxes overlap: they cover {covered} elements of {math.prod(shape)}"
+    covered, total = sum(box.volume for box in boxes), math.prod(shape)
+    if covered < total:
+        return f"the boxes leave a hole: they cover {covered} of {total} elements"
+    return f"the boxes overlap: they cover {covered} elements of {total}"
 
 
 Hashes = npt.NDArray[np.uint64]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shardkeep.errors import MalformedFile, UnsupportedLeaf
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 Ints = tuple[int, ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def by_code(code: int) -> DType:
     return _known(_BY_CODE, code, f"with code {code}")
 
 
-def _known(table: Mapping[T, DType], key: T, called: str) -> DType:
+def _known(table: Mapping[Any, DType], key: Any, called: str) -> DType:
     try:
         return table[key]
     except KeyError:
@@ -122,8 +121,9 @@ def of_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
             else "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"
         )
         about = {} if key is None else {"key": key}
-        of_key = "" if key is None else f"{key!r}: "
-        raise UnsupportedLeaf(f"{of_key}{dtype} has no stored form", hint=hint, dtype=str(dtype), **about) from None
+        what = "a tensor" if key is None else repr(key)
+        text = f"{what} is of dtype {dtype}, which has no stored form"
+        raise UnsupportedLeaf(text, hint=hint, dtype=str(dtype), **about) from None
 
 
 def to_torch(dtype: DType) -> torch.dtype:

@@ -309,9 +309,9 @@ def data_start(get: Get, at: int, name: str, *, where: str) -> int:
 
 def read_object(data: bytes, *, where: str) -> Any:
     """Rebuild an object of plain values; raise `PickleRefused` or `MalformedFile` for anything else."""
-    described = _archive_in(data, where).described()
-    value = load_pickle(data[described.start :][: described.nbytes], {**plain_names(), **_VALUES}, where=where)
-    check_expanded(value, described.nbytes, where=where)
+    pickled = _archive_in(data, where).pickled()
+    value = load_pickle(pickled, {**plain_names(), **_VALUES}, where=where)
+    check_expanded(value, len(pickled), where=where)
     return value
 
 

@@ -623,7 +623,9 @@ class Container:
 
 
 Node: TypeAlias = "Container | None"
-KeyPath: TypeAlias = tuple[Part, ...]
+PathStep: TypeAlias = tuple[str, Part]
+"""A kind of container, and the key in it."""
+KeyPath: TypeAlias = tuple[PathStep, ...]
 
 
 def is_part(value: Any) -> bool:
@@ -787,27 +789,28 @@ def _filled(node: Container, name: str | None, leaf: Callable[[str], Any]) -> An
 
 def leaf_keys(node: Node) -> Iterator[str]:
     """Yield the flat names of all leaves, in the order of the state."""
-    return (name for name, _ in _leaves(node, None, ()))
+    return (name for name, _, empty in tree_leaves(node) if not empty)
 
 
 def refuse_collisions(node: Node) -> None:
     """Raise `KeyCollision`, naming both paths, if two leaves have the same flat name."""
     seen: dict[str, KeyPath] = {}
-    for name, path in _leaves(node, None, ()):
-        if seen.setdefault(name, path) is not path:
+    for name, path, empty in tree_leaves(node):
+        if not empty and seen.setdefault(name, path) is not path:
+            one, other = ([part for _, part in each] for each in (seen[name], path))
             raise KeyCollision(
-                f"two leaves have the flat name {name!r}: {list(seen[name])!r} and {list(path)!r}",
-                hint="rename one of these keys",
+                f"two leaves have the flat name {name!r}: {one!r} and {other!r}", hint="rename one of these keys"
             )
 
 
-def _leaves(node: Node, name: str | None, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+def tree_leaves(node: Node, name: str | None = None, path: KeyPath = ()) -> Iterator[tuple[str, KeyPath, str]]:
+    """Yield the name and path of each leaf, with "", and of each empty container below the root, with its kind."""
     if node is None:
-        yield name or "", path
+        yield "", (), ""
         return
     for part, child in node.children:
-        own = join(name, node.kind, part)
-        if child is None:
-            yield own, (*path, part)
+        own, steps = join(name, node.kind, part), (*path, (node.kind, part))
+        if child is None or not child.children:
+            yield own, steps, "" if child is None else child.kind
         else:
-            yield from _leaves(child, own, (*path, part))
+            yield from tree_leaves(child, own, steps)

@@ -33,7 +33,6 @@ from shardkeep.format.boxes import (
     Rows,
     concat_ranges,
     contiguous_run,
-    intersect,
     relative,
     strides_of,
     tiled,
@@ -139,9 +138,7 @@ def plan_load(
         high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
         for row in np.flatnonzero(np.all(high > low, axis=1)).tolist():
             stored = some.boxes.box(row, ndim)
-            common = intersect(stored, box)
-            if common is None:
-                continue
+            common = Box(tuple(low[row, :ndim].tolist()), tuple((high - low)[row, :ndim].tolist()))
             source, target = relative(common, stored), relative(common, box)
             file, start = int(some.file[row]), int(some.start[row])
             if start < 0:
@@ -201,7 +198,6 @@ def _chunks_of(index: Index, tensors: IntArray) -> tuple[Chunks, IntArray, Boxes
 
 
 def tensor_nbytes(index: Index, tensors: IntArray) -> int:
-    """Return the size of these tensors in all; tied ones are counted once."""
     owners = np.unique(index.tensors.alias[tensors])
     elements = np.asarray(index.tensors.shape, np.int64)[owners].prod(axis=1)
     return int((elements * ITEMSIZES[index.tensors.dtype[owners]]).sum())

@@ -125,7 +125,6 @@ encode = msgspec.msgpack.encode
 
 
 def ints(data: bytes) -> IntArray:
-    """View bytes as 64-bit integers."""
     return np.frombuffer(data, "<i8")
 
 
@@ -222,6 +221,12 @@ class _Merged:
 Warn = Callable[[CheckpointError], None]
 
 
+def _warn_or_raise(error: CheckpointError, warn: Warn | None) -> None:
+    if warn is None:
+        raise error
+    warn(error)
+
+
 def plan_save(
     manifests: Sequence[RankManifest],
     chain_of: ChainOf = lambda keys, _: [None] * len(keys),
@@ -244,11 +249,7 @@ def plan_save(
     merged = _merge(manifests)
     _check_sizes(merged)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
-
-    def refuse(error: CheckpointError) -> None:
-        raise error
-
-    pieces = _assign_writers(merged, merged.shards.take(own), len(manifests), refuse if checking else warn)
+    pieces = _assign_writers(merged, merged.shards.take(own), len(manifests), None if checking else warn)
     _check_tiling(merged, pieces, merged.shards.take(~own))
     chain = chain_of(merged.keys, merged.tensors.alias)
     files, pieces = _assign_files(merged, pieces, len(manifests), chain)
@@ -297,9 +298,7 @@ def _merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> _Merg
     places = {raw: np.array([row_of[key] for key in n.keys], np.int64) for raw, n in names.items()}
     tensors, odd = _merge_tensors(manifests, names, places, keys, axes)
     for error in odd.values():
-        if warn is None:
-            raise error
-        warn(error)
+        _warn_or_raise(error, warn)
     group_of = {key: group for n in names.values() for key, group in zip(n.keys, n.groups, strict=True)}
     groups = [group_of[key] for key in keys]
     buffer = np.zeros(len(keys), bool)
@@ -405,7 +404,7 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
 
 
 def _assign_writers(
-    merged: _Merged, shards: Shards, world_size: int, warn: Warn, *, whole: bool = False, to_lowest: bool = False
+    merged: _Merged, shards: Shards, world_size: int, warn: Warn | None, *, whole: bool = False, to_lowest: bool = False
 ) -> PlannedChunks:
     """
     Assign every box to one writer: unique boxes to their holder; replicas that are small, of buffers or different to their lowest
@@ -420,7 +419,7 @@ def _assign_writers(
     held, sizes = shards.take(members), nbytes[members[first]]
     lowest = merged.buffer[held.tensor[first]] | (sizes <= SMALL_NBYTES) | to_lowest
     if len(differing := _find_differing(held, first)):
-        warn(_difference(merged, held, first, differing))
+        _warn_or_raise(_difference(merged, held, first, differing), warn)
         lowest[differing] = True
     leaders = held.take(first[lowest])
     load += np.bincount(leaders.rank, weights=sizes[lowest], minlength=world_size).astype(np.int64)
@@ -700,7 +699,6 @@ def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
 
 
 def merge_rank_trees(manifests: Sequence[RankManifest]) -> bytes:
-    """Merge the trees of all ranks."""
     distinct = list(dict.fromkeys(manifest.tree for manifest in manifests))
     if len(distinct) == 1:
         return distinct[0]

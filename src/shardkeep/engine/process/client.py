@@ -92,7 +92,6 @@ class WriterProcess(ChildProcess):
         super().__init__(functools.partial(_spawn, memory), pipes=pipes, kind=_KIND)
 
     def ask(self, request: server.WriterRequest, policy: WaitPolicy, *, more_s: float = 0.0) -> server.WriterReply:
-        """Send a request, and return the reply; raises WriterDied, or what the request raised there."""
         message = msgspec.msgpack.encode(request)
         raw = self.call(lambda pipe, ready: rpc.send(pipe, message, ready), policy, more_s=more_s)
         reply = msgspec.msgpack.decode(raw, type=server.WriterReply)
@@ -144,7 +143,6 @@ class SharedMemory:
     """Buffers that the writer process can map: regions of one memory file, so that one descriptor is enough. Thread-safe."""
 
     def __init__(self) -> None:
-        """Make an empty memory file."""
         if not hasattr(os, "memfd_create"):
             raise CheckpointError(
                 'writer="process" needs memory files (memfd_create), which this system does not have',
@@ -367,7 +365,6 @@ class WriterManager:
 
     @property
     def pid(self) -> int | None:
-        """The process's id, if there is one."""
         return None if self._process is None else self._process.pid
 
     def _abandon(self, process: WriterProcess) -> bool:

@@ -100,7 +100,6 @@ def ready_within(pipe: socket.socket, watched: Sequence[int], deadline: ReplyDea
 
 
 def send(pipe: socket.socket, data: bytes | memoryview, ready: Ready = no_wait) -> None:
-    """Send a message."""
     for part in (_SIZE.pack(len(data)), data) if len(data) > MESSAGE_NBYTES else (_SIZE.pack(len(data)) + data,):
         left = memoryview(part)
         while left:
@@ -139,12 +138,10 @@ class MultiprocessingProcess:
         self.kill = process.kill
 
     def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
         code: int | None = self._process.exitcode
         return code
 
     def wait(self, timeout: float) -> int:
-        """Wait for its exit code."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
@@ -220,7 +217,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     @property
@@ -229,7 +225,6 @@ class ChildProcess:
         return len(self._pipes)
 
     def alive(self) -> bool:
-        """Return whether the process is running."""
         with self._lock:
             return self._died is None and self._process.poll() is None
 
@@ -262,7 +257,6 @@ class ChildProcess:
             self._notices.send(message, socket.MSG_NOSIGNAL)
 
     def _free_pipe(self, policy: WaitPolicy) -> socket.socket:
-        """Wait for a pipe that is not in use."""
         answered = -1.0
         while self._died is None:
             if answered != self._answered:  # by another thread; the thread that uses a pipe may be at a long request
@@ -320,7 +314,6 @@ def _close_all(pipes: list[socket.socket], descriptors: list[int]) -> None:
 
 
 def _describe_exit(code: int | None) -> str:
-    """Describe the end of a process by its exit code."""
     if code is None:
         return "does not answer, and cannot be killed"
     if code >= 0:

@@ -254,7 +254,6 @@ class _Files:
         self._scopes: WeakValueDictionary[str, CancelScope] = WeakValueDictionary()
 
     def answer(self, request: WriterRequest) -> WriterReply:
-        """Carry out a request."""
         if isinstance(request, CreateFile):
             return self._create(request)
         file = self._files[request.file]
@@ -292,7 +291,6 @@ class _Files:
         return WriterReply(file=number)
 
     def cancel_save_of(self, name: str) -> None:
-        """Cancel all files of the save that this one belongs to."""
         with self._lock:
             scope = self._scopes.get(native.save_id_of(name) or "")
         if scope is not None:
