@@ -131,9 +131,7 @@ def test_hooks_that_change_the_form_of_state_are_honoured(device, tmp_path):
 
 
 def test_a_parameter_on_meta_keeps_class_attributes_and_hooks(tmp_path):
-    """
-    Given memory, it is still what frameworks made of it; one that is watched by a weak reference is refused by name.
-    """
+    """With memory it is still what frameworks made of it; one with a weak reference to it is refused by name."""
 
     class Special(nn.Parameter):
         pass

@@ -377,9 +377,7 @@ def test_ranks_that_optimize_different_modules_keep_their_own_moments(tmp_path):
 
 
 def test_names_do_not_depend_on_what_else_is_in_the_state(tmp_path):
-    """
-    An average in the state puts the module's name before those of the optimizer; without it they are found all the same.
-    """
+    """An average in the state puts the module's name before the optimizer's; without it they are found, too."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
     step(model, optimizer)
@@ -439,9 +437,7 @@ def test_one_hyper_parameter_alone(tmp_path):
 
 
 def test_a_parameter_takes_its_own_state_only(tmp_path):
-    """
-    A frozen head inside the model, a trained head beside it: each has what is its own, and a new module has nothing.
-    """
+    """A frozen head inside the model and a trained one beside it have their own state; a new module has none."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -490,9 +486,7 @@ def test_names_that_are_dropped_leave_state_alone(tmp_path):
 
 
 def test_moments_follow_the_dtype_and_shape_of_their_parameter(tmp_path):
-    """
-    Into another dtype: an error, or cast with the parameter. Into another shape: an error, also without the module.
-    """
+    """Another dtype is an error, or cast with the parameter; another shape is an error, also without the module."""
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)

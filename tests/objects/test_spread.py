@@ -130,9 +130,7 @@ def blockwise(where, *, save):
 
 
 def test_state_of_one_shard_alone_goes_back_to_that_shard(rank_pool, tmp_path):
-    """
-    Codes that cannot be resharded come back on the same sharding, bit for bit; on another it is an error that says so.
-    """
+    """Codes that cannot be resharded come back on the same sharding bit for bit; another one is an error."""
     where = str(tmp_path / "c")
     saved = rank_pool.run(2, blockwise, where, save=True)
     assert saved[0] != saved[1]

@@ -55,9 +55,7 @@ def loading(where, make, **how):
 
 
 def test_an_object_is_given_what_it_returned(tmp_path):
-    """
-    Nesting, order, empties, tensors, arrays: `load_state_dict` gets what `state_dict` gave, whatever is there now.
-    """
+    """`load_state_dict` gets what `state_dict` gave, nested or empty, tensors or arrays, whatever is there now."""
     state = {
         "z": 1,
         "a": {"list": [1, 2, {"deep": torch.arange(3)}], "tuple": (torch.ones(2), "x"), "none": None},
@@ -149,9 +147,7 @@ def test_state_that_differs_between_ranks_is_each_ranks_own(tmp_path):
 
 
 def test_on_another_number_of_ranks_the_object_decides(tmp_path):
-    """
-    `load_rank_states` gets what all ranks saved; an object without it is an error that names it, and can be left out.
-    """
+    """`load_rank_states` gets what all ranks saved; an object without it is an error that names it."""
 
     where = tmp_path / "c"
     saved(3, where, lambda world: {"loader": Stateful(position=10 + world.rank), "n": 1})
@@ -277,18 +273,14 @@ def test_an_object_that_cannot_show_its_state_yet_is_loaded(tmp_path):
 
 
 def test_objects_that_decide_are_asked_even_if_ranks_agreed(tmp_path):
-    """
-    All positions equal, or saved on one rank: `load_rank_states` still hears that the number of ranks is another one.
-    """
+    """Equal positions, or those of one rank: `load_rank_states` is still called if the number of ranks changes."""
     saved(4, tmp_path / "c", lambda _: {"l": Loader({"position": 100})})
     for rank, found in enumerate(run_thread_ranks(2, loading(tmp_path / "c", lambda _: {"l": Loader()}))):
         assert found["l"].state == {"positions": [100] * 4, "rank": rank, "of": 2}
 
 
 def test_what_differs_beside_spread_tensors_is_refused_or_wrapped(tmp_path):
-    """
-    An object with shards in it cannot be per rank as a whole: what differs in it is named, and PerRank is understood.
-    """
+    """An object with shards cannot be per rank as a whole: what differs in it is named, and PerRank works."""
 
     def shard(world):
         return sk.ShardedBox(torch.full((2,), float(world.rank)), offsets=(2 * world.rank,), shape=(4,))

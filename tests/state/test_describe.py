@@ -1,7 +1,5 @@
 """A whole state as columns: the same as its leaves say one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

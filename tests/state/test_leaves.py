@@ -1,7 +1,5 @@
 """Every tensor-like leaf as the same plain value: nothing copied, nothing guessed, the rest refused by name."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a DTensor's local part lies, against what torch's own splitting does to a tensor of distinct numbers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace
@@ -89,10 +87,7 @@ def as_written(placements: tuple[Placement, ...]) -> list[Cut]:
 @settings(deadline=None, max_examples=120)
 @given(shardings())
 def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> None:
-    """
-    For any mix of placements, at every coordinate, the boxes hold what torch's splitting gives the rank; and shape and
-    offset are those of torch's own function for checkpoints.
-    """
+    """For any mix of placements, at every coordinate, the boxes hold what torch's own functions give the rank."""
     shape, mesh, placements = sharding
     full = numbered(shape)
     for at in coordinates(mesh):
@@ -177,18 +172,6 @@ def test_runs_that_touch_are_one() -> None:
     assert local_layout((4,), (2,), (1,), [Cut(0, 0, 4)])[1] == []
 
 
-def test_strided_on_two_dimensions_is_a_grid() -> None:
-    """Several runs on each of two dimensions give their product."""
-    placements = (_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3))
-    full = numbered((8, 12))
-    for at in coordinates((2, 2)):
-        local = left_to_right(full, (2, 2), at, placements)
-        boxes = dtensor_boxes("k", spec_of((8, 12), (2, 2), at, placements), tuple(local.shape))
-
-        assert len(boxes) == 6
-        check(full, local, boxes)
-
-
 def test_views_keep_the_written_order() -> None:
     """A spec that says its strides are no shard order is read left to right only."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
@@ -266,9 +249,7 @@ def test_wrong_local_shape() -> None:
 
 
 def test_empty_local_tensors_of_another_shape() -> None:
-    """
-    Where a rank has no elements, FSDP makes its local tensor empty in a dimension that is not; nothing is nothing.
-    """
+    """Where a rank has no elements, FSDP makes its local tensor empty in a dimension that is not."""
     assert dtensor_boxes("k", spec_of((6, 9), (2, 4), (1, 3), (Shard(0), Shard(1))), (0, 0)) == []
 
 

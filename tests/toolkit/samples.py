@@ -1,7 +1,5 @@
 """State dicts as ranks hold them, sharded in every way, and how to compare two of them bit for bit."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata

@@ -96,9 +96,7 @@ def broadcast_counted(shapes, device, result):
 @pytest.mark.parametrize("shapes", [MANY, ONE], ids=["many tensors", "one tensor of many batches"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_broadcast_takes_one_batch(rank_pool, shapes, device):
-    """
-    Ten MiB arrive through half a MiB: beyond the parts a rank keeps there is one batch, and nothing is left after.
-    """
+    """Ten MiB arrive through half a MiB: beyond its parts a rank holds one batch, and nothing is left after."""
     result = COUNT * FULL // 4 if device == "meta" else 0
     for peak, after, right in rank_pool.run(4, broadcast_counted, shapes, device, result):
         assert right

@@ -35,9 +35,7 @@ def gather_both(**options):
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"device": CPU}])
 @pytest.mark.filterwarnings("ignore")
 def test_gathers_as_torch_does(rank_pool, ranks, options):
-    """
-    DTensors on lines and squares, ShardedTensors, nested and plain values: the same full tree, the input untouched.
-    """
+    """DTensors on lines and squares, ShardedTensors, nested and plain values: the same tree, the input untouched."""
     outcome = rank_pool.run(ranks, gather_both, **options)
     assert outcome == [(True, True, KEYS)] * ranks
 

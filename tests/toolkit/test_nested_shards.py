@@ -66,9 +66,7 @@ def flatten_both():
 
 
 def test_a_nested_tensor_lies_at_its_global_offsets(rank_pool):
-    """
-    Each rank's innermost shard, without a copy, where it belongs in the whole, and all else as it was, as in torch.
-    """
+    """Each rank's innermost shard, without a copy, where it belongs in the whole, and all else as in torch."""
     found = rank_pool.run(4, flatten_both)
     assert [one[:-1] for one in found] == [([True, True], True, True, True, True)] * 4
     assert [one[-1] for one in found] == [(0, 0), (0, 3), (2, 0), (2, 3)]
@@ -81,9 +79,7 @@ def flatten_without_shards():
 
 
 def test_nothing_is_dropped(rank_pool):
-    """
-    A tensor of which this rank has no shard stays, as do empty dicts and keys that are no strings; torch loses them.
-    """
+    """A tensor without a shard on this rank stays, as do empty dicts and keys that are no strings; torch loses them."""
     assert rank_pool.run(2, flatten_without_shards) == [(["few", "empty", 3], True, {}, ["x"])] * 2
 
 

@@ -78,9 +78,7 @@ def plain_tensors(tree):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("share_memory", [False, True])
 def test_companions_are_filled_again_in_the_same_memory(rank_pool, ranks, share_memory):
-    """
-    A companion shares no memory with the tree, 0-dim tensors included, and a second copy lands where the first did.
-    """
+    """A companion shares no memory with the tree, and a second copy lands where the first did."""
     assert rank_pool.run(ranks, fill_companions, share_memory) == [(True,) * 6] * ranks
 
 

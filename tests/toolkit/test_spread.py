@@ -100,9 +100,7 @@ def broadcast_both(batch_bytes, device, options):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("batch_bytes", "options"), [(64 << 20, {}), (48, {"strict": True})])
 def test_broadcasts_as_torch_does(rank_pool, ranks, device, batch_bytes, options):
-    """
-    The same values in DTensors of all layouts and in plain tensors, in one batch or in many that cut through tensors.
-    """
+    """The same values in DTensors of all layouts and plain tensors, in one batch or many that cut through tensors."""
     assert rank_pool.run(ranks, broadcast_both, batch_bytes, device, options) == [(True, True, True)] * ranks
 
 
@@ -172,9 +170,7 @@ def spread_nested(device):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_nested_values_are_gone_into(rank_pool, device):
-    """
-    A DTensor inside a dict gets its own part, where torch would put the full tensor; the full tree is not changed.
-    """
+    """A DTensor inside a dict gets its own part, where torch puts the full tensor; the full tree is not changed."""
     assert rank_pool.run(2, spread_nested, device) == [(True, True, True)] * 2
 
 
@@ -379,9 +375,7 @@ def test_a_dtensor_in_a_full_tree_must_be_cut_as_its_destination(rank_pool):
 
 
 def test_a_process_on_its_own_needs_no_group():
-    """
-    Broadcast and distribute work where torch.distributed was never initialised, with values that cannot be pickled.
-    """
+    """Broadcast and distribute work without torch.distributed, with values that cannot be pickled."""
     opaque = Opaque()
     for put in (broadcast_state_dict, distribute_state_dict):
         local = {"w": torch.zeros(3), "o": None}

@@ -1,7 +1,5 @@
 """Models, optimizers and comparisons for the tests of training state."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple

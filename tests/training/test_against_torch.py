@@ -1,10 +1,6 @@
 """The same calls on torch's functions and on ours, under every wrapper, for all options, and training goes on."""
 
-from __future__ import annotations
-
 import copy
-import inspect
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -30,21 +26,6 @@ GET_OPTIONS: list[dict[str, bool]] = [
     {"flatten_optimizer_state_dict": True},
     {"flatten_optimizer_state_dict": True, "full_state_dict": True},
 ]
-
-
-def test_the_names_and_arguments_are_those_of_torch():
-    """Everything torch lists exists here, its functions take the same arguments, and options have the same defaults."""
-    private = [name for name in vars(ours) if name.startswith("_") and not name.startswith("__")]
-    for name in [*theirs.__all__, *private]:
-        assert hasattr(theirs, name)
-        if callable(getattr(theirs, name)) and name.startswith(
-            ("get_", "set_", "_get_fqns", "_init", "_patch", "_load")
-        ):
-            its, mine = (inspect.signature(getattr(one, name)).parameters.values() for one in (theirs, ours))
-            assert [(one.kind, one.default) for one in mine] == [(one.kind, one.default) for one in its], name
-            if not name.startswith("_load"):
-                assert [one.name for one in mine] == [one.name for one in its], name
-    assert asdict(ours.StateDictOptions()) == asdict(theirs.StateDictOptions())
 
 
 def made(wrapper: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,7 +1,5 @@
 """Model state in one process: names, options, extra state, modules on meta, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

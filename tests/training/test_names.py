@@ -1,7 +1,5 @@
 """Canonical names of wrapped modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Training state on an accelerator: the device of each value, generators, and the flags of fused optimizers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """State across ranks: from wrapper to wrapper, from rank 0 to all, pipeline stages, and failures on all ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +25,7 @@ from shardkeep.errors import CheckpointError
 from shardkeep.state.names import get_fqns, live_state, parameter_names
 from tests.support.rank_pool import RankPool
 from tests.training.samples import DIM, Block, Net, Rows, adamw, differences, plain, quietly, train
-from tests.training.wrappers import WRAPPERS, forget_meshes
+from tests.training.wrappers import WRAPPERS
 
 WHOLE = StateDictOptions(full_state_dict=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -39,7 +37,6 @@ def on_rank_0_only(*states: Any) -> tuple[Any, ...]:
 
 
 def through_all_wrappers() -> list[str]:
-    forget_meshes()
     torch.manual_seed(0)
     model = Net()
     optim = adamw(model.parameters())
@@ -82,7 +79,6 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def failures_of_rank_0() -> list[str]:
-    forget_meshes()
     model = WRAPPERS["ddp"](Net())
     optim = adamw(model.parameters())
     model_state, optim_state = get_state_dict(model, optim)
@@ -138,7 +134,6 @@ def test_ranks_that_have_no_state_do_not_pass_over_it(rank_pool: RankPool):
 
 
 def from_meta() -> list[str]:
-    forget_meshes()
     torch.manual_seed(0)
     whole = Net()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -179,7 +174,6 @@ class Twice(nn.Module):
 
 def odd_layouts() -> list[str]:
     """State of other shapes than the parameter's, and things with two names, in sharded models."""
-    forget_meshes()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     for make in (adamw, Rows):

@@ -1,7 +1,5 @@
 """Optimizer state in one process: what reading leaves alone, odd state, groups, forms, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any
@@ -177,8 +175,7 @@ def test_state_of_any_type_comes_back_as_it_was(dtype: torch.dtype, fresh: bool,
 
 
 def test_half_precision_models_keep_the_precision_of_their_statistics():
-    """State in single precision beside half-precision parameters is not rounded; single-precision state for a
-    half-precision optimizer is, as its steps need it."""
+    """State in single precision beside half-precision parameters is not rounded unless the optimizer is half, too."""
     model = nn.Linear(3, 2).to(torch.bfloat16)
     source, target = torch.optim.NAdam(model.parameters()), torch.optim.NAdam(model.parameters())
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()

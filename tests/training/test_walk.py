@@ -1,7 +1,5 @@
 """Going through a module gives what torch's own generators give, in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

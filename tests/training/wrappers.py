@@ -1,15 +1,10 @@
 """The ways of training a model on several ranks, each as a function from a plain model to the one that is trained."""
 
-from __future__ import annotations
-
 import functools
-import gc
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -76,24 +71,6 @@ def _fsdp1_checkpointed(model: Net) -> nn.Module:
     wrapped = _fsdp1(model, use_orig_params=False)
     _checkpointed(model, "second")
     return wrapped
-
-
-def forget_meshes() -> None:
-    """Make DTensor forget the meshes of earlier runs, for which its caches take equal ones; their groups are gone."""
-    torch.distributed.tensor.debug._clear_sharding_prop_cache()
-    for one in _caches(len(sys.modules)):
-        one.cache_clear()
-
-
-@functools.lru_cache(maxsize=1)
-def _caches(modules: int) -> list[functools._lru_cache_wrapper]:
-    """Find the caches of torch.distributed; looked for anew only once there are more modules, as it takes long."""
-    del modules
-    return [
-        one
-        for one in gc.get_objects()
-        if type(one) is functools._lru_cache_wrapper and str(one.__module__).startswith("torch.distributed")
-    ]
 
 
 WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {

@@ -1,12 +1,9 @@
 """
-Collectives over state dicts: gather sharded tensors, broadcast or distribute full ones.
+Collectives over state dicts: gather sharded tensors one at a time, broadcast full ones through a buffer of fixed size.
 
-Gathering makes each DTensor and ShardedTensor whole, one at a time, so a rank holds at most one full tensor beyond the
-result. Broadcasting sends the full tensors of one rank through one buffer of fixed size; a rank keeps only its own part.
-Bytes are moved and not numbers, so every dtype travels over every backend bit for bit.
-
-Collectives that do not match hang, or mix up tensors. So ranks first agree, through the key-value store, on what they are
-about to move: if anything differs or does not fit on one rank, all ranks raise the same error and nothing has changed.
+Tensors travel as bytes, so every dtype passes every backend bit for bit. Collectives that do not match hang, or mix up
+tensors. So ranks first agree, through the key-value store, on what they are about to move: if anything differs or does
+not fit on one rank, all ranks raise the same error and nothing has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -323,7 +319,7 @@ def broadcast_state_dict(
                 source = sources.get((key, path))
                 destinations[number] = destination_for(spec, present, _CPU if on_cpu else device, source=source)
         flags = "".join("1" if destinations.get(n, _NOWHERE).parts else "0" for n in range(len(sent)))
-        return f"{via.type} {int(flags or '0', 2):x}".encode()
+        return f"{via.type} {flags}".encode()
 
     with rendezvous(world, "broadcast a state dict") as meeting:
         answer = meeting.agree("describe", describe, lambda said: [said[0]] * len(said))
@@ -335,8 +331,8 @@ def broadcast_state_dict(
             for path, leaf in leaves_of(part, _opens)
             if isinstance(leaf, TensorSpec)
         ]
-        union = int(meeting.agree("prepare", prepare, _merge_wishes), 16)
-    numbers = [number for number, flag in enumerate(f"{union:b}".zfill(len(sent))) if flag == "1"]
+        wanted = meeting.agree("prepare", prepare, _merge_wishes).decode()
+    numbers = [number for number, flag in enumerate(wanted) if flag == "1"]
     with torch.no_grad():
         broadcast_batches(
             [sent[number][2] for number in numbers],
@@ -366,14 +362,14 @@ def _opens(value: Any) -> bool:
 
 
 def _merge_wishes(said: list[bytes]) -> list[bytes]:
-    """Return, as bits, which tensors at least one rank needs."""
-    kinds, flags = zip(*(word.decode().split() for word in said), strict=True)
+    """Return, as a 0 or 1 for each, which tensors at least one rank needs."""
+    kinds, _, flags = zip(*(word.decode().partition(" ") for word in said), strict=True)
     if len(set(kinds)) > 1:
         raise RanksDisagree(
             f"the ranks want to communicate from different kinds of devices: {dict(enumerate(kinds))}",
             hint="give all ranks a device of the same type",
         )
-    return [f"{functools.reduce(operator.or_, (int(each, 16) for each in flags)):x}".encode()] * len(said)
+    return ["".join(map(max, zip(*flags, strict=True))).encode()] * len(said)
 
 
 def broadcast_tensors(
@@ -502,16 +498,6 @@ def destination_for(
     return Destination(dtensor, tuple((there, local[slices(here)]) for there, here in boxes))
 
 
-class _Run(NamedTuple):
-    """Consecutive elements of one tensor, and their bytes in a batch."""
-
-    number: int
-    start: int
-    stop: int
-    first_byte: int
-    end_byte: int
-
-
 def broadcast_batches(
     specs: Sequence[TensorSpec],
     sources: Sequence[torch.Tensor] | None,
@@ -524,11 +510,12 @@ def broadcast_batches(
     """Fill the destinations of all ranks with the tensors of one, the `sender`, counted within the group."""
     # `specs` are the same on all ranks; `sources` are None on receivers. The group can send from `device`.
     batches = list(_batches(specs))
-    buffer = torch.empty(max((runs[-1].end_byte for runs in batches), default=0), dtype=torch.uint8, device=device)
+    nbytes = max((place.stop for pieces in batches for _, _, place in pieces), default=0)
+    buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size(pg) > 1)
-    for runs in batches:
-        batch = buffer[: runs[-1].end_byte]
-        boxes = [(run.number, *each) for run in runs for each in _boxes_in(batch, specs[run.number], run)]
+    for pieces in batches:
+        batch = buffer[: pieces[-1][2].stop]
+        boxes = [(number, box, batch[place].view(specs[number].dtype).view(box.sizes)) for number, box, place in pieces]
         if sources is not None:
             for number, box, values in boxes:
                 leaves.copy_bits(values, sources[number][slices(box)])
@@ -546,9 +533,13 @@ def copy_box(box: Box, values: torch.Tensor, destination: Destination) -> None:
             leaves.copy_bits(memory[slices(relative(common, wanted))], values[slices(relative(common, box))])
 
 
-def _batches(specs: Sequence[TensorSpec]) -> Iterator[list[_Run]]:
-    """Cut the tensors' elements, one after another, into batches of at most `BATCH_BYTES`; the same on all ranks."""
-    batch: list[_Run] = []
+def _batches(specs: Sequence[TensorSpec]) -> Iterator[list[tuple[int, Box, slice]]]:
+    """
+    Cut the tensors, one after another, into batches of at most `BATCH_BYTES`, the same on all ranks.
+
+    A batch consists of boxes, each with the number of its tensor and its bytes in the batch.
+    """
+    batch: list[tuple[int, Box, slice]] = []
     used = 0
     for number, spec in enumerate(specs):
         count, start = math.prod(spec.shape), 0
@@ -559,18 +550,11 @@ def _batches(specs: Sequence[TensorSpec]) -> Iterator[list[_Run]]:
                 batch, used = [], 0
                 continue
             stop = min(count, start + max(room, 1))
-            end = used + (stop - start) * spec.dtype.itemsize
-            batch.append(_Run(number, start, stop, used, end))
-            used = -(-end // _ALIGNED) * _ALIGNED
+            for box in flat_range_to_boxes(spec.shape, start, stop):
+                end = used + box.volume * spec.dtype.itemsize
+                batch.append((number, box, slice(used, end)))
+                used = end
+            used = -(-used // _ALIGNED) * _ALIGNED
             start = stop
     if batch:
         yield batch
-
-
-def _boxes_in(batch: torch.Tensor, spec: TensorSpec, run: _Run) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of a tensor that a run covers, each with its memory in the batch."""
-    row = batch[run.first_byte : run.end_byte].view(spec.dtype)
-    at = 0
-    for box in flat_range_to_boxes(spec.shape, run.start, run.stop):
-        yield box, row[at : at + box.volume].view(box.sizes)
-        at += box.volume

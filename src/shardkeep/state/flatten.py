@@ -221,12 +221,9 @@ class _StateWalk:
 
 
 def _state_items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
-    if kind in ("dict", "odict"):
-        items: Iterable[tuple[Part, Any]] = value.items()
-        return items
     if kind == "ranks":
         return value.values.items() if isinstance(value, EveryRank) else [(rank, value.value)]
-    return enumerate(value)
+    return items_of(value)
 
 
 def _spell(name: str | None) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
-from shardkeep.format.boxes import Ints, slices
+from shardkeep.format.boxes import Box, Ints, slices, within
 from shardkeep.format.dtypes import known_to_torch, of_numpy, of_torch
 from shardkeep.state.placement import dtensor_boxes
 
@@ -129,6 +129,11 @@ def is_ordinary(value: Any) -> bool:
 def is_dtensor(obj: Any) -> bool:
     """Return True for a DTensor."""
     return _is_a(obj, "torch.distributed.tensor", "DTensor")
+
+
+def has_part(value: Any) -> bool:
+    """Return whether this rank holds a part of a value: the mesh of a DTensor may not include it."""
+    return not is_dtensor(value) or value.device_mesh.get_coordinate() is not None
 
 
 def is_sharded_tensor(obj: Any) -> bool:
@@ -321,10 +326,7 @@ def _describe_parts(
     request: _Request, dtype: torch.dtype, shape: Ints, parts: Iterable[tuple[Ints, torch.Tensor]]
 ) -> TensorLeaf:
     """Describe a tensor of which this rank holds `parts`, each of plain strided layout and the same dtype."""
-    try:
-        of_torch(dtype)
-    except UnsupportedLeaf as error:
-        request.refuse(f"is of dtype {dtype}, which has no stored form", error.hint)
+    of_torch(dtype, key=request.key)
     pieces: list[Piece] = []
     alias: list[Any] = [dtype, shape]
     on_meta = False
@@ -358,10 +360,7 @@ def _shards(
             raise InvalidShards(
                 f"{request.key!r}: the shard at {offsets} is {sizes}, its metadata say {said}", key=request.key
             )
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            o >= 0 and o + n <= full for o, n, full in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
+        if not within(shape, Box(offsets, sizes)):
             raise InvalidShards(
                 f"{request.key!r}: a piece of size {sizes} at {offsets} does not lie inside {shape}",
                 hint="offsets and size of a piece are counted in elements of the whole tensor",

@@ -3,11 +3,7 @@ Canonical names: the names that things in a module have in the plain module, wit
 
 Wrappers are DDP, FSDP1, `torch.compile` and activation checkpointing, in any nesting. A flat parameter of FSDP1 stands for
 all parameters in it. A module may also hide children from names: it has a method (`fqn_modifiers`) that maps the name of
-an attribute to the child that holds it. Only attributes of modules are read; `live_state` lists what `state_dict()` would
-hold without calling it, so nothing is copied or gathered and no hook runs.
-
-Modules come in torch's order and under torch's names, without torch's generator for every level: a save walks a model
-several times, and training waits for it. Modules that override `named_modules` are asked instead.
+an attribute to the child that holds it. Only attributes of modules are read: nothing is copied or gathered, no hook runs.
 """
 
 from __future__ import annotations
@@ -238,6 +234,7 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
 
 def all_named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return every module inside a module, itself included, under every name that it has."""
+    # Without torch's generator for every level: a save walks a model several times, and training waits for it.
     found: list[tuple[str, nn.Module]] = []
 
     def add(part: nn.Module, prefix: str) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -58,7 +58,6 @@ from shardkeep.state.stored import (
     digest_of,
 )
 
-_KNOWN: dict[type, bool] = {}
 _TORCHS_METHODS = (Optimizer.state_dict, Optimizer.load_state_dict)
 _RESHARDED_HINT = "load it on the same number of ranks and the same mesh, or exclude it"
 _SINGLE_VALUES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
@@ -66,12 +65,14 @@ _SINGLE_VALUES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, t
 
 def is_object(value: Any) -> bool:
     """Return True if a leaf is an object whose state is saved in its place."""
-    cls = type(value)
-    known = _KNOWN.get(cls)
-    if known is None:
-        stateful = callable(getattr(cls, "state_dict", None)) and callable(getattr(cls, "load_state_dict", None))
-        known = _KNOWN[cls] = stateful and not issubclass(cls, (Mapping, torch.Tensor, type))
-    return known
+    cls: Any = type(value)
+    return _is_stateful(cls)
+
+
+@cache
+def _is_stateful(cls: type) -> bool:
+    stateful = callable(getattr(cls, "state_dict", None)) and callable(getattr(cls, "load_state_dict", None))
+    return stateful and not issubclass(cls, (Mapping, torch.Tensor, type))
 
 
 def is_tensor_or_object(value: Any) -> bool:

@@ -1,10 +1,8 @@
 """
 State dicts in host memory: moved there, or copied into companions that are made once and reused.
 
-`iterate_state_dict` is the visitor behind these functions: it applies one function to each kind of tensor. A companion is
-a state dict of the same nesting whose tensors receive the values. Companions may be pinned, so that accelerators copy
-into them without waiting, or shared, so that another process sees them, or both. They must fit exactly: a copy never
-casts or broadcasts. The functions have torch's names and arguments, and never change the state dict they read.
+A companion is a state dict of the same nesting whose tensors receive the values. It must fit exactly: a copy never casts or
+broadcasts. The functions have torch's names and arguments, and never change the state dict they read.
 """
 
 from __future__ import annotations

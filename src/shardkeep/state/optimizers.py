@@ -1,11 +1,9 @@
 """
 Optimizer state by parameter name: the core below objects in a state and below torch's get and set functions.
 
-It names parameters, finds the hyper-parameters of a group by the names in it, and knows how the state of an optimizer is
-laid out, also if it has made no step yet. Such state is what a step with zero gradients and a learning rate of zero makes.
-That step is made by a stand-in on copies of the parameters, so the optimizer itself does not change: not its parameters
-(a step at rate zero turns -0.0 into 0.0), gradients, learning rates, counters, step hooks or schedulers, nor the random
-number generators.
+The state of an optimizer that has made no step yet is what a step with zero gradients and a learning rate of zero makes.
+A stand-in makes that step on copies of the parameters, so the optimizer itself does not change: not its parameters (a
+step at rate zero turns -0.0 into 0.0), gradients, counters, hooks or schedulers, nor the random number generators.
 """
 
 from __future__ import annotations
@@ -24,19 +22,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizers
 
 from shardkeep.errors import BadState, StateError, StateMismatch
-from shardkeep.format.values import part_name
+from shardkeep.format.values import KeyPath, part_name
 from shardkeep.state.flatten import is_per_rank_name
+from shardkeep.state.leaves import with_attributes_of
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS
 from shardkeep.state.names import live_state, parameter_names
-from shardkeep.state.stored import (
-    UNFILLED,
-    PathStep,
-    Selected,
-    StoredLeaf,
-    StoredState,
-    allocate_leaf,
-    build_containers,
-)
+from shardkeep.state.stored import UNFILLED, Selected, StoredLeaf, StoredState, allocate_leaf, build_containers
 
 LR = "lr"
 LIVE_KEYS = frozenset({PARAMS, "param_names"})
@@ -155,7 +146,7 @@ class StoredGroups:
 
     def __init__(self, name: str, stored: StoredState, selected: Selected) -> None:
         self._name = name
-        self._leaves: dict[str, tuple[Any, tuple[PathStep, ...], StoredLeaf]] = {}
+        self._leaves: dict[str, tuple[Any, KeyPath, StoredLeaf]] = {}
         """By the name behind the prefix: the group, the path inside it, and the leaf."""
         self._group_of: dict[str, Any] = {}
         self._former: dict[str, str] = {}
@@ -210,7 +201,7 @@ class StoredGroups:
 
     def hyper_parameters(self, members: Sequence[Sequence[str]], filled: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the hyper-parameters that a load has filled in, for each live group of these members."""
-        items: dict[Any, list[tuple[tuple[PathStep, ...], Any]]] = {}
+        items: dict[Any, list[tuple[KeyPath, Any]]] = {}
         for rest, (group, path, _) in self._leaves.items():
             if filled.get(rest, UNFILLED) is not UNFILLED:
                 items.setdefault(group, []).append((path, filled[rest]))
@@ -222,7 +213,7 @@ class StoredGroups:
             for group, each in hyper.items()
         }
         tensors_of = {parameter: tensors[group] for parameter, group in self._group_of.items()}
-        for names in members:  # all but tensors, whose values are known only now, have been compared
+        for names in members:  # all but tensors, whose values are known only now, have been compared as they are stored
             self.check(names, tensors_of)
         by_parameter = {parameter: hyper[group] for parameter, group in self._group_of.items()}
         return [common_hyper(names, by_parameter)[0] for names in members]
@@ -314,12 +305,8 @@ def dry_step(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[s
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
-    copied = parameter.detach().clone()
-    if isinstance(parameter, nn.Parameter):
-        copied = nn.Parameter(copied, requires_grad=parameter.requires_grad)
-    # Some optimizers read attributes that users set on parameters; attributes of the copy itself are kept.
-    copied.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(copied)})
-    copied.requires_grad_(parameter.requires_grad)
+    # With its attributes, because some optimizers read those that users set on parameters.
+    copied = with_attributes_of(parameter, parameter.detach().clone())
     if parameter.requires_grad:
         copied.grad = torch.zeros_like(parameter)
     return copied

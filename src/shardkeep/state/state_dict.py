@@ -30,6 +30,7 @@ from shardkeep.state import modules
 from shardkeep.state.collectives import broadcast_state_dict, distribute_state_dict
 from shardkeep.state.flatten import get_element, leaves_of, map_leaves
 from shardkeep.state.leaves import TreePath, is_dtensor, path_name
+from shardkeep.state.modules import PARAM_GROUPS, PARAMS, STATE, StateDictInfo, StateDictOptions
 from shardkeep.state.names import FLAT_PARAM, PATCHED, canonical_key, own_method, state_dict_key
 from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, with_initial_state
 
@@ -38,14 +39,14 @@ _FLAT_LEAVES = (torch.Tensor, int, float, str, bytes, list, tuple, type(None))
 
 
 def get_model_state_dict(
-    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: modules.StateDictOptions | None = None
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """Return the state of a model, or of its `submodules`, by canonical names, whatever wrappers are around its parts."""
     return _get(model, (), optim_only=False, submodules=submodules, options=options)[0]
 
 
 def set_model_state_dict(
-    model: nn.Module, model_state_dict: dict[str, Any], *, options: modules.StateDictOptions | None = None
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> _IncompatibleKeys:
     """Load what `get_model_state_dict` returned, here or under other wrappers; return missing and unexpected names."""
     return _set(model, (), model_state_dict, {}, optim_only=False, options=options)
@@ -56,7 +57,7 @@ def get_optimizer_state_dict(
     optimizers: Optimizer | Iterable[Optimizer],
     *,
     submodules: set[nn.Module] | None = None,
-    options: modules.StateDictOptions | None = None,
+    options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """
     Return the state of optimizers by the canonical names of the model's parameters.
@@ -72,7 +73,7 @@ def set_optimizer_state_dict(
     optimizers: Optimizer | Iterable[Optimizer],
     optim_state_dict: dict[str, Any],
     *,
-    options: modules.StateDictOptions | None = None,
+    options: StateDictOptions | None = None,
 ) -> None:
     """
     Load what `get_optimizer_state_dict` returned, here or under other wrappers.
@@ -89,7 +90,7 @@ def get_state_dict(
     optimizers: Optimizer | Iterable[Optimizer],
     *,
     submodules: set[nn.Module] | None = None,
-    options: modules.StateDictOptions | None = None,
+    options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a model and that of its optimizers, both by canonical names."""
     return _get(model, optimizers, optim_only=False, submodules=submodules, options=options)
@@ -101,7 +102,7 @@ def _get(
     *,
     optim_only: bool,
     submodules: set[nn.Module] | None,
-    options: modules.StateDictOptions | None,
+    options: StateDictOptions | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     with collector_paused():
         given = _as_tuple(optimizers)
@@ -118,7 +119,7 @@ def set_state_dict(
     *,
     model_state_dict: dict[str, Any],
     optim_state_dict: dict[str, Any],
-    options: modules.StateDictOptions | None = None,
+    options: StateDictOptions | None = None,
 ) -> _IncompatibleKeys:
     """Load what `get_state_dict` returned, also for optimizers alone; return the model's missing and unexpected names."""
     return _set(model, optimizers, model_state_dict, optim_state_dict, optim_only=False, options=options)
@@ -131,7 +132,7 @@ def _set(
     optim_state_dict: dict[str, Any],
     *,
     optim_only: bool,
-    options: modules.StateDictOptions | None,
+    options: StateDictOptions | None,
 ) -> _IncompatibleKeys:
     state = modules.by_submodule(model, model_state_dict)
     with collector_paused():
@@ -146,7 +147,7 @@ def _set(
         return modules.set_model_state(model, state, info)
 
 
-def patch_model_state_dict(model: nn.Module, *, options: modules.StateDictOptions | None = None) -> None:
+def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
     """Make `model.state_dict()` and `model.load_state_dict(state)` call the functions here, with these options."""
     _replace_methods(
         model,
@@ -156,7 +157,7 @@ def patch_model_state_dict(model: nn.Module, *, options: modules.StateDictOption
 
 
 def patch_optimizer_state_dict(
-    model: nn.Module, *, optimizers: Optimizer | tuple[Optimizer, ...], options: modules.StateDictOptions | None = None
+    model: nn.Module, *, optimizers: Optimizer | tuple[Optimizer, ...], options: StateDictOptions | None = None
 ) -> None:
     """Make `state_dict()` and `load_state_dict(state)` of each optimizer call the functions here, for all of them."""
     for optimizer in _as_tuple(optimizers):
@@ -178,7 +179,7 @@ def _as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, .
 
 
 @torch.no_grad()
-def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: modules.StateDictInfo) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: StateDictInfo) -> dict[str, Any]:
     """Return the state of optimizers as the options say."""
     if not info.handle_optim:
         return {}
@@ -187,20 +188,20 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: mod
     for optimizer in optimizers:
         with with_initial_state(optimizer):
             named = _named(model, optimizer, info)
-        for name, tree in named.get(modules.STATE, {}).items():
+        for name, tree in named.get(STATE, {}).items():
             if name in state:
                 raise BadState(f"two of the optimizers have state for {name!r}", hint="read their states one by one")
             # New dicts, so that changes to the result do not change the optimizer.
             flat = isinstance(tree, dict) and not any(isinstance(value, dict) for value in tree.values())
             state[name] = dict(tree) if flat else map_leaves(tree, lambda _, value: value, _is_mapping)
-        groups += named.get(modules.PARAM_GROUPS, [])
-    whole: dict[str, Any] = {modules.STATE: state, modules.PARAM_GROUPS: groups}
+        groups += named.get(PARAM_GROUPS, [])
+    whole: dict[str, Any] = {STATE: state, PARAM_GROUPS: groups}
     return modules.gathered_or_offloaded(
         flatten_optimizer_state(whole) if info.flatten_optimizer_state_dict else whole, info
     )
 
 
-def _named(model: nn.Module, optimizer: Optimizer, info: modules.StateDictInfo) -> dict[str, Any]:
+def _named(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
     """Return an optimizer's state dict with canonical names in place of numbers, or of FSDP1's names."""
     packed = own_method(optimizer, "state_dict")()
     names: dict[Any, str]
@@ -210,28 +211,25 @@ def _named(model: nn.Module, optimizer: Optimizer, info: modules.StateDictInfo) 
         if not packed:
             return {}
         keys = {
-            *packed[modules.STATE],
-            *(name for group in packed[modules.PARAM_GROUPS] for name in group[modules.PARAMS]),
+            *packed[STATE],
+            *(name for group in packed[PARAM_GROUPS] for name in group[PARAMS]),
         }
         names = {key: canonical_key(model, key, fqn_modifiers=info.dsd_fqn_modifiers) for key in keys}
     else:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group[modules.PARAMS]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
         names = {number: _names_of(parameter, info)[0] for number, parameter in enumerate(parameters)}
-        if foreign := [key for key in packed[modules.STATE] if key not in names]:
+        if foreign := [key for key in packed[STATE] if key not in names]:
             raise MissingKey(
                 f"{type(optimizer).__qualname__} keeps state under {foreign[0]!r}, which is none of its parameters",
                 hint="save such state by itself",
             )
     return {
-        modules.STATE: {names[key]: tree for key, tree in packed[modules.STATE].items()},
-        modules.PARAM_GROUPS: [
-            {**group, modules.PARAMS: [names[key] for key in group[modules.PARAMS]]}
-            for group in packed[modules.PARAM_GROUPS]
-        ],
+        STATE: {names[key]: tree for key, tree in packed[STATE].items()},
+        PARAM_GROUPS: [{**group, PARAMS: [names[key] for key in group[PARAMS]]} for group in packed[PARAM_GROUPS]],
     }
 
 
-def _names_of(parameter: Any, info: modules.StateDictInfo) -> tuple[str, ...]:
+def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
     """Return the canonical names of an optimizer's parameter, the usual one first."""
     if parameter not in info.param_names:
         raise MissingKey(
@@ -244,9 +242,9 @@ def _names_of(parameter: Any, info: modules.StateDictInfo) -> tuple[str, ...]:
 def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Turn the nested form into the flat one: `state.<name>.<key>` and `param_groups.<name>.<key>` for each parameter."""
     flat: dict[str, Any] = {}
-    for name, tree in state_dict[modules.STATE].items():
+    for name, tree in state_dict[STATE].items():
         for path, value in leaves_of(tree, _is_mapping):
-            key = path_name((modules.STATE, name, *path))
+            key = path_name((STATE, name, *path))
             if not isinstance(value, _FLAT_LEAVES):
                 raise UnsupportedValue(
                     f"{key!r} is a {type(value).__qualname__}, which the flat form of optimizer state does not hold",
@@ -258,11 +256,9 @@ def flatten_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
                     hint="leave flatten_optimizer_state_dict out",
                 )
             flat[key] = value
-    for group in state_dict[modules.PARAM_GROUPS]:
-        for name in group[modules.PARAMS]:
-            flat.update(
-                {f"{modules.PARAM_GROUPS}.{name}.{key}": value for key, value in group.items() if key != modules.PARAMS}
-            )
+    for group in state_dict[PARAM_GROUPS]:
+        for name in group[PARAMS]:
+            flat.update({f"{PARAM_GROUPS}.{name}.{key}": value for key, value in group.items() if key != PARAMS})
     return flat
 
 
@@ -285,22 +281,22 @@ class SavedOptimizers:
 
 
 def _parse_nested(state_dict: Mapping[str, Any]) -> SavedOptimizers:
-    if modules.PARAM_GROUPS not in state_dict:
+    if PARAM_GROUPS not in state_dict:
         raise MissingKey(
-            f"the optimizer state dict has {modules.STATE!r} and no {modules.PARAM_GROUPS!r}",
+            f"the optimizer state dict has {STATE!r} and no {PARAM_GROUPS!r}",
             hint="pass all of what get_optimizer_state_dict returned",
         )
-    result = SavedOptimizers(state=dict(state_dict[modules.STATE]))
-    for group in state_dict[modules.PARAM_GROUPS]:
-        if any(isinstance(name, int) for name in group[modules.PARAMS]):
+    result = SavedOptimizers(state=dict(state_dict[STATE]))
+    for group in state_dict[PARAM_GROUPS]:
+        if any(isinstance(name, int) for name in group[PARAMS]):
             raise BadState(
                 "the optimizer state dict is by numbers, as Optimizer.state_dict() returns it",
                 hint="pass what get_optimizer_state_dict returned: it is by name",
             )
         hyper = {key: value for key, value in group.items() if key not in LIVE_KEYS}
-        if not group[modules.PARAMS]:
+        if not group[PARAMS]:
             result.empty_groups.append(hyper)
-        result.groups.update(dict.fromkeys(group[modules.PARAMS], hyper))
+        result.groups.update(dict.fromkeys(group[PARAMS], hyper))
     return result
 
 
@@ -308,9 +304,9 @@ def _parse_flat(state_dict: Mapping[str, Any], names: set[str]) -> SavedOptimize
     result = SavedOptimizers(was_flat=True)
     for key, value in state_dict.items():
         head, *parts = key.split(".")
-        if head not in (modules.STATE, modules.PARAM_GROUPS):
+        if head not in (STATE, PARAM_GROUPS):
             raise BadState(
-                f"{key!r} is no key of an optimizer state dict: expected {modules.STATE!r} and {modules.PARAM_GROUPS!r}, or keys that "
+                f"{key!r} is no key of an optimizer state dict: expected {STATE!r} and {PARAM_GROUPS!r}, or keys that "
                 f"begin with one of them",
                 hint="pass what get_optimizer_state_dict returned",
             )
@@ -318,7 +314,7 @@ def _parse_flat(state_dict: Mapping[str, Any], names: set[str]) -> SavedOptimize
         if not length:
             continue  # a parameter that this rank does not have
         name, path = ".".join(parts[:length]), tuple(parts[length:])
-        if head == modules.STATE:
+        if head == STATE:
             _put(result.state.setdefault(name, {}), path, value)
         elif path[0] not in LIVE_KEYS:
             result.groups.setdefault(name, {})[".".join(path)] = value
@@ -374,25 +370,25 @@ class _LoadPlan(NamedTuple):
 
 @torch.no_grad()
 def load_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: modules.StateDictInfo
+    model: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo
 ) -> None:
     """Load a state dict, in any of its forms, into optimizers."""
     if not info.handle_optim:
         return
     # FSDP1 broadcasts full state by itself if only one rank keeps it.
     from_first = info.broadcast_from_rank0 or bool(info.fsdp_modules and info.full_state_dict and info.cpu_offload)
-    read: list[SavedOptimizers] = []
+    saved = SavedOptimizers()  # on ranks that do not read
 
     def skeleton() -> SavedOptimizers:
-        read.append(_read(state_dict, info))
-        return _skeleton(read[0])
+        nonlocal saved
+        saved = _read(state_dict, info)
+        return _skeleton(saved)
 
     if from_first and dist.is_initialized():
         known = modules.from_rank0(skeleton)
-        saved = read[0] if read else SavedOptimizers()
     else:
         known = saved = _read(state_dict, info)
-    empty = sum(not group[modules.PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
+    empty = sum(not group[PARAMS] for optimizer in optimizers for group in optimizer.param_groups)
     if empty and empty != len(known.empty_groups) and not known.was_flat:  # the flat form does not hold them
         raise BadValue(
             f"the optimizers have {empty} param groups without parameters, the state dict {len(known.empty_groups)}: they "
@@ -409,15 +405,15 @@ def load_optimizers(
             _load(plan, known, saved, info)
 
 
-def _read(state_dict: Mapping[str, Any], info: modules.StateDictInfo) -> SavedOptimizers:
+def _read(state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
     """Parse an optimizer state dict in one of its forms, nested or flat."""
-    if modules.STATE in state_dict:
+    if STATE in state_dict:
         return _parse_nested(state_dict)
     return _parse_flat(state_dict, {name for found in info.param_names.values() for name in found})
 
 
 def _plan(
-    optimizer: Optimizer, known: SavedOptimizers, info: modules.StateDictInfo, empty_groups: Iterator[dict[str, Any]]
+    optimizer: Optimizer, known: SavedOptimizers, info: StateDictInfo, empty_groups: Iterator[dict[str, Any]]
 ) -> _LoadPlan:
 
     def entry(parameter: torch.Tensor) -> _Entry:
@@ -427,7 +423,7 @@ def _plan(
             names = (next((name for name in names if name in known.groups or name in known.state), names[0]),)
         return _Entry(parameter, names)
 
-    entries = [[entry(parameter) for parameter in group[modules.PARAMS]] for group in optimizer.param_groups]
+    entries = [[entry(parameter) for parameter in group[PARAMS]] for group in optimizer.param_groups]
     layout = StateLayout(optimizer)
     if info.strict and known.state:
         _check_complete(optimizer, [entry for row in entries for entry in row], known, layout)
@@ -501,7 +497,7 @@ def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: modules.StateDictInfo) -> None:
+def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
     """Load into an optimizer that holds parameters as they are in the model."""
     optimizer, layout = plan.optimizer, plan.layout
     flat = [entry for row in plan.entries for entry in row]  # positions are numbers in the optimizer's own state dict
@@ -512,9 +508,9 @@ def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info:
         trees = {number: _with_own_keys(tree, flat[number].parameter, layout) for number, tree in trees.items()}
     numbers = iter(range(len(flat)))
     packed = {
-        modules.STATE: dict(trees),
-        modules.PARAM_GROUPS: [
-            {**group, modules.PARAMS: [next(numbers) for _ in row]}
+        STATE: dict(trees),
+        PARAM_GROUPS: [
+            {**group, PARAMS: [next(numbers) for _ in row]}
             for group, row in zip(plan.groups, plan.entries, strict=True)
         ],
     }
@@ -573,7 +569,7 @@ def _local_trees(
     full: dict[str, Any],
     entries: Sequence[_Entry],
     layout: StateLayout,
-    info: modules.StateDictInfo,
+    info: StateDictInfo,
 ) -> dict[int, Any]:
     """
     Return state trees, by number, with each full tensor cut to this rank's part.
@@ -607,7 +603,7 @@ def _like(template: Mapping[Any, Any] | None, path: TreePath) -> Any:
     return {path_name(own): value for own, value in leaves_of(template or {})}.get(path_name(path))
 
 
-def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, info: modules.StateDictInfo) -> None:
+def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, info: StateDictInfo) -> None:
     """Load into an optimizer that holds flat parameters, or parts of them, for which only FSDP1 can shard state."""
 
     def key(name: str) -> str:
@@ -615,10 +611,9 @@ def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, in
 
     named = [[name for entry in row for name in entry.names] for row in plan.entries]
     packed = {
-        modules.STATE: {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state},
-        modules.PARAM_GROUPS: [
-            {**group, modules.PARAMS: [key(name) for name in row]}
-            for group, row in zip(plan.groups, named, strict=True)
+        STATE: {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state},
+        PARAM_GROUPS: [
+            {**group, PARAMS: [key(name) for name in row]} for group, row in zip(plan.groups, named, strict=True)
         ],
     }
     with info.fsdp_context():

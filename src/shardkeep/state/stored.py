@@ -12,7 +12,7 @@ import hashlib
 import random
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ from shardkeep.display import format_count
 from shardkeep.errors import ReplicasDiffer, StateMismatch, UnsupportedLeaf
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.index import Index
-from shardkeep.format.values import Container, Node, Part, decode_tree, decode_value, encode_value, join, part_name
+from shardkeep.format.values import KeyPath, Part, decode_tree, decode_value, encode_value, part_name, tree_leaves
 from shardkeep.state.flatten import flatten, is_per_rank_name, map_leaves
 from shardkeep.state.leaves import (
     EveryRank,
@@ -41,8 +41,6 @@ from shardkeep.state.leaves import (
 
 Selected = Callable[[str], bool]
 """True of the names that are to be loaded."""
-PathStep = tuple[str, Part]
-"""A kind of container, and the key in it."""
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
 """Of tensors above 1 MiB, 16 samples of this size are compared, evenly spaced; hashing a model would take seconds."""
@@ -77,7 +75,7 @@ class StoredLeaf:
     """One leaf of a checkpoint."""
 
     name: str
-    path: tuple[PathStep, ...]
+    path: KeyPath
     """From the root to it."""
     row: int
     """Of its tensor, or of its value."""
@@ -103,7 +101,7 @@ class StoredState:
         self.renamed = rename
         tensors, values = ({row: name for name, row in rows.items()} for rows in (tensor_rows, value_rows))
         found = []
-        for order, (former, path, empty) in enumerate(_leaves(decode_tree(index.tree), None, ())):
+        for order, (former, path, empty) in enumerate(tree_leaves(decode_tree(index.tree))):
             row = index.tensor_rows.get(former)
             is_tensor = row is not None
             row = index.value_rows.get(former, -1) if row is None else row
@@ -166,10 +164,10 @@ def _any_below(names: list[str], name: str) -> bool:
     return at < len(names) and names[at].startswith(f"{name}.")
 
 
-def build_containers(leaves: list[tuple[tuple[PathStep, ...], Any]], depth: int = 0) -> Any:
+def build_containers(leaves: list[tuple[KeyPath, Any]], depth: int = 0) -> Any:
     """Build containers from the paths of their leaves, which are in order."""
     kind = leaves[0][0][depth][0]
-    groups: dict[Part, list[tuple[tuple[PathStep, ...], Any]]] = {}
+    groups: dict[Part, list[tuple[KeyPath, Any]]] = {}
     for path, leaf in leaves:
         groups.setdefault(path[depth][1], []).append((path, leaf))
     made = {
@@ -181,23 +179,7 @@ def build_containers(leaves: list[tuple[tuple[PathStep, ...], Any]], depth: int 
     return _CONTAINERS[kind](made)
 
 
-def _leaves(
-    node: Node, name: str | None, path: tuple[PathStep, ...]
-) -> Iterator[tuple[str, tuple[PathStep, ...], str]]:
-    """Yield each leaf's name, path and "", and each empty container's name, path and kind."""
-    if not isinstance(node, Container):
-        return
-    for part, child in node.children:
-        own, steps = join(name, node.kind, part), (*path, (node.kind, part))
-        if child is None:
-            yield own, steps, ""
-        elif not child.children:
-            yield own, steps, child.kind
-        else:
-            yield from _leaves(child, own, steps)
-
-
-def _tail(leaf: StoredLeaf, prefix: str) -> tuple[PathStep, ...]:
+def _tail(leaf: StoredLeaf, prefix: str) -> KeyPath:
     """Return the last steps of a leaf's path, those that spell its name behind the prefix."""
     rest = leaf.name[len(prefix) :]
     length = -1
