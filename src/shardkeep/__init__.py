@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkeep._version import __version__
 
-if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+if TYPE_CHECKING:  # with `as`, type checkers treat the names as public
     # isort: off
     from shardkeep.codecs.base import CodecConfig as CodecConfig
     from shardkeep.codecs.chain import register_codec as register_codec

@@ -137,7 +137,7 @@ class SaveCommitted(Event, frozen=True, kw_only=True):
 
 
 class SaveFailed(Event, frozen=True, kw_only=True):
-    """A save ended without a checkpoint; what was committed before is as it was."""
+    """A save ended without a checkpoint. A checkpoint that was committed there before is unchanged."""
 
     called_s: float
     kind: str

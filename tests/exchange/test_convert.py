@@ -108,9 +108,7 @@ def test_nothing_of_a_checkpoint_is_lost(tmp_path, layout):
 
 
 def test_torch_reads_what_was_converted(tmp_path):
-    """
-    Torch loads a converted checkpoint into a state of the same form, and says nothing of step and meta, which are told.
-    """
+    """Torch loads a converted checkpoint into a state of the same form; step and meta are reported as left out."""
     sk.save(training_state(), tmp_path / "ck", step=3, meta={"note": 1})
     report = sk.convert(tmp_path / "ck", tmp_path / "dcp", "dcp")
     assert report.left_out == ["step", "meta"]
@@ -167,9 +165,7 @@ def test_shards_become_whole_and_ranks_keep_their_own(rank_pool, tmp_path, layou
 
 
 def test_every_dtype_goes_where_it_can(tmp_path):
-    """
-    All dtypes of torch come through the native layout; safetensors files refuse those they lack, by name, or drop them.
-    """
+    """All dtypes come through the native layout; safetensors files refuse those they lack, by name, or drop them."""
     state = {str(kind).removeprefix("torch."): random_tensor((4, 6), kind, 1) for kind in all_dtypes()}
     sk.save(state, tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "native")
@@ -225,9 +221,7 @@ def test_pickled_values_go_along_only_if_allowed(tmp_path, layout):
 
 @pytest.mark.parametrize("fault", ["error", "full", "crash", "flip"])
 def test_whatever_fails_the_old_checkpoint_stays(fault):
-    """
-    Any operation of the target's store may fail, lose bits or be the process's last: what was committed is intact.
-    """
+    """Any operation of the target may fail, lose bits or be the process's last: what was committed is intact."""
     source = sk.MemoryStore()
     sk.save({"w": random_tensor((400,), torch.float32, 1), "b": torch.ones(3), "step": 1}, source)
     old, new = bits({"w": torch.zeros(2)}), bits(sk.open(source).to_dict())

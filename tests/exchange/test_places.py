@@ -16,9 +16,7 @@ from tests.hugging_face.samples import load, same, save
 
 
 def test_directories_are_compared_by_what_they_are(tmp_path, monkeypatch):
-    """
-    By links, relative paths, URLs and stores around stores it is the same directory, whether it is there yet or not.
-    """
+    """By links, relative paths, URLs and wrapped stores it is the same directory, whether it exists or not."""
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("there", "not-yet"):

@@ -15,8 +15,9 @@ import shardkeep as sk
 from shardkeep.layouts import safetensors_publish
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
-from shardkeep.testing.faulty_store import FaultyStore, InjectedCrash
+from shardkeep.testing.faulty_store import InjectedCrash
 from tests.engine.samples import bits
+from tests.support.stores import BeforeStore
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST = {1: 1e9, 2: 330, 4: 180}
@@ -60,9 +61,7 @@ def reading(path):
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_in_a_directory(tmp_path, sources, monkeypatch, before, after):
-    """
-    Between any two steps of a replacement the files of a directory are the old model, the new one, or clearly none.
-    """
+    """Between any two steps of a replacement there is the old model, the new one, or clearly none."""
     sk.export(sources[0], tmp_path, max_shard_bytes=MOST[before])
 
     get = reading(tmp_path)
@@ -99,10 +98,7 @@ class Watched:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1)])
 def test_another_that_begins_in_the_middle(tmp_path, sources, monkeypatch, before, after):
-    """
-    Another export to the directory begins before any step of one that is published: it waits, both end well, and the
-    model is whole.
-    """
+    """An export that begins before any step of another one waits; both end well, and the model is whole."""
     for at in itertools.count():
         path = tmp_path / str(at)
         sk.export(sources[0], path, max_shard_bytes=MOST[before])
@@ -131,10 +127,7 @@ def test_another_that_begins_in_the_middle(tmp_path, sources, monkeypatch, befor
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 4), (1, 2), (2, 1)])
 def test_in_a_directory_after_a_death(tmp_path, sources, monkeypatch, before, after):
-    """
-    A process dies after any step: we open the new model, others see one or none, and the next who writes there completes
-    it, also if it dies once more.
-    """
+    """After a death at any step we open the new model, others see one or none, and the next writer completes it."""
 
     def die(step):
         if step == last:
@@ -176,14 +169,10 @@ def test_in_a_store(sources, before, after):
     sk.export(sources[0], store, max_shard_bytes=MOST[before])
     views = []
 
-    class Looking(FaultyStore):
-        """Looks before each request."""
+    def look(verb, name):
+        names = {info.name for info in store.list()}
+        views.append(seen(lambda each: store.get(each, limit=1 << 20) if each in names else None))
 
-        def begin(self, verb, name):
-            names = {info.name for info in store.list()}
-            views.append(seen(lambda each: store.get(each, limit=1 << 20) if each in names else None))
-            return super().begin(verb, name)
-
-    sk.export(sources[1], Looking(store), max_shard_bytes=MOST[after], overwrite=True)
+    sk.export(sources[1], BeforeStore(store, look), max_shard_bytes=MOST[after], overwrite=True)
     assert set(views) == {0, 1}
     assert views == sorted(views)

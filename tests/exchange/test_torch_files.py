@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from contextlib import suppress
@@ -24,7 +22,7 @@ from shardkeep.format.pickles import Opaque
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.damage.bounds import bounded
 from tests.dcp.test_hostile_pickles import Mine, quietly
-from tests.engine.samples import all_dtypes, bits, random_tensor
+from tests.engine.samples import Trap, all_dtypes, bits, random_tensor
 from tests.engine.test_memory import MIB, peak_growth
 from tests.exchange.samples import in_any_order, training_state
 from tests.toolkit.samples import mesh_of
@@ -252,17 +250,6 @@ def test_the_commands_take_a_file(capsys, tmp_path):
     assert "did you mean state_dict.weight" in capsys.readouterr().err
 
 
-def test_files_are_listed_without_torch(tmp_path):
-    """Opening, listing, reading values and verifying do not import torch."""
-    torch.save({"w": torch.ones(3), "part": torch.ones(4, 4)[::2, ::3], "step": 1}, tmp_path / "file.pt")
-    script = (
-        f"import sys, shardkeep as sk\nck = sk.open({str(tmp_path / 'file.pt')!r})\n"
-        "assert ck['w'].shape == (3,) and ck['step'] == 1 and len(ck) == 3\nck.verify()\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_a_file_in_a_store_is_read_by_ranges(request, tmp_path, kind):
     """Given by its URL, it is opened and loaded, and a small tensor of it takes few bytes."""
@@ -294,21 +281,8 @@ def test_large_files_are_not_held_in_memory(tmp_path):
 # -- what is not plain -------------------------------------------------------------------------------------------------
 
 
-class Trap:
-    """Unpickled, it makes a directory."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_classes_are_values_that_need_permission(tmp_path):
-    """
-    Objects of other classes, among them tensors that only torch can build, do not run, and hide nothing beside them: the
-    tensors are read. With `allow_pickle` they come back, also from a native copy of the file.
-    """
+    """Objects of other classes neither run nor hide the tensors beside them; with `allow_pickle` they come back."""
     odd = {"mine": Mine(3), "args": argparse.Namespace(lr=0.1), "kind": Mine, "type": int, "list": [1, Mine(4)],
            "sparse": torch.eye(2).to_sparse(), "conj": torch.tensor([1j]).conj(), "keys": {torch.float32: torch.ones(1)}}  # fmt: skip
     torch.save({"w": torch.ones(3), "step": 1, "deep": odd}, tmp_path / "file.pt")

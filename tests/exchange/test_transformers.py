@@ -74,10 +74,7 @@ def load_export(where, tied):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shard", [5e9, 8000], ids=["one file", "several files"])
 def test_an_export_gives_equal_logits(rank_pool, tmp_path, tied, shard):
-    """
-    `from_pretrained` opens what was exported from two ranks, with tied weights or not, in one file or several, and the
-    model's answers are bit for bit those of the model that was trained.
-    """
+    """`from_pretrained` opens an export of two ranks, tied or not, in any number of files, with identical answers."""
     from transformers import AutoModelForCausalLM
 
     logits = rank_pool.run(2, train_and_save, str(tmp_path), tied)
@@ -106,10 +103,7 @@ def written(model, where, writer):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("writer", ["export", "transformers", "save_model"])
 def test_weights_that_were_stored_once_are_loaded_under_both_names(tmp_path, writer, device):
-    """
-    A model with tied weights is filled from files that have one name of them, whichever; one whose weights are not tied is
-    filled if the files say what the other name is, and is an error if they do not.
-    """
+    """Tied models load from either name of a weight; untied ones only if the files say what the other name is."""
     model = llama(tied=True)
     where = written(model, tmp_path, writer)
     tied, apart = (llama(tied=each).to(device) for each in (True, False))

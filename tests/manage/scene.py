@@ -11,7 +11,7 @@ import shardkeep as sk
 from shardkeep.errors import StorageError, StorageFull
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.memory import MemoryStore
-from shardkeep.testing.faulty_store import FaultyStore
+from tests.support.stores import BeforeStore
 
 QUICK = Clock(sleep=lambda _: None, interval_s=0.0)
 """Never sleeps, and exchanges decisions at every step."""
@@ -112,7 +112,12 @@ class FarRoot:
         self.inner.remove(name)
 
     def place(self, name):
-        return _Place(self, self.inner.place(name))
+        return BeforeStore(self.inner.place(name), self._begins)
+
+    def _begins(self, verb, name):
+        self.seen.append(f"{verb} {name}")
+        if self.before is not None:
+            self.before(verb, name)
 
     def count(self, verb, start=""):
         """Count operations on blobs whose names start with `start`."""
@@ -121,18 +126,6 @@ class FarRoot:
     def names(self, place):
         """Return the names of the blobs of a place."""
         return [info.name for info in self.inner.place(place).list()]
-
-
-class _Place(FaultyStore):
-    def __init__(self, root, inner):
-        super().__init__(inner)
-        self._root = root
-
-    def begin(self, verb, name):
-        self._root.seen.append(f"{verb} {name}")
-        if self._root.before is not None:
-            self._root.before(verb, name)
-        return super().begin(verb, name)
 
 
 class Broken:
@@ -146,8 +139,3 @@ class Broken:
             self.times -= 1
             kind = StorageFull if self.code == errno.ENOSPC else StorageError
             raise kind(f"injected: {verb} {name}", errno=self.code, name=name)
-
-
-def far_root(before=None, inner=None):
-    """Make a FarRoot, typed as any root."""
-    return FarRoot(before, inner)

@@ -115,17 +115,6 @@ def test_a_thousand_steps_are_listed_in_order():
     assert next(iter(Catalog(root, "step-{step}"))).step == 999
 
 
-def test_looking_needs_no_torch(tmp_path):
-    """A listing starts without torch, which takes seconds to import."""
-    save(tmp_path, 1)
-    script = (
-        "import sys, shardkeep as sk\n"
-        f"assert sk.Catalog({str(tmp_path)!r}).latest().step == 1\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
 def test_metrics_are_numbers_and_meta_is_the_users_own():
     """Tensors become numbers, what is not finite survives, and our keys are refused in meta."""
     stored = build_meta({"note": 1}, {"loss": torch.tensor(0.5), "worst": float("inf"), "n": 3}, 2)

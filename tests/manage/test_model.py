@@ -6,8 +6,6 @@ The model knows which checkpoints there are, what is in them and how old they ar
 what is on disk, read without a Catalog: the commit records, and the values by `sk.open`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import suppress

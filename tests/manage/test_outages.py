@@ -15,7 +15,7 @@ from shardkeep.manage.lease import LEASE_NAME, Holder, Lease, running_holder
 from shardkeep.manage.schedule import Clock
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
-from tests.manage.scene import QUICK, Broken, Hooked, Overriding, checkpointer, empty_state, far_root, state_at, until
+from tests.manage.scene import QUICK, Broken, FarRoot, Hooked, Overriding, checkpointer, empty_state, state_at, until
 
 
 def holder_of(root):
@@ -196,7 +196,7 @@ def test_the_way_to_go_on_without_a_record_that_is_not_given(tmp_path):
 
 def test_the_way_to_go_on_without_a_far_root_that_gives_no_record(tmp_path):
     """The error names the far place, and says that promote_to can be left out, which is so."""
-    far = far_root()
+    far = FarRoot()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, state_at(1))
     far.before = Broken("get", "shardkeep")
@@ -231,7 +231,7 @@ class Silent:
 def silent_root():
     """Make a root that can stop answering, with all of its places."""
     silent = Silent()
-    root = far_root(silent)
+    root = FarRoot(silent)
 
     def waiting(verb):
         work = getattr(root.inner, verb)
@@ -276,7 +276,7 @@ def test_what_is_cancelled_is_not_tried_again(tmp_path):
     ckpt = checkpointer(
         tmp_path,
         asynchronous=False,
-        promote_to=far_root(broken),
+        promote_to=FarRoot(broken),
         retries=1000,
         clock=replace(QUICK, sleep=sleep),
         on_event=seen.append,

@@ -20,7 +20,7 @@ from shardkeep.manage.file_copy import copy_files
 from shardkeep.manage.retention import KeepAll
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.testing.faulty_store import FaultyStore
-from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, until
+from tests.manage.scene import Broken, FarRoot, checkpointer, damage, empty_state, state_at, until
 from tests.manage.test_tiers import committed
 
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=8 << 20)
@@ -161,7 +161,7 @@ def test_a_copy_that_is_cancelled_ends_soon():
 @pytest.mark.parametrize(("verb", "start"), [("create", "part"), ("put", "claim"), ("put", "shardkeep"), ("list", "")])
 def test_a_failure_is_told_and_tried_again(tmp_path, verb, start):
     """The checkpoint stays where it was saved, nothing is visible in the far root, and the next save promotes both."""
-    far, heard = far_root(), list[Event]()
+    far, heard = FarRoot(), list[Event]()
     with checkpointer(tmp_path, promote_to=far, keep_last=1, on_event=heard.append, retries=0) as ckpt:
         ckpt.save(1, groups(1))
         ckpt.wait()
@@ -185,7 +185,7 @@ def test_a_failure_is_told_and_tried_again(tmp_path, verb, start):
 @pytest.mark.parametrize("required", [True, False])
 def test_what_is_to_be_promoted_stays(tmp_path, required):
     """While the far root is away, old steps that it wants are not deleted, unless the user said so; then all come."""
-    far = far_root()
+    far = FarRoot()
     how = {"keep_last": 1, "keep_promoted": KeepAll(), "on_error": "warn", "retries": 0}
     with checkpointer(tmp_path, promote_to=far, promote_required=required, **how) as ckpt:
         ckpt.save(1, state_at(1))
@@ -205,7 +205,7 @@ def test_what_is_to_be_promoted_stays(tmp_path, required):
 
 def test_a_failure_is_told_by_a_later_step(tmp_path):
     """As that of a save is; what the step saves is not affected."""
-    far, heard = far_root(), list[Event]()
+    far, heard = FarRoot(), list[Event]()
     with checkpointer(tmp_path, promote_to=far, every_steps=1, retries=0, on_event=heard.append) as ckpt:
         ckpt.step(1, state_at(1))
         ckpt.wait()
@@ -225,7 +225,7 @@ def test_a_failure_is_told_by_a_later_step(tmp_path):
 
 def test_a_damaged_checkpoint_is_not_promoted(tmp_path):
     """It is reported once, is kept, does not count in the policy, and does not block other checkpoints."""
-    far = far_root()
+    far = FarRoot()
     with checkpointer(tmp_path) as ckpt:
         train_three(ckpt)
     damage(tmp_path / "step-2")
@@ -246,7 +246,7 @@ def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch, which):
     """Whichever read of it is damaged on the way, in either root, nothing fails."""
     reads, flipped = 1, 0
     while flipped < reads:
-        near, far, failed = far_root(), far_root(), list[Event]()
+        near, far, failed = FarRoot(), FarRoot(), list[Event]()
         reads = 0
         place = (near if which == "near" else far).inner.place("step-1")
         get = place.get
@@ -274,7 +274,7 @@ def test_a_record_that_comes_damaged_once_is_promoted(monkeypatch, which):
 
 def test_a_partial_copy_stays_while_the_near_record_cannot_be_read():
     """A near root that does not give a record for a moment has not lost its checkpoint: the next round goes on."""
-    near, far = far_root(), far_root(Broken("put", "shardkeep.json"))
+    near, far = FarRoot(), FarRoot(Broken("put", "shardkeep.json"))
     with checkpointer(near, promote_to=far, on_error="warn", retries=0, asynchronous=False) as ckpt:
         ckpt.save(1, state_at(1))
         ckpt.wait()
@@ -294,7 +294,7 @@ def test_a_partial_copy_stays_while_the_near_record_cannot_be_read():
 @pytest.mark.parametrize("replaces", [True, False])
 def test_nothing_is_left_of_what_will_not_be_promoted(tmp_path, becomes, replaces):
     """A partial copy that will not be continued is removed, alone or beside an older save of the step."""
-    far = far_root()
+    far = FarRoot()
     how = {"keep_promoted": KeepAll(), "promote_required": False, "on_error": "warn", "retries": 0}
     with checkpointer(tmp_path, promote_to=far, keep_last=1 if becomes == "deleted" else 3, **how) as ckpt:
         for step in (1, 2) if replaces else (1,):
@@ -326,7 +326,7 @@ def train_three(ckpt):
 
 def held_at_create():
     """A far root that says when a file is to be made in it, and waits until it may go on."""
-    far, arrived, go = far_root(), threading.Event(), threading.Event()
+    far, arrived, go = FarRoot(), threading.Event(), threading.Event()
 
     def slow(verb, name):
         if verb == "create":
@@ -353,7 +353,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path):
 
 def test_waiting_has_an_end(tmp_path):
     """wait() gives up after a time, close() cancels after one, and the next job goes on with what is there."""
-    far, go = far_root(), threading.Event()
+    far, go = FarRoot(), threading.Event()
     far.before = lambda verb, name: go.wait(20) if (verb, name[:5]) == ("create", "part3") else None
     ckpt = checkpointer(tmp_path, promote_to=far)
     ckpt.save(1, groups(1))
@@ -401,7 +401,7 @@ def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path):
 
 def test_a_job_that_loses_the_far_root_promotes_no_more(tmp_path):
     """Whatever on_error says, it is raised; both jobs' checkpoints are where they were saved."""
-    far = far_root()
+    far = FarRoot()
     first = checkpointer(tmp_path / "a", promote_to=far, on_error="warn")
     first.save(1, state_at(1))
     first.wait()

@@ -19,7 +19,7 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_place
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
-from tests.manage.scene import QUICK, checkpointer, far_root, state_at
+from tests.manage.scene import QUICK, FarRoot, checkpointer, state_at
 from tests.manage.test_tiers import committed, groups
 
 # -- who goes first
@@ -27,7 +27,7 @@ from tests.manage.test_tiers import committed, groups
 
 def test_a_save_goes_first(tmp_path):
     """While one is under way each window of a promotion waits a moment, before and after it none does."""
-    near, far, slept = far_root(), far_root(), list[float]()
+    near, far, slept = FarRoot(), FarRoot(), list[float]()
     held, go, copying, copy = (threading.Event() for _ in range(4))
 
     def hold_the_save(verb, name):
@@ -95,7 +95,7 @@ def test_promotions_stand_back(tmp_path):
 
     The thread that asks a store first has that of training, and so have threads that a package starts then, for all.
     """
-    near, far = far_root(), far_root()
+    near, far = FarRoot(), FarRoot()
     found = {"near": set(), "far": set()}
     first = set[int]()
 
@@ -156,7 +156,7 @@ def test_what_a_store_changes_is_noticed(codecs, start):
 
 def test_a_record_that_the_store_changes_is_noticed(tmp_path, monkeypatch):
     """It is reported as a failed promotion, and written again after the next save."""
-    far = far_root()
+    far = FarRoot()
     place_of = far.inner.place("step-1")
     put = place_of.put
 

@@ -48,29 +48,6 @@ def test_due_once_for_each_point_that_is_passed(every, at, steps):
     assert due(StepSchedule(every=every, at=at), steps) == expected
 
 
-def test_time_since_the_last_save():
-    """By a clock that the test moves."""
-    now = [100.0]
-    requests = SaveRequests(MemoryStore(), None, Clock(monotonic=lambda: now[0]), every_minutes=2)
-    assert requests.why([]) == ("", False)
-    now[0] += 119
-    assert requests.why([]) == ("", False)
-    now[0] += 1
-    assert requests.why([]) == ("every_minutes has passed", False)
-    requests.restart_timer()
-    assert requests.why([]) == ("", False)
-
-
-def test_a_request_is_taken_once():
-    """Requests of one kind are one request."""
-    requests = SaveRequests(MemoryStore(), None, Clock())
-    assert not requests.take()
-    for kind in ("save", "save", "stop"):
-        requests.request(kind)
-    assert requests.take() == ["save", "stop"]
-    assert not requests.take()
-
-
 # The file that asks for a save, in a root that may not answer: training does not wait for it.
 
 

@@ -16,7 +16,7 @@ from shardkeep.manage.catalog import Entry
 from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
-from tests.manage.scene import Broken, checkpointer, damage, empty_state, far_root, state_at, tear, train
+from tests.manage.scene import Broken, FarRoot, checkpointer, damage, empty_state, state_at, tear, train
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -118,7 +118,7 @@ def test_both_roots_are_ordinary_ones(tmp_path, codecs):
 
 def test_each_root_has_its_own_retention(tmp_path):
     """The far one keeps more here; what is pinned is pinned in both, and is there for all who ask for steps."""
-    near, far = tmp_path / "near", far_root()
+    near, far = tmp_path / "near", FarRoot()
     with checkpointer(near, promote_to=far, every_steps=1, keep_last=1, keep_promoted=KeepLast(3)) as ckpt:
         train(ckpt, range(1, 3))
         ckpt.wait()
@@ -141,7 +141,7 @@ def test_each_root_has_its_own_retention(tmp_path):
 
 def test_some_steps_are_promoted_and_the_newest_at_the_end(tmp_path):
     """Multiples of promote_every, what is pinned, and when all is over the newest."""
-    near, far = tmp_path / "near", far_root()
+    near, far = tmp_path / "near", FarRoot()
     with checkpointer(near, promote_to=far, promote_every=4, every_steps=1) as ckpt:
         train(ckpt, range(1, 4))
         ckpt.wait()
@@ -156,7 +156,7 @@ def test_some_steps_are_promoted_and_the_newest_at_the_end(tmp_path):
 
 def test_a_job_that_only_reads_takes_nothing(tmp_path):
     """No lease, no promotion: not even of what an earlier job left."""
-    near, far = tmp_path / "near", far_root()
+    near, far = tmp_path / "near", FarRoot()
     with checkpointer(near) as ckpt:
         ckpt.save(1, state_at(1))
     with checkpointer(near, promote_to=far) as ckpt:
@@ -167,7 +167,7 @@ def test_a_job_that_only_reads_takes_nothing(tmp_path):
 
 def test_two_jobs_do_not_promote_to_one_root(tmp_path):
     """The second one is refused, whatever root it saves to."""
-    far = far_root()
+    far = FarRoot()
     with checkpointer(tmp_path / "a", promote_to=far) as first, checkpointer(tmp_path / "b", promote_to=far) as second:
         first.save(1, state_at(1))
         with pytest.raises(sk.RootInUse, match="another Checkpointer saves here"):
@@ -212,7 +212,7 @@ def test_the_nearest_valid_copy_is_restored(tmp_path, how, mishap, caplog):
     with checkpointer(near, promote_to=far, every_steps=1) as ckpt:
         train(ckpt, range(1, 3), metrics={"loss": 1.0})
     heard, reason = list[Event](), REASONS[mishap]
-    root = far_root(Broken("open", "state-", errno.EIO), LocalStore(near)) if mishap == "disk" else near
+    root = FarRoot(Broken("open", "state-", errno.EIO), LocalStore(near)) if mishap == "disk" else near
     if mishap == "damaged":
         damage(near / "step-2")
     if mishap == "record":
@@ -312,7 +312,7 @@ def groups(step):
 
 def job(near, far, fails):
     """Save, with one rank that fails to copy the second time."""
-    root, heard = far_root(inner=LocalStore(far)), list[Event]()
+    root, heard = FarRoot(inner=LocalStore(far)), list[Event]()
     said = []
     with checkpointer(near, promote_to=root, keep_last=2, on_event=heard.append, retries=0) as ckpt:
         ckpt.save(1, groups(1))

@@ -1,7 +1,5 @@
 """Stores that are slow or broken on one rank, and what is said of saves through them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
@@ -10,25 +8,16 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.testing.faulty_store import FaultyStore
+from tests.support.stores import BeforeStore
 
 ROWS = 4
 """Of each rank's own tensor, 64 KiB a row."""
 SLOW_S = 0.8
 
 
-class SlowStore(FaultyStore):
-    """Sleeps before each operation of one verb."""
-
-    def __init__(self, where, verb, delay_s=SLOW_S):
-        super().__init__(sk.LocalStore(where))
-        self._slow_verb = verb
-        self._slow_s = delay_s
-
-    def begin(self, verb, name):
-        if verb == self._slow_verb:
-            time.sleep(self._slow_s)
-        return super().begin(verb, name)
+def slow_store(where, verb, delay_s=SLOW_S):
+    """Make a store that sleeps before each operation of one verb."""
+    return BeforeStore(sk.LocalStore(where), lambda each, _: time.sleep(delay_s * (each == verb)))
 
 
 def rank():

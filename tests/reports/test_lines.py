@@ -26,7 +26,7 @@ LOADED = re.compile(rf"loaded {MOVED}: open {TIME}, plan {TIME}, read {TIME}, pl
 def lines_of(where, slow, background):
     with scene.logged() as lines:
         for verb in ("create", "open"):
-            store = scene.SlowStore(where, verb) if scene.rank() == slow else sk.LocalStore(where)
+            store = scene.slow_store(where, verb) if scene.rank() == slow else sk.LocalStore(where)
             dist.barrier()  # a rank that comes late would be the one to blame
             if verb == "create":
                 saved = sk.async_save(scene.state(), store).result() if background else sk.save(scene.state(), store)
@@ -87,7 +87,7 @@ def test_a_single_rank_is_not_compared(tmp_path):
 def test_a_call_that_waits_for_an_earlier_save_says_so(tmp_path):
     """Time that the call spent waiting for another save is reported separately."""
     with scene.logged() as lines:
-        first = sk.async_save(scene.state(), scene.SlowStore(tmp_path / "first", "create"))
+        first = sk.async_save(scene.state(), scene.slow_store(tmp_path / "first", "create"))
         second = sk.async_save(scene.state(), tmp_path / "second").result()
         first.result()
     queued = sum(span.seconds for span in second.phases if span.name == "queue")

@@ -59,7 +59,7 @@ def test_what_training_prints_goes_where_it_would_have_gone(tmp_path):
     with terminal(), sk.show_progress():
         out = sys.stdout
         with contextlib.redirect_stdout(io.StringIO()) as diverted:
-            handle = sk.async_save({"w": torch.ones(SIZE)}, scene.SlowStore(str(tmp_path / "ck"), "write_at", LONG_S))
+            handle = sk.async_save({"w": torch.ones(SIZE)}, scene.slow_store(str(tmp_path / "ck"), "write_at", LONG_S))
             print("a step")
         handle.result()
         assert (diverted.getvalue(), sys.stdout) == ("a step\n", out)
@@ -74,7 +74,7 @@ def test_a_terminal_that_takes_no_more_stops_no_save(tmp_path):
         with sk.show_progress():  # the other side is not read, and its buffer is soon full
             drawn = threading.active_count()
             for n in range(30):
-                sk.save({"w": torch.ones(1 << 10)}, scene.SlowStore(str(tmp_path / f"{n}"), "create", 0.2))
+                sk.save({"w": torch.ones(1 << 10)}, scene.slow_store(str(tmp_path / f"{n}"), "create", 0.2))
         assert threading.active_count() >= drawn  # it still waits for its terminal
         with contextlib.suppress(BlockingIOError):  # now it is read
             os.set_blocking(master, False)
@@ -89,7 +89,7 @@ def test_a_terminal_that_takes_no_more_stops_no_save(tmp_path):
 
 def save_in_terminal(where, background):
     state = {"w": torch.ones(SIZE)}
-    store = scene.SlowStore(where, "write_at", LONG_S)
+    store = scene.slow_store(where, "write_at", LONG_S)
     with terminal() as shown, sk.show_progress(), scene.logged() as lines:
         if background:
             report = sk.async_save(state, store, options=OPTIONS).result()

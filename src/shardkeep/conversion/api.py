@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardkeep.codecs.base import WRAPPED
-from shardkeep.conversion.pipeline import Progress
+from shardkeep.conversion.pipeline import Progress, WriteArguments
 from shardkeep.conversion.select import cast_target, drop_leaves, select, selection_contents
 from shardkeep.conversion.to_file import write_torch_file
 from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
@@ -164,14 +164,14 @@ def convert(
     source = drop_leaves(find(origin).open(options), drop)
     if not options.allow_pickle:
         _refuse_pickles(source)
-    how: dict[str, Any] = {"overwrite": overwrite, "options": options, "progress": progress}
+    how = WriteArguments(overwrite, options, progress)
     with replacing_other_layouts(target, layout, overwrite=overwrite):
         if layout == "native":
-            written = write_native(target, source, source.index, range(len(source.index.keys)), codecs=codecs, **how)
+            written = write_native(target, source, source.index, range(len(source.index.keys)), how, codecs=codecs)
         elif layout == "dcp":
-            written = write_torch_layout(target, source, **how)
+            written = write_torch_layout(target, source, how)
         else:
-            written = write_safetensors(target, source, max_shard_bytes=max_shard_bytes, **how)
+            written = write_safetensors(target, source, how, max_shard_bytes=max_shard_bytes)
     report = ConvertReport(
         to=target.url,
         layout=layout,
@@ -240,7 +240,7 @@ def export(
     in one process. Optimizer state is left out, wherever it stands, unless `prefix` or `include` names it.
 
     Memory use is at most `Options.host_budget_bytes`, however large the checkpoint. What is written is read back and
-    compared before it is published. If anything fails, `to` is as it was. A store cannot rename files, so a model that
+    compared before it is published. If anything fails, `to` does not change. A store cannot rename files, so a model that
     replaces another there has files of other names, which its index file lists; a file for `torch.load` is replaced in
     one request.
 
@@ -292,27 +292,27 @@ def export(
     chosen = select(
         source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=cast_target(dtype)
     )
-    how: dict[str, Any] = {"overwrite": overwrite, "options": options, "progress": progress}
+    how = WriteArguments(overwrite, options, progress)
     target = None if format == "torch" else open_store(to, direct=options.direct_io)
     shown = target.url if target is not None else os.fspath(to) if isinstance(to, os.PathLike) else str(to)
     if target is None:
         if not isinstance(to, (str, os.PathLike)) or not shown:
             raise CheckpointError(f"{to!r} is no file to write", hint="give the path or the URL of a file")
-        written = write_torch_file(shown, chosen, source, **how)
+        written = write_torch_file(shown, chosen, source, how)
     elif format == "hf":
         written = write_model(
             target,
             chosen.tensors,
             source,
+            how,
             max_shard_bytes=max_shard_bytes,
             metadata=tie_metadata(chosen.ties),
             config=None if config is None else os.fspath(config),
-            **how,
         )
     else:
         check_different_place(origin, target)
         with replacing_other_layouts(target, "native", overwrite=overwrite):
-            written = write_native(target, source, *selection_contents(chosen, source.index), codecs=codecs, **how)
+            written = write_native(target, source, *selection_contents(chosen, source.index), how, codecs=codecs)
     report = ExportReport(
         to=shown,
         format=format,
@@ -328,15 +328,11 @@ def export(
     )
     log.info("exported %s: %s", origin.url, report)
     if report.left_out:
-        log.warning(
-            "%s: %s left out, which safetensors files cannot hold: %s",
-            shown, format_count(len(report.left_out), "plain value is", "plain values are"), ", ".join(report.left_out[:4]),
-        )  # fmt: skip
+        values, some = format_count(len(report.left_out), "plain value is", "plain values are"), report.left_out[:4]
+        log.warning("%s: %s left out, which safetensors files cannot hold: %s", shown, values, ", ".join(some))
     if report.infinite:
-        log.warning(
-            "%s: finite numbers of %s are infinite in the new dtype: %s; use one of a wider range",
-            shown, format_count(len(report.infinite), "tensor"), ", ".join(report.infinite[:4]),
-        )  # fmt: skip
+        text = "%s: finite numbers of %s are infinite in the new dtype: %s; use one of a wider range"
+        log.warning(text, shown, format_count(len(report.infinite), "tensor"), ", ".join(report.infinite[:4]))
     return report
 
 
@@ -351,17 +347,14 @@ def _check_codecs(codecs: Codecs, argument: str, value: str) -> None:
         )
 
 
-def is_encrypted(source: Source) -> bool:
-    """Say whether anything of a checkpoint is encrypted."""
+def _is_encrypted(source: Source) -> bool:
     return any(WRAPPED in codec for chain in source.record.chains for codec in chain)
 
 
 def _warn_if_decrypted(source: Source, to: str, coded: Store | None, options: Options) -> bool:
     """Warn if a checkpoint is encrypted and its copy is not; `coded` is the copy, if it went through codecs."""
-    if not is_encrypted(source):
-        return False
     # Look at what was written: the names of codecs do not say which of them encrypt.
-    if coded is not None and is_encrypted(find(coded).open(options)):
+    if not _is_encrypted(source) or (coded is not None and _is_encrypted(find(coded).open(options))):
         return False
     log.warning("%s: what it was made from is encrypted, this copy is not", to)
     return True
@@ -380,7 +373,7 @@ def check_different_place(origin: Store, target: Store) -> None:
 
 @contextmanager
 def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> Iterator[None]:
-    """Remove checkpoints of other layouts once the block has written a new one; if it fails, all is as it was."""
+    """Remove checkpoints of other layouts once the block has written a new one; if it fails, remove nothing."""
     to = store.url
     old = _other_layout_files(store, layout)
     if old and not overwrite:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,27 +58,14 @@ class LatePart:
     make: Callable[[], bytes]
 
 
-class FillPart(Protocol):
-    """A part whose bytes the caller of `write_filled` fills in."""
-
-    @property
-    def key(self) -> str:
-        """What errors call it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-
-Part = memoryview | LatePart | FillPart
+Part = memoryview | LatePart | TensorPart
 
 
 class Wanted(NamedTuple):
-    """Bytes of a part that are wanted, from `start` to `stop`, and the memory for them."""
+    """Bytes of a part that are wanted, from `start` on, and the memory for them."""
 
     part: Any
     start: int
-    stop: int
     into: memoryview
 
 
@@ -95,6 +82,14 @@ class FileParts:
     job: FileJob
     parts: Sequence[Part]
     """Those that are not empty, one for each source of the job."""
+
+
+class WriteArguments(NamedTuple):
+    """The arguments of `convert` and `export` that are the same for every layout."""
+
+    overwrite: bool
+    options: Options
+    progress: Progress | None
 
 
 class Written(NamedTuple):
@@ -117,16 +112,15 @@ def file_parts(
 ) -> FileParts:
     """Lay parts end to end, each at a multiple of its elements' size; the rest is for native files, as in `FileJob`."""
     filled = [part for part in parts if part.nbytes]
-    ends = np.cumsum([part.nbytes for part in filled], dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    start = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+    ends = np.cumsum([0, *(part.nbytes for part in filled)], dtype=np.int64)
+    total = int(ends[-1])
     job = FileJob(
         name=name,
         header=bytearray() if header is None else header,
         data_nbytes=total,
         block_nbytes=block_nbytes or block_nbytes_for(total),
-        start=start,
-        address=np.zeros(len(start), np.int64),
+        start=ends[:-1],
+        address=np.zeros(len(filled), np.int64),
         scattered={},
         sidecar=sidecar,
     )
@@ -139,7 +133,6 @@ class PartReader:
     def __init__(self, source: Source, *, budget_nbytes: int) -> None:
         self._source = source
         self._options = Options(io_threads=1, host_budget_bytes=budget_nbytes)
-        self._lock = threading.Lock()
         self.infinite: set[int] = set()
         """Rows of tensors with finite numbers that became infinite when they were converted to a smaller type."""
 
@@ -152,14 +145,14 @@ class PartReader:
         into: list[torch.Tensor] = []
         flats: list[torch.Tensor] = []
         with collector_paused():  # a window may hold many thousand tensors
-            for part, start, _, memory in wanted:
+            for part, start, memory in wanted:
                 flats.append(torch.frombuffer(memory, dtype=torch.uint8).view(to_torch(part.dtype)))
                 for box, piece in _boxes_of(part, start // part.dtype.itemsize, flats[-1]):
                     rows.append(part.row)
                     boxes.append(box)
                     into.append(piece)
         self._fill(rows, boxes, into)
-        for (part, start, _, _), flat in zip(wanted, flats, strict=True):
+        for (part, start, _), flat in zip(wanted, flats, strict=True):
             before, after = to_torch(self._source.index.dtype(part.row)), to_torch(part.dtype)
             floats = before.is_floating_point and after.is_floating_point
             if before != after and floats and torch.finfo(before).max > torch.finfo(after).max:
@@ -179,8 +172,7 @@ class PartReader:
             boxes, pieces = zip(*_boxes_of(part, first + at, before), strict=True)
             self._fill([part.row] * len(boxes), boxes, pieces)
             if bool((infinite & torch.isfinite(before)).any()):
-                with self._lock:
-                    self.infinite.add(part.row)
+                self.infinite.add(part.row)
                 return
 
     def _fill(self, rows: list[int], boxes: Sequence[Box], into: Sequence[torch.Tensor]) -> None:
@@ -221,10 +213,10 @@ def write_filled(
             if isinstance(part, memoryview):
                 into[:] = part[low - begin : high - begin]
             else:
-                (late if isinstance(part, LatePart) else wanted).append(Wanted(part, low - begin, high - begin, into))
+                (late if isinstance(part, LatePart) else wanted).append(Wanted(part, low - begin, into))
         fill(wanted)
         for each in late:
-            each.into[:] = each.part.make()[each.start : each.stop]
+            each.into[:] = each.part.make()[each.start :][: len(each.into)]
         yield data
 
     def report(nbytes: int) -> None:
@@ -269,7 +261,7 @@ def verify_written(
         hit = (
             part.key
             for part, start in zip(parts, job.start.tolist(), strict=True)
-            if not isinstance(part, (memoryview, LatePart)) and start < end and start + part.nbytes > at
+            if isinstance(part, TensorPart) and start < end and start + part.nbytes > at
         )
         return list_keys(hit) or "the header"
 

@@ -7,10 +7,9 @@ such bytes waits for the windows before it.
 
 The file appears under its name when it is complete, durable and read back, in place of what was there, or not at all. On
 a local disk it is written under a temporary name and renamed; the next write to the same directory removes what a killed
-process left. A store cannot rename: a new blob appears there when it is complete, and is read back afterwards. A blob
-that replaces another is put from memory in one request if it is small enough; an object store joins the uploaded parts
-of a larger one in one request, and other stores refuse it. A blob that replaced another is never deleted, because then
-neither would be left.
+process left. A store cannot rename: a new blob appears there when it is complete, and is read back afterwards. To replace
+another, an object store joins the uploaded parts in one request; other stores put the blob from memory in one request, and
+refuse one that is too large for that. A blob that replaced another is never deleted, because then neither would be left.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobWriter, ReadableStore, Replaces, Store, WritableStore, create_over, scheme_of
+from shardkeep.storage.base import BlobWriter, ReadableStore, Store, WritableStore, create_over, scheme_of
 from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
@@ -50,13 +49,11 @@ from shardkeep.storage.resolve import open_store
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
-def write_torch_file(
-    to: str, chosen: Selection, source: Source, *, overwrite: bool, options: Options, progress: pipeline.Progress | None
-) -> pipeline.Written:
+def write_torch_file(to: str, chosen: Selection, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
     """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
     path = destination(to, make_directory=True)
     taken = errors.CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
-    if file_exists(path) and not overwrite:
+    if file_exists(path) and not how.overwrite:
         raise taken
     index = source.index
     state: dict[str, Any] = {}
@@ -67,7 +64,7 @@ def write_torch_file(
             continue
         key = chosen.values[name]
         raw = index.value_data.raw(index.value_rows[key])
-        state[name] = decode_value(raw, key=key, allow_pickle=options.allow_pickle)
+        state[name] = decode_value(raw, key=key, allow_pickle=how.options.allow_pickle)
         if not _is_plain(state[name]):
             raise errors.UnsupportedLeaf(
                 f"{key!r} is or holds what torch.load does not open with weights_only=True: "
@@ -75,18 +72,10 @@ def write_torch_file(
                 hint=f"leave it out: exclude={key!r}",
                 key=key,
             )
-    windows = pipeline.limits(options, source.store)
+    windows = pipeline.limits(how.options, source.store)
     reader = pipeline.PartReader(source, budget_nbytes=2 * windows[1])
     try:
-        nbytes = write_archive(
-            path,
-            pickle_state(state),
-            reader.fill,
-            replace_file=overwrite,
-            options=options,
-            progress=progress,
-            windows=windows,
-        )
+        nbytes = write_archive(path, pickle_state(state), reader.fill, how, windows=windows)
     except errors.StorageError as exc:
         if exc.errno == errno.EEXIST:
             raise taken from exc
@@ -109,14 +98,12 @@ def write_archive(
     path: str,
     pickled: Pickled,
     fill: pipeline.Fill,
+    how: pipeline.WriteArguments | None = None,
     *,
-    replace_file: bool = True,
-    options: Options | None = None,
-    progress: pipeline.Progress | None = None,
     windows: tuple[int, int] | None = None,
 ) -> int:
     """Write an archive to a `destination`, and return its size; EEXIST or EFBIG if it cannot replace what is there."""
-    options = options or Options()
+    overwrite, options, progress = how or pipeline.WriteArguments(overwrite=True, options=Options(), progress=None)
     layout = ArchiveLayout(pickled.data, [storage.nbytes for storage in pickled.storages])
     sums = _Checksums(layout, pickled.storages)
     parts: list[pipeline.Part] = []
@@ -148,21 +135,22 @@ def write_archive(
 
     if is_blob_url(path):
         most_held = min(_MOST_HELD_NBYTES, options.host_budget_bytes // 2)  # it is held twice for a moment
-        _write_blob(path, layout.nbytes, write, check, replace=replace_file, most_held=most_held)
+        _write_blob(path, layout.nbytes, write, check, replace=overwrite, most_held=most_held)
     else:
-        _write_local(path, write, check, replace=replace_file)
+        _write_local(path, write, check, replace=overwrite)
     return layout.nbytes
 
 
 class _Checksums:
     """The CRC-32 of every storage, combined from ranges that are filled in any order."""
 
-    def __init__(self, layout: ArchiveLayout, storages: Sequence[pipeline.FillPart]) -> None:
+    def __init__(self, layout: ArchiveLayout, storages: Sequence[pipeline.TensorPart | memoryview]) -> None:
         self._layout = layout
         self._number = {id(storage): number for number, storage in enumerate(storages)}
-        self._left = list(layout.sizes)
+        in_memory = [isinstance(storage, memoryview) for storage in storages]
+        self._left = [0 if held else size for held, size in zip(in_memory, layout.sizes, strict=True)]
         self._ranges: dict[int, dict[int, tuple[int, int]]] = {}
-        self._crcs = [0] * len(layout.sizes)
+        self._crcs = [zlib.crc32(storage) if isinstance(storage, memoryview) else 0 for storage in storages]
         self._complete = 0
         """All storages before this one are complete."""
         self._failed = False
@@ -181,10 +169,9 @@ class _Checksums:
 
     def _advance(self) -> None:
         while self._complete < len(self._left) and not self._left[self._complete]:
-            whole = 0
             for at, (value, nbytes) in sorted(self._ranges.pop(self._complete, {}).items()):
-                whole = combine_crc32(whole, value, nbytes) if at else value
-            self._crcs[self._complete] = whole
+                whole = combine_crc32(self._crcs[self._complete], value, nbytes) if at else value
+                self._crcs[self._complete] = whole
             self._complete += 1
 
     def fail(self) -> None:
@@ -208,25 +195,12 @@ class _Checksums:
 _PROTOCOL = 2  # torch's
 
 
-@dataclass(frozen=True, eq=False)
-class MemoryPart:
-    """A storage in memory, on the CPU."""
-
-    key: str
-    storage: torch.UntypedStorage
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self.storage.nbytes()
-
-
 class Pickled(NamedTuple):
     """A state without the bytes of its tensors."""
 
     data: bytes
-    storages: Sequence[pipeline.TensorPart | MemoryPart]
-    """What holds the bytes of each storage, by the number that the pickle gives it; each object stands for one."""
+    storages: Sequence[pipeline.TensorPart | memoryview]
+    """The bytes of each storage, in a checkpoint or in memory, by the number that the pickle gives it."""
 
 
 def pickle_state(state: Any) -> Pickled:
@@ -247,7 +221,7 @@ class _Bytes:
 class _StatePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, _PROTOCOL)
-        self.storages: list[pipeline.TensorPart | MemoryPart] = []
+        self.storages: list[pipeline.TensorPart | memoryview] = []
         self._known: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
     def reducer_override(self, obj: Any, /) -> Any:
@@ -279,8 +253,8 @@ class _StatePickler(pickle.Pickler):
         known = self._known.get(storage._cdata)
         if known is None:
             number = str(len(self.storages))
-            in_memory = storage.cpu()  # type: ignore[no-untyped-call]  # torch's
-            self.storages.append(MemoryPart(f"archive/data/{number}", in_memory))
+            in_memory: Any = storage.cpu()  # type: ignore[no-untyped-call]  # torch's
+            self.storages.append(torch.empty(0, dtype=torch.uint8).set_(in_memory).numpy().data)
             # Kept as well: no other storage may come to have its address.
             known = self._known[storage._cdata] = number, storage
         return "storage", kind, known[0], torch.serialization.location_tag(storage), elements
@@ -289,7 +263,7 @@ class _StatePickler(pickle.Pickler):
 # -- the file that it becomes ------------------------------------------------------------------------------------------
 
 _MOST_HELD_NBYTES = 1 << 30
-"""A larger blob does not replace another from memory."""
+"""A larger blob is not put from memory."""
 
 Write = Callable[[WritableStore, str], None]
 """Writes the file to a store under a name, durable on return."""
@@ -360,42 +334,26 @@ def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> Non
 def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: bool, most_held: int) -> None:
     store, name = blob_location(url)
     replaces = replace and store.version(name) is not None
-    replacing: list[Replaces] = []
-    if replaces and nbytes <= most_held:
+    over = create_over(store, name, nbytes) if replaces else None
+    if over is not None:
+        write(_Kept(lambda *_: over), name)
+    elif not replaces:
+        write(_Kept(store.create), name)
+    elif nbytes <= most_held:
         held = MemoryStore()
         write(held, name)
         check(held, name)
         store.put(name, held.get(name, limit=nbytes), replace=True)
-    elif replaces:
-
-        def begin(name: str, nbytes: int) -> BlobWriter:
-            writer = create_over(store, name, nbytes)
-            if writer is None:
-                raise errors.StorageError(
-                    f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
-                    hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
-                    name=name,
-                    errno=errno.EFBIG,
-                )
-            replacing.append(writer)
-            return writer
-
-        write(_Kept(begin), name)
     else:
-        write(_Kept(store.create), name)
+        raise errors.StorageError(
+            f"{store.url}/{name}: {nbytes} bytes cannot replace what is there in one step: too many for memory",
+            hint="give more memory (host_budget_bytes), write to another name, or delete what is there first",
+            name=name,
+            errno=errno.EFBIG,
+        )
     try:
-        try:
-            check(store, name)
-        except errors.DamagedCheckpoint:
-            check(store, name)  # the first read may have been damaged on the way
-    except errors.DamagedCheckpoint as exc:
-        if replacing and replacing[0].in_doubt:
-            raise errors.StorageError(
-                f"{store.url}/{name}: was not replaced: the upload did not arrive, and the old file is still there",
-                hint="try again",
-                name=name,
-                errno=errno.EIO,
-            ) from exc
+        check(store, name)
+    except errors.DamagedCheckpoint:
         if not replaces:
             with suppress(errors.CheckpointError):
                 store.delete(name)

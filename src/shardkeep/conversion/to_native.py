@@ -28,7 +28,6 @@ from shardkeep.format.index import Index
 from shardkeep.format.record import checked_meta, checked_step
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
-from shardkeep.options import Options
 from shardkeep.plan.save_plan import RankManifest, RankWritePlan, encode, ints
 from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store
@@ -39,11 +38,9 @@ def write_native(
     source: Source,
     index: Index,
     rows: Sequence[int],
+    how: pipeline.WriteArguments,
     *,
-    overwrite: bool,
     codecs: Codecs,
-    options: Options,
-    progress: pipeline.Progress | None,
 ) -> pipeline.Written:
     """
     Write a checkpoint, with the step and meta of the source; `CheckpointExists` if one is there already.
@@ -51,8 +48,8 @@ def write_native(
     `index` has names, shapes, dtypes, ties, values and nesting; its locations are not used. For each tensor, `rows` has
     the row of its source in the index of the old checkpoint.
     """
-    keys = keys_for(options)
-    coordinator = Coordinator(store, overwrite=overwrite, codecs=codecs, keys=keys)
+    options, keys = how.options, keys_for(how.options)
+    coordinator = Coordinator(store, overwrite=how.overwrite, codecs=codecs, keys=keys)
     labels = checked_step(source.record.step), checked_meta(source.record.meta)
     with orphans.holding_claim(coordinator.save_id):
         try:
@@ -61,7 +58,7 @@ def write_native(
             [orders] = planned.by_rank
             coding = FileCodecs(orders, keys)
             files = _files(index, [(row, rows[row]) for row in filled], orders)
-            digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, progress)
+            digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
             pipeline.verify_written(coded, files, digests, options, entries=entries)

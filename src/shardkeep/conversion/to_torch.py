@@ -40,18 +40,16 @@ _Item = tuple[protocol.MetadataIndex, memoryview | pipeline.TensorPart]
 """An object as `torch.save` writes it, or a tensor, and what it is called."""
 
 
-def write_torch_layout(
-    store: Store, source: Source, *, overwrite: bool, options: Options, progress: pipeline.Progress | None
-) -> pipeline.Written:
+def write_torch_layout(store: Store, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
     """Write all of a checkpoint into a place."""
     taken = set(names_in(store))
-    if not overwrite and METADATA_NAME in taken:
+    if not how.overwrite and METADATA_NAME in taken:
         raise CheckpointExists(
             f"{store.url}: a checkpoint is already there ({METADATA_NAME})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
-    began_s, commit = time.time(), Commit(store, store)
-    metadata, items = _describe(source, store.url, options)
+    began_s, commit = time.time(), Commit(store)
+    metadata, items = _describe(source, store.url, how.options)
     made: list[str] = []
     try:
         # A checkpoint that is there must stay whole until the commit: no file has a name of another.
@@ -60,9 +58,9 @@ def write_torch_layout(
         items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
         groups = item_batches(items, lambda item: item[1].nbytes, most_nbytes=_FILE_NBYTES)
         files = [_lay_out(next(names), group, metadata.storage_data) for group in groups]
-        digests, _ = pipeline.write_parts(store, files, source, options, progress)
+        digests, _ = pipeline.write_parts(store, files, source, how.options, how.progress)
         made += [file.job.name for file in files]
-        pipeline.verify_written(store, files, digests, options)
+        pipeline.verify_written(store, files, digests, how.options)
         sums: dict[str, Sums] = {}
         for file, of_file in zip(files, digests, strict=True):
             name = file.job.name

@@ -79,7 +79,6 @@ class KVMailbox:
         return True
 
     def there(self, key: str) -> bool:
-        """Return whether `key` exists."""
         return bool(self._store.check([key]))
 
     def read(self, keys: Sequence[str]) -> list[bytes]:

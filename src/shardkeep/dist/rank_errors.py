@@ -47,7 +47,6 @@ class GroupError(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[FailedRanks] = []
 
     def error(self) -> CheckpointError:
-        """Make the exception to raise."""
         error = error_class(self.kind)(self.message, hint=self.hint, **self.details)
         error.by_rank = {rank: group.failure for group in self.groups for rank in group.ranks}
         return error

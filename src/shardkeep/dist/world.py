@@ -37,7 +37,6 @@ class World:
 
     @property
     def solo(self) -> bool:
-        """Whether there are no other ranks."""
         return self.size == 1
 
     def with_prefix(self, prefix: str) -> World:
@@ -50,7 +49,6 @@ class World:
 
 
 def is_initialised() -> bool:
-    """Return whether there is a process group."""
     # A program that has initialised a process group has imported torch.distributed; importing it here would take seconds.
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()

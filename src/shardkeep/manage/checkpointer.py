@@ -46,7 +46,7 @@ from shardkeep.manage.saves import PINNED, Saved, Saves, StepState, UnsavedStep,
 from shardkeep.options import Options
 from shardkeep.storage.base import Root, same_place
 from shardkeep.storage.resolve import open_root
-from shardkeep.storage.retry import RetryingRoot, RetryPolicy
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,7 +177,7 @@ class Checkpointer:
         arguments = [template, every_steps, at, every_minutes, request_file, save_last, asynchronous, max_in_flight]
         retry_policy = RetryPolicy(retries, sleep=clock.sleep)
         self._root = roots[0]
-        self._tiers = Tiers(*(Catalog(RetryingRoot(each, retry_policy), template) for each in roots))
+        self._tiers = Tiers(*(Catalog(RetryingStore(each, retry_policy), template) for each in roots))
         self._best = parse_best(keep_best)
         self._errors = _ErrorReporter(on_error, self._root.url)
         self._schedule = schedule.StepSchedule(every_steps, at)
@@ -341,7 +341,7 @@ class Checkpointer:
 
     def _save_if_due(self, made: Decision, given: StepState, why: str, *, overwrite: bool = False) -> Saved | None:
         """Save a step if there is a reason; one that exists only if the caller wants it now."""
-        errors, saved, stop = self._saves.end(made.failed, made.unpromoted), None, made.stop
+        errors, saved, stop = self._saves.end(made.failed), None, made.stop
         if why not in ("", _NOW) and self._saves.is_last(made.step):
             why = ""  # it exists
             errors += self._saves.wait()
@@ -364,8 +364,7 @@ class Checkpointer:
 
     def _decide(self, step: int, requested: Collection[str]) -> Decision:
         why, stop = self._requests.why(requested)
-        failed, unpromoted = self._saves.failed()
-        return Decision(step=step, why=why, stop=stop, failed=failed, unpromoted=unpromoted)
+        return Decision(step=step, why=why, stop=stop, failed=self._saves.failed())
 
     def _save(
         self, given: StepState, why: str, errors: list[BaseException], *, wait: bool, overwrite: bool

@@ -45,10 +45,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The reason to save at this step; empty: save only if the step number says so."""
     stop: bool = False
     """Whether a signal is the reason: the call waits for the save, and training should end."""
-    failed: list[int] = []
-    """Numbers of saves that failed and were not reported before."""
-    unpromoted: list[int] = []
-    """Numbers of replication rounds that failed and were not reported before."""
+    failed: list[list[int]] = []
+    """Numbers of saves, and of replication rounds, that failed and were not reported before."""
     again: int = 1
     """After how many calls the next decision follows."""
 

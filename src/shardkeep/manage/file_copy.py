@@ -70,8 +70,9 @@ class DigestedRange(NamedTuple):
         """Check what was read. If it is wrong, read it once more: correct `data`, or raise `ChecksumMismatch`."""
         if digest(data) == self.digest:
             return
-        if base.reread(name, store, self.start, data, lambda again: digest(again) == self.digest) is not None:
-            self.check(digest(data), f"{store.url}/{name}")
+        base.repair(store, name, self.start, data, lambda again: digest(again) == self.digest)
+        self.check(digest(data), f"{store.url}/{name}")
+        base.warn_reread_ok(name, self.start, self.nbytes)
 
     def check(self, found: bytes, where: str) -> None:
         """Raise `ChecksumMismatch` unless the digest is the expected one."""
@@ -312,8 +313,7 @@ def _move_ranges(source: base.Store, file: _OpenFile, ranges: list[DigestedRange
         # A range that does not fit into the buffer is read once to verify its digest, then again to copy it.
         parts, found = _split(long, read, len(buffer))
         if found != long.digest:
-            with closing(base.SecondRead(file.name, source)) as again:
-                parts, found = _split(long, again.read, len(buffer))
+            parts, found = _split(long, partial(base.read_again, source, file.name), len(buffer))
             long.check(found, f"{source.url}/{file.name}")
             base.warn_reread_ok(file.name, long.start, long.nbytes)
         windows = [[part] for part in parts] if file.writer is not None else []

@@ -345,7 +345,7 @@ class Lease:
 
 
 def running_holder(root: Root) -> str:
-    """Return which running job holds the lease of a root, as far as can be told at once; empty if none does."""
+    """Return which running job holds the lease of a root, as far as one look shows; empty if none does."""
     try:
         holder = _decoded(root.get(LEASE_NAME, limit=_MAX_NBYTES))
         written_s = max((info.modified_s for info in root.list() if info.name == LEASE_NAME), default=0.0)

@@ -53,7 +53,7 @@ from shardkeep.manage.schedule import Clock
 from shardkeep.options import Options, decodable
 from shardkeep.storage.base import Root, Store, Version, decode_or_reread, free_nbytes
 from shardkeep.storage.cancel import run_with_deadline, spawn_daemon
-from shardkeep.storage.retry import RetryingRoot, RetryPolicy
+from shardkeep.storage.retry import RetryingStore, RetryPolicy
 
 log = logging.getLogger("shardkeep")
 
@@ -380,7 +380,7 @@ class Replicator:
         self._running_round = 0
         self._cancelled_before = 0
         """Rounds with lower numbers are cancelled."""
-        retrying = RetryingRoot(root, replace(retry_policy, wanted=self._is_wanted))
+        retrying = RetryingStore(root, replace(retry_policy, wanted=self._is_wanted))
         far = Catalog(retrying, tiers.near.naming.template)
         self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, ranks.clock)
         """Rank 0's part."""

@@ -234,7 +234,10 @@ class Saves:
                 retry_policy=retry_policy,
                 is_saving=lambda: self._in_call or self._pending.running(),
             )
-        self._pruners = [self._pruner, *([self.replicator.coordinator.pruner] if self.replicator else [])]
+        self._background, self._pruners = [self._pending], [self._pruner]
+        if self.replicator is not None:
+            self._background.append(self.replicator.rounds)
+            self._pruners.append(self.replicator.coordinator.pruner)
         self._timeline: Timeline | None = None
         """Where this job saves; None until `begin`, and again after a restore."""
         self._restored: Restored | None = None
@@ -277,14 +280,14 @@ class Saves:
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def failed(self) -> tuple[list[int], list[int]]:
+    def failed(self) -> list[list[int]]:
         """Return the numbers of saves, and of replication rounds, that have failed by now on this rank."""
-        return self._pending.failed(), [] if self.replicator is None else self.replicator.rounds.failed()
+        return [tasks.failed() for tasks in self._background]
 
-    def end(self, saves: Collection[int], rounds: Collection[int]) -> list[BaseException]:
-        """Wait for saves and replication rounds to end, and return their errors."""
-        errors = self._pending.end(saves)
-        return errors if self.replicator is None else errors + self.replicator.rounds.end(rounds)
+    def end(self, failed: Sequence[Collection[int]]) -> list[BaseException]:
+        """Wait for these saves and replication rounds to end, and return their errors."""
+        pairs = zip(self._background, failed, strict=False)
+        return [error for tasks, numbers in pairs for error in tasks.end(numbers)]
 
     def make_room(self) -> list[BaseException]:
         """Wait until another save may begin, and return the errors of those that ended."""
@@ -386,9 +389,8 @@ class Saves:
         except EarlierSaveFailed as error:  # of a save outside this Checkpointer
             other_failure, saved = error, error.response
         except BaseException:
-            self._pending.skip()
-            if self.replicator is not None:
-                self.replicator.rounds.skip()
+            for tasks in self._background:
+                tasks.skip()
             if first:
                 self._pruner.locks.release(name)
             raise
@@ -410,7 +412,7 @@ class Saves:
             self._compared.discard(name)
             near = closest(name, given.keys())
             log.warning(
-                "step %d has no metric %r, by which checkpoints are compared; it has %s%s. Checkpoints without it are kept",
+                "step %d has no metric %r, by which checkpoints are compared, and is kept; it has %s%s",
                 step,
                 name,
                 ", ".join(map(repr, given)) or "none",

@@ -11,15 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardkeep.events import Event, SaveBegan, SaveCommitted, SaveFailed, SaveProgressed, on_event
 from shardkeep.reports.metrics import from_rank_zero
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
@@ -29,7 +27,8 @@ _PATIENCE_S = 2.0
 """How long leaving the block waits for a terminal that does not accept output."""
 
 
-def show_progress() -> AbstractContextManager[None]:
+@contextmanager
+def show_progress() -> Iterator[None]:
     """
     Show the progress of saves inside this block, on rank 0, if standard error is a terminal.
 
@@ -44,11 +43,9 @@ def show_progress() -> AbstractContextManager[None]:
     """
     # Not as rich sees it, which also accepts variables that only mean colours in logs.
     interactive = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
-    return _shown() if interactive else nullcontext()
-
-
-@contextmanager
-def _shown() -> Iterator[None]:
+    if not interactive:
+        yield
+        return
     import rich.progress  # noqa: PLC0415, F401 - only if needed, and before the drawing thread imports it
     from rich.console import Console  # noqa: PLC0415
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, get_args
 
 import msgspec
 
@@ -29,11 +28,9 @@ _LANES = {
 """The rows of a rank, from top to bottom."""
 _ROWS = 100
 """Most rows of one phase. Calls that overlap in time get a row each."""
-_Timed: TypeAlias = (
+_Ended: TypeAlias = (
     events.SaveCommitted | events.SaveFailed | events.LoadFinished | events.LoadFailed | events.PromotionFinished
 )
-_ENDS = (events.SaveCommitted, events.SaveFailed, events.LoadFinished, events.LoadFailed)
-_MOMENTS = (events.Retried, events.Pruned, events.StepSkipped, events.PromotionFailed)
 
 
 @contextmanager
@@ -59,9 +56,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     """
     tracing = _Tracing(os.fspath(path))
-    with events.on_event(
-        tracing.hear, kinds=(events.SaveBegan, events.LoadBegan, events.PromotionFinished, *_ENDS, *_MOMENTS)
-    ):
+    with events.on_event(tracing.hear, kinds=(events.SaveBegan, events.LoadBegan, *get_args(_Ended))):
         wait = False
         try:
             yield
@@ -77,7 +72,6 @@ class _Tracing:
         if not os.path.isdir(os.path.dirname(path) or ".") or os.path.isdir(path):
             raise StorageError(f"the trace {path} cannot be created", hint="give a file in an existing folder")
         self._path = path
-        self._process_id = os.getpid()
         self._changed = threading.Condition()
         self._under_way: list[str] = []
         self._file: IO[bytes] | None = None
@@ -85,8 +79,6 @@ class _Tracing:
         self._ended = False
         # A rank other than 0 writes no file, even if the process group is gone at the end.
         self._first = is_rank_zero()
-        self._ranks: set[int] = set()
-        """Those that have a name in the file."""
         self._ends_us: dict[tuple[int, int], int] = {}
         """When the last span of each rank and row ended."""
 
@@ -95,17 +87,16 @@ class _Tracing:
         with self._changed:
             if isinstance(event, (events.SaveBegan, events.LoadBegan)):
                 self._under_way.append(event.where)
-            elif event.where in self._under_way and isinstance(event, _ENDS):  # otherwise it began before the trace
+                return
+            if event.where in self._under_way:  # otherwise it began before the trace, or is a promotion
                 self._under_way.remove(event.where)
                 self._changed.notify_all()
             self._first = self._first and is_rank_zero()
-            if self._first and from_rank_zero(event) and not self._ended:
+            if self._first and from_rank_zero(event) and not self._ended and isinstance(event, get_args(_Ended)):
                 self._write(self._entries(event))
 
     def close(self, *, wait: bool) -> None:
         """Finish the file, once every call is in it."""
-        if os.getpid() != self._process_id:  # a fork left the block; the file belongs to its parent
-            return
         with self._changed:
             while wait and self._under_way:
                 self._changed.wait()
@@ -137,33 +128,27 @@ class _Tracing:
         except OSError as exc:  # logged by `close`; a save must not fail because of it
             self._failure = self._failure or exc
 
-    def _entries(self, event: events.Event) -> list[dict[str, Any]]:
-        """Return the entries of an event that happened just now, by a monotonic clock."""
-        if isinstance(event, _MOMENTS):
-            return [_instant(event, time.perf_counter())]
-        if not isinstance(event, (*_ENDS, events.PromotionFinished)):
-            return []
+    def _entries(self, event: _Ended) -> list[dict[str, Any]]:
+        """Return the entries of a call: of the whole, and of each phase, on every rank."""
         is_save = isinstance(event, (events.SaveCommitted, events.SaveFailed))
         call = "save" if is_save else "promote" if isinstance(event, events.PromotionFinished) else "load"
-        failed = isinstance(event, (events.SaveFailed, events.LoadFailed))
         ranks = getattr(event, "ranks", None) or [events.RankPhases(event.rank, getattr(event, "phases", []))]
         lanes = [f"{call} {name}" for call, names in _LANES.items() for name in names]
-        return ([_instant(event, event.called_s + event.seconds)] if failed else []) + [
+        return [
             entry
             for each in ranks
             for span in _with_whole(call, each, event)
             for entry in self._complete(each.rank, span, lanes.index(f"{call} {span.name}"), event)
         ]
 
-    def _complete(self, rank: int, span: events.Span, lane: int, event: _Timed) -> Iterator[dict[str, Any]]:
+    def _complete(self, rank: int, span: events.Span, lane: int, event: _Ended) -> Iterator[dict[str, Any]]:
         """Yield the entry of a span, after the entries that name its rank and row if they are new."""
         # Integers, so that rounding does not make consecutive spans overlap.
         begin_us, end_us = (round((event.called_s + at_s) * 1e6) for at_s in (span.begin_s, span.end_s))
         first = lane * _ROWS
         rows = range(first, first + _ROWS)
         row = next((row for row in rows if self._ends_us.get((rank, row), 0) <= begin_us), rows[-1])
-        if rank not in self._ranks:
-            self._ranks.add(rank)
+        if rank not in {known for known, _ in self._ends_us}:
             yield _named("process_name", rank, 0, name=f"rank {rank}")
             yield _named("process_sort_index", rank, 0, sort_index=rank)
         if (rank, row) not in self._ends_us:
@@ -171,7 +156,9 @@ class _Tracing:
             yield _named("thread_sort_index", rank, row, sort_index=row)
         self._ends_us[rank, row] = end_us
         more: dict[str, Any] = {}
-        if isinstance(event, events.PromotionFinished) and span.name == "promote":
+        if isinstance(event, (events.SaveFailed, events.LoadFailed)):
+            more = {"kind": event.kind, "message": event.message}
+        elif isinstance(event, events.PromotionFinished):
             more = {"source": event.source, "files": event.files_copied, "files_total": event.files_total}
         yield {
             "name": span.name,
@@ -185,7 +172,7 @@ class _Tracing:
         }
 
 
-def _with_whole(name: str, did: events.RankPhases, event: _Timed) -> list[events.Span]:
+def _with_whole(name: str, did: events.RankPhases, event: _Ended) -> list[events.Span]:
     """Return a span for the whole call of a rank, as far as it is known here, and the spans of its phases."""
     begins, ends = [span.begin_s for span in did.spans], [span.end_s for span in did.spans]
     # The seconds of a promotion do not include choosing the source.
@@ -195,19 +182,6 @@ def _with_whole(name: str, did: events.RankPhases, event: _Timed) -> list[events
         return []
     moved = sum(span.nbytes for span in did.spans if span.name in ("write", "read", "copy"))
     return [events.Span(name, min(begins), max(ends), moved), *did.spans]
-
-
-def _instant(event: events.Event, at_s: float) -> dict[str, Any]:
-    return {
-        "name": type(event).__name__,
-        "cat": "shardkeep",
-        "ph": "i",
-        "s": "p",
-        "ts": round(at_s * 1e6),
-        "pid": event.rank,
-        "tid": 0,
-        "args": msgspec.to_builtins(event),
-    }
 
 
 def _named(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
