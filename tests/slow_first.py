@@ -6,8 +6,6 @@ A plugin of pytest: files that take long come first, so that at the end no worke
 By itself, pytest-xdist begins with the files that have the most tests, and the slow ones have few.
 """
 
-from __future__ import annotations
-
 import pytest
 
 SLOW = (

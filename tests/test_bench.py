@@ -38,9 +38,7 @@ SIZES = ["--gb", 0.02, "--tensors", 30, "--rounds", 1]
 
 @pytest.mark.timeout(400)
 def test_a_tiny_round(tmp_path, monkeypatch, capsys):
-    """
-    Every contender saves and loads the state, bit for bit, each in a process of its own; and the ratios are printed.
-    """
+    """Every contender saves and loads the state bit for bit in a process of its own, and the ratios are printed."""
     monkeypatch.syspath_prepend(BENCH)
     import run as bench
 

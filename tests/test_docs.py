@@ -52,10 +52,7 @@ def alone(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
 def test_snippets_run(page, alone, rank_pool):
-    """
-    Every block of code of a page runs, in order, from an empty folder, with no package but those that it says to
-    install, and prints what the page says.
-    """
+    """Every block of a page runs, in order, with the packages it says to install, and prints what the page says."""
     if "transformers" in page.read_text() and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     for fence, printed in Reader(page, rank_pool).follow():

@@ -5,8 +5,6 @@ Each answers with the error it raised, or with None where all it gave is exactly
 the test: another exception, or data that nobody saved.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -5,8 +5,6 @@ What comes out could have been written by somebody who knows the format and mean
 stand between it and the reader.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Small checkpoints in memory to be damaged, what they hold, and their bytes one by one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -20,9 +20,7 @@ def subject(request):
 
 
 def test_undamaged_checkpoints_pass_every_door(subject):
-    """
-    The yardstick: without damage, all doors give exactly what was saved, from several files, one of several blocks.
-    """
+    """The yardstick: without damage, all doors give exactly what was saved, also from several files and blocks."""
     answers = doors.try_all(store_of(subject.blobs), subject, "undamaged")
 
     assert answers.all == [None, None, None]
@@ -169,9 +167,7 @@ def test_what_is_not_damaged_still_loads():
 
 
 def test_damage_reaches_every_rank():
-    """
-    Three ranks load a checkpoint of which one file is damaged: all of them raise the same damage, naming the file.
-    """
+    """Three ranks load a checkpoint with one damaged file: all raise the same damage, naming the file."""
     subject = three_ranks()
     entry = next(file for file in subject.record.files if file.name.startswith("optim-00001"))
     store = subject.with_blob(entry.name, flipped(subject.blobs[entry.name], entry.nbytes - 1, 0))

@@ -62,10 +62,7 @@ def mutations(draw, data):
 @settings(max_examples=120, **COMMON)
 @given(st.data())
 def test_mutated_files(data):
-    """
-    One or two files mutated at random: every door gives an error of damage, or exactly what was saved; what `verify`
-    passes is byte for byte what was written.
-    """
+    """One or two files mutated at random: each door refuses or is exact; what `verify` passes is what was written."""
     subject = data.draw(st.sampled_from(SUBJECTS))()
     names = sorted(subject.blobs)
     blobs = dict(subject.blobs)
@@ -100,10 +97,7 @@ NUMBERS = st.sampled_from([0, 1, 2, 3, 255, 2**16, 2**31, 2**32, 2**58, 2**62, 2
 @settings(max_examples=120, **COMMON)
 @given(st.data())
 def test_forged_columns(data):
-    """
-    Numbers of the index replaced at random, all digests right: an error of ours from every door, or data of the right
-    shapes; never another exception, a crash or a hang.
-    """
+    """Random numbers in the index under right digests: an error of ours or data of the right shapes, no crash."""
     subject = data.draw(st.sampled_from(SUBJECTS))()
     forgery = take_apart(subject)
     for _ in range(data.draw(st.integers(1, 3))):

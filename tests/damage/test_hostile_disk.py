@@ -43,9 +43,7 @@ def all_names():
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("number", range(5))
 def test_links_are_not_followed(place, number, direct):
-    """
-    A symbolic link in the place of any file is refused, even one to a sound copy; what it points to is not opened.
-    """
+    """A symbolic link in the place of any file is refused, even to a sound copy, and its target is not opened."""
     name = all_names()[number]
     (place / "ck" / name).unlink()
     (place / "ck" / name).symlink_to(place / "outside" / name)

@@ -285,9 +285,7 @@ CASES |= {
 
 @pytest.mark.parametrize("forge", CASES.values(), ids=CASES)
 def test_a_forged_index_is_refused(subject, forgery, forge):
-    """
-    `load` and `verify` raise an error of ours; `to_dict` and a look around raise one of ours or give what was saved.
-    """
+    """`load` and `verify` raise an error of ours; `to_dict` and a look around do, or give what was saved."""
     forge(forgery)
     store = store_of(forgery.blobs())
 
@@ -300,10 +298,7 @@ def test_a_forged_index_is_refused(subject, forgery, forge):
 
 
 def test_an_honest_forger_is_believed(subject, forgery):
-    """
-    The yardstick: taken apart and put together without a change, also with wider numbers and one more section, it is
-    the checkpoint it was.
-    """
+    """The yardstick: rebuilt without a change, with wider numbers or one more section, it is the same checkpoint."""
     for name in ("chunk_ends", "file", "start", "alias", "offsets", "sizes", "shape", "key_ends", "dtype", "ndim"):
         forgery.set(name, forgery.get(name))
     forgery.sections["something new"] = Section("|u1", (3,), b"abc")
@@ -315,10 +310,7 @@ def test_an_honest_forger_is_believed(subject, forgery):
 
 @pytest.mark.parametrize("shift", [-1, 1, -50, None])
 def test_boxes_that_overlap_or_leave_a_hole(shift):
-    """
-    Three boxes, one of them moved, or (None) stored twice in the place of another: an overlap and a hole of the same
-    size, so that the sum of volumes is right.
-    """
+    """Of three boxes one is moved, or (None) stored twice in place of another: the sum of volumes is still right."""
     subject = three_ranks()
     forgery = take_apart(subject)
     row = forgery.rows["optim.moment"]
@@ -417,10 +409,7 @@ TREES = {
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_a_forged_tree_is_refused(subject, forgery, tree):
-    """
-    A tree that breaks the rules, or names other leaves than there are, is refused by whoever reads it: `to_dict` and
-    `verify`. `load` fills a state that has a tree of its own, and is exact.
-    """
+    """`to_dict` and `verify` refuse a wrong tree; `load` fills a state that has a tree of its own, and is exact."""
     forgery.set_tree(tree(subject))
     store = store_of(forgery.blobs())
 

@@ -67,9 +67,7 @@ NAMES = {
 @pytest.mark.parametrize("which", ["index", "file"])
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_names_that_are_no_names(subject, forgery, which, name):
-    """
-    A file name that could reach outside, or upset a file system, is refused before any file but the record is touched.
-    """
+    """A file name that could lead outside, or upset a file system, is refused before another file is touched."""
     (forgery.record["index"] if which == "index" else forgery.record["files"][0])["name"] = name
     forgery.record["index"] |= {"nbytes": 100, "checksum": "xxh3_128:" + "0" * 32}
     record = seal_record(json_text(forgery.record))
@@ -240,10 +238,7 @@ def test_meta_that_json_can_say_and_python_hardly(subject, forgery, number):
 
 
 def test_a_hundred_thousand_files(subject):
-    """
-    A record that lists 100,000 files which are not there costs memory and time in proportion to its own size, and
-    `verify` says what is missing; tensors whose files are there load.
-    """
+    """100,000 listed files that are missing cost memory and time in proportion to the record; the others load."""
     record = msgspec.json.decode(subject.blobs[RECORD_NAME])
     del record["checksum"]
     ghost = {"nbytes": 4097, "header_nbytes": 4096, "block_nbytes": 65536, "checksum": "xxh3_128:" + "0" * 32}

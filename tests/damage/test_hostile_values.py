@@ -1,6 +1,5 @@
 """Values that break the rules, and pickles that would run: an error of ours that names the key, and nothing happens."""
 
-import os
 import pickle
 from contextlib import suppress
 
@@ -11,7 +10,7 @@ from tests.damage import doors
 from tests.damage.bounds import bounded
 from tests.damage.forge import take_apart
 from tests.damage.subjects import QUICK, blank_for, one_rank, store_of
-from tests.engine.samples import bits
+from tests.engine.samples import Trap, bits
 from tests.format.test_values import ext, raw_ext
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,18 +56,8 @@ def test_a_malformed_value_is_refused(subject, forgery, data):
     assert sk.open(store)["step"] == 12
 
 
-class Bomb:
-    """Unpickled, it makes a directory."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def _pickles(path):
-    bomb = raw_ext(127, pickle.dumps(Bomb(path)))
+    bomb = raw_ext(127, pickle.dumps(Trap(path)))
     return {
         "bare": bomb,
         "in a list": b"\x92\x01" + bomb,
@@ -82,10 +71,7 @@ def _pickles(path):
 
 @pytest.mark.parametrize("where", _pickles(""))
 def test_a_pickle_does_not_run(subject, forgery, tmp_path, where):
-    """
-    A pickle that would make a directory is refused, wherever it sits, and no directory is there afterwards; nor has a
-    tensor changed. With `allow_pickle` it runs: so it would have.
-    """
+    """A pickle that would make a directory makes none, wherever it sits, unless `allow_pickle` is given."""
     path = tmp_path / "boom"
     forgery.set_value("name", _pickles(str(path))[where])
     store = store_of(forgery.blobs())

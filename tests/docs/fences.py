@@ -9,8 +9,6 @@ The fenced blocks of a page, and what each of them promises.
     ```console title="install"      does not run: it may only install something, which a test looks into
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What differs from run to run is masked before the output of a command is compared with the documentation."""
 
-from __future__ import annotations
-
 import re
 
 _MASKS = [

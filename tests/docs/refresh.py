@@ -4,8 +4,6 @@ Write what commands really print, and the table of variables, into the pages: `p
 Only blocks whose output is not what it should be are changed. Read the difference before you commit it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -8,8 +8,6 @@ A console line `shardkeep ...` runs in this process with a real pseudo-terminal 
 one of them, as a process of its own that has imported torch already; anything else in bash.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

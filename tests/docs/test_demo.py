@@ -1,7 +1,5 @@
 """The demo, as `make demo` runs it: in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -4,8 +4,6 @@ Every error of the troubleshooting page, made to happen: what is printed there i
 Each function is called in an empty folder and raises the error it is named after.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The table of environment variables in `docs/environment.md`, made from `shardkeep.options`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
@@ -43,6 +41,7 @@ def _defaults() -> Iterator[tuple[str, str]]:
             if isinstance(name, ast.Constant):
                 text = ast.unparse(default)
                 yield name.value, _DEFAULTS.get(text) or text.replace(" * MIB", " MiB")
+    yield "SHARDKEEP_SHARE_READS", "not set"  # then the store decides
     yield "PAGER", "`less`"
 
 

@@ -1,7 +1,5 @@
 """States in which one rank's part is wrong, and what every rank must say about it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

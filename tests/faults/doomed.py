@@ -13,6 +13,7 @@ from shardkeep.storage.local import LocalStore
 from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.thread_ranks import thread_outcomes
 from tests.faults.calls import CHANGING, strike_at
+from tests.support.stores import BeforeStore
 
 ROWS = 240
 TIMEOUT_S = 2.0
@@ -122,20 +123,12 @@ def compete(pipe, place, k):
     pipe.send((done, kinds))
 
 
-class HeldStore(FaultyStore):
-    """Before the first byte of the index is written, waits for a word from the pipe."""
-
-    def __init__(self, inner, pipe):
-        super().__init__(inner)
-        self._pipe = pipe
-
-    def begin(self, verb, name):
-        if name.startswith("index-") and verb == "put":
-            self._pipe.send(os.getpid())
-            self._pipe.recv()
-        return super().begin(verb, name)
-
-
 def hold_a_save(pipe, place, k):
     """Save, but stop before the index until told to go on; say which process this is."""
-    sk.save(level_state(k), HeldStore(LocalStore(place), pipe), step=k, overwrite=True)
+
+    def hold(verb, name):
+        if name.startswith("index-") and verb == "put":
+            pipe.send(os.getpid())
+            pipe.recv()
+
+    sk.save(level_state(k), BeforeStore(LocalStore(place), hold), step=k, overwrite=True)

@@ -4,8 +4,6 @@ Processes to kill: forked in milliseconds from one that has imported torch and d
 What they run is in `doomed`, which that process has imported too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from multiprocessing.connection import Connection

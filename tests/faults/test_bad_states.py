@@ -13,10 +13,7 @@ from tests.faults.scene import assert_saved, checkpoint_at, names_in, no_leaks, 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("there", ["a checkpoint", "nothing"])
 def test_every_rank_raises_the_same(place, case, there):
-    """
-    Every rank raises the same class with the same text, which names rank and key; the earlier checkpoint is intact
-    and there is no new file. The same ranks can save right after.
-    """
+    """Every rank raises the same error with rank and key; no file is added, and the same ranks can save right after."""
     bad = CASES[case]
     if there == "a checkpoint":
         assert_saved(save_all(3, place, 0))

@@ -88,10 +88,7 @@ def test_saves_in_any_order_of_steps(players, overwrite):
 
 
 def test_one_of_two_dies_on_the_way():
-    """
-    The same when one of them dies at a random step: the survivor's checkpoint is there if it reported one, or the
-    earlier one, or the dead one's if it got as far as the commit.
-    """
+    """One dies at a random step: there is what the survivor reported, the earlier one, or a commit of the dead one."""
     for seed in range(SCHEDULES):
         store = sk.MemoryStore()
         save_small(0, store)
@@ -117,10 +114,7 @@ def test_a_reader_between_the_steps_of_a_save():
 
 
 def test_processes_that_save_to_one_place(place):
-    """
-    Processes that overwrite the same checkpoint again and again, each when the others let it, never tear it; what is
-    there in the end was reported as saved, and nothing else is there.
-    """
+    """Processes that overwrite one checkpoint never tear it; the last was reported as saved, and is there alone."""
     save_level(place, 0)
     looked = 0
     with contextlib.ExitStack() as stack:
@@ -147,10 +141,7 @@ def test_processes_that_save_to_one_place(place):
 
 
 def test_a_place_where_another_process_is_saving(place, monkeypatch):
-    """
-    While another process that is alive is writing there, a save raises CheckpointExists, names the process, and
-    touches nothing; when it has ended, the place is free.
-    """
+    """While a live process writes there, a save raises CheckpointExists with its name; afterwards the place is free."""
     save_level(place, 0)
     with Fork(hold_a_save, place, 1) as fork:
         pid = fork.pipe.recv()
@@ -174,10 +165,7 @@ def test_a_place_where_another_process_is_saving(place, monkeypatch):
 
 
 def test_a_claim_of_another_machine_is_respected(place):
-    """
-    Files claimed on another machine, where nobody here can tell whether the process lives, stay; a day after their
-    last change they go.
-    """
+    """Files claimed on another machine, whose processes cannot be seen, stay until a day after their last change."""
     save_level(place, 0)
     save_id = native.new_save_id()
     foreign = [native.claim_name(save_id), native.data_name("model", 0, 1, save_id)]

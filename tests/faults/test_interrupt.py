@@ -30,6 +30,7 @@ from tests.faults.scene import (
     save_all,
     state_of,
 )
+from tests.support.stores import BeforeStore
 
 COMMIT = f"put {RECORD_NAME}"
 
@@ -154,27 +155,22 @@ def lines_of(files, work, stop_at=None):
     return passed
 
 
-class CtrlCAtCommit(FaultyStore):
-    """Rank 0's store: when the record is put, Ctrl-C reaches the main thread, and gets its time to do harm."""
-
-    def begin(self, verb, name):
-        if f"{verb} {name}" == COMMIT:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.5)
-        return super().begin(verb, name)
-
-
 def test_ctrl_c_on_a_rank_that_waits_for_the_commit(place):
     """Interrupted while rank 0 commits, a rank leaves its files alone: they are part of the checkpoint by then."""
     assert_saved(save_all(3, place, 0))
     mail = HashStore()
+
+    def press(verb, name):
+        if f"{verb} {name}" == COMMIT:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)  # to do harm
 
     def save(rank, where):
         world = World(rank, 3, mail, timeout_s=3)
         return sk.save(state_of(1, world), where, step=1, overwrite=True, group=world, options=IN_ORDER)
 
     with ThreadPoolExecutor(2) as pool:
-        others = [pool.submit(save, 0, CtrlCAtCommit(LocalStore(place))), pool.submit(save, 2, place)]
+        others = [pool.submit(save, 0, BeforeStore(LocalStore(place), press)), pool.submit(save, 2, place)]
         # Ctrl-C reaches the main thread only, so that is where the rank to be interrupted has to be.
         with pytest.raises(KeyboardInterrupt):
             save(1, place)

@@ -27,10 +27,7 @@ def bytes_in(place):
 
 @pytest.mark.parametrize("medium", ["memory", "disk"])
 def test_one_process_killed_at_random_moments(place, tmp_path, medium):
-    """
-    However often a process that saves over its own checkpoint is killed, there is a whole one of a state it was
-    saving, never older than the last it was told is saved; what the dead leave never adds up.
-    """
+    """A whole checkpoint is there, never older than the last acknowledged one; leftovers of the dead never add up."""
     place = place if medium == "memory" else str(tmp_path / "ck")
     rng = random.Random(medium)
     save_level(place, 0)

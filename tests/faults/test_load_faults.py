@@ -58,10 +58,7 @@ def assert_healed(caplog, name):
 
 @pytest.mark.parametrize(("ranks", "faults"), RANKS_AND_FAULTS)
 def test_a_failed_operation_reaches_every_rank(place, ranks, faults):
-    """
-    Every rank raises the same storage error, in time, with file and errno; nothing stays open, nothing is written,
-    and the next load is whole.
-    """
+    """Every rank raises the same storage error with file and errno; nothing stays open, and the next load is whole."""
     save_all(ranks, place, 1)
     before = names_in(place)
     turns = itertools.cycle(faults)
@@ -107,10 +104,7 @@ def test_one_flipped_bit_is_never_loaded(place, caplog, ranks, lasting):
 
 
 def test_every_flipped_read_is_caught_by_open(place, caplog):
-    """
-    Verifying, and reading the whole tree without a template, notice every flipped read: what flips once is read again,
-    with a warning, and what flips each time is an error.
-    """
+    """`verify` and `to_dict` read again what flips once, with a warning; what flips each time is an error."""
     save_all(3, place, 1)
 
     def verify(store):

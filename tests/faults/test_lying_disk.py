@@ -24,10 +24,7 @@ from tests.faults.scene import (
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("fault", ["flip", "truncate"])
 def test_what_was_not_kept_is_noticed(place, fault, ranks):
-    """
-    A write of which one bit is flipped, or the second half dropped, is found by verify and by a load, on every rank;
-    elsewhere the same lie does no harm: the checkpoint is whole.
-    """
+    """A flipped or half-dropped write is found by verify and load on every rank, or was harmless."""
     writes = {("write_at", "model"), ("write_at", "optim"), ("put", "index"), ("put", RECORD_NAME)}
     noticed = set()
     for n in itertools.count():
@@ -64,10 +61,7 @@ def check_every_way_in(place, ranks):
 
 
 def test_a_lie_about_the_record_keeps_the_files_it_replaced(place):
-    """
-    Before it removes what was replaced, a save reads its commit record back: where that is not what was written, the
-    files of the earlier checkpoint are still there.
-    """
+    """A save reads its record back before it removes the files of the earlier checkpoint."""
     save_all(1, place, 0)
     earlier = names_in(place)
     store = FaultyStore(LocalStore(place), "flip", at=2, verbs=["put"])

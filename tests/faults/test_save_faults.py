@@ -25,6 +25,7 @@ from tests.faults.scene import (
     no_leaks,
     save_all,
 )
+from tests.support.stores import BeforeStore
 
 COMMIT = f"put {RECORD_NAME}"
 DEADLINE_S = 15.0
@@ -158,10 +159,7 @@ def test_a_crash_loses_nothing_and_the_next_save_sweeps_it(place, ranks):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_crash_of_one_rank_reaches_the_others(place, rank):
-    """
-    When one rank falls out at any of its operations, the others raise and name it; while rank 0 lives it removes
-    what the dead rank left. With rank 0 gone, the next save does.
-    """
+    """The others raise and name it; rank 0 removes what the dead rank left, or the next save does."""
     crash = strikes(3, place, lambda disk, n: FaultyStore(disk, "crash", at=n), rank=rank, crashing=True, least=4)
     for each in crash:
         assert checkpoint_at(place) == each.earlier + each.committed, each.struck
@@ -191,10 +189,7 @@ def test_a_disk_that_goes_away_loses_nothing(place, ranks):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_on_one_rank_reaches_the_others(place, rank):
-    """
-    Ctrl-C on one rank, at any of its operations, goes through on that rank, is named by the others, and leaves
-    nothing of the save; after the commit the checkpoint stands.
-    """
+    """Ctrl-C at any operation goes through, is named by the others, and leaves nothing unless it was committed."""
     for each in strikes(3, place, lambda disk, n: InterruptedStore(disk, when=n), rank=rank, least=4):
         assert isinstance(each.outcomes[rank], KeyboardInterrupt), each.struck
         others = [each.outcomes[other] for other in range(3) if other != rank]
@@ -209,10 +204,7 @@ def test_an_interrupt_on_one_rank_reaches_the_others(place, rank):
 
 
 def test_trouble_after_the_commit_is_a_warning(place, caplog):
-    """
-    A claim or an old file that cannot be removed, or a listing that fails, does not fail a save that has committed:
-    it is logged.
-    """
+    """A claim or old file that cannot be removed, or a failed listing, is logged and does not fail the save."""
     verbs = set()
     for n in itertools.count():
         save_all(1, place, 0)
@@ -232,10 +224,7 @@ def test_trouble_after_the_commit_is_a_warning(place, caplog):
 
 @pytest.mark.parametrize("verb", ["create", "write_at", "finish"])
 def test_a_rank_past_the_deadline_is_named(place, verb):
-    """
-    When a rank takes longer than the deadline, all ranks raise RanksSilent and name it, in time; the earlier
-    checkpoint is intact and the late rank, too, leaves nothing.
-    """
+    """All ranks raise RanksSilent in time and name it; the old checkpoint is intact; the late rank leaves nothing."""
     save_all(3, place, 0)
     before = names_in(place)
     slow = FaultyStore(LocalStore(place), "slow", at=0, verbs=[verb], delay_s=2.2)
@@ -279,24 +268,15 @@ def test_a_first_save_that_fails_leaves_an_empty_place(place):
     assert checkpoint_at(place) == n
 
 
-class _Sticky(FaultyStore):
-    """The commit fails, and then what was written cannot be deleted."""
-
-    def begin(self, verb, name):
-        if verb == "put" and name == RECORD_NAME:
-            raise self.broken(verb, name)
-        if verb == "delete" and name.endswith(".safetensors"):
-            raise self.broken(verb, name)
-        return super().begin(verb, name)
-
-
 def test_what_a_failed_save_cannot_remove_is_known_for_dead(place):
-    """
-    Its claim stays with it, so that the next save sweeps it; without one it would be taken for a checkpoint that lost
-    its record, and stay for ever.
-    """
+    """Its claim stays with it, so that the next save sweeps it: without a claim it would stay for ever."""
+
+    def refuse(verb, name):
+        if (verb, name) == ("put", RECORD_NAME) or (verb == "delete" and name.endswith(".safetensors")):
+            raise sk.StorageError(f"{verb} {name}: injected", name=name)
+
     with pytest.raises(sk.StorageError):
-        sk.save({"w": torch.ones(4)}, _Sticky(LocalStore(place)))
+        sk.save({"w": torch.ones(4)}, BeforeStore(LocalStore(place), refuse))
     left = names_in(place)
     assert {name.partition("-")[0] for name in left} == {"state", "claim"}, left
     sk.save({"w": torch.ones(4)}, place)

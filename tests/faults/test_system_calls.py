@@ -17,10 +17,7 @@ from tests.faults.scene import assert_saved, checkpoint_at, files_of_checkpoint,
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_killed_at_any_call(place, ranks):
-    """
-    A process killed between any two calls that change something leaves the earlier checkpoint whole, or the new one;
-    the next save finds the way clear, and leaves not one file of the dead.
-    """
+    """A process killed between any two calls leaves a whole checkpoint, old or new; the next save removes its files."""
     assert_saved(save_levels(place, 0, ranks))
     earlier, kept = 0, set()
     # Three ranks do not take the same order twice, so that every call of theirs would say little more than some.
@@ -45,10 +42,7 @@ def test_killed_at_any_call(place, ranks):
 
 @pytest.mark.parametrize(("number", "done"), [(errno.EIO, False), (errno.EIO, True), (errno.ENOSPC, False)])
 def test_any_call_fails(place, number, done):
-    """
-    A call that fails, even one that says so after it has done its work, loses neither the earlier checkpoint nor the
-    new one: the save raises an error of ours with the errno and leaves nothing, or succeeds.
-    """
+    """A call that fails, even after its work is done, loses no checkpoint: an error that leaves nothing, or success."""
 
     def strike(name, call):
         if done and name not in ("open", "scandir"):  # what they return would be lost

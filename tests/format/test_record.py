@@ -12,9 +12,7 @@ from shardkeep.format.record import authenticated_bytes
 
 
 def test_what_a_mac_is_of_is_spelt_in_one_way():
-    """
-    As the format's page says, by Python's rules: other modules, and other versions of one, write fractions otherwise.
-    """
+    """As the format's page says, by Python's rules: other JSON modules write fractions otherwise."""
     store = sk.MemoryStore()
     sk.save({"w": torch.ones(2)}, store, meta={"b": 5e-05, "a": [1e16, 0.1, "ü\n\x7f"]})
     record = msgspec.structs.replace(sk.open(store).record, mac="x")

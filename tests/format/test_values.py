@@ -6,7 +6,6 @@ import functools
 import pathlib
 import re
 import struct
-import subprocess
 import sys
 import types
 import typing
@@ -366,10 +365,7 @@ def test_pickles_that_fail_are_named():
 
 
 def test_enum_without_its_class_is_a_reference():
-    """
-    A class that is not loaded gives an EnumRef, which is saved again as it was, and stands wherever the member stood;
-    `like` finds local classes.
-    """
+    """A class that is not loaded gives an EnumRef, which is saved again as it was; `like` finds local classes."""
 
     class Local(enum.Enum):
         A = "a"
@@ -406,13 +402,3 @@ def test_enum_members_that_are_gone_are_references():
 
     assert EnumRef(*where[0], "BLUE", 9) == decode_value(ext(23, *where[0], "BLUE", 9), key="k")
     assert EnumRef(*where[1], None, 1 << 40) == decode_value(ext(23, *where[1], None, 1 << 40), key="k")
-
-
-def test_values_need_no_torch():
-    """Reading and writing plain values, and looking up a dtype, leaves torch unloaded."""
-    script = (
-        "import sys; from shardkeep.format.values import *; import shardkeep.format.dtypes as d; d.by_code(9);"
-        "decode_value(encode_value([1, (2,), {3: ...}], key='k'), key='k');"
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

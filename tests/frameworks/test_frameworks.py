@@ -86,9 +86,7 @@ def after(step, losses):
 
 
 def test_framework_runs_on_ours_and_trains_the_same(trained):
-    """
-    Under install() it is our code that writes, with its checksums, and training gives the bits that it gives on torch's.
-    """
+    """Under install() our code writes, with its checksums, and training gives the bits that it gives on torch's."""
     torchs, ours = trained.saw["torch"], trained.saw["ours"]
 
     assert (torchs["dcp"], torchs["checksum files"]) == ("torch.distributed.checkpoint", 0)
@@ -106,9 +104,7 @@ def test_framework_runs_on_ours_and_trains_the_same(trained):
     ("saved", "resumed", "ranks"), [("torch", "ours", 1), ("ours", "torch", 2), ("ours", "ours", 4)], ids=str
 )
 def test_resumes_bit_for_bit(trained, tmp_path, saved, resumed, ranks):
-    """
-    What either side saved is resumed by the other, on more or fewer ranks: state and losses are of the unbroken run.
-    """
+    """What either side saved is resumed by the other, on more or fewer ranks, as in an unbroken run."""
     seen = run(trained.framework, trained.copy(saved, tmp_path), "--resume", ours=resumed == "ours", ranks=ranks)
 
     assert (resumed == "ours") == (seen["dcp"] == "shardkeep.dcp")
@@ -136,9 +132,7 @@ def test_damage_is_found_by_our_reader(trained, tmp_path):
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_torchtitan_saves_in_the_background(mode, tmp_path):
-    """
-    Torchtitan's asynchronous modes, by thread and by process with staging, save what torch's own code resumes from.
-    """
+    """Torchtitan's asynchronous modes, by thread and by process, save what torch's own code resumes from."""
     needed("torchtitan")
     saw = run("torchtitan", tmp_path, "--mode", mode, ours=True)
     seen = run("torchtitan", tmp_path, "--resume", ours=False)
@@ -180,9 +174,7 @@ MERGES = {
 
 
 def test_frameworks_tool_merges_the_same(trained, tmp_path):
-    """
-    The framework's command that makes one file of a checkpoint gives the same tensors: torch's of ours, ours of torch's.
-    """
+    """The framework's command that merges a checkpoint gives the same tensors: torch's of ours, ours of torch's."""
     if trained.framework not in MERGES:
         pytest.skip(f"{trained.framework} has no such command")
     words, made = MERGES[trained.framework]

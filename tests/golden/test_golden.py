@@ -36,9 +36,7 @@ def test_golden_checkpoints_read_as_they_were_written(name):
 
 
 def test_what_the_second_version_is_for_is_in_its_golden_checkpoints():
-    """
-    One went through every codec, the other has its digests beside its data, which any reader of safetensors takes.
-    """
+    """One went through every codec; the other has its digests beside plain safetensors data."""
     from safetensors.torch import load_file
 
     coded = sk.open(HERE / "v2-coded", options=OPTIONS).record

@@ -158,9 +158,7 @@ def test_a_checkpoint_in_parts_is_read_like_any_other(tmp_path, tiny_parts):
 
 
 def test_ranks_with_parts_load_into_other_ranks(tmp_path, tiny_parts):
-    """
-    Shards written by two ranks in parts are loaded by three others, and a new save over them leaves no part behind.
-    """
+    """Shards written by two ranks in parts are loaded by three; a new save over them leaves no part behind."""
     full = {f"w{i}": torch.randn(12, 500) for i in range(8)}
 
     def shard(tensor, world):

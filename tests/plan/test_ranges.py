@@ -160,10 +160,7 @@ def stored(draw):
 @settings(max_examples=150, deadline=None)
 @given(stored(), st.data())
 def test_every_wanted_element_has_one_source(case, data):
-    """
-    Runs and scatters together give each element of each want its own bytes, once; wants without an address get none
-    of the runs.
-    """
+    """Runs and scatters give each wanted element its own bytes, once; wants without an address get no runs."""
     index, shapes, alias, chunks, ends, sizes = case
     tensors = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=4))
     boxes = [data.draw(boxes_in(shapes[t])) for t in tensors]

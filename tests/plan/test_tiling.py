@@ -68,9 +68,7 @@ def cut_up(draw, shape):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_tiled_says_what_painting_says(data):
-    """
-    For tilings, and for tilings with boxes dropped, doubled, moved or replaced, the fingerprint agrees with painting.
-    """
+    """For tilings, and those with boxes dropped, doubled, moved or replaced, the fingerprint agrees with painting."""
     rows = []
     axes = 3
     for _ in range(data.draw(st.integers(1, 4))):

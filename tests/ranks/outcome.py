@@ -1,7 +1,5 @@
 """What a rank saw of a call, as plain data that tests compare over ranks."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

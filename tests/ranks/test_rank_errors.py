@@ -15,9 +15,8 @@ from shardkeep.dist.rank_errors import (
     format_ranks,
     merge_disagreement,
     merge_failures,
-    merge_silence,
 )
-from shardkeep.errors import CheckpointError, Failure, RanksDisagree, RanksSilent, StorageFull
+from shardkeep.errors import CheckpointError, Failure, RanksDisagree, StorageFull
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
@@ -55,12 +54,6 @@ def test_a_foreign_failure_in_front_makes_a_plain_error():
     assert type(merge_failures(failures, phase="p", title="t").error()) is CheckpointError
 
 
-def test_an_interrupt_needs_no_text():
-    text = merge_failures({1: describe_error(KeyboardInterrupt())}, phase="p", title="t").message
-
-    assert text.startswith("rank 1: KeyboardInterrupt\n")
-
-
 def test_a_thousand_different_failures_stay_readable_and_light():
     failures = {rank: Failure("OSError", f"file {rank}", "t" * MOST_CHARS) for rank in range(1000)}
 
@@ -73,17 +66,6 @@ def test_a_thousand_different_failures_stay_readable_and_light():
     assert {rank: failure.message for rank, failure in verdict.error().by_rank.items()} == {
         rank: f"file {rank}" for rank in range(1000)
     }
-
-
-def test_silent_ranks_come_first_and_failures_that_arrived_are_kept():
-    verdict = merge_silence({4: "is asleep", 5: "is asleep"}, {1: Failure("OSError", "no")}, phase="p", title="t")
-
-    error = verdict.error()
-
-    assert type(error) is RanksSilent
-    assert error.ranks == [4, 5]
-    assert error.message == "ranks 4-5: is asleep\nrank 1: OSError: no\n(during 'p' of t)"
-    assert set(error.by_rank) == {1, 4, 5}
 
 
 def test_a_disagreement_says_who_called_what():

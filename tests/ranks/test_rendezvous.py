@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.errors import CheckpointError, StateMismatch, StorageFull
+from shardkeep.errors import CheckpointError, StorageFull
 from tests.ranks.outcome import ask, ask_once, echo, rank
 
 
@@ -85,26 +85,6 @@ def test_failures_reach_every_rank(rank_pool, failing):
         assert set(one.by_rank) == set(failing)
         assert all("raise StorageFull" in failure.trace for failure in one.by_rank.values())
         assert one.cause.startswith("StorageFull") == (number in failing)
-
-
-def fail_alike():
-    def work():
-        if rank() == 2:
-            raise KeyError("layer")
-        raise StateMismatch("shapes differ", missing=["a", "b"])
-
-    return ask_once(work)
-
-
-def test_equal_failures_are_merged(rank_pool):
-    outcomes = rank_pool.run(4, fail_alike)
-
-    assert {one.message for one in outcomes} == {
-        "ranks 0-1, 3: shapes differ\nrank 2: KeyError: 'layer'\n(during 'write' of save to a)"
-    }
-    assert {one.kind for one in outcomes} == {"StateMismatch"}
-    assert outcomes[2].details == {"missing": ["a", "b"]}
-    assert outcomes[2].cause == "KeyError('layer')"
 
 
 def fail_deciding(wrong):

@@ -1,7 +1,5 @@
 """The long form: python -m tests.soak --minutes 30 --seed 1 --store s3"""
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Compares what is on disk with what was acknowledged to the ranks of a soak, and with what shardkeep lists."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

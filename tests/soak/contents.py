@@ -1,7 +1,5 @@
 """What the checkpoints of a soak hold: every bit a function of job, step and key, so that anybody can tell what is right."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass

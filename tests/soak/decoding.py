@@ -4,8 +4,6 @@ Undoes codecs as docs/format.md and docs/codecs.md say, with cryptography, zstan
 As in `reader`, nothing of shardkeep is used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

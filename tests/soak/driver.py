@@ -1,7 +1,5 @@
 """Goes from round to round: runs jobs on real ranks, kills what is to be killed, and has the root checked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

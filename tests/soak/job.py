@@ -1,7 +1,5 @@
 """What the ranks of a soak do: restore, train a while, save each step, and log which saves were acknowledged."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """What the ranks of all jobs wrote down, and what must be on disk if they are to be believed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

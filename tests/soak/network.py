@@ -1,7 +1,5 @@
 """An object store behind a network that fails: which faults come in a round, all decided by a seed."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Where checkpoints are, seen without shardkeep: directories through the file system, buckets through boto3."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field

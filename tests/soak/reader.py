@@ -5,8 +5,6 @@ way of `decoding`.
 Nothing of shardkeep is used here: what reads its own mistakes back would find nothing wrong with them.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

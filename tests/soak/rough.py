@@ -1,7 +1,5 @@
 """A root whose disk fails now and then, or whose process dies in the middle of an operation; and clocks that jump."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """What goes wrong in a round: which job is run, and who is killed, all decided by a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any, Literal

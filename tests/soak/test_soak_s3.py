@@ -19,10 +19,7 @@ SEED = 19935
 
 @pytest.mark.timeout(200)
 def test_a_short_soak(tmp_path, s3_server, capsys):
-    """
-    After kills in mid-upload, of ranks and of machines, all that was acknowledged is in the bucket, and exact; the next
-    job has taken back what the dead left, uploads too.
-    """
+    """After kills in mid-upload all that was acknowledged is exact, and the next job removed what the dead left."""
     with Soak(tmp_path, SEED, store="s3", server=s3_server, short=True) as soak:
         for number in range(2, 5):
             soak.round(number)
@@ -96,14 +93,7 @@ def healthy(tmp_path_factory, s3_server, boto):
         (lambda objects: objects.update({"step-2/upload": UPLOAD}), "abandoned uploads"),
     ],
 )
-def test_the_checker_finds(
-    s3_server,
-    boto,
-    healthy,
-    do,
-    said,
-    tmp_path,
-):
+def test_the_checker_finds(s3_server, boto, healthy, do, said, tmp_path):
     """Whatever is broken, lost or left over in a bucket is found; before that, all is well."""
     logs, objects = healthy
     url = s3_server.url(f"soak/{tmp_path.parent.name}/{tmp_path.name}")

@@ -6,8 +6,6 @@ fork of one process (`server.py`) and otherwise what `python` would be: its own 
 folder, exit. What is looked at when Python starts is not looked at again: PYTHONPATH, `sitecustomize`, options.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -6,8 +6,6 @@ standard streams, and one over which its process id and then its exit code are s
 Python process, with `atexit` functions and waiting for threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
