@@ -137,7 +137,7 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
         with collector_paused():
             committed = session.commit(ranks, on_rank_0, files, described[0].labels)
         seconds = session.phases.now()
-    report = session.report(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    report = session.finish(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
     return committed, report
 
@@ -367,7 +367,7 @@ def start_in_session(
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
         waited_s = staged_s if waits else blocked_s
-        report = session.report(committed, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
+        report = session.finish(committed, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
         events.committed(report)
         return result(committed, report)
 

@@ -171,7 +171,6 @@ class SaveSession:
         self._logged = logged
         self._written: list[FileEntry] = []
         self._written_s = 0.0
-        self._cached_nbytes = 0
         self._handed_over = False
 
     @contextlib.contextmanager
@@ -251,26 +250,29 @@ class SaveSession:
         # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
         self._handed_over = True
         with self.phases.phase("commit"):
-            committed = msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
-        at_rest = self._at_rest()
-        nbytes = sum(at_rest.values())
-        if self.options.keep_cached and keep_cached(self.store, list(at_rest), nbytes):
-            self._cached_nbytes = nbytes
-        return committed
+            return msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
 
     def _at_rest(self) -> dict[str, int]:
         """Return the sizes of this rank's files in the store, by name."""
         return dict(each for entry in self._written for each in entry.at_rest)
 
-    def report(self, committed: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
+    def finish(self, committed: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
+        """
+        Start to read this rank's files into the page cache, and report the save.
+
+        `running` must end before, because the disk would read these files while the deletion of the claim is synced to it.
+        """
+        at_rest = self._at_rest()
+        stored_nbytes = sum(at_rest.values())
+        cached = self.options.keep_cached and keep_cached(self.store, list(at_rest), stored_nbytes)
         ranks = self.phases.all_ranks()
         return SaveReport(
             where=self.store.url,
             save_id=committed.save_id,
             step=committed.step,
             bytes_written=sum(entry.nbytes for entry in self._written),
-            bytes_stored=sum(self._at_rest().values()),
-            bytes_cached=self._cached_nbytes,
+            bytes_stored=stored_nbytes,
+            bytes_cached=stored_nbytes if cached else 0,
             bytes_total=committed.bytes_total,
             tensors=committed.tensors,
             seconds=seconds,
