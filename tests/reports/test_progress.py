@@ -7,7 +7,6 @@ import pty
 import re
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -26,11 +25,8 @@ LONG_S = 0.25
 """For a window, so that each is drawn: ten times a second."""
 
 
-@contextlib.contextmanager
-def terminal(**environment):
-    """Let standard error be a terminal of 80 columns; in the end gives what it got, without colours and movements."""
-    master, slave = pty.openpty()
-    got = []
+def start_reading(master, got):
+    """Read what a terminal gets, until its other side is closed."""
 
     def drain():
         with contextlib.suppress(OSError):  # the other side is closed
@@ -39,6 +35,15 @@ def terminal(**environment):
 
     reader = threading.Thread(target=drain)
     reader.start()
+    return reader
+
+
+@contextlib.contextmanager
+def terminal(**environment):
+    """Let standard error be a terminal of 80 columns; in the end gives what it got, without colours and movements."""
+    master, slave = pty.openpty()
+    got = []
+    reader = start_reading(master, got)
     before, environment_before = sys.stderr, dict(os.environ)
     os.environ.update({"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **environment})
     shown = []
@@ -76,14 +81,12 @@ def test_a_terminal_that_takes_no_more_stops_no_save(tmp_path):
             for n in range(30):
                 sk.save({"w": torch.ones(1 << 10)}, scene.slow_store(str(tmp_path / f"{n}"), "create", 0.2))
         assert threading.active_count() >= drawn  # it still waits for its terminal
-        with contextlib.suppress(BlockingIOError):  # now it is read
-            os.set_blocking(master, False)
-            while True:
-                os.read(master, 1 << 16)
-                time.sleep(0.01)
     finally:
+        # Now it is read, until it is closed, because a thread that waits to write keeps the file from being closed.
+        reader = start_reading(master, [])
         sys.stderr.close()
         sys.stderr = before
+        reader.join(60)
         os.close(master)
 
 
