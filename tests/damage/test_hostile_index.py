@@ -8,6 +8,7 @@ exception, or memory that was not filled.
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import shardkeep as sk
 from shardkeep.format.data_file import digest
@@ -418,3 +419,29 @@ def test_a_forged_tree_is_refused(subject, forgery, tree):
     assert loaded is None
     assert isinstance(read, sk.DamagedCheckpoint)
     assert isinstance(verified, sk.DamagedCheckpoint)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_what_is_wrong_elsewhere_is_found_by_verify(shift):
+    """
+    Rows that a moved box does not touch are read as they were saved; rows that it should hold, and those it overlaps, are
+    refused, and so is the checkpoint by `verify`.
+    """
+    subject = three_ranks()
+    forgery = take_apart(subject)
+    row = forgery.rows["optim.moment"]
+    last = int(forgery.get("chunk_ends")[row]) - 1
+    begin, size = int(forgery.get("offsets")[last][0]), int(forgery.get("sizes")[last][0])
+    forgery.put("sizes", (last, 0), size - 1)
+    forgery.put("offsets", (last, 0), begin if shift > 0 else begin - 1)
+    hole = begin + size - 1
+    sound = sk.open(store_of(subject.blobs))["optim.moment"]
+
+    opened = sk.open(store_of(forgery.blobs()))
+    moment = opened["optim.moment"]
+
+    assert torch.equal(moment[: begin - 1], sound[: begin - 1])
+    wrong = [moment.tensor, lambda: moment[hole], *([lambda: moment[begin - 1]] if shift < 0 else []), opened.verify]
+    for look in wrong:
+        with pytest.raises(sk.DamagedCheckpoint, match=r"chunks of 'optim\.moment' overlap, leave a hole"):
+            look()

@@ -7,10 +7,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.format.boxes import ITEMSIZES, Box, grid, matrix_of
+from shardkeep.errors import MalformedFile
+from shardkeep.format.boxes import ITEMSIZES, Box, grid, intersect, matrix_of, slices
 from shardkeep.format.dtypes import DTYPES, by_code
 from shardkeep.format.index import build_index, decode_index, encode_index
-from shardkeep.plan.load_plan import ReadRequests, Runs, Scatter, every_block, plan_load, plan_reads
+from shardkeep.plan.load_plan import (
+    ReadRequests,
+    Runs,
+    Scatter,
+    check_tensors,
+    every_block,
+    plan_load,
+    plan_reads,
+)
 
 CODES = [next(row.code for row in DTYPES if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
 FAR = 1 << 20
@@ -196,6 +205,64 @@ def test_every_wanted_element_has_one_source(case, data):
         for file, at in [place(chunks[ends[alias[tensor] - 1] if alias[tensor] else 0 : ends[alias[tensor]]], cell, size)]
         for i in range(size)
     )  # fmt: skip
+
+
+@st.composite
+def spoilt(draw):
+    """Tensors whose boxes may overlap or leave holes, and whose chunks may begin beyond their file."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3))
+    chunks = []
+    for shape in shapes:
+        cuts = [
+            [(a, b - a) for a, b in itertools.pairwise(sorted({0, n, *draw(st.sets(st.integers(0, n)))}))]
+            for n in shape
+        ]
+        boxes = list(grid(cuts))
+        for _ in range(draw(st.integers(0, 2))):
+            at = draw(st.integers(0, len(boxes)))
+            boxes[at : at + draw(st.integers(0, 1))] = [draw(boxes_in(shape))] * draw(st.integers(0, 1))
+        chunks.append([(box, 0, draw(st.sampled_from([0] * 9 + [10**6]))) for box in boxes])
+    keys = [f"t{number}" for number in range(len(shapes))]
+    return build_index(keys=keys, dtypes=[by_code(CODES[0])] * len(shapes), shapes=shapes, chunks=chunks, where="test"), shapes, chunks  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(spoilt(), st.data())
+def test_only_what_is_wanted_must_be_stored_exactly_once(case, data):
+    """
+    A plan is refused exactly if an element of a wanted box is in no chunk or in two, or a chunk that the box touches lies
+    outside its file; the error names the first such tensor. Of what is not wanted, only the check of whole tensors speaks.
+    """
+    index, shapes, chunks = case
+    tensors = data.draw(st.lists(st.integers(0, len(shapes) - 1), min_size=1, max_size=3))
+    boxes = [data.draw(boxes_in(shapes[t])) for t in tensors]
+    sizes, axes = np.array([1000], np.int64), index.tensors.shape.shape[1]
+    columns = (
+        matrix_of([getattr(box, name) for box in boxes], axes, fill) for name, fill in (("offsets", 0), ("sizes", 1))
+    )
+    wants = ReadRequests(*columns, np.array(tensors, np.int64), np.zeros(len(tensors), np.int64))
+
+    def is_sound(tensor, box):
+        count = np.zeros(shapes[tensor], int)
+        for stored, _, _ in chunks[tensor]:
+            count[slices(stored)] += 1
+        touched = [start for stored, _, start in chunks[tensor] if intersect(stored, box)]
+        return bool(np.all(count[slices(box)] == 1)) and all(start < 1000 for start in touched)
+
+    def refused(work):
+        try:
+            work()
+        except MalformedFile as error:
+            return error.details["key"]
+        return None
+
+    for wanted, check in (
+        (list(zip(tensors, boxes, strict=True)), lambda: plan_load(index, wants, sizes)),
+        ([(t, Box((0,) * len(shape), shape)) for t, shape in enumerate(shapes)],
+         lambda: check_tensors(index, np.arange(len(shapes)), sizes)),
+    ):  # fmt: skip
+        bad = [tensor for tensor, box in wanted if not is_sound(tensor, box)]
+        assert refused(check) == (f"t{min(bad)}" if bad else None)
 
 
 def place(chunks, cell, size):

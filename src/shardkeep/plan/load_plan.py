@@ -32,8 +32,6 @@ from shardkeep.format.boxes import (
     Ints,
     Rows,
     concat_ranges,
-    contiguous_run,
-    relative,
     strides_of,
     tiled,
 )
@@ -44,6 +42,8 @@ T = TypeVar("T")
 
 _GAP_NBYTES = 64 << 10
 """Reading this many unneeded bytes costs less than another request."""
+_MOST_PAIRS = 1 << 18
+"""How many pairs of a request and a chunk are compared at a time, if no request has more."""
 
 
 @dataclass(frozen=True)
@@ -108,51 +108,80 @@ class ByteRanges(NamedTuple):
 def plan_load(
     index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True, complete: bool = True
 ) -> ByteRanges:
-    """Find the stored bytes of every request, after checking the stored chunks of all wanted tensors."""
+    """
+    Find the stored bytes of every request, and check the stored chunks that it touches.
+
+    What they have in common with a box must tile it, if it must be `complete`. The rest of their tensor is not looked at:
+    `check_tensors` does that.
+    """
     owner = np.asarray(index.tensors.alias[requests.tensor], np.int64)
-    check_tensors(index, np.unique(owner), data_nbytes, aligned=aligned, complete=complete)
-    itemsize = ITEMSIZES[index.tensors.dtype[owner]]
-    first, count = chunk_rows(index, owner)
-    # Requests of a whole chunk are by far the most, and need no look at each of them.
-    single = np.flatnonzero((count == 1) & (requests.address != 0))
-    chunks = index.chunks.take(first[single])
-    same = np.all(chunks.offsets == requests.offsets[single], axis=1)
-    same &= np.all(chunks.sizes == requests.sizes[single], axis=1) & (np.asarray(chunks.start, np.int64) >= 0)
-    exact, chunks = single[same], chunks.take(same)
-    whole_chunks = Runs(
-        np.asarray(chunks.file, np.int64),
-        np.asarray(chunks.start, np.int64),
-        requests.boxes.volumes()[exact] * itemsize[exact],
-        requests.address[exact],
-    )
-    loose: list[tuple[int, int, int, int]] = []
+    want, rows = _overlapping(index, owner, requests)
+    chunks, tensor = index.chunks.take(rows), owner[want]
+    start, file = np.asarray(chunks.start, np.int64), np.asarray(chunks.file, np.int64)
+    stored, wanted = _as_int64(chunks), requests.boxes.take(want)
+    low = np.maximum(stored.offsets, wanted.offsets)
+    size = np.minimum(stored.offsets + stored.sizes, wanted.offsets + wanted.sizes) - low
+    source, target = Boxes(low - stored.offsets, size), Boxes(low - wanted.offsets, size)
+    itemsize = ITEMSIZES[index.tensors.dtype[tensor]]
+    good = _lie_inside(chunks, stored.volumes() * itemsize, itemsize, data_nbytes, aligned=aligned)
+    bad = np.concatenate([want[~good], np.flatnonzero(~tiled(requests.sizes, want, target)) if complete else want[:0]])
+    _raise_if_any(index, owner[bad])
+    from_start, from_run = _contiguous_runs(stored.sizes, source)
+    to_start, to_run = _contiguous_runs(wanted.sizes, target)
+    address = requests.address[want]
+    run = from_run & to_run & (address != 0) & (start >= 0)
+    nbytes = target.volumes() * itemsize
+    columns = (file, start + from_start * itemsize, nbytes, address + to_start * itemsize)
+    loose = np.flatnonzero(~run)
+    ndim = index.tensors.ndim[tensor[loose]].tolist()
+    sources, targets, shapes = (_tuples(boxes.take(loose), ndim) for boxes in (source, target, stored))
+    plain = (column[loose].tolist() for column in (want, rows, file, start, itemsize))
     scatters: list[Scatter] = []
     opaque: list[Overlap] = []
-    for want in np.setdiff1d(np.arange(len(requests)), exact).tolist():
-        size, address = int(itemsize[want]), int(requests.address[want])
-        ndim = int(index.tensors.ndim[int(requests.tensor[want])])
-        box = requests.boxes.box(want, ndim)
-        some: Chunks = index.chunks.take(slice(int(first[want]), int(first[want] + count[want])))
-        offsets, sizes = np.asarray(some.offsets, np.int64), np.asarray(some.sizes, np.int64)
-        low = np.maximum(offsets, requests.offsets[want])
-        high = np.minimum(offsets + sizes, requests.offsets[want] + requests.sizes[want])
-        for row in np.flatnonzero(np.all(high > low, axis=1)).tolist():
-            stored = some.boxes.box(row, ndim)
-            common = Box(tuple(low[row, :ndim].tolist()), tuple((high - low)[row, :ndim].tolist()))
-            source, target = relative(common, stored), relative(common, box)
-            file, start = int(some.file[row]), int(some.start[row])
-            if start < 0:
-                opaque.append(Overlap(want, int(first[want]) + row, source, target))
-                continue
-            from_run = contiguous_run(stored.sizes, source) if address else None
-            to_run = contiguous_run(box.sizes, target) if from_run else None
-            if from_run and to_run:
-                loose.append((file, start + from_run[0] * size, common.volume * size, address + to_run[0] * size))
-            else:
-                scatters.append(Scatter(file, start, stored.sizes, size, source, want, target))
-    parts = Runs(*np.array(loose, np.int64).reshape(-1, 4).T)
-    joined = zip(whole_chunks.columns(), parts.columns(), strict=True)
-    return ByteRanges(Runs(*(np.concatenate(column) for column in joined)), scatters, opaque)
+    for number, chunk, at_file, at, element, inside, outside, shape in zip(
+        *plain, sources, targets, shapes, strict=True
+    ):
+        if at < 0:
+            opaque.append(Overlap(number, chunk, inside, outside))
+        else:
+            scatters.append(Scatter(at_file, at, shape.sizes, element, inside, number, outside))
+    return ByteRanges(Runs(*(column[run] for column in columns)), scatters, opaque)
+
+
+def _overlapping(index: Index, owner: IntArray, requests: ReadRequests) -> tuple[IntArray, IntArray]:
+    """Return the pairs of a request and a stored chunk of its tensor that overlap; sorted by request, then by chunk."""
+    first, count = chunk_rows(index, owner)
+    found: list[tuple[IntArray, IntArray]] = [(first[:0], first[:0])]
+    # In batches, because most pairs of a tensor of many chunks do not overlap.
+    batch = (np.cumsum(count) - count) // _MOST_PAIRS
+    for some in np.split(np.arange(len(count)), np.flatnonzero(np.diff(batch)) + 1):
+        want, row = np.repeat(some, count[some]), concat_ranges(first[some], count[some])
+        for axis in range(requests.axes):
+            low, size = (np.asarray(column[row, axis], np.int64) for column in index.chunks.boxes.columns())
+            begin, extent = (column[want, axis] for column in requests.boxes.columns())
+            touching = np.maximum(low, begin) < np.minimum(low + size, begin + extent)
+            if not touching.all():
+                want, row = want[touching], row[touching]
+        found.append((want, row))
+    wants, rows = zip(*found, strict=True)
+    return np.concatenate(wants), np.concatenate(rows)
+
+
+def _contiguous_runs(shapes: IntArray, boxes: Boxes) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return for each box where it begins in the row-major order of its shape, and whether it is contiguous there."""
+    start = np.zeros(len(boxes), np.int64)
+    contiguous, one_index = np.ones(len(boxes), bool), np.ones(len(boxes), bool)
+    for axis in range(boxes.axes):
+        full, size = shapes[:, axis], boxes.sizes[:, axis]
+        start = start * full + boxes.offsets[:, axis]
+        contiguous &= one_index | (size == full)
+        one_index &= size == 1
+    return start, contiguous
+
+
+def _tuples(boxes: Boxes, ndim: Sequence[int]) -> list[Box]:
+    rows = zip(boxes.offsets.tolist(), boxes.sizes.tolist(), ndim, strict=True)
+    return [Box(tuple(offsets[:n]), tuple(sizes[:n])) for offsets, sizes, n in rows]
 
 
 def check_tensors(
@@ -166,17 +195,25 @@ def check_tensors(
     chunks, local, boxes = _chunks_of(index, tensors)
     good = is_tiled(index, tensors) if complete else np.ones(len(tensors), bool)
     itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
-    nbytes = boxes.volumes() * itemsize
-    file = np.asarray(chunks.file, np.int64)
-    start = np.asarray(chunks.start, np.int64)
-    inside = file < len(data_nbytes)
+    good[local[~_lie_inside(chunks, boxes.volumes() * itemsize, itemsize, data_nbytes, aligned=aligned)]] = False
+    _raise_if_any(index, tensors[~good])
+
+
+def _lie_inside(
+    chunks: Chunks, nbytes: IntArray, itemsize: IntArray, data_nbytes: IntArray, *, aligned: bool
+) -> npt.NDArray[np.bool_]:
+    """Return for each chunk whether it lies inside its file and, if it must be `aligned`, begins between two elements."""
+    file, start = np.asarray(chunks.file, np.int64), np.asarray(chunks.start, np.int64)
+    inside: npt.NDArray[np.bool_] = file < len(data_nbytes)
     # Compared by subtraction: start and length of a forged chunk, added up, may overflow.
     inside &= start <= np.append(data_nbytes, -1)[np.minimum(file, len(data_nbytes))] - nbytes
-    if aligned:
-        inside &= (start >= 0) & (start % itemsize == 0)
-    good[local[~inside & ((start >= 0) | aligned)]] = False
-    if not np.all(good):
-        key = index.keys.raw(int(tensors[np.flatnonzero(~good)[0]])).decode()
+    return inside & (start >= 0) & (start % itemsize == 0) if aligned else inside | (start < 0)
+
+
+def _raise_if_any(index: Index, bad: IntArray) -> None:
+    """Raise the error of tensors whose stored chunks are wrong."""
+    if len(bad):
+        key = index.keys.raw(int(bad.min())).decode()
         raise MalformedFile(
             f"the stored chunks of {key!r} overlap, leave a hole, lie outside their files or begin inside an element",
             key=key,
@@ -193,8 +230,12 @@ def _chunks_of(index: Index, tensors: IntArray) -> tuple[Chunks, IntArray, Boxes
     """Return the chunks of these tensors, the position of the tensor of each, and their boxes."""
     first, counts = chunk_rows(index, tensors)
     chunks = index.chunks.take(concat_ranges(first, counts))
-    boxes = Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
-    return chunks, np.repeat(np.arange(len(tensors)), counts), boxes
+    return chunks, np.repeat(np.arange(len(tensors)), counts), _as_int64(chunks)
+
+
+def _as_int64(chunks: Chunks) -> Boxes:
+    """Return the boxes of chunks, whose columns may be narrow, for arithmetic."""
+    return Boxes(np.asarray(chunks.offsets, np.int64), np.asarray(chunks.sizes, np.int64))
 
 
 def tensor_nbytes(index: Index, tensors: IntArray) -> int:
