@@ -30,7 +30,9 @@ def test_a_codec_of_a_program(fresh):
         assert chain.recorded[1] == {"name": "shout", "version": 1, "mask": 7}
         assert decoded(CodecChain.opened(chain.recorded, keys=KEYS), coded(chain, b"abc" * 99), 297) == b"abc" * 99
     alone = CodecChain.begin([Shout()])
-    with pytest.raises(DamagedFrame, match=r"'shout' cannot read frame 4 of save-1/0.* ValueError\('not this frame'\)"):
+    with pytest.raises(
+        DamagedFrame, match=r"frame 4 of save-1/0.* cannot be read by the codec 'shout': ValueError\('not this frame'\)"
+    ):
         decoded(alone, coded(alone, b"abc"), 3, number=4)
 
 

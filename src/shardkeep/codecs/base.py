@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 
 import msgspec
 
-from shardkeep.errors import InvalidCodec, PackageMissing, UnknownCodec
+from shardkeep.errors import DamagedFrame, InvalidCodec, PackageMissing, UnknownCodec
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -49,6 +49,12 @@ class FramePlace(NamedTuple):
     def named(self) -> str:
         """Its description for messages."""
         return f"frame {self.number} of {self.file} (bytes {self.offset} to {self.offset + self.nbytes})"
+
+
+def damaged_frame(place: FramePlace, what: str) -> DamagedFrame:
+    """Make the error of a frame whose stored form cannot be what a codec wrote."""
+    hint = "use another checkpoint, or another copy of this one"
+    return DamagedFrame(f"{place.named} {what}", hint=hint, file=place.file)
 
 
 class Codec(Protocol):

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING
 
 from shardkeep.codecs import base
 from shardkeep.codecs.keys import CachedKeys, KeySource
-from shardkeep.errors import CheckpointError, CodecFailed, DamagedFrame, InvalidCodec, UnknownCodec
+from shardkeep.errors import CheckpointError, CodecFailed, InvalidCodec, UnknownCodec
 from shardkeep.storage.buffers import flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     _Step = Callable[[memoryview, base.FramePlace], Buffer]
-
-_HINT = "use another checkpoint, or another copy of this one"
 
 
 class CodecChain:
@@ -115,15 +113,13 @@ class CodecChain:
             except (CheckpointError, MemoryError):
                 raise
             except Exception as exc:
-                message = f"the codec {name!r} cannot read {place.named}: {exc!r}"
-                raise DamagedFrame(message, hint=_HINT, file=place.file) from exc
+                raise base.damaged_frame(place, f"cannot be read by the codec {name!r}: {exc!r}") from exc
             if size > bounds[at]:
-                message = f"{place.named} became {size} bytes in the codec {name!r}, expected at most {bounds[at]}"
-                raise DamagedFrame(message, hint=_HINT, file=place.file)
+                what = f"became {size} bytes in the codec {name!r}, expected at most {bounds[at]}"
+                raise base.damaged_frame(place, what)
         size = size if filled else data.nbytes
         if size != place.nbytes:
-            message = f"{place.named} became {size} bytes instead of {place.nbytes}"
-            raise DamagedFrame(message, hint=_HINT, file=place.file)
+            raise base.damaged_frame(place, f"became {size} bytes instead of {place.nbytes}")
         if not filled:
             into[:] = data
 

@@ -371,7 +371,7 @@ class FrameReader:
             fetched = fetched[: lead + nbytes]
             self._inner.read_into(begun - lead, fetched)
             if lead:
-                self._verify(fetched[:lead], lambda found: found == MAGIC, "", {"file": name, "offset": 0})
+                self._verify(fetched[:lead], digest(MAGIC), "", {"file": name, "offset": 0})
             for frame in run:
                 at = int(table.stored_start[frame])
                 place = FramePlace(name, int(table.number[frame]), int(table.start[frame]), int(table.nbytes[frame]))
@@ -379,15 +379,15 @@ class FrameReader:
                 where = {"file": name, "offset": at, "plain_start": begin, "plain_stop": end}
                 stored = fetched[lead + at - begun :][: int(table.stored_nbytes[frame])]
                 form = f"; they are the coded form of bytes {begin} to {end}"
-                is_right = self._verify(stored, partial(_has_digest, table.digest(frame)), form, where)
+                is_right = self._verify(stored, table.digest(frame), form, where)
                 yield place, where, stored if is_right else None
 
-    def _verify(self, stored: memoryview, fits: Callable[[Any], bool], form: str, where: dict[str, Any]) -> bool:
-        """Return whether bytes are right, perhaps when read again; else raise or collect an error."""
+    def _verify(self, stored: memoryview, expected: bytes, form: str, where: dict[str, Any]) -> bool:
+        """Return whether bytes have this digest, perhaps when read again; else raise or collect an error."""
         name, at = self._entry.name, where["offset"]
-        if fits(stored):
+        if digest(stored) == expected:
             return True
-        same = base.repair(self._store, name, at, stored, fits)
+        same = base.repair(self._store, name, at, stored, lambda found: digest(found) == expected)
         if same is None:
             base.warn_reread_ok(name, at, len(stored))
             return True
@@ -418,7 +418,3 @@ def runs_of(table: FrameTable, start: int, stop: int) -> Iterator[range]:
         if not joins:
             yield range(first + begin, first + row)
             begin = row
-
-
-def _has_digest(expected: bytes, data: Any) -> bool:
-    return digest(data) == expected

@@ -1,4 +1,4 @@
-"""Compression with zstd (`compression.zstd` or `backports.zstd`) and lz4, which is fast of little use for floats."""
+"""Compression with zstd (`compression.zstd` or `backports.zstd`) and with lz4, which is fast and of little use for floats."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, require_module
-from shardkeep.errors import DamagedFrame, InvalidCodec, PackageMissing
+from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, damaged_frame, require_module
+from shardkeep.errors import InvalidCodec, PackageMissing
 from shardkeep.storage.buffers import PerThread
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ MODULES = ("compression.zstd", "backports.zstd")
 _MIN_LEVEL, _MAX_LEVEL = -100, 22
 
 # zstd's numbers of its parameters.
-_LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _STEP, _STRATEGY = 100, 101, 102, 105, 106, 107
+LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _STEP, _STRATEGY = 100, 101, 102, 105, 106, 107
 _WINDOW_LOG_MAX = 100
 _LITERALS = 1002
 """Whether literals are coded: 0 depends on the strategy, 1 always."""
-_NO_MATCHES = {_STRATEGY: 1, _MIN_MATCH: 7, _HASH_LOG: 6, _WINDOW_LOG: 17, _STEP: 1 << 17, _LITERALS: 1}
-"""Parameters with which zstd hardly searches for matches, and codes what is left."""
+HUFFMAN_ONLY = {_STRATEGY: 1, _MIN_MATCH: 7, _HASH_LOG: 6, _WINDOW_LOG: 17, _STEP: 1 << 17, _LITERALS: 1}
+"""Parameters with which zstd hardly searches for matches, for data whose bytes repeat but whose runs do not."""
 _RAW, _CODED = b"\0", b"\1"
 
 CompressFrame = Callable[["Buffer"], bytes]
@@ -57,15 +57,6 @@ def frame_compressor(module: Any, options: dict[int, int]) -> CompressFrame:
     """Return a function that compresses with these parameters of zstd."""
     inner = module.ZstdCompressor(options=options)
     return lambda data: bytes(inner.compress(data, inner.FLUSH_FRAME))
-
-
-def level_compressor(module: Any, level: int) -> CompressFrame:
-    return frame_compressor(module, {_LEVEL: level})
-
-
-def huffman_compressor(module: Any) -> CompressFrame:
-    """Return a function that compresses by Huffman coding alone, for data whose bytes repeat but whose runs do not."""
-    return frame_compressor(module, _NO_MATCHES)
 
 
 def decompress_frame(module: Any, frame: memoryview, max_nbytes: int) -> bytes:
@@ -109,7 +100,7 @@ class Zstd(CodecConfig, frozen=True):
     @classmethod
     def open(cls, recorded: CodecRecord, keys: KeySource | None) -> Codec:  # noqa: ARG003 - it has none
         module, level = require_zstd("the codec 'zstd'"), cls.from_recorded(recorded).level
-        compressor = PerThread(lambda: level_compressor(module, level))
+        compressor = PerThread(lambda: frame_compressor(module, {LEVEL: level}))
         return _OrRaw(compressor.get, partial(decompress_frame, module))
 
 
@@ -150,5 +141,5 @@ class _OrRaw:
         if marker == _CODED:
             return self._decompress(rest, most_nbytes)
         if marker != _RAW:
-            raise DamagedFrame(f"{place.named} does not say how it is stored", file=place.file)
+            raise damaged_frame(place, "does not say how it is stored")
         return rest

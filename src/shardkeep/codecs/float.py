@@ -36,9 +36,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace
-from shardkeep.codecs.compression import decompress_frame, huffman_compressor, level_compressor, require_zstd
-from shardkeep.errors import DamagedFrame
+from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, damaged_frame
+from shardkeep.codecs.compression import HUFFMAN_ONLY, LEVEL, decompress_frame, frame_compressor, require_zstd
 from shardkeep.storage.buffers import PerThread
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class _FloatCodec:
         elif stored[0] == SAME:
             word = stored[KIND.size :]
             if word.size not in WIDTHS:
-                raise _damaged(place, "the word it repeats has an invalid size")
+                raise damaged_frame(place, "repeats a word of an invalid size")
             whole, count = np.resize(word, 8), nbytes // 8 * 8
             plain[:count].view(np.uint64)[:] = whole.view(np.uint64)[0]
             plain[count:] = whole[: nbytes - count]
@@ -137,7 +136,7 @@ class _FloatCodec:
             if coder == ZSTD:
                 body = np.frombuffer(decompress_frame(self._zstd, body.data, count), np.uint8)  # noqa: PLW2901
                 if body.size != count:
-                    raise _damaged(place, f"a plane has {body.size} bytes instead of {count}")
+                    raise damaged_frame(place, f"has a plane of {body.size} bytes instead of {count}")
             words.append(_as_words(body, size))
         whole = plain[: count * width]
         view: Words = whole.view(word_type(width))
@@ -171,7 +170,7 @@ def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[
         and not (rotate and (number == 1 or heads[-1][0] > 1))
     )
     if not fits:
-        raise _damaged(place, "its header is invalid")
+        raise damaged_frame(place, "has an invalid header")
     stored: Bytes = np.frombuffer(data, np.uint8)
     parts = [
         (size, coder, stored[end - length : end]) for (size, coder, length), end in zip(heads, ends[1:], strict=True)
@@ -182,17 +181,11 @@ def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[
 def _nbytes_of(data: memoryview, place: FramePlace, most_nbytes: int) -> int:
     """Return how many plain bytes a frame says it has."""
     if not data.nbytes or data[0] > PLANES or (data[0] != RAW and data.nbytes < KIND.size):
-        raise _damaged(place, "it does not say how it is stored")
+        raise damaged_frame(place, "does not say how it is stored")
     nbytes: int = data.nbytes - 1 if data[0] == RAW else KIND.unpack_from(data)[1]
     if nbytes > most_nbytes:
-        raise DamagedFrame(f"{place.named} becomes {nbytes} bytes, expected at most {most_nbytes}", file=place.file)
+        raise damaged_frame(place, f"becomes {nbytes} bytes, expected at most {most_nbytes}")
     return nbytes
-
-
-def _damaged(place: FramePlace, what: str) -> DamagedFrame:
-    return DamagedFrame(
-        f"{place.named}: {what}", hint="use another checkpoint, or another copy of this one", file=place.file
-    )
 
 
 # -- words and planes --------------------------------------------------------------------------------------------------
@@ -445,8 +438,8 @@ class Encoder:
     """Encodes frames, on one thread."""
 
     def __init__(self, zstd: Any) -> None:
-        self._literals = huffman_compressor(zstd)
-        self._matches = level_compressor(zstd, 1)
+        self._literals = frame_compressor(zstd, HUFFMAN_ONLY)
+        self._matches = frame_compressor(zstd, {LEVEL: 1})
         self._scratch = Scratch()
         self._signs = Scratch()
 

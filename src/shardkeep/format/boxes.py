@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +176,9 @@ class BoxLike(Protocol):
     def sizes(self) -> Sequence[int]: ...
 
 
+B = TypeVar("B", bound=BoxLike)
+
+
 def boxes_overlap(shard1: BoxLike, shard2: BoxLike) -> bool:
     """Say whether two boxes of a tensor have an element in common."""
     return all(
@@ -214,9 +217,9 @@ def overlaps(wanted: Sequence[BoxLike], stored: Sequence[BoxLike]) -> list[tuple
     return pairs
 
 
-def clashes(boxes: Sequence[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
+def clashes(boxes: Sequence[B]) -> list[tuple[B, B]]:
     """Return pairs of boxes that overlap; they are divided wherever no box crosses a cut, and only the rest is compared."""
-    found: list[tuple[BoxLike, BoxLike]] = []
+    found: list[tuple[B, B]] = []
     pending = [[box for box in boxes if all(box.sizes)]]
     while pending:
         group = pending.pop()
@@ -233,9 +236,9 @@ def clashes(boxes: Sequence[BoxLike]) -> list[tuple[BoxLike, BoxLike]]:
     return found
 
 
-def _divided(group: list[BoxLike], axis: int) -> list[list[BoxLike]]:
+def _divided(group: list[B], axis: int) -> list[list[B]]:
     """Cut a group along an axis wherever no box crosses the cut."""
-    parts: list[list[BoxLike]] = []
+    parts: list[list[B]] = []
     reach = -1
     for box in sorted(group, key=lambda each: each.offsets[axis]):
         if not parts or box.offsets[axis] >= reach:
@@ -383,19 +386,15 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
 
 
 def _span(low: IntArray, high: IntArray, weights: Hashes) -> Hashes:
-    """Return the difference of the random numbers of two coordinates of one axis."""
-    return _minus(hash_rows([low], weights), hash_rows([high], weights))
+    """Return the difference of the random numbers of two coordinates of one axis, modulo 2**61 - 1."""
+    return _reduced(_reduced(hash_rows([low], weights)) + (_PRIME - _reduced(hash_rows([high], weights))))
 
 
 def explain_tiling(shape: tuple[int, ...], boxes: list[Box]) -> str:
     """Say what is wrong with boxes that do not tile a tensor of this shape."""
     some = sorted(boxes[:_MOST_EXPLAINED], key=lambda box: box.offsets)
-    for at, box in enumerate(some):
-        for other in some[at + 1 :]:
-            if box.sizes and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break
-            if common := intersect(box, other):
-                return f"boxes {box} and {other} overlap in {common}"
+    for one, other in clashes(some)[:1]:
+        return f"boxes {one} and {other} overlap in {intersect(one, other)}"
     covered, total = sum(box.volume for box in boxes), math.prod(shape)
     if covered < total:
         return f"the boxes leave a hole: they cover {covered} of {total} elements"
@@ -441,11 +440,6 @@ def _times(a: Hashes, b: Hashes) -> Hashes:
     return _reduced(
         (a_high * b_high << _3) + (middle >> _29) + ((middle & _LOW_29) << _32) + (low & _PRIME) + (low >> _61)
     )
-
-
-def _minus(a: Hashes, b: Hashes) -> Hashes:
-    """Subtract any 64-bit numbers modulo 2**61 - 1."""
-    return _reduced(_reduced(a) + (_PRIME - _reduced(b)))
 
 
 def _add_up(numbers: Hashes, group: IntArray, groups: int) -> Hashes:

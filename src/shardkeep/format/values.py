@@ -30,8 +30,8 @@ import re
 import sys
 import types
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
@@ -39,7 +39,6 @@ from decimal import Decimal
 from enum import EnumMeta, Flag
 from fractions import Fraction
 from functools import partial
-from itertools import repeat
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -140,14 +139,7 @@ def _pack_array(items: list[Any], call: _Call, depth: int, *, ordered: bool = Tr
     chunks = [_pack(item, call, depth + 1) for item in items]
     if not ordered:
         chunks.sort()
-    count = len(chunks)
-    if count >= 1 << 32:
-        raise _too_large(call)
-    if count < 16:
-        head = bytes([0x90 | count])
-    else:
-        head = b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
-    return head + b"".join(chunks)
+    return _encode(list(map(msgspec.Raw, chunks)))
 
 
 def _pickled(value: Any, call: _Call) -> bytes:
@@ -695,34 +687,35 @@ def _build(columns: Any) -> Node:
     if not all(is_part(part) for part in parts if type(part) is not str):
         raise ValueError("a key of a type that is no key")
     kinds = [KINDS[mark - 1] for mark in marks if mark]
-    # Where each container's children, containers among them, and keys begin.
-    spans: list[tuple[int, int, int]] = []
-    depths, child, key = [1], 1, 0
-    for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
-        if index >= len(depths) or depths[index] > MAX_TREE_DEPTH:
-            raise ValueError(f"a container inside itself, or more than {MAX_TREE_DEPTH} levels")
-        spans.append((child, len(depths), key))
-        depths.extend([depths[index] + 1] * (count - marks.count(0, child, child + count)))
-        child += count
-        key += 0 if kind in _INDEXED else count
-    if kinds and len(depths) != len(kinds):
-        raise ValueError(f"{len(kinds)} containers, and room for {len(depths)}")
-    if key != len(parts):
-        raise ValueError(f"{len(parts)} keys for {key} children")
-    # From the last to the first: children come after their parents, so that they are ready when their parent is made.
-    made: list[Node] = [None] * len(kinds)
-    for index in reversed(range(len(kinds))):
-        kind, count = kinds[index], counts[index]
-        child, first, key = spans[index]
-        keys = range(count) if kind in _INDEXED else _distinct(parts[key : key + count])
+    keyed = sum(count for kind, count in zip(kinds, counts, strict=True) if kind not in _INDEXED)
+    if keyed != len(parts):
+        raise ValueError(f"{len(parts)} keys for {keyed} children")
+    # From the last to the first: children come after their parents, and those of one parent stand together. So the
+    # containers that wait for a parent are a queue: those of the last parent were made first.
+    waiting: deque[tuple[Container, int]] = deque()
+    child, key = len(marks), len(parts)
+    for kind, count in zip(reversed(kinds), reversed(counts), strict=True):
+        child -= count
+        nodes: list[Node] = [None] * count
+        height = 1
+        held = marks[child : child + count]
+        for at in reversed([at for at, mark in enumerate(held) if mark] if any(held) else ()):
+            if not waiting:
+                raise ValueError("a container inside itself")
+            nodes[at], below = waiting.popleft()
+            height = max(height, below + 1)
+        if height > MAX_TREE_DEPTH:
+            raise ValueError(f"more than {MAX_TREE_DEPTH} levels")
+        keys: Any = range(count)
+        if kind not in _INDEXED:
+            key -= count
+            keys = _distinct(parts[key : key + count])
         if kind == "ranks" and any(type(rank) is not int or rank < 0 for rank in keys):
             raise ValueError("a rank that is no number")
-        nodes: Iterable[Node] = repeat(None, count)
-        if inside := count - marks.count(0, child, child + count):
-            ready = iter(made[first : first + inside])
-            nodes = [next(ready) if mark else None for mark in marks[child : child + count]]
-        made[index] = Container(kind, tuple(zip(keys, nodes, strict=True)))
-    return made[0] if made else None
+        waiting.append((Container(kind, tuple(zip(keys, nodes, strict=True))), height))
+    if len(waiting) > 1:
+        raise ValueError("a container without a parent")
+    return waiting[0][0] if waiting else None
 
 
 def merge_trees(nodes: Sequence[Node]) -> Node:
