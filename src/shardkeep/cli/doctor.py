@@ -157,12 +157,9 @@ def _examine(root: base.Root, path: str | None, rows: Rows) -> Iterator[str]:
 def _write_and_read(root: base.Root, name: str) -> str:
     data, into = secrets.token_bytes(_PROBE_NBYTES), bytearray(_PROBE_NBYTES)
     began = time.perf_counter()
-    writer = root.create(name, len(data))
-    try:
+    with base.abandoning(root.create(name, len(data))) as writer:
         writer.write_at(0, memoryview(data))
         writer.finish()
-    finally:
-        writer.abandon()  # does nothing after a `finish` that succeeded
     wrote = time.perf_counter()
     with closing(root.open(name)) as reader:
         reader.read_into(0, memoryview(into))

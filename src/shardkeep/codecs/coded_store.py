@@ -85,12 +85,8 @@ class EncodingStore:
         chain = self._chains.get(name)
         if chain is None:
             return self._inner.create(name, nbytes)
-        writer = base.create_upto(self._inner, name, _room_for(nbytes, chain))
-        try:
+        with base.abandoning(base.create_upto(self._inner, name, _room_for(nbytes, chain))) as writer:
             return FrameWriter(writer, name, nbytes, chain, self)
-        except BaseException:
-            writer.abandon()
-            raise
 
     def delete(self, name: str) -> None:
         self._inner.delete(name)
@@ -101,14 +97,10 @@ def put_coded(
 ) -> Seal:
     """Write a whole blob durably through a chain, and return its seal. Smaller frames have no room for their table."""
     coded = EncodingStore(store, {name: chain})
-    writer = coded.create(name, len(data))
-    try:
+    with base.abandoning(coded.create(name, len(data))) as writer:
         for at in range(0, len(data), frame_nbytes):
             writer.write_at(at, memoryview(data)[at : at + frame_nbytes])
         writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
     return coded.seals[name]
 
 
@@ -313,9 +305,7 @@ class FrameReader:
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes
 
-    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - whatever is cached
-        """Return False: small reads would decode frames several times."""
-        return False
+    # Without the verb `cached`: small reads would decode frames several times, whatever is cached.
 
     def prefetch(self, offset: int, nbytes: int) -> bool:
         """Begin to read the frames of a range into the page cache."""
@@ -325,7 +315,7 @@ class FrameReader:
             waits |= base.prefetch(self._inner, int(table.stored_start[run.start]), stored_nbytes)
         return waits
 
-    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see `cached`
+    def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002 - see above
         view = flat(into)
         base.check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
         scratch = self._scratch.get()

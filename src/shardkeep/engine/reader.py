@@ -44,7 +44,7 @@ from shardkeep.layouts.native import save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows, every_block
 from shardkeep.storage import base
-from shardkeep.storage.base import ReadableStore
+from shardkeep.storage.base import ReadableStore, is_cached
 from shardkeep.storage.buffers import PerThread, address_of, aligned_buffer, copy_memory, view_memory
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
@@ -345,7 +345,7 @@ def read_files(
         file, read, waits = task
         reader = reader_of(file)
         offset = file.entry.header_nbytes
-        cached = reader.cached(offset + read.start, read.nbytes)
+        cached = is_cached(reader, offset + read.start, read.nbytes)
         step = step_nbytes if cached else read.nbytes
         for at in range(0, read.nbytes, step):
             nbytes = min(step, read.nbytes - at)

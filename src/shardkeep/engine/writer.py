@@ -27,7 +27,7 @@ from shardkeep.format import data_file
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
-from shardkeep.storage.base import BlobWriter, Deletes, WritableStore, delete_all
+from shardkeep.storage.base import BlobWriter, Deletes, WritableStore, abandoning, delete_all
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope, run_with_deadline
 
@@ -251,13 +251,9 @@ def _finish(store: WritableStore, file: _FileInProgress) -> None:
     file.writer.finish()
     if job.sidecar:
         digests = data_file.encode_sidecar(job.header, job.digests)
-        beside = store.create(native.blocks_name(job.name), len(digests))
-        try:
+        with abandoning(store.create(native.blocks_name(job.name), len(digests))) as beside:
             beside.write_at(0, memoryview(digests))
             beside.finish()
-        except BaseException:
-            beside.abandon()
-            raise
 
 
 def file_entry(job: FileJob) -> FileEntry:

@@ -130,6 +130,9 @@ class BlobWriter(Protocol):
         """
 
 
+W = TypeVar("W", bound=BlobWriter)
+
+
 class BlobReader(Protocol):
     """A blob that is open for reads at any offset, from any thread."""
 
@@ -137,14 +140,11 @@ class BlobReader(Protocol):
     def nbytes(self) -> int:
         """Size of the blob when it was opened."""
 
-    def cached(self, offset: int, nbytes: int) -> bool:
-        """Return whether most of a range is cached locally, so that many small reads cost no more than a large one."""
-
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         """
         Fill all of `into` from `offset`; a blob that ends earlier is an error.
 
-        `cached=True`: the caller knows from `cached` that the range is cached, so the store need not check again.
+        `cached=True`: the caller knows from `is_cached` that the range is cached, so the store need not check again.
         """
 
     def close(self) -> None:
@@ -407,6 +407,15 @@ def prefetches(store: object) -> bool:
     return bool(getattr(innermost(store), "prefetches", False))
 
 
+def is_cached(reader: object, offset: int, nbytes: int) -> bool:
+    """
+    Return whether most of a range is cached locally (`cached(offset, nbytes)` of a reader).
+
+    If so, many small reads cost no more than a large one.
+    """
+    return bool(_ask(reader, "cached", offset, nbytes))
+
+
 def prefetch(reader: object, offset: int, nbytes: int) -> bool:
     """
     Begin to read a range into this machine's cache, if there is memory for it (`prefetch(offset, nbytes)` of a reader).
@@ -476,6 +485,16 @@ def not_sendable(url: str, kind: str) -> CheckpointError:
 
 
 # -- for implementations -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def abandoning(writer: W) -> Iterator[W]:
+    """Abandon a blob if it cannot be written or finished."""
+    try:
+        yield writer
+    except BaseException:
+        writer.abandon()
+        raise
 
 
 def checked_end(where: str, name: str, nbytes: int | None, room: int) -> int:

@@ -239,10 +239,6 @@ class StreamReader:
         self._streams = PerThread(self._open)
         self.nbytes = int(self._streams.get().seek(0, io.SEEK_END))
 
-    def cached(self, offset: int, nbytes: int) -> bool:
-        """Return False: only the file system knows what it has cached."""
-        return False
-
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         view = into.cast("B")
         done = 0

@@ -156,9 +156,6 @@ class FsspecReader:
         with fs_errors("cannot open", store.url, name):
             self.nbytes = int(self._fs.info(self._path)["size"])
 
-    def cached(self, offset: int, nbytes: int) -> bool:  # noqa: ARG002 - fsspec does not say
-        return False
-
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:  # noqa: ARG002
         view = flat(into)
         base.check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)

@@ -668,14 +668,9 @@ class LocalStore:
             return os.path.realpath(self.url) == os.path.realpath(other.url)
 
     def create(self, name: str, nbytes: int) -> _LocalWriter:
-        writer = self.create_upto(name, nbytes)
-        try:
-            with storage_errors("cannot create", self.url, name):
-                reserve(writer.files.buffered, nbytes)
-        except BaseException:
-            writer.abandon()
-            raise
-        return writer
+        with base.abandoning(self.create_upto(name, nbytes)) as writer, storage_errors("cannot create", self.url, name):
+            reserve(writer.files.buffered, nbytes)
+            return writer
 
     def create_upto(self, name: str, nbytes: int) -> _LocalWriter:
         path = self._path_of(name)
@@ -738,15 +733,11 @@ class LocalStore:
 
     def _write_whole(self, name: str, path: str, data: bytes) -> None:
         files = self._new_file(path, direct=False)
-        writer = _LocalWriter(self.url, name, path, len(data), files, durable=self._durable)
-        try:
+        with base.abandoning(_LocalWriter(self.url, name, path, len(data), files, durable=self._durable)) as writer:
             writer.write_at(0, memoryview(data))
             if self._durable:
                 sync(files.buffered)
             files.close()
-        except BaseException:
-            writer.abandon()
-            raise
 
     def get(self, name: str, *, limit: int) -> bytes:
         return base.read_whole(self._open(name, direct=False), os.path.join(self.url, name), name, limit)

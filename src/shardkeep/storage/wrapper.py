@@ -112,7 +112,7 @@ class ReaderWrapper:
         return self.inner.nbytes
 
     def cached(self, offset: int, nbytes: int) -> bool:
-        return self.inner.cached(offset, nbytes)
+        return base.is_cached(self.inner, offset, nbytes)
 
     def prefetch(self, offset: int, nbytes: int) -> bool:
         return base.prefetch(self.inner, offset, nbytes)
