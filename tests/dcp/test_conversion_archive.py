@@ -17,7 +17,7 @@ from shardkeep.conversion.to_file import Pickled, destination, pickle_state, wri
 from shardkeep.format.boxes import whole
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import of_torch
-from shardkeep.format.torch_zip import ALIGNMENT, ArchiveLayout
+from shardkeep.format.torch_zip import STORAGE_ALIGNMENT, ArchiveLayout
 
 U8 = of_torch(torch.uint8)
 ARCHIVE = Pickled(pickle.dumps({}), [TensorPart("x", 0, whole((10_000,)), U8)])
@@ -100,7 +100,7 @@ def test_any_archive_is_one_row_of_bytes(tmp_path_factory, storages, pickled):
     made = b""
     for number, each in enumerate(storages):
         made += layout.before(number, sums)
-        assert (len(made), len(made) % ALIGNMENT) == (layout.starts[number], 0)
+        assert (len(made), len(made) % STORAGE_ALIGNMENT) == (layout.starts[number], 0)
         made += each
     made += layout.before(len(storages), sums)
     assert len(made) == layout.nbytes

@@ -117,7 +117,7 @@ def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
     raise out.UsageError(missing.message, hint=missing.hint or "`shardkeep ls CHECKPOINT` lists its keys")
 
 
-def describe(checkpoint: Checkpoint, item: Item) -> str:
+def text_of(checkpoint: Checkpoint, item: Item) -> str:
     """Return dtype, shape and size of a tensor, and the one it is tied to; of a value, the value."""
     if not item.is_tensor:
         return value_text(checkpoint, item)

@@ -35,7 +35,7 @@ _REMARKS = {
 }
 """What to know of a file system, by how its type begins."""
 
-Rows = dict[str, str]
+Facts = dict[str, str]
 
 
 @command(
@@ -81,7 +81,7 @@ def doctor(args: argparse.Namespace) -> int:
 # -- this machine
 
 
-def _versions() -> Rows:
+def _versions() -> Facts:
     found = {"shardkeep": __version__, "python": f"{platform.python_implementation()} {platform.python_version()}"}
     for name in _PACKAGES.split():
         try:
@@ -91,7 +91,7 @@ def _versions() -> Rows:
     return found
 
 
-def _machine() -> Rows:
+def _machine() -> Facts:
     limit = container_memory()
     rows = {
         "system": platform.platform(),
@@ -108,7 +108,7 @@ def _machine() -> Rows:
     return rows
 
 
-def _options() -> Rows:
+def _options() -> Facts:
     values = {each.name: getattr(Options(), each.name) for each in fields(Options) if each.name != "keys"}
     rows = {name: out.format_size(value) if name.endswith("_bytes") else str(value) for name, value in values.items()}
     if not values["staging_bytes"]:
@@ -123,7 +123,7 @@ def _options() -> Rows:
 # -- a place
 
 
-def _examine(root: base.Root, path: str | None, rows: Rows) -> Iterator[str]:
+def _examine(root: base.Root, path: str | None, rows: Facts) -> Iterator[str]:
     """Find out what a place can do, by writing and deleting a probe; fill `rows`, and yield what would be slow."""
     if path is not None:
         kind, mounted = _file_system(path)

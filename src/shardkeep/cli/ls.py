@@ -231,7 +231,7 @@ def _print_table(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None
 
 def _print_long(checkpoint: Checkpoint, items: Iterable[contents.Item]) -> None:
     for item in items:
-        print(out.titled(out.printable(item.key), f"  {contents.describe(checkpoint, item)}", "cyan"))
+        print(out.titled(out.printable(item.key), f"  {contents.text_of(checkpoint, item)}", "cyan"))
         contents.print_chunks(contents.stored_chunks(checkpoint, item) if not item.tied_to else ())
 
 
@@ -259,7 +259,7 @@ def _print_tree(checkpoint: Checkpoint, items: Iterable[contents.Item], args: ar
                 branch = [(parts[1:], item) for parts, item in branch]
             leaf = next((item for parts, item in branch if not parts), None)
             text = f"{out.format_count(len(branch), 'key')}, {out.format_size(nbytes_of(branch))}"
-            text = text if leaf is None else contents.describe(checkpoint, leaf)
+            text = text if leaf is None else contents.text_of(checkpoint, leaf)
             below = indent + ("   " if is_last else "│  ")
             line = f"{indent}{'└─ ' if is_last else '├─ '}{out.printable(shown)}  "
             if len(line) + min(len(text), 30) > room:  # the description gets a line of its own

@@ -27,6 +27,8 @@ from shardkeep import display
 from shardkeep.errors import CheckpointError
 from shardkeep.state import patterns
 
+OnRead = Callable[[int], None]
+"""Called with a number of bytes that were read, from any thread."""
 Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _MIN_COLUMN_WIDTH = 12

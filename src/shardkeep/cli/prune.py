@@ -43,7 +43,7 @@ _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Decision:
+class Action:
     """What is done with a checkpoint, or with orphan files in its directory."""
 
     verb: Literal["keep", "sweep", "delete", "leave"]
@@ -157,7 +157,7 @@ def _parse_best(words: str) -> KeepBest:
 # -- what to delete
 
 
-def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Decision]:
+def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Action]:
     """Decide what to do with every checkpoint, the newest first: those that are kept, deleted, and left alone."""
     with ThreadPoolExecutor(_THREADS) as threads:
         entries = list(threads.map(partial(_checked, run), (entry for entry in run.entries if entry.managed)))
@@ -166,16 +166,16 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Decisi
         committed = [entry for entry in entries if entry.committed]
         wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
 
-        def decide(entry: Entry) -> list[Decision]:
+        def decide(entry: Entry) -> list[Action]:
             spared = _reason_to_spare(run, entry, force=force) if entry.name in unwanted else ""
             if entry.name in unwanted and not spared:
                 others = foreign_files(run, entry)
                 why = "no rule keeps it" + (f"; {others}" if others else "")
-                return [Decision("delete", entry, entry.nbytes, why)]
+                return [Action("delete", entry, entry.nbytes, why)]
             reasons = [words for words, names in wanted.items() if entry.name in names]
             reasons += ["pinned"] * entry.pinned + [spared] * bool(spared)
             why = ", ".join(reasons) or "the newest" if entry.committed else f"{entry.status}: {entry.reason}"
-            kept, found = Decision("keep", entry, entry.nbytes, why), find_orphans(run, entry)
+            kept, found = Action("keep", entry, entry.nbytes, why), find_orphans(run, entry)
             return [kept] if found is None else [kept, found] if entry.committed else [found]
 
         decided = [each for of_entry in threads.map(decide, entries) for each in of_entry]
@@ -183,7 +183,7 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Decisi
     for entry in run.entries:
         if not entry.managed:
             why = "of another program" if entry.layout == "safetensors" else f"not named {run.catalog.naming.template}"
-            left.append(Decision("leave", entry, entry.nbytes, f"not managed: {why}"))
+            left.append(Action("leave", entry, entry.nbytes, f"not managed: {why}"))
     return [*sorted(decided, key=lambda each: each.verb == "delete"), *left]
 
 
@@ -230,19 +230,19 @@ def foreign_files(run: Run, entry: Entry) -> str:
     return f"it also holds {', '.join(foreign[:_MAX_NAMED])}{rest}"
 
 
-def find_orphans(run: Run, entry: Entry) -> Decision | None:
+def find_orphans(run: Run, entry: Entry) -> Action | None:
     """Find files that no checkpoint will ever name; None if there are none, or a save may still be writing them."""
     store = run.catalog.root.place(entry.name)
     sizes = {info.name: info.nbytes for info in store.list()}
     found = orphans.survey(store)
     if not entry.committed and REMOVING_NAME in sizes and found.over:
-        return Decision("sweep", entry, sum(sizes.values()), "its deletion was interrupted", list(sizes))
+        return Action("sweep", entry, sum(sizes.values()), "its deletion was interrupted", list(sizes))
     try:
         names = orphans.deletable(store, found)
     except (DamagedCheckpoint, UnsupportedVersion):
         return None  # the record may be repaired
     nbytes = sum(sizes.get(name, 0) for name in names)
-    return Decision("sweep", entry, nbytes, "left by a save that did not finish", names) if names else None
+    return Action("sweep", entry, nbytes, "left by a save that did not finish", names) if names else None
 
 
 # -- output
@@ -251,7 +251,7 @@ def find_orphans(run: Run, entry: Entry) -> Decision | None:
 _STYLES: dict[str, out.Style] = {"sweep": "yellow", "delete": "red", "leave": "dim"}
 
 
-def _print_plan(planned: Sequence[Decision]) -> None:
+def _print_plan(planned: Sequence[Action]) -> None:
     table = out.Table(("", "checkpoint", "size", "why"), right={"size"}, flexible="why")
     for each in planned:
         files = f"{out.format_count(len(each.orphans), 'file')} " if each.orphans else ""
@@ -261,11 +261,11 @@ def _print_plan(planned: Sequence[Decision]) -> None:
     print(f"\n{_summary(planned) or 'nothing to delete'}")
 
 
-def _freed_nbytes(planned: Sequence[Decision]) -> int:
+def _freed_nbytes(planned: Sequence[Action]) -> int:
     return sum(each.nbytes for each in planned if each.verb in {"delete", "sweep"})
 
 
-def _summary(planned: Sequence[Decision]) -> str:
+def _summary(planned: Sequence[Action]) -> str:
     """Say how much is to be deleted; empty if nothing is."""
     checkpoints, files = sum(each.verb == "delete" for each in planned), sum(len(each.orphans) for each in planned)
     counts = [(checkpoints, "checkpoint"), (files, "orphan file")]
@@ -273,7 +273,7 @@ def _summary(planned: Sequence[Decision]) -> str:
     return words and f"{words} to delete, {out.styled(out.format_size(_freed_nbytes(planned)), 'bold')}"
 
 
-def _plan_json(planned: Sequence[Decision], failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
+def _plan_json(planned: Sequence[Action], failed: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
     listed: dict[str, list[dict[str, Any]]] = {"keep": [], "sweep": [], "delete": [], "leave": []}
     for each in planned:
         about = {"name": each.entry.name, "step": each.entry.known_step, "nbytes": each.nbytes, "why": each.why}
@@ -285,7 +285,7 @@ def _plan_json(planned: Sequence[Decision], failed: dict[str, str], *, dry_run: 
 # -- deleting
 
 
-def _confirmed(args: argparse.Namespace, planned: Sequence[Decision]) -> bool:
+def _confirmed(args: argparse.Namespace, planned: Sequence[Action]) -> bool:
     if args.json or not out.is_terminal(sys.stdin) or not out.is_terminal():
         raise out.UsageError(
             f"{_summary(planned)}, but there is no terminal to ask on",
@@ -297,7 +297,7 @@ def _confirmed(args: argparse.Namespace, planned: Sequence[Decision]) -> bool:
         return False
 
 
-def _execute(run: Run, planned: Sequence[Decision], *, force: bool) -> dict[str, str]:
+def _execute(run: Run, planned: Sequence[Action], *, force: bool) -> dict[str, str]:
     """Delete, oldest first; return what could not be deleted, with the reason."""
     failed: dict[str, str] = {}
     for each in reversed(planned):
@@ -322,7 +322,7 @@ def _delete_checkpoint(run: Run, entry: Entry, *, force: bool) -> None:
     run.catalog.root.remove(entry.name)
 
 
-def _delete_orphans(run: Run, planned: Decision) -> None:
+def _delete_orphans(run: Run, planned: Action) -> None:
     """Delete files that are still orphans, one by one; a save that has started since keeps its own."""
     now = find_orphans(run, planned.entry)
     if now is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import Item, brief_value, describe, find_items, item_json, print_chunks, stored_chunks
+from shardkeep.cli.contents import Item, brief_value, find_items, item_json, print_chunks, stored_chunks, text_of
 from shardkeep.cli.runs import open_with_hints
 from shardkeep.format.boxes import parse_index
 from shardkeep.opening import Checkpoint, StoredTensor
@@ -167,7 +167,7 @@ def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args:
         document = item_json(checkpoint, item, chunks=True)
         return out.print_json(document | {"statistics": statistics, "histogram": histogram})
     print(out.styled(out.printable(item.key), "bold"))
-    print(f"  {describe(checkpoint, item)}")
+    print(f"  {text_of(checkpoint, item)}")
     chunks = stored_chunks(checkpoint, item)
     print_chunks(chunks[:_MAX_CHUNKS])
     if len(chunks) > _MAX_CHUNKS:

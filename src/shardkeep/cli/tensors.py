@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from shardkeep.cli.contents import Item, is_raw
+from shardkeep.cli.output import OnRead
 from shardkeep.engine.fill import fill
 from shardkeep.engine.torch_source import item_batches
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
@@ -28,8 +29,6 @@ from shardkeep.options import Options, cores
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
-OnRead = Callable[[int], None]
-"""Called with a number of bytes that were read, from any thread."""
 BLOCK_ELEMENTS = 1 << 19
 """Most elements of a block: 4 MiB as float64."""
 _READ_NBYTES = 16 << 20
@@ -251,7 +250,12 @@ class TensorChange:
 
 
 def compare_tensors(
-    a: Checkpoint, b: Checkpoint, pairs: Sequence[tuple[Item, Item]], rtol: float, atol: float, on_read: OnRead
+    a: Checkpoint,
+    b: Checkpoint,
+    pairs: Sequence[tuple[Item, Item]],
+    rtol: float,
+    atol: float,
+    on_read: OnRead,
 ) -> list[TensorChange]:
     """Compare pairs of tensors of the same shapes; numbers as in `np.isclose`, or bits if there is no tolerance."""
     return list(map(_added, map_blocks([a, b], pairs, partial(_compare, rtol=rtol, atol=atol), on_read)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ from shardkeep.storage.base import BlobReader, Store, local_path, with_any_names
 from shardkeep.storage.resolve import open_store
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper
 
-OnRead = Callable[[int], None]
-"""Called with a number of bytes that were read, from any thread."""
 _NOTHING = VerifyReport(files=0, bytes_read=0, seconds=0.0)
 
 
@@ -47,7 +45,7 @@ class CheckResult(NamedTuple):
         return self.unknown or "; ".join(self.problems)
 
 
-def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None) -> CheckResult:
+def check_checkpoint(where: str, *, deep: bool, on_read: out.OnRead = lambda _: None) -> CheckResult:
     """Check one checkpoint. Damage is returned, not raised."""
     problems: list[str] = []
     try:
@@ -72,7 +70,7 @@ def check_checkpoint(where: str, *, deep: bool, on_read: OnRead = lambda _: None
 class CountingStore(StoreWrapper):
     """A store that calls `on_read` for every read."""
 
-    def __init__(self, inner: Store, on_read: OnRead) -> None:
+    def __init__(self, inner: Store, on_read: out.OnRead) -> None:
         super().__init__(inner)
         self.on_read = on_read
 

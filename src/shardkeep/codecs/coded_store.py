@@ -244,7 +244,7 @@ class DecodingStore:
     def get(self, name: str, *, limit: int) -> bytes:
         if name not in self._coded:
             return self.inner.get(name, limit=limit)
-        return base.read_whole(self.open(name), name, name, limit)
+        return base.read_blob(self.open(name), name, name, limit)
 
 
 def read_table(reader: base.BlobReader, entry: Blob, store: base.ReadableStore) -> FrameTable:

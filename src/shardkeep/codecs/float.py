@@ -94,7 +94,7 @@ class _FloatCodec:
     def __init__(self, zstd: Any) -> None:
         self._zstd = zstd
         self._encoder = PerThread(lambda: Encoder(zstd))
-        self._scratch = PerThread(Scratch)
+        self._scratch = PerThread(ReusedMemory)
 
     def bound(self, nbytes: int) -> int:
         return nbytes + 1
@@ -197,7 +197,7 @@ def word_type(width: int) -> np.dtype[Any]:
     return np.dtype(f"<u{width}")
 
 
-class Scratch:
+class ReusedMemory:
     """Memory of one thread, reused from frame to frame."""
 
     def __init__(self) -> None:
@@ -440,8 +440,8 @@ class Encoder:
     def __init__(self, zstd: Any) -> None:
         self._literals = frame_compressor(zstd, HUFFMAN_ONLY)
         self._matches = frame_compressor(zstd, {LEVEL: 1})
-        self._scratch = Scratch()
-        self._signs = Scratch()
+        self._scratch = ReusedMemory()
+        self._signs = ReusedMemory()
 
     def encode(self, plain: Bytes, nbytes: int) -> Iterator[Bytes | bytes]:
         """Yield the stored form of each frame of `nbytes`; the last may be smaller."""

@@ -146,7 +146,7 @@ def model_file(
     """Lay out a safetensors file of these tensors, each aligned to its elements."""
     inorder = sorted(tensors, key=lambda key: -safetensors.alignment_of(tensors[key].nbytes))
     described = {key: (tensors[key].dtype, tensors[key].box.sizes) for key in inorder}
-    header = safetensors.build_header(
+    header = safetensors.build_model_header(
         described, {safetensors.FORMAT_KEY: safetensors.FORMAT_VALUE, **metadata}, where=name
     )
     return pipeline.file_parts(name, [memoryview(header), *(tensors[key] for key in inorder)])

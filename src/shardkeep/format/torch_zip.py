@@ -452,7 +452,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 # once it has been written: it follows the storage, and is repeated in the directory. So an archive is written in order: what
 # precedes storage 0, storage 0, what precedes storage 1, and so on.
 
-ALIGNMENT = 64
+STORAGE_ALIGNMENT = 64
 """Every storage begins at a multiple of this, as in torch's files: no element of one lies across such a multiple."""
 
 
@@ -501,7 +501,7 @@ def _header(number: int, nbytes: int, at: int) -> bytes:
     """Return what stands directly before a storage, from `at` of the file on."""
     # The reader must know that 8 bytes hold each size that follows.
     wide = _wide(0, 0) if nbytes >= _MAX32 else b""
-    return _aligned(_name(number), _UTF8 | _SIZES_FOLLOW, _MAX32 if wide else 0, wide, at, ALIGNMENT)
+    return _aligned(_name(number), _UTF8 | _SIZES_FOLLOW, _MAX32 if wide else 0, wide, at, STORAGE_ALIGNMENT)
 
 
 def _descriptor(nbytes: int, crc: int) -> bytes:

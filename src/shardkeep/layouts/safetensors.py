@@ -175,7 +175,7 @@ def alignment_of(nbytes: int) -> int:
     return min(nbytes & -nbytes, ALIGNMENT) if nbytes else ALIGNMENT
 
 
-def build_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str, str], *, where: str) -> bytes:
+def build_model_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mapping[str, str], *, where: str) -> bytes:
     """Make the header of a file with these tensors, in this order; data begins at a multiple of `ALIGNMENT`."""
     entries: list[HeaderEntry] = []
     at = 0

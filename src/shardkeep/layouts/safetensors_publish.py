@@ -103,10 +103,10 @@ class SaveNames:
 
     def written(self, name: str) -> str:
         """Return the name that a file is written under."""
-        return temporary_name(name, self.save_id) if self.renames else self.final(name)
+        return unpublished_name(name, self.save_id) if self.renames else self.final(name)
 
 
-def temporary_name(name: str, save_id: str) -> str:
+def unpublished_name(name: str, save_id: str) -> str:
     """Return the name of a file before it is published in a local directory."""
     return f"{name}.new-{save_id}"
 
@@ -134,7 +134,7 @@ def list_model(store: Store) -> ModelDirectory:
 
     def now(name: str, save_id: str) -> str:
         """Return the name of a file of a complete save, which may not be renamed yet, or may be since the listing."""
-        new = temporary_name(name, save_id)
+        new = unpublished_name(name, save_id)
         return new if (os.path.exists(called(new)) if can_rename(store) else new in names) else name
 
     files = {name: name for name in sorted(names) if name.endswith(SUFFIX)}
@@ -245,7 +245,7 @@ def publish_model(
         raise _missing(f"{store.url}/{missing[0]}", missing[0])
     note = note_for(folder)
     if index:
-        store.put(temporary_name(INDEX_NAME, names.save_id), index, replace=True)
+        store.put(unpublished_name(INDEX_NAME, names.save_id), index, replace=True)
     # Over the pending note, unless another save has taken over.
     seen, now = store.version(NOTE_NAME), read_note(store)
     if seen is None or now is None or now.save_id != note.save_id:
@@ -312,16 +312,16 @@ def _publish_local(
     """Publish in a local directory; `index` is empty where there is no index file."""
     path = store.url
     if index:
-        store.put(temporary_name(INDEX_NAME, save_id), index, replace=True)
+        store.put(unpublished_name(INDEX_NAME, save_id), index, replace=True)
     with _locked(path):
         if _finish_interrupted(store) == save_id:  # another process has just done it
             return
         _check_durable(path, files, save_id)  # another process may have cleared them
-        if index and not os.path.exists(os.path.join(path, temporary_name(INDEX_NAME, save_id))):
+        if index and not os.path.exists(os.path.join(path, unpublished_name(INDEX_NAME, save_id))):
             raise _missing(os.path.join(path, INDEX_NAME), INDEX_NAME)
         note = note_for(list_model(store))
         # In one step, also over a pending note.
-        written = temporary_name(NOTE_NAME, save_id)
+        written = unpublished_name(NOTE_NAME, save_id)
         with storage_errors("cannot publish in", path):
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, written))
@@ -335,7 +335,7 @@ def _check_durable(path: str, files: Sequence[str], save_id: str) -> None:
     """Make sure that the data files of a save exist: under temporary names, or renamed already."""
     for name in files:
         final = os.path.join(path, name)
-        if not os.path.exists(temporary_name(final, save_id)) and (
+        if not os.path.exists(unpublished_name(final, save_id)) and (
             not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id
         ):
             raise _missing(final, name)
@@ -345,14 +345,14 @@ def _finish_renames(path: str, note: PublishNote) -> None:
     """Do what a complete note says; a process that was interrupted may have done a part of it."""
     with storage_errors("cannot publish in", path):
         # Not the new index file, which is there already if the interrupted process came so far.
-        is_old = not note.index or os.path.lexists(os.path.join(path, temporary_name(INDEX_NAME, note.save_id)))
+        is_old = not note.index or os.path.lexists(os.path.join(path, unpublished_name(INDEX_NAME, note.save_id)))
         replaces = any(os.path.lexists(os.path.join(path, name)) for name in note.files)
         if is_old and replaces and len(note.files) > 1:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, INDEX_NAME))
         for name in [*note.files, *([INDEX_NAME] if note.index else [])]:
             with suppress(FileNotFoundError):  # renamed already
-                os.replace(os.path.join(path, temporary_name(name, note.save_id)), os.path.join(path, name))
+                os.replace(os.path.join(path, unpublished_name(name, note.save_id)), os.path.join(path, name))
         for name in [*note.remove, *([] if note.index else [INDEX_NAME])]:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(path, name))
@@ -366,7 +366,7 @@ def _clear(path: str, save_id: str | None = None) -> None:
     """Remove files with temporary names, of one save or of any."""
     with storage_errors("cannot clear", path):
         for name in os.listdir(path):
-            if _TEMPORARY.fullmatch(name) and (save_id is None or name.endswith(temporary_name("", save_id))):
+            if _TEMPORARY.fullmatch(name) and (save_id is None or name.endswith(unpublished_name("", save_id))):
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(path, name))
 
@@ -389,7 +389,7 @@ def _prepare_store(store: Store) -> ModelDirectory:
     elif note is not None:
         _finish_in_store(store, note)
     for name in names:
-        if name.startswith(temporary_name(INDEX_NAME, "")):
+        if name.startswith(unpublished_name(INDEX_NAME, "")):
             store.delete(name)
     index_version = store.version(INDEX_NAME)
     found = replace(list_model(store), index_version=index_version)  # while the note still says what counts
@@ -426,7 +426,7 @@ def _remove_written(store: Store, save_id: str) -> None:
     for info in store.list():
         if _WRITTEN_TO_STORES.fullmatch(info.name) and info.name.endswith(mark):
             store.delete(info.name)
-    store.delete(temporary_name(INDEX_NAME, save_id))
+    store.delete(unpublished_name(INDEX_NAME, save_id))
 
 
 def _drop_note(store: Store, save_id: str) -> None:
@@ -438,7 +438,7 @@ def _drop_note(store: Store, save_id: str) -> None:
 
 def _finish_in_store(store: Store, note: PublishNote) -> None:
     """Do what a complete note says; a process that was interrupted may have done a part of it."""
-    index = temporary_name(INDEX_NAME, note.save_id)
+    index = unpublished_name(INDEX_NAME, note.save_id)
     if note.index:
         there = store.version(INDEX_NAME)  # read first: an index file that is put later may be of a later save
         try:

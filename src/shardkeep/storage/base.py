@@ -552,7 +552,7 @@ def read_range(reader: BlobReader, offset: int, nbytes: int) -> bytearray:
     return data
 
 
-def read_whole(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
+def read_blob(reader: BlobReader, where: str, name: str, limit: int) -> bytes:
     """Read all of an open blob and close it: what `get` does in stores that have nothing faster."""
     with closing(reader):
         check_limit(where, name, reader.nbytes, limit)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep.errors import BlobNotFound, CheckpointError
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, broken_path, check_below, read_whole, scheme_of, short_read
+from shardkeep.storage.base import Store, broken_path, check_below, read_blob, scheme_of, short_read
 from shardkeep.storage.buffers import PerThread
 from shardkeep.storage.fsspec import url_to_fs
 from shardkeep.storage.local import LocalStore, storage_errors
@@ -209,7 +209,7 @@ class StreamStore:
         return StreamReader(self._fs, self._fs.concat_path(self._path, check_below(name)), self.url, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return read_whole(self.open(name), f"{self.url}/{name}", name, limit)
+        return read_blob(self.open(name), f"{self.url}/{name}", name, limit)
 
 
 def write_all(stream: Any, data: bytes, *, sync: bool) -> None:

@@ -67,7 +67,7 @@ def fs_errors(action: str, url: str, name: str = "", offset: int | None = None) 
             raise OSError(number, without_user(exc.strerror or str(exc)) or os.strerror(number)) from cause
 
 
-class FsspecWriter:
+class _FsspecWriter:
     """
     A new file, written in order. Early bytes are buffered, and wait when the budget is used up.
 
@@ -148,7 +148,7 @@ class FsspecWriter:
         return StorageError(f"{self._where}: {what}", name=self._name, errno=number)
 
 
-class FsspecReader:
+class _FsspecReader:
     """A file that is read by ranges."""
 
     def __init__(self, store: FsspecStore, name: str) -> None:
@@ -197,19 +197,19 @@ class FsspecStore(ConditionalPuts):
             raise base.not_sendable(self.url, kind.__name__)
         return base.StoreSpec(self._opened_url.encode(), base.sendable_options(self.url, self._options))
 
-    def create(self, name: str, nbytes: int) -> FsspecWriter:
+    def create(self, name: str, nbytes: int) -> _FsspecWriter:
         path = self.path_of(name)
         with self._lock:
             with fs_errors("cannot create", self.url, name):
                 if self.fs.exists(path):
                     raise base.conflict(f"{self.url}/{name}", name)
-            return FsspecWriter(self, name, nbytes)
+            return _FsspecWriter(self, name, nbytes)
 
-    def open(self, name: str) -> FsspecReader:
-        return FsspecReader(self, name)
+    def open(self, name: str) -> _FsspecReader:
+        return _FsspecReader(self, name)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return base.read_whole(self.open(name), f"{self.url}/{name}", name, limit)
+        return base.read_blob(self.open(name), f"{self.url}/{name}", name, limit)
 
     def version(self, name: str) -> base.Version | None:
         try:

@@ -740,7 +740,7 @@ class LocalStore:
             files.close()
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return base.read_whole(self._open(name, direct=False), os.path.join(self.url, name), name, limit)
+        return base.read_blob(self._open(name, direct=False), os.path.join(self.url, name), name, limit)
 
     def version(self, name: str) -> base.Version | None:
         with storage_errors("cannot look up", self.url, name):
@@ -835,4 +835,4 @@ class PathStore:
             return _LocalReader(where, last, files, self._scratch)
 
     def get(self, name: str, *, limit: int) -> bytes:
-        return base.read_whole(self.open(name), name, name, limit)
+        return base.read_blob(self.open(name), name, name, limit)

@@ -135,4 +135,4 @@ def header_of(tensors: Sequence[ItemTensor], metadata: Mapping[str, str], *, whe
         safetensors.FORMAT_KEY: safetensors.FORMAT_VALUE,
         **metadata,
     }
-    return safetensors.build_header(parts, said, where=where)
+    return safetensors.build_model_header(parts, said, where=where)
