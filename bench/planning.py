@@ -53,7 +53,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     began = time.perf_counter()
     drafts = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
     plan = plan_save(drafts)
-    values, tree = merge_rank_values(drafts, plan.keys), merge_rank_trees(drafts)
+    values, tree = merge_rank_values([each.values for each in drafts]), merge_rank_trees(drafts)
     replies = [encode(orders) for orders in split_by_rank(plan, "0" * 20, ranks)]
     planned = time.perf_counter()
     index = encode_index(index_of(plan, values, tree))

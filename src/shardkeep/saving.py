@@ -28,9 +28,11 @@ from shardkeep.engine.save_session import (
     CommittedSave,
     DescribedState,
     RankFiles,
+    RankPlan,
     SaveArguments,
     SaveSession,
     WrittenFiles,
+    kept_plans,
 )
 from shardkeep.engine.snapshot import step_barriers, take_snapshot
 from shardkeep.engine.staging import BackgroundWrite
@@ -127,26 +129,26 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
         describe = session.layout.describer(ranks, session.phases, state)
         described: list[DescribedState] = []
 
-        def manifest() -> bytes:
+        def describing() -> DescribedState:
             described.append(describe())
-            return described[0].sent()
+            return described[0]
 
         with collector_paused():
-            plan, on_rank_0 = session.plan(ranks, manifest)
-        files = session.write(ranks, on_rank_0, lambda: _write(session, described[0], plan, events))
+            plan = session.plan(ranks, describing)
+        files = session.write(ranks, plan, lambda: _write(session, described[0], plan, events))
         with collector_paused():
-            committed = session.commit(ranks, on_rank_0, files, described[0].labels)
+            committed = session.commit(ranks, plan, files, described[0].labels)
         seconds = session.phases.now()
     report = session.finish(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
     return committed, report
 
 
-def _write(session: SaveSession, described: DescribedState, plan: bytes, events: SaveEvents) -> WrittenFiles:
+def _write(session: SaveSession, described: DescribedState, plan: RankPlan, events: SaveEvents) -> WrittenFiles:
     """Write this rank's files from the tensors themselves."""
     synchronize_devices(described.description.pieces)
     with collector_paused():
-        files = session.layout.files(described, plan)
+        files = session.layout.files(described, plan.answer, plan.save_id)
     options, jobs, codecs = session.options, files.jobs, files.codecs
     coded = bool(codecs and codecs.chains)
     budget = budget_for_store(session.store, options.io_threads, options.host_budget_bytes, coded=coded)
@@ -323,7 +325,7 @@ def start_in_session(
         inside.callback(described.clear)
         optimizers = described[0].optimizers
         with phases.phase("stage"):
-            pieces, order = described[0].description.pieces, described[0].order
+            pieces, order = described[0].description.pieces, session.order(described[0])
             snapshot = take_snapshot(pieces, staging=staging, optimizers=optimizers, order=order)
             del pieces
         memory = process.memory if process else staging_memory()
@@ -350,20 +352,21 @@ def start_in_session(
 
     def finish() -> T:
         with running:
-            # Not the bound method: frames of an error that is kept must not hold the tensors, and `described` is cleared.
-            plan, on_rank_0 = session.plan(ranks, lambda: described[0].sent())  # noqa: PLW0108
+            # Through the list, which is cleared: frames of an error that is kept must not hold the tensors.
+            plan = session.plan(ranks, lambda: described[0])
             waits = must_wait.result()
             labels, tensors = described[0].labels, background.snapshot.tensors
             mine = described.pop()
             # From here on only the file jobs hold the tensors, and drop each when it is copied.
-            files = session.layout.files(replace(mine, description=replace(mine.description, pieces=tensors)), plan)
-            del mine
+            held = replace(mine, description=replace(mine.description, pieces=tensors))
+            files = session.layout.files(held, plan.answer, plan.save_id)
+            del mine, held
             tensors.clear()
             try:
-                written = session.write(ranks, on_rank_0, lambda: write(files))
+                written = session.write(ranks, plan, lambda: write(files))
             finally:
                 files.jobs.clear()  # frames of an error that is kept must not hold the tensors
-            committed = session.commit(ranks, on_rank_0, written, labels)
+            committed = session.commit(ranks, plan, written, labels)
             seconds = phases.now()
         staged_s = background.staged_s or blocked_s
         waited_s = staged_s if waits else blocked_s
@@ -386,6 +389,7 @@ def finish_saves() -> None:
     # Not if the wait was interrupted: a save that goes on needs all of these.
     step_barriers().remove()
     staging_memory().release()
+    kept_plans().clear()
     writer_manager().end()
     if (earlier := pending_saves().take_failure(hint=_RETRIEVE)) is not None:
         raise earlier

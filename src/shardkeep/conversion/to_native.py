@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -54,8 +55,8 @@ def write_native(
     with orphans.holding_claim(coordinator.save_id):
         try:
             filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
-            planned = coordinator.plan([encode(_manifest(index, filled))])
-            [orders] = planned.by_rank
+            planned, [answer], _ = coordinator.plan([_manifest(index, filled)])
+            orders = msgspec.msgpack.decode(answer, type=RankWritePlan)
             coding = FileCodecs(orders, keys)
             files = _files(index, [(row, rows[row]) for row in filled], orders)
             digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)

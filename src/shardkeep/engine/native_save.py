@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +26,6 @@ from shardkeep.display import format_count, format_size
 from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, collision_hint
 from shardkeep.engine.codecs import CodecPlan, Codecs, FileCodecs, keys_for, plan_codecs
-from shardkeep.engine.pools import staging_memory
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveArguments, WrittenFiles
 from shardkeep.engine.tensors import host_address, sample_replicas, scattered_memory, windows_of
@@ -58,30 +57,41 @@ _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 class PlannedSave:
     """What rank 0 has planned."""
 
-    plan: save_plan.CheckpointPlan
-    by_rank: list[save_plan.RankWritePlan]
-    values: list[tuple[str, bytes]]
-    tree: bytes
+    files: list[save_plan.DataFilePlan]
+    index: Index
+    """With values and the tree of this save."""
+    world_size: int
+    tensor_nbytes: int
+    sidecar: bool
+    sampled: save_plan.SampledReplicas | None
     codecs: CodecPlan
     replaces: Version | None
     """The version of the commit record that this save replaces."""
 
-    @property
-    def answers(self) -> list[bytes]:
-        return [save_plan.encode(each) for each in self.by_rank]
-
 
 def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
     pieces = plan.pieces_by_tensor()
-    return Index(
+    columns = [_narrowed(column) for column in (pieces.offsets, pieces.sizes, pieces.file, pieces.start)]
+    index = Index(
         keys=strings_of(key.encode() for key in plan.keys),
         tensors=plan.tensors,
         chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
-        chunks=Chunks(pieces.offsets, pieces.sizes, pieces.file, pieces.start),
-        value_keys=strings_of(key.encode() for key, _ in values),
-        value_data=strings_of(data for _, data in values),
+        chunks=Chunks(*columns),
+        value_keys=strings_of([]),
+        value_data=strings_of([]),
         make_tree=lambda: tree,
     )
+    return _with_values(index, values)
+
+
+def _narrowed(column: IntArray) -> IntArray:
+    """Return a column in the narrowest type that holds it, as an index is encoded."""
+    return column.astype(np.min_scalar_type(int(column.max()))) if column.size else column
+
+
+def _with_values(index: Index, values: list[tuple[str, bytes]]) -> Index:
+    keys, data = strings_of(key.encode() for key, _ in values), strings_of(data for _, data in values)
+    return replace(index, value_keys=keys, value_data=data)
 
 
 class Coordinator:
@@ -97,19 +107,51 @@ class Coordinator:
         self._committed = False
         self._interrupt: KeyboardInterrupt | None = None
 
-    def plan(self, payloads: list[bytes]) -> PlannedSave:
-        """Check that the place is free, claim it, and plan the save from the manifests of all ranks."""
+    def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[PlannedSave, list[bytes], PlannedSave | None]:
+        """
+        Check that the place is free, claim it, and plan the save from the manifests of all ranks. Return also each rank's
+        `RankWritePlan`, and the plan once more if `plan_again` can take it.
+        """
         with explaining_place(self.store):
             replaces = self._check_place()
-        manifests = [msgspec.msgpack.decode(payload, type=save_plan.RankManifest) for payload in payloads]
         tree = save_plan.merge_rank_trees(manifests)
         codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
         plan = save_plan.plan_save(manifests, codecs.chain_of, warn=_warn)
-        values = save_plan.merge_rank_values(manifests, plan.keys)
-        wanted, free = sum(file.data_nbytes for file in plan.files), free_nbytes(self.store)
-        wanted += sum(len(data) for _, data in values)
+        values = save_plan.merge_rank_values([each.values for each in manifests])
+        save_plan.check_no_tensors((key for key, _ in values), plan.keys, manifests)
+        recorded = [chain.recorded for chain in codecs.chains]
+        sidecar = is_sequential(self.store)
+        planned = PlannedSave(
+            files=plan.files,
+            index=index_of(plan, values, tree),
+            world_size=len(manifests),
+            tensor_nbytes=int(plan.pieces.nbytes.sum()),
+            sidecar=sidecar,
+            sampled=plan.sampled,
+            codecs=codecs,
+            replaces=replaces,
+        )
+        self._claim(planned)
+        by_rank = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sidecar)
+        can_be_kept = not codecs.chains and plan.sampled is not None and len(plan.pieces) <= save_plan.MOST_KEPT_ROWS
+        return planned, [save_plan.encode(each) for each in by_rank], planned if can_be_kept else None
+
+    def plan_again(self, kept: PlannedSave, values: list[bytes], samples: list[bytes]) -> PlannedSave | None:
+        """Check and claim the place for a save of the same tensors; None if the plan does not fit it."""
+        sampled, sidecar = kept.sampled, is_sequential(self.store)
+        if self._codecs or sidecar != kept.sidecar or sampled is None or sampled.differ(samples):
+            return None
+        with explaining_place(self.store):
+            replaces = self._check_place()
+        planned = replace(kept, index=_with_values(kept.index, save_plan.merge_rank_values(values)), replaces=replaces)
+        self._claim(planned)
+        return planned
+
+    def _claim(self, planned: PlannedSave) -> None:
+        """Claim the place for a save that fits into it."""
+        wanted, free = planned.tensor_nbytes + len(planned.index.value_data.data), free_nbytes(self.store)
         # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
-        if not codecs.chains and free is not None and free < wanted:
+        if not planned.codecs.chains and free is not None and free < wanted:
             raise errors.StorageFull(
                 f"{self.store.url}: the checkpoint takes {format_size(wanted)}, and {format_size(free)} are free there",
                 hint="delete checkpoints you no longer need, or save to another place; nothing was written",
@@ -118,16 +160,12 @@ class Coordinator:
                 free=free,
             )
         orphans.make_claim(self.store, self.save_id)
-        recorded = [chain.recorded for chain in codecs.chains]
-        sidecar = is_sequential(self.store)
-        by_rank = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sidecar)
-        return PlannedSave(plan, by_rank, values, tree, codecs, replaces)
 
     def collect(self, planned: PlannedSave, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
         by_name = {entry.name: entry for each in written for entry in each.files}
-        files = [by_name[name] for name in data_file_names(planned.plan, self.save_id, len(written))]
-        pairs = zip(files, planned.plan.files, strict=True)
+        files = [by_name[name] for name in data_file_names(planned.files, self.save_id, len(written))]
+        pairs = zip(files, planned.files, strict=True)
         ranks = {name: file.rank for entry, file in pairs for name, _ in entry.at_rest}
         sizes = {name: nbytes for entry in files for name, nbytes in entry.at_rest}
         if (name := first_missing(self.store, sizes)) is not None:
@@ -143,11 +181,11 @@ class Coordinator:
         self._publishing = True
         record = native.publish(
             self.store,
-            index_of(planned.plan, planned.values, planned.tree),
+            planned.index,
             save_id=self.save_id,
             files=[entry for each in written for entry in each.files],
-            tensor_bytes=int(planned.plan.pieces.nbytes.sum()),
-            world_size=len(planned.by_rank),
+            tensor_bytes=planned.tensor_nbytes,
+            world_size=planned.world_size,
             step=step,
             meta=meta,
             over=planned.replaces,
@@ -272,10 +310,10 @@ def _nbytes(store: Store, name: str) -> int | None:
         return None
 
 
-def data_file_names(plan: save_plan.CheckpointPlan, save_id: str, world_size: int) -> list[str]:
+def data_file_names(files: list[save_plan.DataFilePlan], save_id: str, world_size: int) -> list[str]:
     return [
         native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
-        for file in plan.files
+        for file in files
     ]
 
 
@@ -288,7 +326,7 @@ def split_by_rank(
     sidecar: bool = False,
 ) -> list[save_plan.RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
-    names = data_file_names(plan, save_id, world_size)
+    names = data_file_names(plan.files, save_id, world_size)
     ranks = np.array([file.rank for file in plan.files], np.int64)
     first_file = np.searchsorted(ranks, np.arange(world_size + 1))
     first_piece = np.searchsorted(plan.pieces.file, first_file)
@@ -375,9 +413,7 @@ class NativeSave(Coordinator):
                     check_replicas=request.check_replicas,
                     flags=flags,
                 )
-                rows = staging_memory().written_rows.get((manifest.names, manifest.row_sizes), b"")
-                order = save_plan.ints(rows).tolist()
-                return DescribedState(description, manifest, samples, labels, objects.optimizers, order=order)
+                return DescribedState(description, manifest, samples, labels, objects.optimizers)
 
         prepared: list[tuple[Labels, dict[str, Any]]] = []
         if objects.communicates:
@@ -390,11 +426,13 @@ class NativeSave(Coordinator):
             ranks.agree("prepare", prepare_first, lambda done: done)
         return describe_now
 
-    def files(self, described: DescribedState, answer: bytes) -> RankFiles:
+    def order(self, answer: bytes) -> list[int]:
         plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
-        kept, manifest = staging_memory().written_rows, described.manifest
-        kept.clear()
-        kept[manifest.names, manifest.row_sizes] = plan.row
+        rows: list[int] = save_plan.ints(plan.row).tolist()
+        return rows
+
+    def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
+        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan).for_save(save_id)
         jobs, codecs = make_file_jobs(described.description, plan), FileCodecs(plan, self._cached_keys)
         return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
 

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 from bisect import insort
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, count
@@ -233,11 +233,8 @@ class StagingMemory:
     """Ordinary: the ring is emptied into it, and files are written from it."""
     arenas: Arenas = field(default_factory=Arenas)
     """Ordinary: copies of tensors that lie in host memory."""
-    written_rows: dict[Hashable, bytes] = field(default_factory=dict)
-    """The order in which the last save wrote its shards, by what they were: the next one packs its copies in this order."""
 
     def release(self) -> None:
-        self.written_rows.clear()
         self.ring.close()
         self.windows.close()
         self.arenas.close()

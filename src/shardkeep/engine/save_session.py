@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -26,8 +27,8 @@ from shardkeep.engine.codecs import Codecs, FileCodecs
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest, unlogged
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.record import FileEntry
-from shardkeep.options import Options, decodable
-from shardkeep.plan.save_plan import RankManifest, encode
+from shardkeep.options import Options, decodable, per_process
+from shardkeep.plan.save_plan import RankManifest, digest_manifest, encode
 from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store, keep_cached
 from shardkeep.storage.cancel import run_with_deadline
@@ -72,11 +73,6 @@ class DescribedState:
     """The optimizers that are in the state as objects."""
     items: Sequence[Any] = ()
     """Values that are written as items of their own, in layouts that have such."""
-    order: Sequence[int] = ()
-    """The rows in the order in which they will probably be written, if that is known."""
-
-    def sent(self) -> bytes:
-        return encode(msgspec.structs.replace(self.manifest, samples=self.samples()))
 
 
 @decodable
@@ -121,10 +117,23 @@ class SaveLayout(Protocol):
     def describer(self, ranks: Rendezvous, phases: Phases, state: Any) -> Callable[[], DescribedState]:
         """Prepare what ranks do together, and return a function that describes this rank's state."""
 
-    def plan(self, payloads: list[bytes]) -> Any:
-        """Check the place, and plan the files of all ranks; `answers` of the plan has what is sent to each rank."""
+    @property
+    def save_id(self) -> str:
+        """Names this save; all ranks use that of rank 0."""
 
-    def files(self, described: DescribedState, answer: bytes) -> RankFiles:
+    def plan(self, manifests: list[RankManifest]) -> tuple[Any, list[bytes], Any]:
+        """
+        Check the place, and plan the files of all ranks. Return the plan, what is sent of it to each rank, and what is kept of it
+        for later saves of the same manifests; None if it is not theirs.
+        """
+
+    def plan_again(self, kept: Any, values: list[bytes], samples: list[bytes]) -> Any | None:
+        """Check the place, and return the kept plan for new values of all ranks; None if it does not fit them."""
+
+    def order(self, answer: bytes) -> list[int]:
+        """Return the rows of the manifest in the order in which they are written, if rank 0's plan says that."""
+
+    def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Return the files that this rank writes, given rank 0's plan for it."""
 
     def collect(self, planned: Any, written: list[WrittenFiles]) -> list[WrittenFiles]:
@@ -143,8 +152,87 @@ class SaveLayout(Protocol):
         """After the commit, remove what it replaced."""
 
 
+T = TypeVar("T")
+
 _MOST_SENT_NBYTES = 1 << 20
 """Metadata that all ranks together get with the commit."""
+
+
+@decodable
+class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank sends to be planned: its manifest, or only what has changed since a plan that it has kept."""
+
+    manifest: RankManifest | None = None
+    plan_id: bytes = b""
+    values: bytes = b""
+    samples: bytes = b""
+
+
+@decodable
+class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rank 0's answer."""
+
+    save_id: str = ""
+    plan_id: bytes = b""
+    """The name under which the plan is kept; empty if it is not."""
+    body: bytes | None = None
+    """The layout's answer; None if the kept one counts."""
+    resend: bool = False
+    """A rank's state has changed: all ranks must send their manifests."""
+
+
+class RankPlan(NamedTuple):
+    """After `plan`: what this rank writes, and the plan of all ranks on rank 0."""
+
+    answer: bytes
+    save_id: str
+    on_rank_0: list[Any]
+
+
+class KeptPlans:
+    """
+    The plans of the last saves. A state with the same tensors as before is not described to rank 0 again, nor planned.
+
+    Each rank keeps rank 0's answer by the digest of what it answers, and rank 0 keeps the plan. Both know its name. If all
+    ranks ask for the same plan by name, the manifests of none have changed.
+    """
+
+    _MOST = 8
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, tuple[bytes, bytes]] = {}
+        self._plans: dict[bytes, Any] = {}
+
+    def answer(self, key: bytes) -> tuple[bytes, bytes]:
+        """Return the name of a plan and rank 0's answer; an empty name if none is kept for this key."""
+        return self._answers.get(key, (b"", b""))
+
+    def plan(self, plan_id: bytes) -> Any | None:
+        return self._plans.get(plan_id)
+
+    def keep_answer(self, key: bytes, plan_id: bytes, answer: bytes) -> None:
+        _keep(self._answers, key, (plan_id, answer), self._MOST)
+
+    def keep_plan(self, plan: Any) -> bytes:
+        """Keep a plan, and return its name."""
+        _keep(self._plans, plan_id := secrets.token_bytes(12), plan, self._MOST)
+        return plan_id
+
+    def clear(self) -> None:
+        self._answers.clear()
+        self._plans.clear()
+
+
+def _keep(kept: dict[bytes, T], key: bytes, value: T, most: int) -> None:
+    """Keep a value, and no more than `most`: the oldest go."""
+    kept.pop(key, None)
+    for oldest in list(kept)[: len(kept) + 1 - most]:
+        kept.pop(oldest, None)  # another thread may have
+    kept[key] = value
+
+
+kept_plans = per_process(KeptPlans)
+"""Returns the plans of this process, until `finish_saves`."""
 
 
 class SaveSession:
@@ -192,26 +280,59 @@ class SaveSession:
         if self.world.rank == 0:
             self.layout.withdraw()
 
-    def plan(self, ranks: Rendezvous, manifest: Callable[[], bytes]) -> tuple[bytes, list[Any]]:
-        """Send what this rank holds; return what it has to write, and on rank 0 the plan for all ranks."""
+    def order(self, described: DescribedState) -> list[int]:
+        """Return the rows of a state in the order in which they will probably be written: that of the last save."""
+        plan_id, answer = kept_plans().answer(self._key(described))
+        return self.layout.order(answer) if plan_id else []
+
+    def _key(self, described: DescribedState) -> bytes:
+        """Return the key under which this rank keeps its part of a plan."""
+        what = f"{type(self.layout).__name__} {self.world.rank} of {self.world.size} ".encode()
+        return what + digest_manifest(described.manifest)
+
+    def plan(self, ranks: Rendezvous, describe: Callable[[], DescribedState]) -> RankPlan:
+        """Send what this rank holds, and return what it has to write."""
         began_s, on_rank_0 = 0.0, list[Any]()
+        in_full, key, plan_id, body = b"", b"", b"", b""
 
         def describing() -> bytes:
-            nonlocal began_s
-            made = manifest()
+            nonlocal began_s, in_full, key, plan_id, body
+            described = describe()
+            manifest, samples = described.manifest, described.samples()
+            key = self._key(described)
+            plan_id, body = kept_plans().answer(key)
+            in_full = encode(PlanRequest(msgspec.structs.replace(manifest, samples=samples)))
             began_s = self.phases.now()
-            return made
+            return encode(PlanRequest(None, plan_id, manifest.values, samples)) if plan_id else in_full
 
         def decide(sent: list[bytes]) -> list[bytes]:
-            on_rank_0.append(self._logged(self.layout.plan, "global_step")(sent))
-            answers: list[bytes] = on_rank_0[0].answers
-            return answers
+            requests = [msgspec.msgpack.decode(each, type=PlanRequest) for each in sent]
+            names = {request.plan_id for request in requests}
+            if names == {b""}:
+                planned, bodies, kept = self.layout.plan([each.manifest for each in requests if each.manifest])
+                on_rank_0.append(planned)
+                name = b"" if kept is None else kept_plans().keep_plan(kept)
+                return [encode(PlanAnswer(self.layout.save_id, name, body)) for body in bodies]
+            answer = PlanAnswer(resend=True)
+            if len(names) == 1 and (kept := kept_plans().plan(*names)) is not None:
+                values, samples = [each.values for each in requests], [each.samples for each in requests]
+                if (planned := self.layout.plan_again(kept, values, samples)) is not None:
+                    on_rank_0.append(planned)
+                    answer = PlanAnswer(self.layout.save_id)
+            return [encode(answer)] * len(sent)
 
-        answer = ranks.agree("plan", self._logged(describing, "local_step"), decide)
+        work, decide = self._logged(describing, "local_step"), self._logged(decide, "global_step")
+        answer = msgspec.msgpack.decode(ranks.agree("plan", work, decide), type=PlanAnswer)
+        if answer.resend:
+            answer = msgspec.msgpack.decode(ranks.agree("plan anew", lambda: in_full, decide), type=PlanAnswer)
         self.phases.add("plan", began_s, self.phases.mark_meeting())
-        return answer, on_rank_0
+        if answer.body is not None:
+            body = answer.body
+            if answer.plan_id:
+                kept_plans().keep_answer(key, answer.plan_id, body)
+        return RankPlan(body, answer.save_id, on_rank_0)
 
-    def write(self, ranks: Rendezvous, on_rank_0: list[Any], work: Callable[[], WrittenFiles]) -> list[WrittenFiles]:
+    def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> list[WrittenFiles]:
         """Write this rank's files, and wait for the other ranks; return, on rank 0, the files of all of them."""
         began_s, files = self.phases.now(), list[WrittenFiles]()
         ended_s = began_s
@@ -229,7 +350,7 @@ class SaveSession:
         def collect(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=tuple[WrittenFiles, SentPhases]) for payload in payloads]
             self.phases.collect([spans for _, spans in said])
-            files.extend(self.layout.collect(on_rank_0[0], [written for written, _ in said]))
+            files.extend(self.layout.collect(plan.on_rank_0[0], [written for written, _ in said]))
             return [b""] * len(payloads)
 
         ranks.agree("write", writing, collect)
@@ -237,11 +358,9 @@ class SaveSession:
         self.phases.add("wait", ended_s, self._written_s)
         return files
 
-    def commit(
-        self, ranks: Rendezvous, on_rank_0: list[Any], files: list[WrittenFiles], labels: Labels
-    ) -> CommittedSave:
+    def commit(self, ranks: Rendezvous, plan: RankPlan, files: list[WrittenFiles], labels: Labels) -> CommittedSave:
         def decide(payloads: list[bytes]) -> list[bytes]:
-            committed = self._logged(self.layout.commit, "finish_checkpoint")(on_rank_0[0], files, labels)
+            committed = self._logged(self.layout.commit, "finish_checkpoint")(plan.on_rank_0[0], files, labels)
             sent, count = committed, len(payloads)
             if count * len(committed.metadata) > _MOST_SENT_NBYTES:
                 sent = msgspec.structs.replace(committed, metadata=b"")

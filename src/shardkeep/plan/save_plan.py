@@ -10,13 +10,14 @@ import heapq
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from numpy.random import default_rng  # imported here: a fork during a lazy import would see half a module
 
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, ReplicasDiffer, StateError
@@ -124,6 +125,11 @@ PlainValues = tuple[list[str], list[bytes]]
 encode = msgspec.msgpack.encode
 
 
+def digest_manifest(manifest: RankManifest) -> bytes:
+    """Return a digest of all that a plan follows from: not of values and samples, which change from save to save."""
+    return xxhash.xxh3_128_digest(encode(msgspec.structs.replace(manifest, values=b"", samples=b"")))
+
+
 def ints(data: bytes) -> IntArray:
     return np.frombuffer(data, "<i8")
 
@@ -147,9 +153,16 @@ class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
     sidecar: bool
     """The store takes bytes only in order: digests of files without codecs go into sidecar files."""
 
+    def for_save(self, save_id: str) -> RankWritePlan:
+        """Return the same plan for another save."""
+        files = [(name.replace(self.save_id, save_id), *sizes) for name, *sizes in self.files]
+        return msgspec.structs.replace(self, save_id=save_id, files=files)
+
 
 MAX_ELEMENTS = 2.0**58
 """Of a tensor, with an axis of size 0 counted as 1: the index holds no more (`format.index`)."""
+MOST_KEPT_ROWS = 1 << 21
+"""A plan of more chunks is not kept from save to save: it would take too much of rank 0's memory."""
 MOST_GROUPS = 8
 """A state with more top-level containers than this goes to one file for each rank."""
 
@@ -164,6 +177,25 @@ class Shards(Boxes):
     """The shard's position in its rank's manifest."""
     digest: IntArray
     """Of the shard if replicas are compared, else of a sample of it; 0 if there is none."""
+
+
+@dataclass(frozen=True)
+class SampledReplicas:
+    """The replicas that are compared by samples, group after group."""
+
+    members: Shards
+    first: IntArray
+    """Where each group begins; the lowest rank of a group comes first."""
+
+    def differ(self, samples: Sequence[bytes]) -> bool:
+        """Return whether new samples, those of each rank, show that replicas have diverged."""
+        by_rank = [ints(each).reshape(-1, 2) for each in samples]
+        row = np.concatenate([each[:, 0] for each in by_rank])
+        rank = np.repeat(np.arange(len(by_rank)), list(map(len, by_rank)))
+        digests = dict(zip(zip(rank.tolist(), row.tolist(), strict=True), np.concatenate(by_rank)[:, 1], strict=True))
+        places = zip(self.members.rank.tolist(), self.members.row.tolist(), strict=True)
+        digest = np.array([digests.get(place, 0) for place in places], np.int64)
+        return len(_find_differing(replace(self.members, digest=digest), self.first)) > 0
 
 
 @dataclass(frozen=True)
@@ -202,6 +234,8 @@ class CheckpointPlan:
     pieces: PlannedChunks
     """Sorted by file, then by place in it."""
     files: list[DataFilePlan]
+    sampled: SampledReplicas | None
+    """None if replicas have diverged: the plan is not that of other saves then."""
 
     def pieces_by_tensor(self) -> PlannedChunks:
         """Return the chunks in the order of the index: by tensor, then by offsets."""
@@ -249,20 +283,19 @@ def plan_save(
     merged = _merge(manifests)
     _check_sizes(merged)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
-    pieces = _assign_writers(merged, merged.shards.take(own), len(manifests), None if checking else warn)
+    pieces, sampled = _assign_writers(merged, merged.shards.take(own), len(manifests), None if checking else warn)
     _check_tiling(merged, pieces, merged.shards.take(~own))
     chain = chain_of(merged.keys, merged.tensors.alias)
     files, pieces = _assign_files(merged, pieces, len(manifests), chain)
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
-    return CheckpointPlan(merged.keys, merged.tensors, pieces, files)
+    return CheckpointPlan(merged.keys, merged.tensors, pieces, files, sampled)
 
 
-def plan_whole_shards(
-    manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Warn
-) -> tuple[list[str], Tensors, PlannedChunks]:
+def plan_whole_shards(manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Warn) -> CheckpointPlan:
     """
-    Plan which rank writes which shard, for a layout in which each is an item of its own: keys, tensors, and the shards by rank.
+    Plan which rank writes which shard, for a layout in which each is an item of its own: the shards are sorted by rank, and files
+    are not planned.
 
     No shard is divided, and no tensor is stored in the place of another. A replicated one goes to the rank with least to write,
     or to the lowest rank that has it. Where ranks have different tensors of one name, or replicas have diverged, the first rank's
@@ -270,10 +303,11 @@ def plan_whole_shards(
     """
     merged = _merge(manifests, warn)
     _check_sizes(merged)
-    pieces = _assign_writers(merged, merged.shards, len(manifests), warn, whole=True, to_lowest=to_lowest)
+    pieces, sampled = _assign_writers(merged, merged.shards, len(manifests), warn, whole=True, to_lowest=to_lowest)
     filled = pieces.take(pieces.nbytes > 0)
     _check_tiling(merged, filled, merged.shards.take(slice(0)), complete=len(manifests) > 1)
-    return merged.keys, merged.tensors, pieces.take(np.lexsort((pieces.row, pieces.rank)))
+    pieces = pieces.take(np.lexsort((pieces.row, pieces.rank)))
+    return CheckpointPlan(merged.keys, merged.tensors, pieces, [], sampled)
 
 
 def _check_sizes(merged: _Merged) -> None:
@@ -405,7 +439,7 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
 
 def _assign_writers(
     merged: _Merged, shards: Shards, world_size: int, warn: Warn | None, *, whole: bool = False, to_lowest: bool = False
-) -> PlannedChunks:
+) -> tuple[PlannedChunks, SampledReplicas | None]:
     """
     Assign every box to one writer: unique boxes to their holder; replicas that are small, of buffers or different to their lowest
     holder, so that what belongs together comes from one rank; the others to the holder with least to write.
@@ -418,9 +452,10 @@ def _assign_writers(
     load = np.bincount(unique.rank, weights=nbytes[lone], minlength=world_size).astype(np.int64)
     held, sizes = shards.take(members), nbytes[members[first]]
     lowest = merged.buffer[held.tensor[first]] | (sizes <= SMALL_NBYTES) | to_lowest
+    sampled: SampledReplicas | None = _find_sampled(held, first)
     if len(differing := _find_differing(held, first)):
         _warn_or_raise(_difference(merged, held, first, differing), warn)
-        lowest[differing] = True
+        lowest[differing], sampled = True, None
     leaders = held.take(first[lowest])
     load += np.bincount(leaders.rank, weights=sizes[lowest], minlength=world_size).astype(np.int64)
     count = np.diff(first, append=len(members))
@@ -429,7 +464,7 @@ def _assign_writers(
     written = Shards(*map(np.concatenate, columns))
     zeros = np.zeros(len(written), np.int64)
     nbytes = written.boxes.volumes() * itemsizes[written.tensor]
-    return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros)
+    return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros), sampled
 
 
 def _share_replicas(
@@ -477,6 +512,14 @@ def _find_differing(members: Shards, first: IntArray) -> IntArray:
     differs[group[(members.digest != lowest) & (members.digest != 0) & (lowest != 0)]] = True
     found = np.flatnonzero(differs)
     return found[np.argsort(members.tensor[first[found]], kind="stable")]
+
+
+def _find_sampled(members: Shards, first: IntArray) -> SampledReplicas:
+    """Return the members of groups that have samples."""
+    group = np.repeat(np.arange(len(first)), np.diff(first, append=len(members)))
+    kept = np.flatnonzero(members.digest)
+    _, starts = np.unique(group[kept], return_index=True)
+    return SampledReplicas(members.take(kept), starts)
 
 
 _MOST_NAMED = 3
@@ -705,15 +748,11 @@ def merge_rank_trees(manifests: Sequence[RankManifest]) -> bytes:
     return encode_tree(merge_trees([decode_tree(raw) for raw in distinct]))
 
 
-def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str]) -> list[tuple[str, bytes]]:
-    """Merge the plain values of all ranks, sorted by key; a key must have one value, and must not be that of a tensor."""
+def merge_rank_values(by_rank: Sequence[bytes]) -> list[tuple[str, bytes]]:
+    """Merge the `PlainValues` of all ranks, sorted by key; a key must have one value."""
     merged: dict[str, tuple[bytes, int]] = {}
-    seen: set[bytes] = set()
-    for rank, manifest in enumerate(manifests):
-        if manifest.values in seen:
-            continue
-        seen.add(manifest.values)
-        values = msgspec.msgpack.decode(manifest.values, type=PlainValues)
+    for encoded, rank in {encoded: rank for rank, encoded in reversed(list(enumerate(by_rank)))}.items():
+        values = msgspec.msgpack.decode(encoded, type=PlainValues)
         for key, data in zip(*values, strict=True):
             known, first_rank = merged.setdefault(key, (data, rank))
             if known != data:
@@ -722,14 +761,21 @@ def merge_rank_values(manifests: Sequence[RankManifest], tensors: Sequence[str])
                     hint="wrap state that differs by rank in sk.PerRank, or save the same value on every rank",
                     key=key,
                 )
-    for key, (_, first_rank) in merged.items():
-        at = bisect_left(tensors, key.encode(), key=str.encode)
-        if at < len(tensors) and tensors[at] == key:
-            named = (msgspec.msgpack.decode(manifest.names, type=TensorNames).keys for manifest in manifests)
-            holder = next(rank for rank, keys in enumerate(named) if key in keys)
-            raise InvalidShards(
-                f"{key!r} is a plain value on rank {first_rank} but a tensor on rank {holder}",
-                hint="one key must name one thing; wrap state that differs by rank in sk.PerRank",
-                key=key,
-            )
     return sorted(((key, data) for key, (data, _) in merged.items()), key=lambda item: item[0].encode())
+
+
+def check_no_tensors(values: Iterable[str], tensors: Sequence[str], manifests: Sequence[RankManifest]) -> None:
+    """Check that no plain value has the key of a tensor, which are sorted."""
+    for key in values:
+        at = bisect_left(tensors, key.encode(), key=str.encode)
+        if at == len(tensors) or tensors[at] != key:
+            continue
+        held = ((rank, msgspec.msgpack.decode(d.names, type=TensorNames).keys) for rank, d in enumerate(manifests))
+        holder = next(rank for rank, keys in held if key in keys)
+        plain = (msgspec.msgpack.decode(d.values, type=PlainValues)[0] for d in manifests)
+        raise InvalidShards(
+            f"{key!r} is a plain value on rank {next(rank for rank, keys in enumerate(plain) if key in keys)} but a"
+            f" tensor on rank {holder}",
+            hint="one key must name one thing; wrap state that differs by rank in sk.PerRank",
+            key=key,
+        )

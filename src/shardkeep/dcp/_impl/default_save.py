@@ -40,8 +40,10 @@ from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metada
 from shardkeep.options import decodable
 from shardkeep.plan.save_plan import (
     BUFFER,
+    MOST_KEPT_ROWS,
     PlannedChunks,
     RankManifest,
+    SampledReplicas,
     TensorNames,
     encode,
     ints,
@@ -107,12 +109,13 @@ class _Planned:
     keys: list[str]
     pieces: PlannedChunks
     """By rank, then by row."""
-    entries: list[PlainEntry]
-    """Of each key, without its chunks."""
+    entries: list[tuple[tuple[str, bool, bool], tuple[int, ...]]]
+    """Properties and shape of each key's tensor."""
     items: list[list[_SentItem]]
     """The items of their own that each rank writes."""
     states: list[_SentState]
-    answers: list[bytes]
+    to_lowest: bool
+    sampled: SampledReplicas | None
 
 
 @dataclass
@@ -132,6 +135,10 @@ class DefaultSave:
     @property
     def store(self) -> Store:
         return self._writer.open_store()
+
+    @property
+    def save_id(self) -> str:
+        return self._writer.save_id
 
     def claimed(self) -> AbstractContextManager[None]:
         """Do nothing: files of dead saves are found by their age."""
@@ -175,11 +182,20 @@ class DefaultSave:
             samples = sample_replicas(description, ~buffers)
         count = len(description.keys)
         manifest = manifest_of(
-            description, groups=["state"] * count, flags=flags, alias=np.arange(count), values=encode(sent)
+            description,
+            groups=["state"] * count,
+            flags=flags,
+            alias=np.arange(count),
+            tree=encode(sent),
+            values=b"",
         )
         return DescribedState(description, manifest, samples, items=items)
 
-    def files(self, described: DescribedState, answer: bytes) -> RankFiles:
+    def order(self, answer: bytes) -> list[int]:
+        """Return nothing: the order in the files follows from their number, too."""
+        return []
+
+    def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Lay out the files that this rank writes; items of their own come after all rows in the plan's numbers."""
         rows, pieces = ints(answer).tolist(), described.description.pieces
         data = [_pickled(*described.items[row - len(pieces)]) if row >= len(pieces) else pieces[row] for row in rows]
@@ -217,27 +233,26 @@ class DefaultSave:
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def plan(self, payloads: list[bytes]) -> _Planned:
-        manifests = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
-        decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.values for each in manifests}}
-        states = [decoded[each.values] for each in manifests]
+    def plan(self, manifests: list[RankManifest]) -> tuple[_Planned, list[bytes], _Planned | None]:
+        decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.tree for each in manifests}}
+        states = [decoded[each.tree] for each in manifests]
         try:
-            to_lowest = self._planner is not None and self._planner.dedup_save_to_lowest_rank
-            keys, tensors, pieces = plan_whole_shards(
+            plan = plan_whole_shards(
                 manifests,
-                to_lowest=to_lowest,
+                to_lowest=self._to_lowest,
                 warn=lambda error: log.warning("%s; the first is saved", error.message),
             )
         except InvalidShards as error:
             raise InvalidShards(f"Failed to validate global plan: {error.message}", hint=error.hint) from error
+        keys, tensors, pieces = plan.keys, plan.tensors, plan.pieces
         flags = dict.fromkeys(keys, 0)
         for raw in dict.fromkeys(each.names for each in reversed(manifests)):
             names = msgspec.msgpack.decode(raw, type=TensorNames)
             flags.update(zip(names.keys, names.flags, strict=True))
         dtypes = {code: by_code(code).name for code in set(tensors.dtype.tolist())}
         shapes = zip(tensors.dtype.tolist(), tensors.shape.tolist(), tensors.ndim.tolist(), strict=True)
-        entries: list[PlainEntry] = [
-            (_properties(dtypes[code], flags[key]), tuple(shape[:ndim]), [])
+        entries = [
+            (_properties(dtypes[code], flags[key]), tuple(shape[:ndim]))
             for key, (code, shape, ndim) in zip(keys, shapes, strict=True)
         ]
         # Of items that several ranks have, the first one's is written.
@@ -252,7 +267,19 @@ class DefaultSave:
             first = len(manifests[rank].row_tensor) // 8  # items come after the rows of tensors
             answers.append(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)]).tobytes())
         _check_items(keys, items)
-        return _Planned(keys, pieces, entries, items, states, answers)
+        planned = _Planned(keys, pieces, entries, items, states, self._to_lowest, plan.sampled)
+        can_be_kept = plan.sampled is not None and len(pieces) <= MOST_KEPT_ROWS
+        return planned, answers, planned if can_be_kept else None
+
+    def plan_again(self, kept: _Planned, values: list[bytes], samples: list[bytes]) -> _Planned | None:
+        """Return the plan for a state with the same tensors and names; None if it does not fit."""
+        if kept.to_lowest != self._to_lowest or kept.sampled is None or kept.sampled.differ(samples):
+            return None
+        return kept
+
+    @property
+    def _to_lowest(self) -> bool:
+        return self._planner is not None and self._planner.dedup_save_to_lowest_rank
 
     def collect(self, planned: _Planned, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return what all ranks wrote; the commit looks for it."""
@@ -437,7 +464,8 @@ def _encode_metadata(
         for at, name in enumerate(state.names):
             if name not in entries:
                 entries[name], paths[name] = None, tuple(state.paths[at]) if state.paths else ()
-    entries.update(zip(planned.keys, planned.entries, strict=True))
+    of_tensors: list[PlainEntry] = [(properties, shape, []) for properties, shape in planned.entries]
+    entries.update(zip(planned.keys, of_tensors, strict=True))
     places: list[PlainPlace] = []
     pieces = planned.pieces
     columns = zip(pieces.tensor.tolist(), pieces.offsets.tolist(), pieces.sizes.tolist(), strict=True)
@@ -446,7 +474,7 @@ def _encode_metadata(
         count = len(where) - len(items)
         for file, offset, nbytes, start in where[:count]:
             tensor, offsets, sizes = next(columns)
-            _, shape, chunks = planned.entries[tensor]
+            _, shape, chunks = of_tensors[tensor]
             box = tuple(offsets[: len(shape)]), tuple(sizes[: len(shape)])
             places.append((planned.keys[tensor], box[0], len(chunks), names[file], offset, nbytes, start))
             chunks.append(box)

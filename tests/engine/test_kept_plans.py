@@ -1,0 +1,227 @@
+"""Plans that are kept from save to save: sent and made once for states that stay alike, and given up when anything differs."""
+
+import logging
+import os
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkeep as sk
+from shardkeep import dcp
+from shardkeep.dist.world import World
+from shardkeep.testing.thread_ranks import run_thread_ranks
+
+TENSORS = 300
+RANKS = 3
+MESSAGES_NBYTES = 4096
+"""More than a rank sends in a save whose plan is kept, and less than the names of its tensors."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept():
+    sk.finish_saves()
+    yield
+    sk.finish_saves()
+
+
+class CountingStore:
+    """The ranks' key-value store, and how many bytes were put into it."""
+
+    def __init__(self, store):
+        self._store = store
+        self.nbytes = 0
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            for values in arguments[1:]:
+                self.nbytes += sum(map(len, values)) if isinstance(values, list) else len(values or b"")
+            return getattr(self._store, name)(*arguments)
+
+        return call if name in ("set", "multi_set", "append") else getattr(self._store, name)
+
+
+def state_of(rank, step, *, tensors=TENSORS, dtype=torch.float32):
+    """Rows of shared tensors, and replicas, which change with every step."""
+    rows = {
+        f"shard.{n}": sk.ShardedBox(
+            torch.full((2, 3), float(100 * step + rank), dtype=dtype), offsets=(2 * rank, 0), shape=(2 * RANKS, 3)
+        )
+        for n in range(tensors)
+    }
+    return {"model": rows, "bias": torch.full((5,), float(step)), "step": step}
+
+
+def check(where, step, *, tensors=TENSORS, dtype=torch.float32):
+    """The checkpoint holds what `state_of` made for this step."""
+    ck = sk.open(where)
+    ck.verify()
+    wanted = torch.cat([torch.full((2, 3), float(100 * step + rank), dtype=dtype) for rank in range(RANKS)])
+    found = ck.to_dict()
+    assert (found["step"], found["bias"].tolist(), len(found["model"])) == (step, [float(step)] * 5, tensors)
+    assert all(torch.equal(each, wanted) and each.dtype == dtype for each in found["model"].values())
+
+
+def saves(where, states):
+    """Save these states one after the other, on threads as ranks; return the bytes that ranks sent in each save."""
+    sent = [[0] * RANKS for _ in states]
+
+    def rank_main(world):
+        counting = CountingStore(world.store)
+        mine = World(world.rank, world.size, counting, world.timeout_s)
+        for number, state in enumerate(states):
+            before = counting.nbytes
+            sk.save(state(world.rank), f"{where}/{number}", group=mine)
+            sent[number][world.rank] = counting.nbytes - before
+
+    run_thread_ranks(RANKS, rank_main)
+    return [max(each) for each in sent]
+
+
+def test_manifests_and_plans_are_sent_once(tmp_path):
+    """From the second save on, ranks send values and samples, and rank 0 a go-ahead, until all is released."""
+    sent = saves(tmp_path, [lambda rank, step=step: state_of(rank, step) for step in range(3)])
+    assert sent[0] > 20 * TENSORS > MESSAGES_NBYTES > max(sent[1:])
+    sk.finish_saves()
+    assert saves(tmp_path / "later", [lambda rank: state_of(rank, 3)])[0] > MESSAGES_NBYTES
+    for step in range(3):
+        check(tmp_path / str(step), step)
+    check(tmp_path / "later/0", 3)
+
+
+CHANGES = {
+    "a tensor more": {"tensors": TENSORS + 1},
+    "a tensor less": {"tensors": TENSORS - 1},
+    "another dtype": {"dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_on_all_ranks_is_planned(tmp_path, change):
+    """The save after a change holds what the state is then; and so does the one that changes back."""
+    plans = [{}, {}, change, change, {}]
+    saves(tmp_path, [lambda rank, step=step, how=how: state_of(rank, step, **how) for step, how in enumerate(plans)])
+    for step, how in enumerate(plans):
+        check(tmp_path / str(step), step, **how)
+
+
+@pytest.mark.parametrize("changed", range(RANKS))
+def test_a_change_on_one_rank_is_planned(tmp_path, changed):
+    """One rank's new tensor makes all ranks send their manifests again."""
+
+    def state(rank, step):
+        extra = {"extra": torch.full((4,), float(step))} if rank == changed and step == 2 else {}
+        return state_of(rank, step) | extra
+
+    sent = saves(tmp_path, [lambda rank, step=step: state(rank, step) for step in range(5)])
+    for step in (0, 1, 3, 4):
+        check(tmp_path / str(step), step)
+    found = sk.open(tmp_path / "2").to_dict()
+    assert (found["extra"].tolist(), found["step"]) == ([2.0] * 4, 2)
+    assert sent[4] < MESSAGES_NBYTES < sent[2]
+
+
+def test_a_tensor_that_moves_to_another_rank_is_planned(tmp_path):
+    """Boxes count, not only names and shapes."""
+
+    def state(rank, step):
+        place = (rank + step // 2) % RANKS
+        box = sk.ShardedBox(torch.full((2,), float(10 * step + place)), offsets=(2 * place,), shape=(2 * RANKS,))
+        return {"w": box}
+
+    saves(tmp_path, [lambda rank, step=step: state(rank, step) for step in range(6)])
+    for step in range(6):
+        ck = sk.open(tmp_path / str(step))
+        assert ck["w"][:].tolist() == [10.0 * step + place for place in range(RANKS) for _ in range(2)]
+        ck.verify()
+
+
+def test_tensors_that_become_tied_are_planned(tmp_path):
+    """What is stored once follows from memory, which a rank compares in every save."""
+
+    def state(rank, step):
+        first = torch.full((4,), float(step))
+        return {"a": first, "b": first if step == 2 else first + 1}
+
+    saves(tmp_path, [lambda rank, step=step: state(rank, step) for step in range(4)])
+    for step in range(4):
+        found = sk.open(tmp_path / str(step)).to_dict()
+        assert (found["a"].tolist(), found["b"].tolist()) == ([step] * 4, [step + (step != 2)] * 4)
+        assert (found["a"].data_ptr() == found["b"].data_ptr()) == (step == 2)
+
+
+def test_replicas_that_diverge_later_are_reported(tmp_path, caplog):
+    """Samples are compared in every save, and the lowest rank's tensor is saved."""
+
+    def state(rank, step):
+        return {"w": torch.full((30_000,), float(step if step < 2 else step + rank))}
+
+    with caplog.at_level(logging.WARNING, "shardkeep"):
+        saves(tmp_path, [lambda rank, step=step: state(rank, step) for step in range(2)])
+        assert "not the same on all ranks" not in caplog.text
+        saves(tmp_path / "diverged", [lambda rank: state(rank, 2)])
+    assert "'w': ranks 0 and 1 hold different bytes" in caplog.text
+    assert sk.open(tmp_path / "diverged/0")["w"][:].tolist() == [2.0] * 30_000
+
+
+def test_values_that_differ_later_are_refused(tmp_path):
+    """A plain value is compared between ranks in every save."""
+
+    def state(rank, step):
+        return {"w": torch.ones(3), "epoch": step if step < 2 else step + rank}
+
+    with pytest.raises(sk.ReplicasDiffer, match="'epoch' is not the same on all ranks"):
+        saves(tmp_path, [lambda rank, step=step: state(rank, step) for step in range(3)])
+    assert sk.open(tmp_path / "1")["epoch"] == 1
+    with pytest.raises(sk.CheckpointNotFound):
+        sk.open(tmp_path / "2")
+
+
+def test_codecs_are_planned_anew(tmp_path):
+    """A plan without codecs does not serve a save with them, nor the other way round."""
+    state = {"w": torch.arange(1000.0)}
+    for number, codecs in enumerate([None, ["zstd"], None, None]):
+        sk.save(state, tmp_path / str(number), codecs=codecs)
+        ck = sk.open(tmp_path / str(number))
+        assert torch.equal(ck["w"][:], state["w"])
+        names = sorted(os.listdir(tmp_path / str(number)))
+        assert any(name.endswith(".safetensors") for name in names) == (codecs is None)
+
+
+def test_a_place_that_is_taken_is_refused_as_ever(tmp_path):
+    """A kept plan skips no check of the place."""
+    state = {"w": torch.ones(3)}
+    for number in range(2):
+        sk.save(state, tmp_path / str(number))
+    with pytest.raises(sk.CheckpointExists):
+        sk.save(state, tmp_path / "1")
+    sk.save({"w": torch.zeros(3)}, tmp_path / "1", overwrite=True)
+    assert sk.open(tmp_path / "1")["w"][:].tolist() == [0.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is not in use")
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from(["sk", "dcp", "async"])), min_size=2, max_size=5
+    )
+)
+def test_any_order_of_states_and_saves(plan):
+    """States that alternate, through both APIs: each checkpoint holds what was saved into it."""
+    with tempfile.TemporaryDirectory() as where:
+        for number, (shape, more, how) in enumerate(plan):
+            state = {f"t{n}": torch.full((shape, 2 + n), float(number)) for n in range(2 + more)} | {"number": number}
+            place = f"{where}/{number}"
+            if how == "dcp":
+                dcp.save(state, checkpoint_id=place, no_dist=True)
+            elif how == "sk":
+                sk.save(state, place)
+            else:
+                sk.async_save(state, place).result()
+            found = sk.open(place).to_dict()
+            assert found.pop("number") == state.pop("number")
+            assert {name: each.tolist() for name, each in found.items()} == {
+                name: each.tolist() for name, each in state.items()
+            }
