@@ -11,11 +11,21 @@ import time
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from shardkeep.engine.native_save import index_of, make_manifest, split_by_rank
+from shardkeep.engine.save_session import PlanRequest
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index, strings_of
-from shardkeep.plan.save_plan import RankManifest, encode, merge_rank_trees, merge_rank_values, plan_save
+from shardkeep.plan.save_plan import (
+    RankManifest,
+    common_part,
+    encode,
+    merge_rank_trees,
+    merge_rank_values,
+    pack,
+    plan_save,
+)
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
 
@@ -30,31 +40,35 @@ def rank_state(rank: int, ranks: int, tensors: int, replicas: int) -> dict[str, 
     return {"model": model, "step": 3}
 
 
-def drafts_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], float]:
-    """Every rank's draft as it travels, and the seconds one rank takes to make its own."""
+def requests_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], float]:
+    """Every rank's request as it travels, and the seconds one rank takes to describe what it holds."""
     best = float("inf")
     for rank in (0, 1, ranks - 1):
         state = rank_state(rank, ranks, tensors, replicas)
         began = time.perf_counter()
         first = make_manifest(describe(state, rank=rank), allow_pickle=False, check_replicas=False)
         best = min(best, time.perf_counter() - began)
-    payloads = []
+    requests, common = [], common_part(first)
+    digest = xxhash.xxh3_128_digest(common)
     base = describe(rank_state(0, ranks, tensors, replicas), rank=0)
     for rank in range(ranks):
         offsets = base.boxes.offsets.copy()
         offsets[:, 0] = 4 * (rank // replicas)
-        payloads.append(encode(msgspec.structs.replace(first, row_offsets=offsets.tobytes())))
-    return payloads, best
+        request = PlanRequest(digest, first.values, b"", own=(pack(offsets), b""), common=b"" if rank else common)
+        requests.append(encode(request))
+    return requests, best
 
 
 def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     """Seconds rank 0 spends from what it gathered to what it sends, and to the encoded index."""
-    payloads, describe_s = drafts_of(ranks, tensors, replicas)
+    payloads, describe_s = requests_of(ranks, tensors, replicas)
     began = time.perf_counter()
-    drafts = [msgspec.msgpack.decode(payload, type=RankManifest) for payload in payloads]
-    plan = plan_save(drafts)
-    values, tree = merge_rank_values([each.values for each in drafts]), merge_rank_trees(drafts)
-    replies = [encode(orders) for orders in split_by_rank(plan, "0" * 20, ranks)]
+    requests = [msgspec.msgpack.decode(payload, type=PlanRequest) for payload in payloads]
+    common = {each.digest: msgspec.msgpack.decode(each.common, type=RankManifest) for each in requests if each.common}
+    manifests = [each.manifest(common) for each in requests]
+    plan = plan_save(manifests)
+    values, tree = merge_rank_values([each.values for each in manifests]), merge_rank_trees(manifests)
+    replies = {encode(answer) for answer in split_by_rank(plan, ranks)}  # equal answers travel once
     planned = time.perf_counter()
     index = encode_index(index_of(plan, values, tree))
     done = time.perf_counter()

@@ -16,8 +16,8 @@ from shardkeep.testing.thread_ranks import run_thread_ranks
 
 TENSORS = 300
 RANKS = 3
-MESSAGES_NBYTES = 4096
-"""More than a rank sends in a save whose plan is kept, and less than the names of its tensors."""
+MESSAGES_NBYTES = 1500
+"""More than a rank sends in a save whose plan is kept, and less than in one that is planned."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +82,38 @@ def saves(where, states):
 
 def test_manifests_and_plans_are_sent_once(tmp_path):
     """From the second save on, ranks send values and samples, and rank 0 a go-ahead, until all is released."""
-    sent = saves(tmp_path, [lambda rank, step=step: state_of(rank, step) for step in range(3)])
-    assert sent[0] > 20 * TENSORS > MESSAGES_NBYTES > max(sent[1:])
+    sent = {}
+    for tensors in (TENSORS // 3, TENSORS):
+        where = tmp_path / str(tensors)
+        first, *later = saves(
+            where, [lambda rank, step=step, n=tensors: state_of(rank, step, tensors=n) for step in range(3)]
+        )
+        sent[tensors] = later
+        assert first > MESSAGES_NBYTES > max(later)
+        for step in range(3):
+            check(where / str(step), step, tensors=tensors)
+    assert sent[TENSORS] == sent[TENSORS // 3]
     sk.finish_saves()
     assert saves(tmp_path / "later", [lambda rank: state_of(rank, 3)])[0] > MESSAGES_NBYTES
-    for step in range(3):
-        check(tmp_path / str(step), step)
     check(tmp_path / "later/0", 3)
+
+
+def test_what_ranks_have_in_common_is_sent_once(tmp_path):
+    """Of ranks with tensors of the same names and sizes, each sends its offsets, and all get one answer."""
+    [few] = saves(tmp_path / "few", [lambda rank: state_of(rank, 0, tensors=TENSORS // 3)])
+    [many] = saves(tmp_path / "many", [lambda rank: state_of(rank, 0)])
+    assert (many - few) / (TENSORS - TENSORS // 3) < 20  # bytes for each tensor, of which its name alone has nine
+    check(tmp_path / "many/0", 0)
+
+
+def test_ranks_with_tensors_of_their_own(tmp_path):
+    """As with pipeline parallelism, no two ranks have the same names; long names are asked for, short ones are not."""
+    for count in (1, TENSORS):
+        states = [lambda rank, n=count: {f"layer.{rank}.{i}": torch.full((3,), float(rank + i)) for i in range(n)}]
+        saves(tmp_path / str(count), states)
+        ck = sk.open(tmp_path / f"{count}/0")
+        assert len(ck) == RANKS * count
+        assert all(ck[f"layer.{rank}.{i}"][:].tolist() == [rank + i] * 3 for rank in range(RANKS) for i in range(count))
 
 
 CHANGES = {

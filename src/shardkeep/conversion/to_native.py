@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
-from shardkeep.engine.native_save import Coordinator, make_manifest
+from shardkeep.engine.native_save import Coordinator, boxes_of, file_names, make_manifest
 from shardkeep.engine.reader import Source
 from shardkeep.engine.save_session import WrittenFiles
 from shardkeep.engine.sources import open_native
@@ -57,8 +57,9 @@ def write_native(
             filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
             planned, [answer], _ = coordinator.plan([_manifest(index, filled)])
             orders = msgspec.msgpack.decode(answer, type=RankWritePlan)
-            coding = FileCodecs(orders, keys)
-            files = _files(index, [(row, rows[row]) for row in filled], orders)
+            names = file_names(orders, 0, 1, coordinator.save_id)
+            coding = FileCodecs(orders, names, keys)
+            files = _files(index, [(row, rows[row]) for row in filled], orders, names, coordinator.save_id)
             digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)
             entries = [coding.entry_of(file.job) for file in files]
             coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
@@ -96,13 +97,15 @@ def _manifest(index: Index, rows: list[int]) -> RankManifest:
     return replace(make_manifest(described, allow_pickle=False, check_replicas=False), values=values)
 
 
-def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePlan) -> list[pipeline.FileParts]:
+def _files(
+    index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePlan, names: Sequence[str], save_id: str
+) -> list[pipeline.FileParts]:
     """Turn orders into files: headers, and which box of which tensor each of their bytes comes from."""
     file, row = ints(orders.file), ints(orders.row)
-    shape = (len(row), orders.axes)
-    boxes = Boxes(ints(orders.offsets).reshape(shape), ints(orders.sizes).reshape(shape))
+    shape = np.asarray(index.tensors.shape, np.int64)[[filled[at][0] for at in row.tolist()]]
+    boxes = boxes_of(orders, Boxes(np.zeros_like(shape), shape))
     made = []
-    for at, (name, data_nbytes, block_nbytes) in enumerate(orders.files):
+    for at, (name, planned) in enumerate(zip(names, orders.files, strict=True)):
         parts: list[pipeline.TensorPart] = []
         entries: list[HeaderEntry] = []
         start = 0
@@ -116,9 +119,9 @@ def _files(index: Index, filled: Sequence[tuple[int, int]], orders: RankWritePla
             entries.append(HeaderEntry(chunk, kind, stored_shape, start, start + part.nbytes))
             parts.append(part)
             start += part.nbytes
-        sidecar = orders.sidecar and orders.chain[at] is None
+        sidecar, block_nbytes = orders.sidecar and planned.chain is None, planned.block_nbytes
         header = build_header(
-            entries, save_id=orders.save_id, data_nbytes=data_nbytes, block_nbytes=block_nbytes, sidecar=sidecar
+            entries, save_id=save_id, data_nbytes=planned.data_nbytes, block_nbytes=block_nbytes, sidecar=sidecar
         )
         made.append(pipeline.file_parts(name, parts, header=header, block_nbytes=block_nbytes, sidecar=sidecar))
     return made

@@ -169,9 +169,10 @@ def _configs(codecs: Sequence[str | CodecConfig] | None) -> list[CodecConfig]:
 class FileCodecs:
     """The codecs of a rank's files. Thread-safe."""
 
-    def __init__(self, writes: RankWritePlan, keys: CachedKeys | None) -> None:
+    def __init__(self, writes: RankWritePlan, names: Sequence[str], keys: CachedKeys | None) -> None:
+        """`names` are those of the plan's files."""
         self.chains = [CodecChain.opened(each, keys=keys) for each in writes.chains]
-        self._number = {name: chain for (name, _, _), chain in zip(writes.files, writes.chain, strict=True)}
+        self._number = {name: file.chain for name, file in zip(names, writes.files, strict=True)}
         self._by_name = {name: self.chains[number] for name, number in self._number.items() if number is not None}
         self._keys = keys
         self.seals: dict[str, Seal] = {}

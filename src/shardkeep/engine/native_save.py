@@ -132,7 +132,7 @@ class Coordinator:
             replaces=replaces,
         )
         self._claim(planned)
-        by_rank = split_by_rank(plan, self.save_id, len(manifests), chains=recorded, sidecar=sidecar)
+        by_rank = split_by_rank(plan, len(manifests), chains=recorded, sidecar=sidecar)
         can_be_kept = not codecs.chains and plan.sampled is not None and len(plan.pieces) <= save_plan.MOST_KEPT_ROWS
         return planned, [save_plan.encode(each) for each in by_rank], planned if can_be_kept else None
 
@@ -311,50 +311,54 @@ def _nbytes(store: Store, name: str) -> int | None:
 
 
 def data_file_names(files: list[save_plan.DataFilePlan], save_id: str, world_size: int) -> list[str]:
-    return [
-        native.data_name(file.group, file.rank, world_size, save_id, part=file.part, coded=file.chain is not None)
-        for file in files
-    ]
+    return [_data_name(file, file.rank, world_size, save_id) for file in files]
+
+
+def _data_name(file: save_plan.DataFilePlan | save_plan.PlannedFile, rank: int, world_size: int, save_id: str) -> str:
+    return native.data_name(file.group, rank, world_size, save_id, part=file.part, coded=file.chain is not None)
 
 
 def split_by_rank(
-    plan: save_plan.CheckpointPlan,
-    save_id: str,
-    world_size: int,
-    *,
-    chains: Sequence[Recorded] = (),
-    sidecar: bool = False,
+    plan: save_plan.CheckpointPlan, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
 ) -> list[save_plan.RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
-    names = data_file_names(plan.files, save_id, world_size)
     ranks = np.array([file.rank for file in plan.files], np.int64)
     first_file = np.searchsorted(ranks, np.arange(world_size + 1))
     first_piece = np.searchsorted(plan.pieces.file, first_file)
     together: dict[tuple[int, str], int] = {}
     for file in plan.files:
         together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
-    # By the size of its group: many small blocks keep many threads waiting.
-    blocks = [block_nbytes_for(together[file.rank, file.group]) for file in plan.files]
+    # Blocks by the size of the group: many small blocks keep many threads waiting.
+    files = [
+        save_plan.PlannedFile(
+            each.group, each.part, each.data_nbytes, block_nbytes_for(together[each.rank, each.group]), each.chain
+        )
+        for each in plan.files
+    ]
     plans = []
     for rank in range(world_size):
         low, high = int(first_file[rank]), int(first_file[rank + 1])
         pieces = plan.pieces.take(slice(int(first_piece[rank]), int(first_piece[rank + 1])))
+        boxes = pieces.boxes if pieces.cut.any() else None
         plans.append(
             save_plan.RankWritePlan(
-                save_id=save_id,
-                files=[(names[i], plan.files[i].data_nbytes, blocks[i]) for i in range(low, high)],
-                file=(pieces.file - low).tobytes(),
-                start=pieces.start.tobytes(),
-                row=pieces.row.tobytes(),
+                files=files[low:high],
+                file=save_plan.pack(pieces.file - low),
+                start=save_plan.pack(pieces.start),
+                row=save_plan.pack(pieces.row),
                 axes=pieces.boxes.axes,
-                offsets=pieces.offsets.tobytes(),
-                sizes=pieces.sizes.tobytes(),
-                chain=[file.chain for file in plan.files[low:high]],
+                offsets=save_plan.pack(boxes.offsets) if boxes else b"",
+                sizes=save_plan.pack(boxes.sizes) if boxes else b"",
                 chains=list(chains),
                 sidecar=sidecar,
             )
         )
     return plans
+
+
+def file_names(plan: save_plan.RankWritePlan, rank: int, world_size: int, save_id: str) -> list[str]:
+    """Return the names of the files that a rank writes."""
+    return [_data_name(file, rank, world_size, save_id) for file in plan.files]
 
 
 class NativeSave(Coordinator):
@@ -432,8 +436,10 @@ class NativeSave(Coordinator):
         return rows
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
-        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan).for_save(save_id)
-        jobs, codecs = make_file_jobs(described.description, plan), FileCodecs(plan, self._cached_keys)
+        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
+        names = file_names(plan, self._world.rank, self._world.size, save_id)
+        jobs = make_file_jobs(described.description, plan, names, save_id)
+        codecs = FileCodecs(plan, names, self._cached_keys)
         return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
 
 
@@ -489,21 +495,30 @@ def _digests(description: Description) -> bytes:
     return bytes(digests)
 
 
-def make_file_jobs(description: Description, plan: save_plan.RankWritePlan) -> list[FileJob]:
+def make_file_jobs(d: Description, plan: save_plan.RankWritePlan, names: Sequence[str], save_id: str) -> list[FileJob]:
     """Find the memory of every chunk that this rank writes, and build its files' headers."""
     file, start, row = save_plan.ints(plan.file), save_plan.ints(plan.start), save_plan.ints(plan.row)
-    boxes = Boxes(*(save_plan.ints(each).reshape(len(row), plan.axes) for each in (plan.offsets, plan.sizes)))
+    boxes = boxes_of(plan, d.boxes.take(row))
     jobs = []
-    for at, (name, data_nbytes, block) in enumerate(plan.files):
+    for at, (name, planned) in enumerate(zip(names, plan.files, strict=True)):
         mine = np.flatnonzero(file == at)
-        entries, tensors = _chunks_of_file(description, row[mine], boxes.take(mine), start[mine])
-        sidecar = plan.sidecar and plan.chain[at] is None
+        entries, tensors = _chunks_of_file(d, row[mine], boxes.take(mine), start[mine])
+        sidecar = plan.sidecar and planned.chain is None
+        data_nbytes, block_nbytes = planned.data_nbytes, planned.block_nbytes
         header = build_header(
-            entries, save_id=plan.save_id, data_nbytes=data_nbytes, block_nbytes=block, sidecar=sidecar
+            entries, save_id=save_id, data_nbytes=data_nbytes, block_nbytes=block_nbytes, sidecar=sidecar
         )
         begins, addresses, others = _sources(start[mine], tensors)
-        jobs.append(FileJob(name, header, data_nbytes, block, begins, addresses, others, sidecar=sidecar))
+        jobs.append(FileJob(name, header, data_nbytes, block_nbytes, begins, addresses, others, sidecar=sidecar))
     return jobs
+
+
+def boxes_of(plan: save_plan.RankWritePlan, held: Boxes) -> Boxes:
+    """Return the box of each chunk, given all that the rank holds in its row."""
+    if not plan.offsets:
+        return held
+    shape = (len(held), plan.axes)
+    return Boxes(save_plan.ints(plan.offsets).reshape(shape), save_plan.ints(plan.sizes).reshape(shape))
 
 
 def _sources(start: IntArray, tensors: Sequence[torch.Tensor]) -> tuple[IntArray, IntArray, dict[int, Scattered]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import xxhash
 
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World
@@ -28,7 +29,7 @@ from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, f
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, decodable, per_process
-from shardkeep.plan.save_plan import RankManifest, digest_manifest, encode
+from shardkeep.plan.save_plan import RankManifest, common_part, encode
 from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store, keep_cached
 from shardkeep.storage.cancel import run_with_deadline
@@ -160,12 +161,25 @@ _MOST_SENT_NBYTES = 1 << 20
 
 @decodable
 class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank sends to be planned: its manifest, or only what has changed since a plan that it has kept."""
+    """What a rank sends to be planned: its manifest in parts, of which rank 0 may have some."""
 
-    manifest: RankManifest | None = None
+    digest: bytes
+    """Of the common part."""
+    values: bytes
+    samples: bytes
     plan_id: bytes = b""
-    values: bytes = b""
-    samples: bytes = b""
+    """The plan that this rank has kept for what it holds; then it sends none of the following at first."""
+    common: bytes = b""
+    """What ranks may have in common (`common_part`). If it is long, only one of them sends it, when rank 0 asks for it."""
+    own: tuple[bytes, bytes] | None = None
+    """Its boxes, and their digests if there are any."""
+
+    def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
+        """Return the manifest, of a request that has boxes, given the common parts by digest."""
+        offsets, digests = self.own or (b"", b"")
+        return msgspec.structs.replace(
+            common[self.digest], row_offsets=offsets, row_digest=digests, values=self.values, samples=self.samples
+        )
 
 
 @decodable
@@ -177,8 +191,13 @@ class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The name under which the plan is kept; empty if it is not."""
     body: bytes | None = None
     """The layout's answer; None if the kept one counts."""
-    resend: bool = False
-    """A rank's state has changed: all ranks must send their manifests."""
+    incomplete: bool = False
+    """Rank 0 needs the boxes of all ranks, and the common parts of these."""
+    common_of: list[int] = []
+
+
+_SHORT_NBYTES = 2048
+"""A common part of this length is sent by each rank, because asking for it would take longer."""
 
 
 class RankPlan(NamedTuple):
@@ -282,55 +301,75 @@ class SaveSession:
 
     def order(self, described: DescribedState) -> list[int]:
         """Return the rows of a state in the order in which they will probably be written: that of the last save."""
-        plan_id, answer = kept_plans().answer(self._key(described))
+        manifest = described.manifest
+        plan_id, answer = kept_plans().answer(self._key(manifest, common_part(manifest)))
         return self.layout.order(answer) if plan_id else []
 
-    def _key(self, described: DescribedState) -> bytes:
-        """Return the key under which this rank keeps its part of a plan."""
-        what = f"{type(self.layout).__name__} {self.world.rank} of {self.world.size} ".encode()
-        return what + digest_manifest(described.manifest)
+    def _key(self, manifest: RankManifest, common: bytes) -> bytes:
+        """Return the key under which this rank keeps its part of a plan: a digest of all that the plan follows from."""
+        who = f"{type(self.layout).__name__} {self.world.rank} of {self.world.size} ".encode()
+        digest = xxhash.xxh3_128(common)
+        digest.update(manifest.row_offsets)
+        digest.update(manifest.row_digest)
+        return who + digest.digest()
 
     def plan(self, ranks: Rendezvous, describe: Callable[[], DescribedState]) -> RankPlan:
         """Send what this rank holds, and return what it has to write."""
         began_s, on_rank_0 = 0.0, list[Any]()
-        in_full, key, plan_id, body = b"", b"", b"", b""
+        key, kept_answer, full = b"", b"", PlanRequest(b"", b"", b"")
+        asked: list[PlanRequest] = []
 
         def describing() -> bytes:
-            nonlocal began_s, in_full, key, plan_id, body
+            nonlocal began_s, key, kept_answer, full
             described = describe()
-            manifest, samples = described.manifest, described.samples()
-            key = self._key(described)
-            plan_id, body = kept_plans().answer(key)
-            in_full = encode(PlanRequest(msgspec.structs.replace(manifest, samples=samples)))
+            manifest, common = described.manifest, common_part(described.manifest)
+            own, key = (manifest.row_offsets, manifest.row_digest), self._key(manifest, common)
+            plan_id, kept_answer = kept_plans().answer(key)
+            digest = xxhash.xxh3_128_digest(common)
+            full = PlanRequest(digest, manifest.values, described.samples(), plan_id, common, own)
             began_s = self.phases.now()
-            return encode(PlanRequest(None, plan_id, manifest.values, samples)) if plan_id else in_full
+            if plan_id:
+                return encode(msgspec.structs.replace(full, common=b"", own=None))
+            is_sent = self.world.rank == 0 or len(common) <= _SHORT_NBYTES
+            return encode(full if is_sent else msgspec.structs.replace(full, common=b""))
 
         def decide(sent: list[bytes]) -> list[bytes]:
             requests = [msgspec.msgpack.decode(each, type=PlanRequest) for each in sent]
-            names = {request.plan_id for request in requests}
-            if names == {b""}:
-                planned, bodies, kept = self.layout.plan([each.manifest for each in requests if each.manifest])
+            if not asked and (planned := self._plan_again(requests)) is not None:
                 on_rank_0.append(planned)
-                name = b"" if kept is None else kept_plans().keep_plan(kept)
-                return [encode(PlanAnswer(self.layout.save_id, name, body)) for body in bodies]
-            answer = PlanAnswer(resend=True)
-            if len(names) == 1 and (kept := kept_plans().plan(*names)) is not None:
-                values, samples = [each.values for each in requests], [each.samples for each in requests]
-                if (planned := self.layout.plan_again(kept, values, samples)) is not None:
-                    on_rank_0.append(planned)
-                    answer = PlanAnswer(self.layout.save_id)
-            return [encode(answer)] * len(sent)
+                return [encode(PlanAnswer(self.layout.save_id))] * len(sent)
+            common = {each.digest: each.common for each in (*asked, *requests) if each.common}
+            wanted = {each.digest: rank for rank, each in reversed(list(enumerate(requests)))}
+            absent = sorted(rank for digest, rank in wanted.items() if digest not in common)
+            if absent or any(each.own is None for each in requests):
+                asked.extend(requests)
+                return [encode(PlanAnswer(incomplete=True, common_of=absent))] * len(sent)
+            decoded = {digest: msgspec.msgpack.decode(each, type=RankManifest) for digest, each in common.items()}
+            planned, bodies, kept = self.layout.plan([each.manifest(decoded) for each in requests])
+            on_rank_0.append(planned)
+            plan_id = b"" if kept is None else kept_plans().keep_plan(kept)
+            return [encode(PlanAnswer(self.layout.save_id, plan_id, body)) for body in bodies]
 
         work, decide = self._logged(describing, "local_step"), self._logged(decide, "global_step")
         answer = msgspec.msgpack.decode(ranks.agree("plan", work, decide), type=PlanAnswer)
-        if answer.resend:
-            answer = msgspec.msgpack.decode(ranks.agree("plan anew", lambda: in_full, decide), type=PlanAnswer)
+        if answer.incomplete:
+            is_asked = self.world.rank in answer.common_of
+            rest = full if is_asked else msgspec.structs.replace(full, common=b"")
+            answer = msgspec.msgpack.decode(ranks.agree("plan anew", lambda: encode(rest), decide), type=PlanAnswer)
         self.phases.add("plan", began_s, self.phases.mark_meeting())
-        if answer.body is not None:
-            body = answer.body
-            if answer.plan_id:
-                kept_plans().keep_answer(key, answer.plan_id, body)
-        return RankPlan(body, answer.save_id, on_rank_0)
+        if answer.body is None:
+            return RankPlan(kept_answer, answer.save_id, on_rank_0)
+        if answer.plan_id:
+            kept_plans().keep_answer(key, answer.plan_id, answer.body)
+        return RankPlan(answer.body, answer.save_id, on_rank_0)
+
+    def _plan_again(self, requests: list[PlanRequest]) -> Any | None:
+        """Return the kept plan for what has changed; None if not all ranks ask for one that rank 0 has, or if it does not fit."""
+        names = {each.plan_id for each in requests}
+        kept = kept_plans().plan(names.pop()) if len(names) == 1 else None
+        if kept is None:
+            return None
+        return self.layout.plan_again(kept, [each.values for each in requests], [each.samples for each in requests])
 
     def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> list[WrittenFiles]:
         """Write this rank's files, and wait for the other ranks; return, on rank 0, the files of all of them."""

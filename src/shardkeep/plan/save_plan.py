@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from numpy.random import default_rng  # imported here: a fork during a lazy import would see half a module
 
 from shardkeep.errors import CheckpointError, InvalidShards, RanksDisagree, ReplicasDiffer, StateError
@@ -39,6 +38,7 @@ from shardkeep.format.boxes import (
 from shardkeep.format.index import Tensors
 from shardkeep.format.record import Recorded
 from shardkeep.format.values import decode_tree, encode_tree, merge_trees
+from shardkeep.options import decodable
 
 if TYPE_CHECKING:
     from shardkeep.state.describe import Description
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What one rank holds, as columns that are sent to rank 0 without pickle. Arrays are sent as little-endian bytes.
+    What one rank holds, as columns that are sent to rank 0 without pickle. Arrays of whole numbers are packed (`pack`), and those of
+    bytes are sent as they are.
 
     Equal parts of many ranks' manifests (keys, tree, values) are equal bytes, so rank 0 decodes each different one once.
     """
@@ -66,11 +67,16 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     row_digest: bytes = b""
     """An 8-byte digest for each shard, or nothing if replicas are not compared."""
     samples: bytes = b""
-    """Of a few shards, pairs of integers: the row, and a digest of a few elements. They find replicas that have diverged."""
+    """Of a few shards, pairs of 8 bytes: the row, and a digest of a few elements. They find replicas that have diverged."""
     tree: bytes = b""
     """The state's skeleton (`format.tree`)."""
     values: bytes
     """`PlainValues`, encoded."""
+
+
+def pairs_of(samples: bytes) -> IntArray:
+    """Return the pairs of a manifest's samples."""
+    return np.frombuffer(samples, "<i8").reshape(-1, 2)
 
 
 class TensorNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,11 +117,11 @@ def manifest_of(
     return RankManifest(
         axes=d.boxes.axes,
         names=encode(names),
-        shape=d.shape.tobytes(),
-        alias=np.where(held, alias, -1).tobytes(),
-        row_tensor=d.row_tensor.tobytes(),
-        row_offsets=d.boxes.offsets.tobytes(),
-        row_sizes=d.boxes.sizes.tobytes(),
+        shape=pack(d.shape),
+        alias=pack(np.where(held, alias, -1)),
+        row_tensor=pack(d.row_tensor),
+        row_offsets=pack(d.boxes.offsets),
+        row_sizes=pack(d.boxes.sizes),
         **more,
     )
 
@@ -125,38 +131,54 @@ PlainValues = tuple[list[str], list[bytes]]
 encode = msgspec.msgpack.encode
 
 
-def digest_manifest(manifest: RankManifest) -> bytes:
-    """Return a digest of all that a plan follows from: not of values and samples, which change from save to save."""
-    return xxhash.xxh3_128_digest(encode(msgspec.structs.replace(manifest, values=b"", samples=b"")))
+def common_part(manifest: RankManifest) -> bytes:
+    """Return what ranks that hold boxes of the same sizes have in common, encoded."""
+    return encode(msgspec.structs.replace(manifest, row_offsets=b"", row_digest=b"", samples=b"", values=b""))
 
 
-def ints(data: bytes) -> IntArray:
-    return np.frombuffer(data, "<i8")
+_WIDTHS = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
+def pack(numbers: IntArray) -> bytes:
+    """Return whole numbers as they are sent: in row-major order, in the narrowest type that holds all of them."""
+    most = max(int(numbers.max()), -1 - int(numbers.min())) if numbers.size else 0
+    width = next(width for width in _WIDTHS if most < 1 << (8 * width - 1))
+    return bytes((width,)) + numbers.astype(_WIDTHS[width]).tobytes()
+
+
+def ints(packed: bytes) -> IntArray:
+    """Return the numbers that were packed."""
+    return np.frombuffer(packed, _WIDTHS[packed[0]], offset=1).astype(np.int64) if packed else np.zeros(0, np.int64)
+
+
+class PlannedFile(msgspec.Struct, frozen=True, array_like=True):
+    """One file of a rank's plan; its name follows from these, the rank and the save."""
+
+    group: str
+    part: int
+    """From 1 if the rank's data of this group are in several files; else 0."""
+    data_nbytes: int
+    block_nbytes: int
+    chain: int | None
+    """Its codec chain."""
+
+
+@decodable
 class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that one rank writes, as rank 0 sends them to it."""
+    """The files that one rank writes, as rank 0 sends them to it: equal bytes for ranks that write alike. Arrays are packed."""
 
-    save_id: str
-    files: list[tuple[str, int, int]]
-    """Name, data size and block size of each file."""
+    files: list[PlannedFile]
     file: bytes
     """For each chunk: its position in `files`, its start in the file's data, the row of the rank's manifest, and its box."""
     start: bytes
     row: bytes
     axes: int
     offsets: bytes
+    """No boxes if every chunk is all that the rank holds in its row."""
     sizes: bytes
-    chain: list[int | None]
-    """The codec chain of each file."""
     chains: list[Recorded]
     sidecar: bool
     """The store takes bytes only in order: digests of files without codecs go into sidecar files."""
-
-    def for_save(self, save_id: str) -> RankWritePlan:
-        """Return the same plan for another save."""
-        files = [(name.replace(self.save_id, save_id), *sizes) for name, *sizes in self.files]
-        return msgspec.structs.replace(self, save_id=save_id, files=files)
 
 
 MAX_ELEMENTS = 2.0**58
@@ -189,7 +211,7 @@ class SampledReplicas:
 
     def differ(self, samples: Sequence[bytes]) -> bool:
         """Return whether new samples, those of each rank, show that replicas have diverged."""
-        by_rank = [ints(each).reshape(-1, 2) for each in samples]
+        by_rank = [pairs_of(each) for each in samples]
         row = np.concatenate([each[:, 0] for each in by_rank])
         rank = np.repeat(np.arange(len(by_rank)), list(map(len, by_rank)))
         digests = dict(zip(zip(rank.tolist(), row.tolist(), strict=True), np.concatenate(by_rank)[:, 1], strict=True))
@@ -205,6 +227,8 @@ class PlannedChunks(Shards):
     nbytes: IntArray
     file: IntArray
     start: IntArray
+    cut: npt.NDArray[np.bool_]
+    """Whether the chunk may be a part of the shard."""
 
 
 @dataclass(frozen=True)
@@ -342,8 +366,10 @@ def _merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> _Merg
     for rank, d in enumerate(manifests):
         local = ints(d.row_tensor)
         wide = (len(local), d.axes)
-        digests = ints(d.row_digest).copy() if d.row_digest else np.zeros(len(local), np.int64)
-        sampled = ints(d.samples).reshape(-1, 2)
+        digests = np.zeros(len(local), np.int64)
+        if d.row_digest:
+            digests[:] = np.frombuffer(d.row_digest, "<i8")
+        sampled = pairs_of(d.samples)
         digests[sampled[:, 0]] = sampled[:, 1]
         held = Shards(
             tensor=places[d.names][local],
@@ -464,7 +490,8 @@ def _assign_writers(
     written = Shards(*map(np.concatenate, columns))
     zeros = np.zeros(len(written), np.int64)
     nbytes = written.boxes.volumes() * itemsizes[written.tensor]
-    return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros), sampled
+    cut = np.arange(len(written)) >= len(written) - len(split) * (not whole)
+    return PlannedChunks(**vars(written), nbytes=nbytes, file=zeros, start=zeros, cut=cut), sampled
 
 
 def _share_replicas(

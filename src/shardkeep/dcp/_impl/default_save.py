@@ -48,6 +48,7 @@ from shardkeep.plan.save_plan import (
     encode,
     ints,
     manifest_of,
+    pack,
     plan_whole_shards,
 )
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
@@ -225,7 +226,7 @@ class DefaultSave:
         except BaseException:
             self.discard([job.name for job in jobs])
             raise
-        return WrittenFiles(entries, where.tobytes())
+        return WrittenFiles(entries, pack(where))
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove files that this rank has written, and their digests."""
@@ -264,8 +265,8 @@ class DefaultSave:
             own = [at for at, item in enumerate(states[rank].items) if (item.key, item.offset) not in seen]
             items.append([states[rank].items[at] for at in own])
             seen.update((item.key, item.offset) for item in items[-1])
-            first = len(manifests[rank].row_tensor) // 8  # items come after the rows of tensors
-            answers.append(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)]).tobytes())
+            first = len(ints(manifests[rank].row_tensor))  # items come after the rows of tensors
+            answers.append(pack(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)])))
         _check_items(keys, items)
         planned = _Planned(keys, pieces, entries, items, states, self._to_lowest, plan.sampled)
         can_be_kept = plan.sampled is not None and len(pieces) <= MOST_KEPT_ROWS
