@@ -17,6 +17,7 @@ from shardkeep.dcp._fsspec_filesystem import FsspecReader, FsspecWriter
 from shardkeep.dcp.api import CheckpointException
 from shardkeep.dcp.default_planner import DefaultSavePlanner
 from shardkeep.errors import CheckpointError, CheckpointExists
+from shardkeep.format import data_file
 from tests.protocol.samples import quietly
 
 pytestmark = [
@@ -47,6 +48,18 @@ def test_old_metadata_cannot_have_other_files_removed(tmp_path, name):
     dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
     assert [victim.read_text() for victim in victims] == ["precious"] * 2
     assert torch.equal(loaded(folder, torch.ones(3)), torch.ones(3))
+
+
+def test_blocks_are_as_large_as_those_of_a_native_save(tmp_path, monkeypatch):
+    """Many small blocks keep many reading threads waiting: files of one rank have the blocks of all of them together."""
+    monkeypatch.setattr(data_file, "MOST_BLOCKS", 8)
+    state = {f"w{n}": torch.full((64, 1024), float(n)) for n in range(8)}
+    sk.save(state, tmp_path / "native")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "torch", thread_count=4))
+    native, torchs = (sk.open(tmp_path / name) for name in ("native", "torch"))
+    assert len(torchs.record.files) == 4
+    assert {each.block_nbytes for each in torchs.record.files} == {each.block_nbytes for each in native.record.files}
+    torchs.verify()
 
 
 class Halving(dcp.DefaultSavePlanner):

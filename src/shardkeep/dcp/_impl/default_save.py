@@ -204,10 +204,10 @@ class DefaultSave:
         buckets = [bucket for bucket in self._writer.divide(sizes) if bucket]
         names = self._writer.new_names(f"__{self._ranks.rank}_", len(buckets))
         where = np.full((4, len(rows)), -1, np.int64)
-        jobs: list[FileJob] = []
+        jobs, together_nbytes = list[FileJob](), sum(each.nbytes for each in data)
         for number, (name, bucket) in enumerate(zip(names, buckets, strict=True)):
             bucket.sort(key=lambda at: sizes[at] is not None)  # objects first
-            job, placed = lay_out(name, [data[at] for at in bucket])
+            job, placed = lay_out(name, [data[at] for at in bucket], together_nbytes=together_nbytes)
             jobs.append(job)
             for at, item in zip(bucket, placed, strict=True):
                 start = -1 if item.data_start is None or rows[at] >= len(pieces) else item.data_start

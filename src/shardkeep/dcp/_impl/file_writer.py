@@ -91,11 +91,14 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.resolve_conj().resolve_neg() if tensor.dtype in known_to_torch() else None
 
 
-def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[FileJob, list[WrittenItem]]:
+def lay_out(
+    name: str, items: Sequence[Data], *, framed: bool = True, together_nbytes: int = 0
+) -> tuple[FileJob, list[WrittenItem]]:
     """
     Lay items out in a new file: the location of each, and the memory that each byte of the file comes from.
 
-    Tensors are `framed` as archives of `torch.save`, or plain bytes.
+    Tensors are `framed` as archives of `torch.save`, or plain bytes. `together_nbytes`: of this file and those beside it,
+    whose blocks are of one size, because many small blocks keep many threads waiting.
     """
     sources: list[Data] = []
     address: list[int] = []
@@ -134,7 +137,7 @@ def lay_out(name: str, items: Sequence[Data], *, framed: bool = True) -> tuple[F
         name=name,
         header=bytearray(),
         data_nbytes=at,
-        block_nbytes=block_nbytes_for(at),
+        block_nbytes=block_nbytes_for(max(at, together_nbytes)),
         start=ends - sizes,
         address=np.array(address, np.int64),
         scattered=scattered,
