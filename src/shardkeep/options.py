@@ -75,7 +75,7 @@ def _env_flag(name: str, default: int) -> bool:
 
 
 def parse_size(size: Size, name: str) -> float:
-    """Return the number of bytes of a size; raise `StateError`, with the name of the argument, if it is none."""
+    """Return the number of bytes of a size; raise `StateError`, with the name of the argument, for anything else."""
     if isinstance(size, str):
         if found := _SIZE.fullmatch(size.strip()):
             return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
@@ -127,7 +127,7 @@ def available_memory(root: str = "/") -> int:
 
 
 def container_memory(root: str = "/") -> int:
-    """Return the memory limit of this process's container, that is of its control groups; 0 if there is none."""
+    """Return the memory limit of this process, by its control groups (its container); 0 if there is none."""
     return min((limit for limit, _ in _memory_groups(root)), default=0)
 
 
@@ -151,7 +151,9 @@ def _memory_groups(root: str) -> Iterator[tuple[int, int]]:
         for depth in range(len(parts) + 1):
             group = os.path.join(root, "sys/fs/cgroup", top, *parts[:depth])
             with suppress(OSError, ValueError):
-                limit, used = (int(_read_text(os.path.join(group, name))) for name in names[:2])  # "max" is no number
+                limit, used = (
+                    int(_read_text(os.path.join(group, name))) for name in names[:2]
+                )  # "max" is not a number
                 stat = dict(line.split() for line in _read_text(os.path.join(group, "memory.stat")).splitlines())
                 if limit < _NO_LIMIT_NBYTES:
                     yield limit, max(0, limit - used + int(stat.get(names[2], 0)))  # the page cache gives way

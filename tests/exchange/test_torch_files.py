@@ -358,7 +358,7 @@ def test_other_files_say_what_they_are(tmp_path, kind):
     }  # fmt: skip
     expected = {"old": sk.UnsupportedVersion, "module": sk.StateError, "tensor": sk.StateError, "list": sk.StateError}
     with pytest.raises(
-        expected.get(kind, sk.MalformedFile), match=says.get(kind, r"file\.pt: no archive of torch\.save")
+        expected.get(kind, sk.MalformedFile), match=says.get(kind, r"file\.pt: not an archive of torch\.save")
     ):
         sk.open(file)
 

@@ -362,9 +362,9 @@ def test_a_note_that_is_not_ours_is_refused(tmp_path):
     note = {"save_id": "s", "files": [], "remove": ["../victim.safetensors"], "index": True}
     for forged in (note, {**note, "remove": [], "save_id": "../s"}, {"files": 1}, [], "x"):
         (tmp_path / "ck" / safetensors_publish.NOTE_NAME).write_text(json.dumps(forged))
-        with pytest.raises(CheckpointException, match="no note"):
+        with pytest.raises(CheckpointException, match="not a note that shardkeep wrote"):
             load("ours", {"a": torch.zeros(3)}, tmp_path / "ck", no_dist=True)
-        with pytest.raises(CheckpointException, match="no note"):
+        with pytest.raises(CheckpointException, match="not a note that shardkeep wrote"):
             save("ours", {"a": numbered(3)}, tmp_path / "ck", no_dist=True)
     assert (tmp_path / "victim.safetensors").exists()
 

@@ -112,7 +112,7 @@ def _print_shares(what: str, rows: Sequence[tuple[str, str, int, str]], limit: i
 
 def _du_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern:
-        raise out.UsageError(f"{args.path} is no checkpoint: patterns are for the keys of one")
+        raise out.UsageError(f"{args.path} is not a checkpoint: patterns select keys of a checkpoint")
     sizes, below = _sizes(run), {run.name_of(each): _sizes(each) for each in run.runs}
     totals = {name: sum(each.values()) for name, each in below.items()}
     total = sum(sizes.values()) + sum(totals.values())

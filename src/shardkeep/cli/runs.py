@@ -43,7 +43,7 @@ class Run:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The runs below it, if it is a folder of runs: directories with checkpoints that are no checkpoints themselves."""
+        """The runs in a folder of runs: directories that contain checkpoints and are not checkpoints themselves."""
         taken = {entry.name for entry in self.entries}
         names = [name for name in self.catalog.root.places() if name not in taken and not name.startswith(".")]
         below = [Run(self.path_to(name), self.template, self.levels - 1) for name in sorted(names, key=natural_order)]

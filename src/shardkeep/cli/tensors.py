@@ -250,12 +250,7 @@ class TensorChange:
 
 
 def compare_tensors(
-    a: Checkpoint,
-    b: Checkpoint,
-    pairs: Sequence[tuple[Item, Item]],
-    rtol: float,
-    atol: float,
-    on_read: OnRead,
+    a: Checkpoint, b: Checkpoint, pairs: Sequence[tuple[Item, Item]], rtol: float, atol: float, on_read: OnRead
 ) -> list[TensorChange]:
     """Compare pairs of tensors of the same shapes; numbers as in `np.isclose`, or bits if there is no tolerance."""
     return list(map(_added, map_blocks([a, b], pairs, partial(_compare, rtol=rtol, atol=atol), on_read)))

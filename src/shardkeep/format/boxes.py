@@ -505,7 +505,7 @@ def _pick(key: str, axis: int, n: int, part: object) -> AxisSlice:
     # True is a mask to numpy and torch, not the index 1.
     is_mask = str(getattr(part, "dtype", type(part).__name__)).endswith("bool")
     try:
-        index = None if is_mask else operator.index(part)  # type: ignore[arg-type]  # what is no number raises
+        index = None if is_mask else operator.index(part)  # type: ignore[arg-type]  # what is not a number raises
     except TypeError:
         index = None
     if index is None:

@@ -1,12 +1,13 @@
 """
 Checksums, and data files with the checksums of their blocks.
 
-The checksum is xxh3-128, computed while bytes are in host memory and verified when they are read. xxhash releases the GIL and
-runs at about memory speed, so checksums are never turned off to save time.
+The checksum is xxh3-128, computed while bytes are in host memory and verified when they are read. xxhash releases the GIL
+and runs at about memory speed, so checksums cannot be turned off.
 
-A data file begins with a valid safetensors header that also holds the digest of every block of the data. Tensor names, dtypes and offsets are known before the first byte is written, so the header is built first, with room for the
-digests, which are filled in after the last block has been hashed. The header is padded with spaces, as the format allows,
-so that the data begin on a page boundary and direct I/O works.
+A data file begins with a valid safetensors header that also holds the digest of every block of the data. Tensor names,
+dtypes and offsets are known before the first byte is written, so the header is built first, with room for the digests,
+which are filled in after the last block has been hashed. The header is padded with spaces, as the format allows, so that
+the data begin on a page boundary and direct I/O works.
 
 A store that takes bytes only in order cannot go back to the header. There the digests are in a sidecar: a small file beside
 the data file.

@@ -110,7 +110,7 @@ class NameTable:
         self._buffers: list[io.BytesIO] = []
 
     def find(self, module: str, name: str) -> Any:
-        """Return what a name stands for; raise KeyError for an unknown one."""
+        """Return the object that stands for a name; raise KeyError for an unknown name."""
         at = module, name
         if at in self._made:
             return self._made[at]
@@ -143,7 +143,7 @@ class NameTable:
 
         def fill(state: Any) -> None:
             if type(state[0]) is not bytes:
-                raise MalformedFile("a BytesIO that no program writes")
+                raise MalformedFile("a BytesIO with an invalid state")
             self.spend(state)
             set_state((*state[:2], None))
 
@@ -152,7 +152,7 @@ class NameTable:
         return made
 
     def left_behind(self) -> str | None:
-        """End the load: return a name whose object is itself part of the result, which alone is left of the load."""
+        """End the load. Return a name whose object is part of the result, which is all that is left of the load; else None."""
         for buffer in self._buffers:
             buffer.__dict__.clear()
         held = self._held()
@@ -166,7 +166,7 @@ class NameTable:
 
 
 def _refuse_change(_self: Any, name: str, *_value: Any) -> None:
-    raise MalformedFile(f"the pickle would change {name!r} of what it may only use")
+    raise MalformedFile(f"the pickle sets the attribute {name!r} of a class or a function")
 
 
 class _Callable:
@@ -198,14 +198,14 @@ class _Unchangeable(type):
     __setattr__ = __delattr__ = _refuse_change
 
     def __call__(cls, *_args: Any, **_named: Any) -> Any:
-        raise MalformedFile(f"the pickle calls {cls.__name__}, which no program does")
+        raise MalformedFile(f"the pickle calls the class {cls.__name__}, which it may only create empty")
 
 
 def _guard(kind: type, make: Callable[[], Any] | None) -> type:
     """Make a class that cannot be changed, and whose instances are those of `kind`."""
 
     def __new__(_cls: type) -> Any:  # noqa: N807 - it becomes one
-        return kind.__new__(kind) if make is None else make()  # type: ignore[call-overload]  # `kind` is no metaclass
+        return kind.__new__(kind) if make is None else make()  # type: ignore[call-overload]  # `kind` is not a metaclass
 
     return _Unchangeable(kind.__name__, (), {"__slots__": (), "__new__": __new__})
 
@@ -230,7 +230,7 @@ class Opaque(metaclass=_OpaqueType):
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-# No program writes these. With the last, nested tuples take exponentially long to hash.
+# No program writes these operations. With the last one, nested tuples take exponentially long to hash.
 _REFUSED = frozenset({"PERSID", "INST", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "DUP"})
 _MAX_INT_TEXT = 32
 _LEAST_EXPANDED_NBYTES, _EXPANDED_NBYTES = 32 << 20, 16
@@ -247,11 +247,11 @@ def load_pickle(
     unknown: dict[str, None] | None = None,
 ) -> Any:
     """
-    Read a pickle, with nothing behind it, that may contain `names`, and `others`, which are asked for if it has more.
+    Read a pickle, with nothing behind it. It may name what is in `names`, or in `others()`, which is called if needed.
 
     `persistent` returns the object for a persistent id; without it, such ids are refused. Raises `PickleRefused` if the
-    pickle names anything else or has a class as a value, `MalformedFile` if it is none that any program writes. If
-    `unknown` is given, it gets other names, in order, for which `Opaque` stands, and nothing is refused.
+    pickle names anything else or has a class as a value, and `MalformedFile` if it is not valid. If `unknown` is given,
+    other names are added to it, in order, `Opaque` stands for them, and nothing is refused.
     """
     end = end_of_pickle(data, where)
     if end != len(data):
@@ -302,9 +302,7 @@ def check_expanded(value: Any, nbytes: int, *, where: str, leaf: type | None = N
             left -= sizes[id(value)]
         left -= _EXPANDED_NBYTES
         if left < 0 or depth > _MAX_DEPTH:
-            raise MalformedFile(
-                f"{where}: values that are larger, or nested deeper, than any program writes", file=where
-            )
+            raise MalformedFile(f"{where}: values that are too large, or nested too deeply", file=where)
         for part in parts:
             spend(part, depth + 1)
 
@@ -394,7 +392,7 @@ _RUN = _runs().match
 
 
 def end_of_pickle(raw: bytes, where: str) -> int:
-    """Scan the operations of a pickle and return where it ends; raise `MalformedFile` for what no program writes."""
+    """Scan the operations of a pickle and return where it ends; raise `MalformedFile` if it is not valid."""
     at, length = 0, len(raw)
     while at < length:
         run = _RUN(raw, at)
@@ -412,7 +410,7 @@ def end_of_pickle(raw: bytes, where: str) -> int:
             at = _after_lines(raw, at, number, where)
         else:
             break
-    raise MalformedFile(f"{where}: not a pickle that any program writes (at byte {at})", file=where, offset=at)
+    raise MalformedFile(f"{where}: not a valid pickle (at byte {at})", file=where, offset=at)
 
 
 def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
@@ -490,7 +488,7 @@ def plain_names() -> Names:
 
 
 def _never(*_: Any) -> Any:
-    raise MalformedFile("the pickle calls what no program calls in one")
+    raise MalformedFile("the pickle calls a type that it may only name")
 
 
 def _maker(kind: Any, *allowed: tuple[type, ...]) -> Callable[..., Any]:
@@ -498,7 +496,7 @@ def _maker(kind: Any, *allowed: tuple[type, ...]) -> Callable[..., Any]:
 
     def make(*args: Any) -> Any:
         if len(args) > len(allowed) or not all(type(arg) in types for arg, types in zip(args, allowed, strict=False)):
-            raise MalformedFile(f"a {kind.__name__} that no program writes")
+            raise MalformedFile(f"a {kind.__name__} with invalid arguments")
         return kind(*args)
 
     return make
@@ -536,7 +534,7 @@ def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
 
 
 def numbers_of(parts: Any = ()) -> tuple[int, ...]:
-    """Return sizes or offsets as a tuple; raise `MalformedFile` if they are none."""
+    """Return sizes or offsets as a tuple; raise `MalformedFile` for anything else."""
     made = tuple(parts)
     if made and (set(map(type, made)) != {int} or min(made) < 0):
         raise MalformedFile(f"{made!s:.200} are not sizes")
@@ -545,7 +543,7 @@ def numbers_of(parts: Any = ()) -> tuple[int, ...]:
 
 def _fraction(*parts: Any) -> fractions.Fraction:
     if not all(type(part) is int or (type(part) is str and _FRACTION(part)) for part in parts):
-        raise MalformedFile("a fraction that no program writes")
+        raise MalformedFile("a Fraction with invalid arguments")
     return fractions.Fraction(*parts)
 
 
@@ -566,7 +564,7 @@ def _path(kind: Any, *parts: Any) -> Any:
 def _dtype(name: Any, *_: Any) -> np.dtype[Any]:
     """Make a new dtype; the pickle sets its fields next."""
     if type(name) is not str or not _DTYPE(name):
-        raise MalformedFile("a dtype that no program writes")
+        raise MalformedFile("an invalid dtype")
     # A copy, because the pickle changes it next, and numpy's own dtype is shared by every array of the process.
     made: np.dtype[Any] = np.dtype(name, align=False, copy=True)
     if made.itemsize > _MAX_ITEMSIZE:
@@ -577,11 +575,11 @@ def _dtype(name: Any, *_: Any) -> np.dtype[Any]:
 def _empty_array(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
     """Make an empty array; the pickle sets its contents next."""
     if _class_given(kind) is not np.ndarray or shape != (0,) or code not in (b"b", "b"):
-        raise MalformedFile("an array that no program writes")
+        raise MalformedFile("an array with invalid arguments")
     return np.empty((0,), np.int8)
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
     if not isinstance(dtype, np.dtype) or dtype.hasobject or type(data) is not bytes or len(data) != dtype.itemsize:
-        raise MalformedFile("a number of numpy's that no program writes")
+        raise MalformedFile("a numpy scalar with invalid arguments")
     return np.ndarray((), dtype, data).copy()[()]

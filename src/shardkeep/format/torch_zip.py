@@ -179,8 +179,8 @@ class ArchivedTensor(NamedTuple):
 
     def embedding(self) -> tuple[Ints, Ints] | None:
         """
-        Return how the tensor is a box, at the origin, of a dense row-major array: its axes in the order of their strides,
-        and the sizes of that array. The array has one axis more if elements have gaps between them. None if it is none.
+        Describe the tensor as a box, at the origin, of a dense row-major array: its axes in the order of their strides, and
+        the sizes of that array, with one more axis if there are gaps between elements. None if that is not possible.
         """
         axes = sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis] if self.shape[axis] > 1 else 0)
         long = [axis for axis in axes if self.shape[axis] > 1]
@@ -207,7 +207,7 @@ class ArchiveEntry(NamedTuple):
 
 
 class _Archive:
-    """The directory of an archive of `torch.save` with `nbytes`; raises `MalformedFile` if it is none."""
+    """The directory of an archive of `torch.save` with `nbytes`; raises `MalformedFile` for other bytes."""
 
     def __init__(self, get: Get, nbytes: int, where: str) -> None:
         self._get = get
@@ -215,7 +215,7 @@ class _Archive:
         self.entries = _entries(get, nbytes, where)
         self.root = next(iter(self.entries), "/").partition("/")[0]
         if f"{self.root}/constants.pkl" in self.entries:  # which torch would load with another loader
-            raise MalformedFile(f"{where}: a compiled program of torch.jit, no archive of torch.save", file=where)
+            raise MalformedFile(f"{where}: a compiled program of torch.jit, not an archive of torch.save", file=where)
 
     def find(self, name: str) -> ArchiveEntry | None:
         """Return an entry, given its name below the root."""
@@ -230,7 +230,7 @@ class _Archive:
         """Return the entry of the pickle."""
         found = self.find("data.pkl")
         if found is None:
-            raise MalformedFile(f"{self._where}: no archive of torch.save", file=self._where)
+            raise MalformedFile(f"{self._where}: not an archive of torch.save", file=self._where)
         return found
 
     def pickled(self) -> bytes:
@@ -302,7 +302,9 @@ def data_start(get: Get, at: int, name: str, *, where: str) -> int:
     """Return where the bytes of an entry begin, by its header at `at`."""
     header = get(at, _LOCAL.size + len(name.encode()))
     if header[:4] != b"PK\3\4" or header[_LOCAL.size :].decode(errors="replace") != name:
-        raise MalformedFile(f"{where}: the archive's directory points at no entry", file=where, offset=at)
+        raise MalformedFile(
+            f"{where}: the archive's directory points at something that is not an entry", file=where, offset=at
+        )
     *_, name_nbytes, extra_nbytes = _LOCAL.unpack(header[: _LOCAL.size])
     return at + _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
 
@@ -332,7 +334,7 @@ def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
 
 def _entries(get: Get, nbytes: int, where: str) -> dict[str, tuple[int, int, int]]:
     """Read the directory of an uncompressed archive: offset, size and CRC-32 of each entry."""
-    problem = MalformedFile(f"{where}: no archive of torch.save, or one that was cut short", file=where)
+    problem = MalformedFile(f"{where}: not an archive of torch.save, or one that was cut short", file=where)
     if nbytes < _END.size:
         raise problem
     ends = get(max(0, nbytes - _END_NBYTES), min(nbytes, _END_NBYTES))

@@ -209,7 +209,7 @@ def _unpack_array(data: Any, call: _Call, depth: int) -> list[Any]:
     count = int.from_bytes(data[1 : 1 + width], "big") if width else first & 0x0F
     if count > len(data):
         raise ValueError(f"array of {count} items in {len(data)} bytes")
-    # One call for an array of scalars; where the first item is none, do not even try.
+    # One call decodes an array of scalars. It is not tried if the first item is not a scalar.
     if not count or data[1 + width] in _SCALAR_BYTES:
         try:
             return _decode_flat(data)
@@ -254,7 +254,7 @@ class EnumRef:
     name: str | None
     """None for a nameless combination of flags."""
     value: Any = field(hash=False)
-    """None where a named member's value is no plain data."""
+    """None if the value of a named member is not plain data."""
 
 
 class TorchRef(NamedTuple):
@@ -473,7 +473,9 @@ def _make_dtype(described: Any) -> np.dtype[Any]:
         if not re.fullmatch(r"[<>|=]?[fc][0-9]{1,2}", text):
             raise ValueError(f"not a dtype: {text[:80]!r}")
         if mantissa_bits != np.finfo(np.longdouble).nmant:
-            raise _NotHereError(f"its long double has {mantissa_bits} bits of mantissa, which this machine has not")
+            raise _NotHereError(
+                f"its long double has {mantissa_bits} bits of mantissa, which this machine does not support"
+            )
         dtype = np.dtype(text[0] + ("G" if "c" in text else "g"))
     else:
         raise ValueError("not a dtype")
@@ -665,7 +667,7 @@ def _mark(node: Node) -> int:
 
 
 def decode_tree(data: bytes) -> Node:
-    """Decode and check a skeleton; raise `MalformedFile` for bytes that are none."""
+    """Decode and check a skeleton; raise `MalformedFile` for other bytes."""
     columns = decode_value(data, key="tree")
     try:
         return _build(columns)
@@ -685,7 +687,7 @@ def _build(columns: Any) -> Node:
     if any(type(count) is not int or count < 0 for count in counts) or sum(counts) != len(marks) - 1:
         raise ValueError("counts do not add up to the children")
     if not all(is_part(part) for part in parts if type(part) is not str):
-        raise ValueError("a key of a type that is no key")
+        raise ValueError("a key of a type that cannot be a key")
     kinds = [KINDS[mark - 1] for mark in marks if mark]
     keyed = sum(count for kind, count in zip(kinds, counts, strict=True) if kind not in _INDEXED)
     if keyed != len(parts):
@@ -711,7 +713,7 @@ def _build(columns: Any) -> Node:
             key -= count
             keys = _distinct(parts[key : key + count])
         if kind == "ranks" and any(type(rank) is not int or rank < 0 for rank in keys):
-            raise ValueError("a rank that is no number")
+            raise ValueError("a rank that is not a number")
         waiting.append((Container(kind, tuple(zip(keys, nodes, strict=True))), height))
     if len(waiting) > 1:
         raise ValueError("a container without a parent")
@@ -764,7 +766,7 @@ def join(name: str | None, kind: str, part: Part) -> str:
 def unflatten(node: Node, leaf: Callable[[str], Any]) -> dict[Any, Any]:
     """Build the nested state; `leaf` returns the value of each flat name. Ranks become `{rank: value}`."""
     if node is None or node.kind in _INDEXED:
-        raise MalformedFile("tree: the root is no mapping")
+        raise MalformedFile("tree: the root is not a mapping")
     state: dict[Any, Any] = _filled(node, None, leaf)
     return state
 

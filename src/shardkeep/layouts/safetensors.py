@@ -80,9 +80,9 @@ def read_header(path: str, opens: ReadableStore | None = None) -> SafetensorsFil
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{path}: the header is no JSON: {error}", file=path) from error
+        raise MalformedFile(f"{path}: the header is not JSON: {error}", file=path) from error
     if not isinstance(header, dict):
-        raise MalformedFile(f"{path}: the header is no JSON object", file=path)
+        raise MalformedFile(f"{path}: the header is not a JSON object", file=path)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise MalformedFile(f"{path}: __metadata__ is not a map of texts", file=path)
@@ -100,7 +100,7 @@ def _raw_header(path: str, reader: BlobReader) -> bytes:
     if len(first) < 8 or length > reader.nbytes - 8:
         raise WrongSize(
             f"{path}: {reader.nbytes} bytes, too few for its header of {length}",
-            hint="the file was cut short, or is no safetensors file",
+            hint="the file was cut short, or is not a safetensors file",
             file=path,
         )
     if length > MAX_HEADER_NBYTES:
@@ -116,7 +116,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return found
 
 

@@ -164,7 +164,7 @@ def read_note(store: ReadableStore) -> PublishNote | None:
         if is_name(note.save_id) and all(is_name(name) and name.endswith(SUFFIX) for name in names):
             return note
     where = os.path.join(str(getattr(store, "url", "")), NOTE_NAME)
-    raise MalformedFile(f"{where}: this is no note of shardkeep's", hint="delete it", file=where)
+    raise MalformedFile(f"{where}: this is not a note that shardkeep wrote", hint="delete it", file=where)
 
 
 def made_by_writer(folder: ModelDirectory, name: str) -> bool:

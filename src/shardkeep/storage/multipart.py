@@ -99,7 +99,7 @@ class ObjectWriter:
         self._may_appear = False
         """Whether the object exists, or may appear."""
         self._cancelled = self._left = False
-        """Whether the scope was cancelled; whether no one waits for the upload any more."""
+        """Whether the scope was cancelled; whether the caller has stopped waiting for the upload."""
         self._budget, self._patience_s = self._bucket.budget, _GRACE_S
         if scope is not None:
             scope.on_cancel(self.cancel)
@@ -141,7 +141,7 @@ class ObjectWriter:
     def finish(self, nbytes: int | None = None) -> None:
         end = checked_end(self._where, self._name, nbytes, self._nbytes)
         if self._closed:
-            raise self._error("is closed already")
+            raise self._error("the blob is already closed")
         self._closed = True
         only_part = self._close(end)
         if only_part is not None:

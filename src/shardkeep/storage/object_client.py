@@ -1,12 +1,12 @@
 """
-Opening buckets, once per process and set of options, and how requests are made.
+Opens buckets, once per process and set of options, and makes their requests.
 
-Server, account and credentials come from options, else from the usual environment variables. obstore takes whatever the
-options leave open from the environment. So a token that is meant for another bucket would join credentials given as options.
-Here those are used alone, or opening the bucket fails and names the variable.
+Server, account and credentials come from the options, or else from the usual environment variables. If credentials are
+given as options, no credential of the environment is used with them: obstore would combine the two, such as the token of
+one bucket with the key of another. Where that cannot be prevented, opening the bucket fails and names the variable.
 
-Errors say which object, what the service answered, and what to do. obstore's own exceptions are dropped, even as a
-cause: their text contains whole URLs, which may contain keys.
+An error says which object, what the service answered, and what to do. obstore's own exceptions are dropped, even as a
+cause, because their text contains whole URLs, which may contain keys.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Bucket:
 
 @functools.cache
 def _first_user() -> int:
-    """Return the first process to use obstore, of this one and those it was forked from."""
+    """Return the id of the first process that used obstore: this one, or one that it was forked from."""
     return os.getpid()
 
 
@@ -297,7 +297,7 @@ _OWN_HOSTS = {
     "az": (".core.windows.net", ".core.usgovcloudapi.net", ".core.chinacloudapi.cn"),
 }
 _ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?(/[\w.~:@!$&'()*+,;=%/-]*)?", re.ASCII | re.IGNORECASE)
-"""Of a service; obstore panics at one with other characters."""
+"""The address of a service; obstore panics if it has other characters."""
 _LONGEST_PATH = 1024
 _EMULATOR = {
     "account_name": "devstoreaccount1",

@@ -52,7 +52,7 @@ def call_with_retries(
     within_s: float = float("inf"),
     can: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Call `work` again while it fails in passing and `can()`; what a client library has retried is not retried again."""
+    """Call `work` again while its errors may pass and `can()`; what a client library has retried is not retried again."""
     until = time.monotonic() + within_s
     failed = 0
     while True:
@@ -132,7 +132,7 @@ class RetryingStore(StoreWrapper):
             except StorageError as error:
                 if not failed or error.errno != errno.EEXIST:
                     raise
-            # The failed attempt created it: no one else creates a blob of that name at the same time.
+            # The failed attempt created it: names of new blobs are unique, so no other writer did.
             self.inner.delete(name)
             return create()
 
