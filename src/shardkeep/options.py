@@ -45,7 +45,7 @@ VARIABLES = {
     "TERM": "The command line prints no colours and uses no pager if it is `dumb`.",
     "PAGER": "What long output of the command line goes through on a terminal.",
 }
-"""Every environment variable that is read, and its meaning; those of object stores are in `storage/object_config`."""
+"""Every environment variable that is read, and its meaning; those of object stores are in `storage/object_client`."""
 
 Size = str | float
 """A number of bytes, or a text such as "5GB" (powers of ten), "512MiB" or "2GiB" (powers of two)."""

@@ -71,7 +71,7 @@ def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: in
     nbytes = math.prod(shape) * dtype.itemsize
     header, size = len(before), min(nbytes, _MAX32)
     wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
-    local = _aligned(_DATA, _UTF8, size, wide, at + header, alignment)
+    local = _local(_DATA, _UTF8, size, wide, at + header, alignment)
     listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
     return ArchiveFrame(before + local, listed + _ends(1, header + len(local) + nbytes, len(listed)))
 
@@ -80,12 +80,12 @@ def _wide(*sizes: int) -> bytes:
     return struct.pack(f"<2H{len(sizes)}Q", 1, 8 * len(sizes), *sizes)
 
 
-def _aligned(name: bytes, flags: int, size: int, wide: bytes, at: int, alignment: int) -> bytes:
+def _local(name: bytes, flags: int, size: int, wide: bytes, at: int = 0, alignment: int = 1, *, crc: int = 0) -> bytes:
     """Make the header of an entry, from `at` of the file on, whose bytes begin at a multiple of `alignment`."""
     pad = -(at + _LOCAL.size + len(name) + len(wide)) % alignment
     pad += 0 if pad == 0 or pad >= 4 else alignment  # it is a field of 4 bytes and more
     extra = wide + (struct.pack("<2s1H", b"FB", pad - 4) + b"Z" * (pad - 4) if pad else b"")
-    return _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
+    return _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, crc, size, size, len(name), len(extra)) + name + extra
 
 
 def _before_storages(pickled: bytes) -> tuple[bytes, bytes]:
@@ -94,8 +94,8 @@ def _before_storages(pickled: bytes) -> tuple[bytes, bytes]:
     for name, data in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         raw, crc = f"archive/{name}".encode(), zlib.crc32(data)
         directory += _central(raw, _UTF8, crc, len(data), len(entries))
-        extra, size = (_wide(len(data), len(data)), _MAX32) if len(data) >= _MAX32 else (b"", len(data))
-        entries += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, size, size, len(raw), len(extra)) + raw + extra + data
+        wide = _wide(len(data), len(data)) if len(data) >= _MAX32 else b""
+        entries += _local(raw, _UTF8, min(len(data), _MAX32), wide, crc=crc) + data
     return bytes(entries), directory
 
 
@@ -503,7 +503,7 @@ def _header(number: int, nbytes: int, at: int) -> bytes:
     """Return what stands directly before a storage, from `at` of the file on."""
     # The reader must know that 8 bytes hold each size that follows.
     wide = _wide(0, 0) if nbytes >= _MAX32 else b""
-    return _aligned(_name(number), _UTF8 | _SIZES_FOLLOW, _MAX32 if wide else 0, wide, at, STORAGE_ALIGNMENT)
+    return _local(_name(number), _UTF8 | _SIZES_FOLLOW, _MAX32 if wide else 0, wide, at, STORAGE_ALIGNMENT)
 
 
 def _descriptor(nbytes: int, crc: int) -> bytes:

@@ -38,7 +38,6 @@ from shardkeep.display import format_count
 from shardkeep.dist.world import collision_hint
 from shardkeep.format import record as record_format
 from shardkeep.format.boxes import Box
-from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Index, decode_index, encode_index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
@@ -180,7 +179,7 @@ def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
             raise errors.WrongSize(
                 f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
             )
-        if _checksum(data, chain) != entry.checksum:
+        if checksum_of(data, chain) != entry.checksum:
             raise errors.ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
         return decode_index(memoryview(data).toreadonly(), where=entry.name)
 
@@ -190,10 +189,6 @@ def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
         data = read()  # by another reader, because the first may have cached what it read
         base.warn_reread_ok(entry.name, 0, len(data))
     return base.decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)
-
-
-def _checksum(data: bytes, chain: CodecChain | None) -> str:
-    return checksum_text(digest(data)) if chain is None else checksum_of(data, chain)
 
 
 def _most_index_nbytes(stored_nbytes: int | None) -> int:
@@ -240,7 +235,7 @@ def publish(
             values=len(index.value_keys),
             tensor_bytes=tensor_bytes,
         ),
-        index=Blob(name=name, nbytes=len(data), checksum=_checksum(data, chain)),
+        index=Blob(name=name, nbytes=len(data), checksum=checksum_of(data, chain)),
         files=files,
         chains=[each.recorded for each in chains],
     )

@@ -229,7 +229,7 @@ def marked_name(name: str, save_id: str) -> str:
 # -- the rest of a state, in the metadata ------------------------------------------------------------------------------
 
 # Nesting, plain values, ties and which tensors were numpy arrays. Other tools ignore this text. It is JSON; the nesting
-# and plain values are encoded by `format.tree` and `format.values`, as base64, so no pickle is needed.
+# and plain values are encoded by `format.values`, as base64, so no pickle is needed.
 
 STATE_KEY = "shardkeep.state"
 _VERSION = 1

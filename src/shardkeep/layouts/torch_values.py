@@ -49,11 +49,7 @@ class _MEM_FORMAT_ENCODING(Enum):  # noqa: N801 - torch's name
     TORCH_PRESERVE_FORMAT = 2
 
 
-_FORMATS = {
-    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
-    "TORCH_CHANNELS_LAST": torch.channels_last,
-    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
-}
+_FORMATS = {each.name: getattr(torch, each.name.removeprefix("TORCH_").lower()) for each in _MEM_FORMAT_ENCODING}
 _HAS_STRIDES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 """Whether the installed torch notes the strides of tensors."""
 
@@ -93,7 +89,6 @@ class TensorProperties:
             dtype=tensor.dtype,
             layout=tensor.layout,
             requires_grad=tensor.requires_grad,
-            memory_format=torch.contiguous_format,
             pin_memory=tensor.is_pinned(),
             strides=tensor.stride() if _HAS_STRIDES and tensor.layout is torch.strided else None,
         )

@@ -69,7 +69,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     samples: bytes = b""
     """Of a few shards, pairs of 8 bytes: the row, and a digest of a few elements. They find replicas that have diverged."""
     tree: bytes = b""
-    """The state's skeleton (`format.tree`)."""
+    """The state's skeleton (`format.values`)."""
     values: bytes
     """`PlainValues`, encoded."""
 
