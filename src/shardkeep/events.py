@@ -76,6 +76,42 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="even
     step: int | None = None
 
 
+class ErrorEvent(Event, frozen=True, kw_only=True):
+    """The fields of events that report an error."""
+
+    kind: str
+    """The class of the error."""
+    message: str
+
+
+class CallFailed(ErrorEvent, frozen=True, kw_only=True):
+    """The fields of events that report the error of a call."""
+
+    called_s: float
+    seconds: float
+    phases: list[Span] = []
+
+
+class CallSucceeded(Event, frozen=True, kw_only=True):
+    """The fields of events that report the success of a call."""
+
+    called_s: float
+    """When the call was made, by `time.perf_counter()` of this process: a clock that never jumps."""
+    seconds: float
+    """From the call until the save was committed, or the state was filled."""
+    phases: list[Span]
+    """What this rank did."""
+    save_id: str
+    bytes_total: int
+    """Of a save: tensor bytes of the whole checkpoint. Of a load: read by all ranks; on other ranks than 0, by this one."""
+    gb_per_s: float
+    """`bytes_total` over `seconds`."""
+    ranks: list[RankPhases] = []
+    """What all ranks did; only on rank 0."""
+    slowest: Slowest | None = None
+    """Only on rank 0, if there are several ranks."""
+
+
 class SaveBegan(Event, frozen=True, kw_only=True):
     """A save was called. `SaveCommitted` or `SaveFailed` follows."""
 
@@ -107,88 +143,49 @@ class SaveWritten(Event, frozen=True, kw_only=True):
     bytes_written: int
 
 
-class SaveCommitted(Event, frozen=True, kw_only=True):
+class SaveCommitted(CallSucceeded, frozen=True, kw_only=True):
     """The checkpoint is durable and complete."""
 
-    called_s: float
-    """When the call was made, by `time.perf_counter()` of this process: a clock that never jumps."""
-    save_id: str
     tensors: int
-    bytes_total: int
-    """Tensor bytes of the whole checkpoint."""
     bytes_written: int
     """By this rank, headers included."""
-    seconds: float
-    """From the call to the commit."""
     blocked_s: float
     """How long the call took."""
     staged_s: float
     """From the call until all of the state could be changed."""
     written_s: float
     """From the call until every rank had written its files."""
-    gb_per_s: float
-    """The whole checkpoint over `seconds`."""
-    phases: list[Span]
-    """What this rank did."""
-    ranks: list[RankPhases] = []
-    """What all ranks did; only on rank 0."""
-    slowest: Slowest | None = None
-    """Only on rank 0, if there are several ranks."""
 
 
-class SaveFailed(Event, frozen=True, kw_only=True):
+class SaveFailed(CallFailed, frozen=True, kw_only=True):
     """A save ended without a checkpoint. A checkpoint that was committed there before is unchanged."""
 
-    called_s: float
-    kind: str
-    """The class of the error."""
-    message: str
     cancelled: bool
     """Whether it was cancelled."""
-    seconds: float
-    phases: list[Span] = []
 
 
 class LoadBegan(Event, frozen=True, kw_only=True):
     """A load was called. `LoadFinished` or `LoadFailed` follows."""
 
 
-class LoadFinished(Event, frozen=True, kw_only=True):
+class LoadFinished(CallSucceeded, frozen=True, kw_only=True):
     """The state is filled, on all ranks."""
 
-    called_s: float
-    save_id: str
     bytes_read: int
     """By this rank, headers included."""
     bytes_received: int
     """By this rank, from others."""
-    bytes_total: int
-    """Read by all ranks together; on other ranks than 0, by this one."""
-    seconds: float
-    gb_per_s: float
-    """`bytes_total` over `seconds`."""
-    phases: list[Span]
-    ranks: list[RankPhases] = []
-    slowest: Slowest | None = None
 
 
-class LoadFailed(Event, frozen=True, kw_only=True):
+class LoadFailed(CallFailed, frozen=True, kw_only=True):
     """A load ended without filling the state."""
 
-    called_s: float
-    kind: str
-    message: str
-    seconds: float
-    phases: list[Span] = []
 
-
-class Retried(Event, frozen=True, kw_only=True):
+class Retried(ErrorEvent, frozen=True, kw_only=True):
     """An operation failed, and is retried."""
 
     attempt: int
     """Which attempt failed, from 1."""
-    kind: str
-    message: str
     wait_s: float
     """Until the next attempt."""
 
@@ -200,11 +197,8 @@ class Pruned(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class PruneFailed(Event, frozen=True, kw_only=True):
+class PruneFailed(ErrorEvent, frozen=True, kw_only=True):
     """A checkpoint, or what is left of one, could not be removed. The next save tries it again."""
-
-    kind: str
-    message: str
 
 
 class PromotionBegan(Event, frozen=True, kw_only=True):
@@ -233,12 +227,10 @@ class PromotionFinished(Event, frozen=True, kw_only=True):
     """Phases "choose", "copy", "wait" (until the other ranks have copied) and "commit"; only on rank 0."""
 
 
-class PromotionFailed(Event, frozen=True, kw_only=True):
+class PromotionFailed(ErrorEvent, frozen=True, kw_only=True):
     """A checkpoint could not be promoted now. It is unchanged in the root it was saved to."""
 
     source: str
-    kind: str
-    message: str
     cancelled: bool
     """Whether it was cancelled."""
     seconds: float

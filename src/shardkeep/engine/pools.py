@@ -233,8 +233,11 @@ class StagingMemory:
     """Ordinary: the ring is emptied into it, and files are written from it."""
     arenas: Arenas = field(default_factory=Arenas)
     """Ordinary: copies of tensors that lie in host memory."""
+    streams: dict[tuple[torch.device, int], torch.Stream] = field(default_factory=dict)
+    """The streams of threads that copy, by number: always the same few, because torch caches memory for each stream."""
 
     def release(self) -> None:
+        self.streams.clear()
         self.ring.close()
         self.windows.close()
         self.arenas.close()

@@ -129,12 +129,28 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SaveReport(OneLine):
-    """What a save did. `print` shows it in one line."""
+class _Report(OneLine):
+    """What saves and loads have in common."""
 
     where: str
     save_id: str
     step: int | None
+    tensors: int
+    """Of a save: those of the checkpoint. Of a load: those that were filled, on any rank; the same number on all ranks."""
+    seconds: float
+    """From the call to the commit, or until the state was filled, on this rank."""
+    phases: list[Span] = field(default_factory=list, repr=False)
+    """The phases of this rank, with their times."""
+    ranks: list[RankPhases] = field(default_factory=list, repr=False)
+    """The phases of every rank, of a save up to its last byte, with their times; on rank 0."""
+    slowest: Slowest | None = None
+    """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SaveReport(_Report):
+    """What a save did. `print` shows it in one line."""
+
     bytes_written: int
     """Bytes written by this rank, headers included, before codecs."""
     bytes_stored: int = 0
@@ -143,21 +159,12 @@ class SaveReport(OneLine):
     """Bytes of these that are kept in this machine's page cache, for a restart; see `Options.keep_cached`."""
     bytes_total: int
     """Tensor bytes of the whole checkpoint."""
-    tensors: int
-    seconds: float
-    """From the call to the commit, on this rank."""
     blocked_s: float
     """How long the call took."""
     staged_s: float
     """From the call until every tensor of the state could be changed."""
     written_s: float = 0.0
     """From the call until every rank had written its files."""
-    phases: list[Span] = field(default_factory=list, repr=False)
-    """The phases of this rank, with their times."""
-    ranks: list[RankPhases] = field(default_factory=list, repr=False)
-    """The phases of every rank up to its last byte, with their times; on rank 0."""
-    slowest: Slowest | None = None
-    """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
 
     @property
     def gb_per_s(self) -> float:
@@ -169,12 +176,9 @@ class SaveReport(OneLine):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LoadReport(OneLine):
+class LoadReport(_Report):
     """What a load did. `print` shows it in one line."""
 
-    where: str
-    save_id: str
-    step: int | None
     meta: dict[str, Any]
     """The `meta` given to `save`."""
     missing: list[str]
@@ -183,23 +187,14 @@ class LoadReport(OneLine):
     """Keys of the checkpoint that no rank's state asked for."""
     unmatched: list[str] = field(default_factory=list)
     """Arguments with a pattern that matches no name, as "include='modle'"."""
-    tensors: int
-    """Tensors of the checkpoint that were filled, on any rank: the same number on all ranks."""
     bytes_filled: int
-    """The size of those tensors, each counted once, whole, and as it is stored."""
+    """The size of the tensors that were filled, each counted once, whole, and as it is stored."""
     cast: dict[str, str] = field(default_factory=dict)
     """Keys whose dtype was converted on this rank, as "float32 -> bfloat16"."""
     bytes_read: int
     """Bytes read by this rank, headers included."""
     bytes_received: int = 0
     """Bytes received from other ranks, if `Options.share_reads` is on."""
-    seconds: float
-    phases: list[Span] = field(default_factory=list, repr=False)
-    """The phases of this rank, with their times."""
-    ranks: list[RankPhases] = field(default_factory=list, repr=False)
-    """The phases of every rank, with their times; on rank 0."""
-    slowest: Slowest | None = None
-    """Which rank the others waited for, and why; on rank 0, if there are several ranks."""
 
     @property
     def gb_per_s(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
@@ -25,6 +25,7 @@ from shardkeep.engine.pools import HostSlot, StoragePool
 from shardkeep.engine.tensors import Geometry, MemoryRun, geometry, runs
 from shardkeep.errors import CheckpointError, StateError
 from shardkeep.layouts.torch_values import _copy_checkpointable_tensor_metadata, _is_checkpointable_tensor
+from shardkeep.state.flatten import is_container, items_of
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 from shardkeep.state.offload import check_plain_types, sharded_tensor_like
 
@@ -237,14 +238,14 @@ def _view(tensor: torch.Tensor, run: MemoryRun, place: HostSlot) -> torch.Tensor
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested mappings, lists and tuples, each once; `seen` has the ids of values to leave out."""
     seen = set() if seen is None else seen
-    if not isinstance(value, (torch.Tensor, Mapping, list, tuple)) or id(value) in seen:
+    if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield value
-        return
-    for each in value.values() if isinstance(value, Mapping) else value:
-        yield from tensors_in(each, seen)
+    elif is_container(value):
+        for _, each in items_of(value):
+            yield from tensors_in(each, seen)
 
 
 def _uncopyable(value: Any, path: TreePath, error: Exception) -> Uncopyable:
@@ -257,12 +258,7 @@ def _uncopyable(value: Any, path: TreePath, error: Exception) -> Uncopyable:
 
 
 def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
-    children: Any = ()
-    if isinstance(value, Mapping):
-        children = value.items()
-    elif isinstance(value, (list, tuple)):
-        children = enumerate(value)
-    for key, child in children:
+    for key, child in items_of(value) if is_container(value) else ():
         try:
             with ObjectCopier():
                 copy.deepcopy(child)  # without the memo of the failed attempt

@@ -7,13 +7,12 @@ or to accelerators. Torch is imported only if there are tensors on an accelerato
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -27,8 +26,6 @@ from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, allocating
 from shardkeep.storage.cancel import current_scope
 
 if TYPE_CHECKING:
-    import torch
-
     from shardkeep.engine.pools import Buffer
 
 
@@ -151,7 +148,6 @@ def run_workers(
     threads: int,
     buffer_nbytes: int,
     lend: Callable[[], memoryview] | None = None,
-    stop: threading.Event | None = None,
     on_stop: Callable[[], object] | None = None,
 ) -> None:
     """
@@ -161,14 +157,13 @@ def run_workers(
     the caller is then cancelled too. If that scope is no longer wanted, SaveCancelled is raised.
 
     `work` returns whether it waited for a device: threads that do not wait only get in each other's way if there are more than
-    cores, so these leave. `lend` makes a buffer, on the thread that uses it; by default of ordinary memory. `stop` is set on a
-    failure, or when the caller is interrupted; long tasks should check it. `on_stop` is called then, for tasks that cannot
-    check it; it must neither wait nor raise, and may be called again.
+    cores, so these leave. `lend` makes a buffer, on the thread that uses it; by default of ordinary memory. `on_stop` is called
+    on a failure, or when the caller is interrupted; it must neither wait nor raise, and may be called again.
     """
     scope = current_scope()
     queue = iter(tasks)
     lock = threading.Lock()
-    stop = stop or threading.Event()
+    stop = threading.Event()
     failed: list[BaseException] = []
     changed, at_work = threading.Condition(), 0
     surplus = max(0, threads - max(1, cores() // local_ranks()))
@@ -255,7 +250,7 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
     devices = [torch.device(kind.type, index) for index in indices] if kind else []
     # After what this thread has queued so far.
     after = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
-    ring = staging_memory().ring
+    ring, streams = staging_memory().ring, staging_memory().streams
     per_buffer = ring.buffer_nbytes // nbytes
     pins = per_buffer > 0 and sum(each.nbytes for each in on_accelerators) >= _WORTH_PINNING_NBYTES
     if pins:
@@ -271,7 +266,8 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
         with lock:
             number = next(numbers)
             for device, event in reversed(after.items()):
-                stream = _stream(os.getpid(), device, number)
+                key = device, number
+                stream = streams.get(key) or streams.setdefault(key, torch.Stream(device))
                 stream.wait_event(event)
                 torch.accelerator.set_stream(stream)  # and its device, in the end the first
             # Never waits: the save that uses the ring now may be waiting for this very thread.
@@ -290,11 +286,3 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
 def _window(nbytes: int) -> memoryview:
     with allocating(f"a window of {nbytes >> 10} KiB", "allow less with Options(host_budget_bytes=...)"):
         return aligned_buffer(nbytes)
-
-
-@cache  # always the same few streams, because torch caches memory for each stream
-def _stream(process_id: int, device: torch.device, number: int) -> torch.Stream:
-    import torch  # noqa: PLC0415 - loaded, as there are tensors
-
-    del process_id, number
-    return torch.Stream(device)
