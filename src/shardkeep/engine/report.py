@@ -129,7 +129,7 @@ def find_slowest(ranks: list[RankPhases], work: tuple[str, ...]) -> Slowest | No
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Report(OneLine):
+class CallReport(OneLine):
     """What saves and loads have in common."""
 
     where: str
@@ -148,7 +148,7 @@ class _Report(OneLine):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SaveReport(_Report):
+class SaveReport(CallReport):
     """What a save did. `print` shows it in one line."""
 
     bytes_written: int
@@ -176,7 +176,7 @@ class SaveReport(_Report):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LoadReport(_Report):
+class LoadReport(CallReport):
     """What a load did. `print` shows it in one line."""
 
     meta: dict[str, Any]

@@ -68,10 +68,10 @@ class CatalogEntry:
     chunks: list[CatalogChunk]
 
 
-Catalog = dict[str, CatalogEntry]
+TensorCatalog = dict[str, CatalogEntry]
 
 
-def read_catalog(folder: ModelDirectory, *, threads: int) -> Catalog:
+def read_catalog(folder: ModelDirectory, *, threads: int) -> TensorCatalog:
     """Return what a directory holds. If it has an index file, that says which files count, and which file has a tensor."""
     if not folder.files and folder.index is None:
         raise errors.MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
@@ -127,7 +127,7 @@ def read_headers(
         return list(pool.map(lambda path: layout.read_header(path, opens), wanted))
 
 
-def catalog_of(files: Sequence[layout.SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> Catalog:
+def catalog_of(files: Sequence[layout.SafetensorsFile], *, homes: Mapping[str, str] | None = None) -> TensorCatalog:
     """Return the tensors of files. `homes` has the file of each tensor that several files hold completely."""
     _check_one_save(files)
     found: dict[str, tuple[DType, list[CatalogChunk]]] = {}
@@ -202,7 +202,7 @@ def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
             )
 
 
-def _check_tiled(catalog: Catalog) -> None:
+def _check_tiled(catalog: TensorCatalog) -> None:
     cut = [
         key
         for key, each in catalog.items()
@@ -329,20 +329,18 @@ def _folder(store: Store) -> ModelDirectory | None:
     """Return the files of a place, and the store that opens them by name."""
     if (single := single_file(store, (layout.SUFFIX,))) is not None:
         place, name = single
-        return _found(ModelDirectory(place.url, {name: name}, None, place))
-    if local_path(store) is None:
-        return _found(list_model(store))
-    try:
-        local = list_model(store)
-    except errors.BlobNotFound:
-        return None
-    # By their names in the directory, which may still be temporary ones.
-    files = {name: os.path.basename(path) for name, path in local.files.items()}
-    index = None if local.index is None else os.path.basename(local.index)
-    return _found(ModelDirectory(local.path, files, index, with_any_names(store)))
-
-
-def _found(folder: ModelDirectory) -> ModelDirectory | None:
+        folder = ModelDirectory(place.url, {name: name}, None, place)
+    elif local_path(store) is None:
+        folder = list_model(store)
+    else:
+        try:
+            local = list_model(store)
+        except errors.BlobNotFound:
+            return None
+        # By their names in the directory, which may still be temporary ones.
+        by_name = {name: os.path.basename(path) for name, path in local.files.items()}
+        index = None if local.index is None else os.path.basename(local.index)
+        folder = ModelDirectory(local.path, by_name, index, with_any_names(store))
     files = {name: path for name, path in folder.files.items() if native.save_id_of(name) is None}
     if not files and folder.index is None:
         return None
@@ -352,7 +350,10 @@ def _found(folder: ModelDirectory) -> ModelDirectory | None:
 
 
 def _checkpoint(
-    folder: ModelDirectory, headers: list[layout.SafetensorsFile], catalog: Catalog, kept: layout.HeaderState | None
+    folder: ModelDirectory,
+    headers: list[layout.SafetensorsFile],
+    catalog: TensorCatalog,
+    kept: layout.HeaderState | None,
 ) -> FoundCheckpoint:
     together = digest(b"".join(file.path.encode() + b"\0" + file.digest for file in headers))
     ids = {file.metadata.get(layout.SAVE_ID_KEY) for file in headers}
@@ -391,13 +392,13 @@ def _checkpoint(
     return FoundCheckpoint(record, open_files)
 
 
-def _dropped_names(headers: Iterable[layout.SafetensorsFile], catalog: Catalog) -> dict[str, str]:
+def _dropped_names(headers: Iterable[layout.SafetensorsFile], catalog: TensorCatalog) -> dict[str, str]:
     """Return the names that a writer left out because another name has the same tensor, as `safetensors.save_model` does."""
     said = {name: owner for file in headers for name, owner in layout.tie_metadata(file.metadata).items()}
     return {name: owner for name, owner in said.items() if owner in catalog and name not in catalog}
 
 
-def _index(catalog: Catalog, kept: layout.HeaderState | None, ties: Mapping[str, str], files: list[str]) -> Index:
+def _index(catalog: TensorCatalog, kept: layout.HeaderState | None, ties: Mapping[str, str], files: list[str]) -> Index:
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
     if lost := sorted(owner for key, owner in ties.items() if owner not in catalog or key in catalog):

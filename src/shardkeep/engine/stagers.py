@@ -23,13 +23,11 @@ from typing_extensions import deprecated
 
 from shardkeep.engine.pools import HostSlot, StoragePool
 from shardkeep.engine.tensors import Geometry, MemoryRun, geometry, runs
-from shardkeep.errors import CheckpointError, StateError
+from shardkeep.errors import BrokenProtocol, NotSavable
 from shardkeep.layouts.torch_values import _copy_checkpointable_tensor_metadata, _is_checkpointable_tensor
 from shardkeep.state.flatten import is_container, items_of
 from shardkeep.state.leaves import TreePath, copy_bits, is_dtensor, is_sharded_tensor, path_name, wait_tensor
 from shardkeep.state.offload import check_plain_types, sharded_tensor_like
-
-Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class OpenedTensor:
     the others. The rebuilt tensor never requires a gradient.
     """
 
-    parts: Tensors
+    parts: list[torch.Tensor]
     """Strided tensors with memory of their own."""
-    rebuild: Callable[[Tensors], Any]
+    rebuild: Callable[[list[torch.Tensor]], Any]
     """Rebuilds the tensor over one new tensor for each part."""
 
 
@@ -66,7 +64,7 @@ def open_tensor(tensor: Any) -> OpenedTensor:
         return OpenedTensor([], lambda _: copied)
     plain = type(tensor) is torch.Tensor or isinstance(tensor, torch.nn.Parameter)
 
-    def rebuild(made: Tensors) -> torch.Tensor:
+    def rebuild(made: list[torch.Tensor]) -> torch.Tensor:
         rebuilt = made[0] if plain else made[0].as_subclass(type(tensor))
         if _is_checkpointable_tensor(tensor):
             rebuilt = rebuilt.detach()  # an object of its own, for its attributes
@@ -76,10 +74,10 @@ def open_tensor(tensor: Any) -> OpenedTensor:
     return OpenedTensor([tensor], rebuild)
 
 
-def _open_all(inner: list[Any], rebuild: Callable[[Tensors], Any]) -> OpenedTensor:
+def _open_all(inner: list[Any], rebuild: Callable[[list[torch.Tensor]], Any]) -> OpenedTensor:
     opened = [open_tensor(each) for each in inner]
 
-    def assemble(made: Tensors) -> Any:
+    def assemble(made: list[torch.Tensor]) -> Any:
         rest = iter(made)
         return rebuild([each.rebuild([next(rest) for _ in each.parts]) for each in opened])
 
@@ -91,7 +89,7 @@ def _open_wrapper(tensor: Any) -> OpenedTensor:
     fields = {name: getattr(tensor, name) for name in names}
     tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
-    def wrap(made: Tensors) -> Any:
+    def wrap(made: list[torch.Tensor]) -> Any:
         inner = fields | dict(zip(tensors, made, strict=True))
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
@@ -109,10 +107,6 @@ def dtensor_over(local: torch.Tensor, spec: Any, kind: Any) -> Any:
 
 _tensor_type: Final[Any] = torch.Tensor
 _DATA: Final[Any] = _tensor_type.data.__get__
-
-
-class Uncopyable(StateError, TypeError, RuntimeError):
-    """A value of the state cannot be copied; names its path."""
 
 
 @dataclass
@@ -165,7 +159,12 @@ class ObjectCopier(TorchFunctionMode):
             with torch.no_grad(), self:
                 return copy.deepcopy(value, self._memo)
         except Exception as error:
-            raise _uncopyable(value, path, error) from error
+            path, value = _find_uncopyable(value, path)
+            raise NotSavable(
+                f"{path_name(path)!r} holds a {type(value).__qualname__}, which cannot be copied: {error}",
+                hint="take it out of the state, or give it a __deepcopy__",
+                key=path_name(path),
+            ) from error
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         """Find memory for tensors; those that share memory share it in the copy."""
@@ -248,16 +247,8 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
             yield from tensors_in(each, seen)
 
 
-def _uncopyable(value: Any, path: TreePath, error: Exception) -> Uncopyable:
-    path, value = _find_uncopyable(value, path)
-    return Uncopyable(
-        f"{path_name(path)!r} holds a {type(value).__qualname__}, which cannot be copied: {error}",
-        hint="take it out of the state, or give it a __deepcopy__",
-        key=path_name(path),
-    )
-
-
 def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
+    """Return the path of the innermost value that cannot be copied, and that value."""
     for key, child in items_of(value) if is_container(value) else ():
         try:
             with ObjectCopier():
@@ -268,10 +259,6 @@ def _find_uncopyable(value: Any, path: TreePath) -> tuple[TreePath, Any]:
 
 
 StateDict = dict[str, Any]
-
-
-class StagerClosed(CheckpointError, RuntimeError):
-    """A stager was used after it had been closed."""
 
 
 @runtime_checkable
@@ -396,7 +383,7 @@ class DefaultStager(AsyncStager):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StagerClosed("this stager has been closed", hint="make a new one, and close it after the last save")
+            raise BrokenProtocol("this stager has been closed", hint="make a new one, and close it after the last save")
 
     def stage(self, state_dict: StateDict, **kwargs: Any) -> StateDict | Future[StateDict]:
         """Return a copy of the state, or a future of one with `use_async_staging`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from traceback import StackSummary
@@ -203,9 +203,8 @@ class _DistWrapper:
                     written[id(answer)] = pickle.dumps(answer)
             return [written[id(answers[(place + self.coordinator_rank) % size])] for place in range(size)]
 
-        if self._meeting is not None:
-            return pickle.loads(self._meeting.agree(step, send, reply))
-        with rendezvous(self._world, f"checkpoint step {step}") as meeting:
+        own = nullcontext(self._meeting) if self._meeting else rendezvous(self._world, f"checkpoint step {step}")
+        with own as meeting:
             return pickle.loads(meeting.agree(step, send, reply))
 
 

@@ -251,10 +251,6 @@ class _ProcessFile:
                 self._session.ask(server.AbandonFile(self.number))
 
 
-Wanted = Callable[[], bool]
-"""Returns whether a save has not been cancelled."""
-
-
 @dataclass(frozen=True)
 class WriterSession:
     """What one save uses to be written by the writer process."""
@@ -268,7 +264,8 @@ class WriterSession:
     spec: StoreSpec
     """As the writer process opens it."""
     policy: WaitPolicy
-    wanted: Wanted
+    wanted: Callable[[], bool]
+    """Returns whether the save has not been cancelled."""
 
     def budget(self, threads: int, budget_nbytes: int, *, coded: bool) -> WorkerBudget:
         """Return how many requests to make at a time, with which windows, and how much the other process may copy."""
@@ -320,12 +317,14 @@ class WriterManager:
         self._shared: SharedMemory | None = None
         self._memory: StagingMemory | None = None
         self._process: WriterProcess | None = None
-        self._saves: list[Wanted] = []
+        self._saves: list[Callable[[], bool]] = []
         self._ending = False
         atexit.register(self.end)
 
     @contextlib.contextmanager
-    def session(self, store: Store, pipes: int, *, wanted: Wanted, timeout_s: float) -> Iterator[WriterSession]:
+    def session(
+        self, store: Store, pipes: int, *, wanted: Callable[[], bool], timeout_s: float
+    ) -> Iterator[WriterSession]:
         """Use the process for one save; it is started, to answer `pipes` requests at a time, if there is none."""
         spec = spec_of(store)
         with self._lock:
