@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import Self
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -146,6 +148,11 @@ class PickleRefused(CheckpointError, ValueError):
 
 class DamagedCheckpoint(CheckpointError, ValueError):
     """The stored bytes are not the bytes that were saved."""
+
+    @classmethod
+    def of(cls, file: str, why: str, *, hint: str = "", **details: Any) -> Self:
+        """Make the error of a file, with whose name the message begins."""
+        return cls(f"{file}: {why}", hint=hint, file=file, **details)
 
 
 class ChecksumMismatch(DamagedCheckpoint):

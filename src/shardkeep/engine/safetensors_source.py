@@ -45,7 +45,7 @@ from shardkeep.storage.resolve import open_store
 logger = logging.getLogger("shardkeep")
 
 _MOST_NAMED = 4
-_SHARD_PREFIX = "shard-"
+_INCOMPLETE = "was the model downloaded as a whole?"
 _MOST_INDEX_NBYTES = 256 << 20
 
 
@@ -74,17 +74,14 @@ TensorCatalog = dict[str, CatalogEntry]
 def read_catalog(folder: ModelDirectory, *, threads: int) -> TensorCatalog:
     """Return what a directory holds. If it has an index file, that says which files count, and which file has a tensor."""
     if not folder.files and folder.index is None:
-        raise errors.MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
+        raise errors.MalformedFile.of(folder.path, "there are no safetensors files")
     if folder.index is None:
         return catalog_of(read_headers(folder.files.values(), threads=threads, opens=folder.opens))
     weight_map = read_weight_map(folder.index, folder.opens)
     homes = {name: None for name in weight_map.values() if name in folder.files}
     if weight_map and not homes:
-        raise errors.MalformedFile(
-            f"{folder.index}: none of the files that it names is there: {_some(sorted(set(weight_map.values())))}",
-            hint="was the model downloaded as a whole?",
-            file=folder.index,
-        )
+        why = f"none of the files that it names is there: {_some(sorted(set(weight_map.values())))}"
+        raise errors.MalformedFile.of(folder.index, why, hint=_INCOMPLETE)
     if others := sorted(folder.files.keys() - homes.keys()):
         logger.warning("%s: the index file does not name %s, so they are not read", folder.path, _some(others))
     files = read_headers([folder.files[name] for name in homes], threads=threads, opens=folder.opens)
@@ -115,7 +112,13 @@ def read_weight_map(path: str, gets: ReadableStore | None = None) -> dict[str, s
         return msgspec.json.decode(raw, type=_ModelIndex).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         why = f"no JSON, or no weight_map that gives each tensor a file: {error}"
-        raise errors.MalformedFile(f"{path}: {why}", file=path) from error
+        raise errors.MalformedFile.of(path, why) from error
+
+
+def not_in_file(file: str, index: str, key: str) -> errors.MalformedFile:
+    """Return the error of a file that lacks a tensor which it has according to the model's index."""
+    hint = "the index file is of other files: were both downloaded as a whole?"
+    return errors.MalformedFile.of(file, f"{index} says that it holds {key!r}, and it does not", hint=hint, key=key)
 
 
 def read_headers(
@@ -139,11 +142,9 @@ def catalog_of(files: Sequence[layout.SafetensorsFile], *, homes: Mapping[str, s
             box = whole(part.shape) if offsets is None else Box(_offset_of(file, key, part, offsets), part.shape)
             dtype, chunks = found.setdefault(key, (part.dtype, []))
             if dtype is not part.dtype or (len(chunks) and len(chunks[0].box.sizes) != len(part.shape)):
-                raise errors.MalformedFile(
-                    f"{key!r} is {part.dtype.name} of {len(part.shape)} axes in {file.path}, and {dtype.name} of "
-                    f"{len(chunks[0].box.sizes)} axes in {chunks[0].path}",
-                    file=file.path, key=key,
-                )  # fmt: skip
+                there = f"{dtype.name} of {len(chunks[0].box.sizes)} axes in {chunks[0].path}"
+                why = f"{key!r} is {part.dtype.name} of {len(part.shape)} axes here, and {there}"
+                raise errors.MalformedFile.of(file.path, why, key=key)
             chunks.append(CatalogChunk(file.path, part.start, box))
     catalog = {}
     for key, (dtype, chunks) in found.items():
@@ -163,7 +164,7 @@ def saved_offsets(file: layout.SafetensorsFile) -> dict[str, _SavedOffsets] | No
         return msgspec.json.decode(text, type=dict[str, _SavedOffsets]) if text else None
     except (msgspec.MsgspecError, RecursionError) as error:
         why = f"{layout.CUSTOM_METADATA_KEY} is no JSON with saved_offsets: {error}"
-        raise errors.MalformedFile(f"{file.path}: {why}", file=file.path) from error
+        raise errors.MalformedFile.of(file.path, why) from error
 
 
 def _offset_of(
@@ -172,7 +173,7 @@ def _offset_of(
     offsets = said[key].saved_offsets if key in said else None
     if offsets is None or len(offsets) != len(part.shape) or not all(0 <= n < 1 << 62 for n in offsets):
         why = f"tensor {key!r} of shape {list(part.shape)} has saved_offsets {offsets}"
-        raise errors.MalformedFile(f"{file.path}: {why}", file=file.path, key=key)
+        raise errors.MalformedFile.of(file.path, why, key=key)
     return tuple(offsets)
 
 
@@ -187,19 +188,14 @@ def _check_one_save(files: Iterable[layout.SafetensorsFile]) -> None:
             f"{_some([file.name for file in each])} of {'an unnamed save' if save is None else f'save {save}'}"
             for save, each in saves.items()
         )
-        raise errors.MalformedFile(
-            f"{next(iter(saves.values()))[0].path}: files of different saves in one directory: {sets}",
-            hint="delete those of the older save",
-        )
+        first, why = next(iter(saves.values()))[0], f"files of different saves in one directory: {sets}"
+        raise errors.MalformedFile.of(first.path, why, hint="delete those of the older save")
     for save, each in saves.items():
         expected = each[0].metadata.get(layout.FILE_COUNT_KEY)
         if save is not None and expected is not None and expected != str(len(each)):
-            raise errors.MalformedFile(
-                f"{each[0].path}: of {expected} files of save {save}, {len(each)} are here: "
-                f"{_some([file.name for file in each])}",
-                hint="files are missing: was the checkpoint copied as a whole?",
-                file=each[0].path,
-            )
+            why = f"of {expected} files of save {save}, {len(each)} are here: {_some([file.name for file in each])}"
+            hint = "files are missing: was the checkpoint copied as a whole?"
+            raise errors.MalformedFile.of(each[0].path, why, hint=hint)
 
 
 def _check_tiled(catalog: TensorCatalog) -> None:
@@ -254,7 +250,7 @@ class SafetensorsSource(Source):
             return iter([exc])
         if now.digest == self.seen[name].digest:
             return None
-        return iter([errors.MalformedFile(f"{name}: the header is not the one that was opened", file=name)])
+        return iter([errors.MalformedFile.of(name, "the header is not the one that was opened")])
 
 
 def find_safetensors(store: Store) -> FoundCheckpoint | None:
@@ -268,11 +264,8 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
         return None
     weight_map = {} if folder.index is None else read_weight_map(folder.index, folder.opens)
     if missing := sorted(set(weight_map.values()) - folder.files.keys()):
-        raise errors.WrongSize(
-            f"{os.path.join(folder.path, missing[0])}: the file is missing, and {folder.index} names it",
-            hint="was the model downloaded as a whole?",
-            file=missing[0],
-        )
+        why = f"the file is missing from {folder.path}, and {folder.index} names it"
+        raise errors.WrongSize.of(missing[0], why, hint=_INCOMPLETE)
     homes = {key: folder.files[name] for key, name in weight_map.items()}
     paths = folder.files.values() if folder.index is None else homes.values()
     headers = read_headers(paths, threads=Options().io_threads, opens=folder.opens)
@@ -280,17 +273,11 @@ def find_safetensors(store: Store) -> FoundCheckpoint | None:
     by_path = {file.path: file for file in headers}
     for key, path in homes.items():
         if key not in by_path[path].tensors:
-            raise errors.MalformedFile(
-                f"{folder.path}: {folder.index} says that {key!r} is in {path}, which does not have it",
-                hint="the index file is of other files: were both downloaded as a whole?",
-                file=path,
-                key=key,
-            )
+            raise not_in_file(path, os.path.join(folder.path, folder.index or ""), key)
     said = [(file, file.metadata[layout.STATE_KEY]) for file in headers if layout.STATE_KEY in file.metadata]
     if len(said) > 1:
-        raise errors.MalformedFile(
-            f"{said[0][0].path} and {said[1][0].path} both say what the state is besides its tensors"
-        )
+        why = f"it and {said[1][0].path} both say what the state is besides its tensors"
+        raise errors.MalformedFile.of(said[0][0].path, why)
     kept = layout.decode_header_state(said[0][1], where=said[0][0].path) if said else None
     return _checkpoint(folder, headers, catalog, kept)
 
@@ -402,11 +389,11 @@ def _index(catalog: TensorCatalog, kept: layout.HeaderState | None, ties: Mappin
     arrays = set(kept.numpy) if kept else set()
     where = files[0] if files else FORMAT
     if lost := sorted(owner for key, owner in ties.items() if owner not in catalog or key in catalog):
-        raise errors.MalformedFile(f"{where}: tensors are tied to {lost[0]!r}, which is not there", file=where)
+        raise errors.MalformedFile.of(where, f"tensors are tied to {lost[0]!r}, which is not there")
     try:
         keys = sorted([*catalog, *ties], key=str.encode)
     except UnicodeEncodeError as exc:
-        raise errors.MalformedFile(f"{where}: a tensor's name is no text: {exc}", file=where) from exc
+        raise errors.MalformedFile.of(where, f"a tensor's name is no text: {exc}") from exc
     row_of = {key: row for row, key in enumerate(keys)}
     stored = [catalog[ties.get(key, key)] for key in keys]
     number = {name: at for at, name in enumerate(files)}

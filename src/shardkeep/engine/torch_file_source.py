@@ -25,7 +25,7 @@ import numpy as np
 
 from shardkeep import errors
 from shardkeep.engine.reader import FoundCheckpoint, Source, list_keys, saved_at
-from shardkeep.engine.safetensors_source import read_weight_map, single_file
+from shardkeep.engine.safetensors_source import not_in_file, read_weight_map, single_file
 from shardkeep.engine.torch_source import Item, ItemFiles, bad_archives, view_of
 from shardkeep.format.boxes import IntArray, concat_ranges, whole
 from shardkeep.format.data_file import checksum_text, digest
@@ -82,7 +82,7 @@ class TorchFileSource(Source):
             chunk, entry = self.strided(row), self.record.files[int(self.index.chunks.file[row])]
             if chunk.start + chunk.span > entry.nbytes:
                 why = f"{chunk.storage} reaches past the end of the file"
-                raise errors.WrongSize(f"{entry.name}: {why}", hint="the file was cut short", file=entry.name)
+                raise errors.WrongSize.of(entry.name, why, hint="the file was cut short")
             if chunk.is_row_major:
                 self.index.chunks.start[row] = chunk.start
 
@@ -243,12 +243,7 @@ def _leaves(
                 hint="load it with torch.load, and save a dict: torch.save(model.state_dict(), ...)",
             )
         if absent := [key for key, home in homes.items() if home == name and key not in state.value]:
-            raise errors.MalformedFile(
-                f"{_INDEX_NAME} says that {absent[0]!r} is in {name}, which does not have it",
-                hint="the index file is of other files: were both downloaded as a whole?",
-                file=name,
-                key=absent[0],
-            )
+            raise not_in_file(name, _INDEX_NAME, absent[0])
         for part, child in state.value.items():
             if homes.get(part, name) == name:
                 children.append((part, _take(child, join(None, kind, part), number, (part,), leaves)))

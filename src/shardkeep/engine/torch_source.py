@@ -102,17 +102,14 @@ class ItemFiles:
             with closing(self.store.open(name)) as reader:
                 nbytes = reader.nbytes
         except errors.BlobNotFound as exc:
-            raise FileGone(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
+            raise FileGone.of(name, "the file is missing", hint="restore it from a copy") from exc
         entry = FileEntry(name=name, nbytes=nbytes, header_nbytes=0, block_nbytes=0, checksum="")
         known = self._sums.get(name)
         if known is None:
             return entry
         if nbytes != known.nbytes:
-            raise errors.WrongSize(
-                f"{name}: {nbytes} bytes, the metadata say {known.nbytes}",
-                hint="the file was cut short or changed after the save",
-                file=name,
-            )
+            why = f"{nbytes} bytes, the metadata say {known.nbytes}"
+            raise errors.WrongSize.of(name, why, hint="the file was cut short or changed after the save")
         digests = layout.read_sums(self.store, name, known)
         if digests is None:
             log.warning("%s.sums is missing, so %s is read without verifying it", name, name)
@@ -126,14 +123,9 @@ def check_inside(files: Sequence[FileEntry], items: Iterable[Item]) -> None:
     for item in items:
         entry = files[item.file]
         if item.offset < 0 or item.nbytes < 0 or item.offset + item.nbytes > entry.nbytes:
-            raise errors.WrongSize(
-                f"{entry.name}: {item.key!r} should be {item.nbytes} bytes at offset {item.offset}, but the file has"
-                f" {entry.nbytes}",
-                hint="the file was cut short, or belongs to another checkpoint",
-                file=entry.name,
-                key=item.key,
-                offset=item.offset,
-            )
+            why = f"{item.key!r} should be {item.nbytes} bytes at offset {item.offset}, but the file has {entry.nbytes}"
+            hint = "the file was cut short, or belongs to another checkpoint"
+            raise errors.WrongSize.of(entry.name, why, hint=hint, key=item.key, offset=item.offset)
 
 
 def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> list[bytearray]:
@@ -554,15 +546,9 @@ def bad_archives(
         elif crc != part.crc:
             start, stop = part.start, part.start + part.nbytes
             keys = keys_at(items[0][0].file, start, stop)
-            found.append(
-                errors.ChecksumMismatch(
-                    f"{name}: bytes {start} to {stop} ({part.name}) have another CRC-32 than their archive says; they hold {keys}",
-                    hint="the file was damaged, or written with torch.serialization.set_crc32_options(False)",
-                    file=name,
-                    offset=start,
-                    key=keys,
-                )
-            )
+            why = f"bytes {start} to {stop} ({part.name}) have another CRC-32 than their archive says; they hold {keys}"
+            hint = "the file was damaged, or written with torch.serialization.set_crc32_options(False)"
+            found.append(errors.ChecksumMismatch.of(name, why, hint=hint, offset=start, key=keys))
         return True
 
     with closing(files.store.open(name)) as reader:
@@ -576,8 +562,8 @@ def bad_archives(
                 found.append(exc)
                 continue
             if any(entry.start + entry.nbytes > item.nbytes for entry in entries):
-                why = f"{name}: an archive with an entry that reaches out of it ({item.key!r})"
-                found.append(errors.MalformedFile(why, file=name, key=item.key))
+                why = f"an archive with an entry that reaches out of it ({item.key!r})"
+                found.append(errors.MalformedFile.of(name, why, key=item.key))
             else:
                 parts += [entry._replace(start=item.offset + entry.start) for entry in entries]
         options = Options()

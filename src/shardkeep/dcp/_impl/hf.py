@@ -192,7 +192,7 @@ def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, nu
     output, shards = _place(output_dir), _place(input_dir)
     folder = safetensors_publish.list_model(shards)
     if not folder.files:
-        raise MalformedFile(f"{folder.path}: there are no safetensors files", file=folder.path)
+        raise MalformedFile.of(folder.path, "there are no safetensors files")
     return _plan_of(folder, output, mapping, num_threads, in_place=same_place(shards, output))
 
 
@@ -216,11 +216,9 @@ def _plan_of(
         if file.metadata.get(CUSTOM_METADATA_KEY):
             shards.append(file)
         elif not (in_place and file.name.startswith("model-")):  # what an earlier call made of earlier shards
-            raise MalformedFile(
-                f"{file.path}: no {CUSTOM_METADATA_KEY}, so it does not say which part of its tensors it holds",
-                hint="only shards of a distributed checkpoint can be consolidated; move other files elsewhere",
-                file=file.path,
-            )
+            why = f"no {CUSTOM_METADATA_KEY}, so it does not say which part of its tensors it holds"
+            hint = "only shards of a distributed checkpoint can be consolidated; move other files elsewhere"
+            raise MalformedFile.of(file.path, why, hint=hint)
     source = open_shards(folder, shards)
     rows = source.index.tensor_rows
     numbers = dict.fromkeys(rows, 1) if mapping is None else mapping

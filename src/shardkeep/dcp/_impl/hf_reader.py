@@ -58,7 +58,7 @@ class SafeFile:
 
     def get_slice(self, name: str) -> SafeSlice:
         if name not in self._file.tensors:
-            raise MalformedFile(f"{self._file.path}: there is no tensor {name!r}", file=self._file.path, key=name)
+            raise MalformedFile.of(self._file.path, f"there is no tensor {name!r}", key=name)
         return SafeSlice(self._opens, self._file.path, name, self._file.tensors[name])
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -301,7 +301,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         entry.chunks = []
         for chunk in stored.chunks:
             if chunk.box.sizes[-1] != stored.shape[-1]:
-                raise MalformedFile(f"{chunk.path}: {key!r} is cut inside its groups", file=chunk.path, key=key)
+                raise MalformedFile.of(chunk.path, f"{key!r} is cut inside its groups", key=key)
             *at, group, _ = chunk.box.offsets
             *sizes, groups, _ = chunk.box.sizes
             offsets = torch.Size([*at, group * values])
@@ -355,10 +355,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         shape, scales = self._catalog[key].shape, self._catalog[scale_key].shape
         packed = key.endswith(_BLOCKS_SUFFIX)
         if not packed and len(shape) != 2:
-            raise MalformedFile(
-                f"{key!r} has scales for blocks of a matrix, and {len(shape)} axes: Unsupported quantization types",
-                key=key,
-            )
+            why = f"{key!r} has scales for blocks of a matrix, and {len(shape)} axes: Unsupported quantization types"
+            raise MalformedFile(why, key=key)
         needed = shape[:-1] if packed else tuple(-(-n // self.block_size) for n in shape)
         if len(scales) != len(needed) or any(a < b for a, b in zip(scales, needed, strict=True)):
             raise MalformedFile(
