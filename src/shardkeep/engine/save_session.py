@@ -216,7 +216,9 @@ class KeptPlans:
     ranks ask for the same plan by name, the manifests of none have changed.
     """
 
-    _MOST = 8
+    _MOST_ANSWERS = 8
+    _MOST_PLANS = 3
+    """Of all ranks: each may take a hundred megabytes of rank 0's memory."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, tuple[bytes, bytes]] = {}
@@ -230,11 +232,11 @@ class KeptPlans:
         return self._plans.get(plan_id)
 
     def keep_answer(self, key: bytes, plan_id: bytes, answer: bytes) -> None:
-        _keep(self._answers, key, (plan_id, answer), self._MOST)
+        _keep(self._answers, key, (plan_id, answer), self._MOST_ANSWERS)
 
     def keep_plan(self, plan: Any) -> bytes:
         """Keep a plan, and return its name."""
-        _keep(self._plans, plan_id := secrets.token_bytes(12), plan, self._MOST)
+        _keep(self._plans, plan_id := secrets.token_bytes(12), plan, self._MOST_PLANS)
         return plan_id
 
     def clear(self) -> None:
