@@ -13,12 +13,10 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.dist.world import World
 from shardkeep.engine.native_save import Coordinator
 from shardkeep.errors import StorageError
 from shardkeep.events import PruneFailed
 from shardkeep.manage.catalog import template_of
-from shardkeep.manage.decisions import StepDecisions
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
 from shardkeep.manage.retention import KeepLast
@@ -456,15 +454,3 @@ def test_old_checkpoints_are_deleted_also_where_a_script_ends_without_close(tmp_
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [5]
     assert (tmp_path / "latest").read_text() == "step-5\n"
     assert not (tmp_path / "lease.json").exists()
-
-
-def test_a_signal_does_not_wait_for_many_steps_that_became_slow():
-    """However fast the steps were before."""
-    now = [0.0]
-    agreement = StepDecisions(World(0, 1), "s", Clock(monotonic=lambda: now[0]))
-    paces = []
-    for _ in range(20):
-        agreement._calls_since = again = agreement._calls_per_interval()
-        now[0] += 0.001 * again
-        paces.append(again)
-    assert max(paces) == 50

@@ -3,8 +3,10 @@
 import logging
 import os
 import signal
+import threading
 import time
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from shardkeep.dist.world import World
 from shardkeep.manage.decisions import Decision, StepDecisions
 from shardkeep.manage.schedule import Clock
 from shardkeep.testing.thread_ranks import run_thread_ranks, thread_outcomes
-from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train
+from tests.manage.scene import checkpointer, damage, empty_state, state_at, tear, train, until
 
 
 def rank():
@@ -241,28 +243,118 @@ def test_all_ranks_save_the_last_step_or_none_does(tmp_path, rank_pool, how, ste
 # -- decisions themselves, by ranks in threads
 
 
-def test_rank_0_decides_and_paces():
-    """Others get its decisions, at the same calls, and these get rarer while steps are quick."""
-    now = [0.0]
+def decisions_of(world, *, decide=lambda asked: Decision(why=" ".join(asked)), asked=(), **clock):
+    """Return the decisions of a rank, which saves what it is asked for; `asked` are requests that reach this rank."""
+    return StepDecisions(world, "s", lambda: [asked.pop() for _ in asked[:1]], decide, Clock(**clock))
+
+
+class Gate(torch.distributed.Store):
+    """A key-value store that answers only while it is open, and counts what it is asked."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.open, self.asked = inner, threading.Event(), 0
+        self.open.set()
+
+    def _ask(self, verb, *args):
+        self.asked += 1
+        self.open.wait()
+        return getattr(self.inner, verb)(*args)
+
+    def set(self, key, value):
+        return self._ask("set", key, value)
+
+    def check(self, keys):
+        return self._ask("check", keys)
+
+    def compare_set(self, key, expected, desired):
+        return self._ask("compare_set", key, expected, desired)
+
+
+def settled(decisions, ahead=26):
+    until(lambda: all(each._decided - each._calls >= ahead for each in decisions))
+
+
+def test_a_step_finds_its_decision_in_memory():
+    """It needs no answer of the key-value store; and while training pauses, no rank asks the store anything."""
+    gate = Gate(torch.distributed.HashStore())
+    ranks = [decisions_of(World(rank, 3, gate, 20.0), interval_s=2.0) for rank in range(3)]
+    for step in range(40):
+        for each in ranks:
+            each.next(step)
+    settled(ranks)
+    asked = gate.asked
+    time.sleep(1)  # twice as long as between two looks
+    assert gate.asked == asked
+    gate.open.clear()
+    for step in range(40, 45):
+        assert [each.next(step).why for each in ranks] == [""] * 3
+    gate.open.set()
+    for each in ranks:
+        each.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ranks_act_at_the_same_call(seed):
+    """However they are ahead of each other, whichever rank is asked; each request is honoured once, within 50 steps."""
+    random = Random(seed)
+    asked_at = {random.randrange(300): random.randrange(4) for _ in range(12)}
+    naps = {(random.randrange(4), random.randrange(400)): random.random() / 20 for _ in range(60)}
 
     def main(world):
-        agreement = StepDecisions(world, "s", Clock(monotonic=lambda: now[0]))
-        seen = []
-        for step in range(100):
-            if agreement.reached():
-                made = agreement.decision(step, lambda asked: Decision(step=step, why=f"{step}"), ())  # noqa: B023
-                seen.append((step, made.why))
-            if world.rank == 0:
-                now[0] += 0.1
-        return seen
+        requests, events = [], []
+        decisions = decisions_of(world, asked=requests, interval_s=0.02)
+        for step in range(400):
+            time.sleep(naps.get((world.rank, step), 0))
+            if asked_at.get(step) == world.rank:
+                requests.append("save")
+            if decisions.next(step).why:
+                events.append(step)
+        decisions.close()
+        return events
 
-    results = run_thread_ranks(3, main)
-    assert results[0] == results[1] == results[2]
-    steps = [step for step, _ in results[0]]
-    gaps = [b - a for a, b in pairwise(steps)]
-    assert gaps[:3] == [2, 4, 8] or gaps[0] <= 2
-    assert 9 <= gaps[-1] <= 11
-    assert len(steps) < 20
+    results = run_thread_ranks(4, main)
+    assert all(events == results[0] for events in results)
+    assert 1 <= len(results[0]) <= len(asked_at)
+
+
+def test_a_request_waits_for_one_slow_step_or_fifty_quick_ones():
+    """A slow step is decided just before it is expected; of quick ones, not too many are decided ahead."""
+    now, asked = [0.0], []
+    decide = lambda _: Decision(why=asked.pop() if asked else "")  # noqa: E731
+    store = torch.distributed.HashStore()
+    decisions = decisions_of(World(0, 2, store, 20.0), decide=decide, interval_s=0.1, monotonic=lambda: now[0])
+    for step in range(8):
+        decisions.next(step)
+        now[0] += 60
+    now[0] -= 10
+    asked.append("late in a slow step")
+    now[0] += 10
+    assert decisions.next(8).why == "late in a slow step"
+    for step in range(9, 60):
+        now[0] += 1e-4
+        decisions.next(step)
+    settled([decisions])
+    asked.append("among quick steps")
+    now[0] += 1e-4
+    waited = next(number for number in range(99) if decisions.next(60 + number).why)
+    assert 25 <= waited <= 51
+    decisions.close()
+
+
+def test_a_thousand_decisions_leave_the_store_as_it_was():
+    """Each of them is to save: only the number of what is decided stays."""
+    store = torch.distributed.HashStore()
+
+    def main(rank):
+        decisions = decisions_of(World(rank, 3, store, 30.0), decide=lambda _: Decision(why="always"), interval_s=0.1)
+        events = sum(bool(decisions.next(step).why) for step in range(1000))
+        decisions.close()
+        return events
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(main, range(3))) == [1000] * 3
+    assert store.num_keys() == 1
 
 
 def test_a_silent_rank_0_is_named():
@@ -270,7 +362,7 @@ def test_a_silent_rank_0_is_named():
 
     def main(world):
         if world.rank:
-            StepDecisions(world, "s").decision(7, lambda asked: Decision(step=7), ())
+            decisions_of(world).next(7)
 
     outcomes = thread_outcomes(2, main, timeout_s=0.2)
     assert isinstance(outcomes[1], sk.RanksSilent)
@@ -283,18 +375,38 @@ def test_a_lost_key_value_store_is_explained(rank):
     """Rank 0 may be the one that raises, because torchrun itself may have held the store."""
     server = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     client = torch.distributed.TCPStore("localhost", server.port, is_master=False)
-    decisions = StepDecisions(World(rank, 2, client, timeout_s=5), "s")
+    decisions = decisions_of(World(rank, 2, client, timeout_s=5))
     del server
-    with pytest.raises(sk.RanksSilent, match="held the key-value store has ended: rank 0, or torchrun itself"):
-        decisions.decision(7, lambda asked: Decision(step=7), ("save",))
+    for _ in range(2):
+        with pytest.raises(sk.RanksSilent, match="held the key-value store has ended: rank 0, or torchrun itself"):
+            decisions.next(7)
 
 
-def test_ranks_at_different_steps_are_found_out():
-    """A loop that lost count gets an error."""
+def test_a_key_value_store_that_does_not_answer_is_explained():
+    """The thread that waits for it is left to itself."""
+    gate = Gate(torch.distributed.HashStore())
+    gate.open.clear()
+    with pytest.raises(sk.RanksSilent, match="the store did not answer"):
+        decisions_of(World(1, 2, gate, timeout_s=0.1)).next(7)
+    gate.open.set()
+
+
+def test_what_fails_while_rank_0_decides_is_raised_there():
+    """By the next step that needs the decision."""
+    with pytest.raises(ZeroDivisionError):
+        decisions_of(World(0, 2, torch.distributed.HashStore(), 5.0), decide=lambda _: 1 / 0).next(7)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_at_different_steps_are_found_out(ahead):
+    """A loop that lost count gets an error: at once, or while its decisions are made ahead."""
 
     def main(world):
-        step = 5 + world.rank
-        StepDecisions(world, "s").decision(step, lambda asked: Decision(step=step), ())
+        decisions = decisions_of(world, interval_s=0.05)
+        for step in range(200 if ahead else 1):
+            decisions.next(step + world.rank * (step >= 50 * ahead))
+            time.sleep(0.01 * ahead)
+        decisions.close()
 
     outcomes = thread_outcomes(2, main)
     assert outcomes[0] is None

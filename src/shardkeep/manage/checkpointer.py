@@ -225,6 +225,7 @@ class Checkpointer:
         self._closed = False
         # Handlers must be installed last, because nothing after them may fail.
         with ExitStack() as ends:
+            ends.callback(self._ranks.close)
             if on_event is not None:
                 ends.callback(_listen_below(on_event, self._tiers.urls).stop)
             ends.callback(
@@ -329,11 +330,7 @@ class Checkpointer:
             return before
         why, made = self._schedule.reached(step), Decision(step=step)
         if self._exchanges:
-            decisions = self._ranks.decisions
-            if self._ranks.world.rank > 0 and (requested := self._requests.take()):
-                decisions.request(requested)
-            if decisions.reached():
-                made = decisions.decision(step, partial(self._decide, step), schedule.REQUEST_KINDS)
+            made = self._ranks.decide(step, self._requests.take, self._decide)
         # What `should_save` found for an earlier step that was not saved is still due.
         why, stop = why or made.why or before.why, made.stop or before.stop
         self._decision = msgspec.structs.replace(made, why=why, stop=stop)
@@ -362,9 +359,10 @@ class Checkpointer:
         self._errors.report_earlier(errors, saved)
         return saved
 
-    def _decide(self, step: int, requested: Collection[str]) -> Decision:
+    def _decide(self, requested: Collection[str]) -> Decision:
+        """On rank 0, perhaps in another thread: decide what is done at the next call that is not decided."""
         why, stop = self._requests.why(requested)
-        return Decision(step=step, why=why, stop=stop, failed=self._saves.failed())
+        return Decision(why=why, stop=stop, failed=self._saves.failed())
 
     def _save(
         self, given: StepState, why: str, errors: list[BaseException], *, wait: bool, overwrite: bool

@@ -1,153 +1,300 @@
 """
 Decisions that all ranks follow although only one rank knows the reason: a signal, a request, the time, a failed save.
 
-Rank 0 decides and publishes the decision in torch's key-value store; the other ranks read it. No collective is used, and
-ranks wait only for rank 0. They do not communicate at every step: each decision says after how many calls the next
-one follows, so that there is about one per second. Requests of other ranks reach rank 0 through keys of their own.
+Rank 0 decides some calls ahead, so that a call finds its decision in memory. A thread of rank 0 decides and publishes in
+torch's key-value store; a thread of each other rank reads. How many calls ahead follows from the time that calls take: far
+enough for every rank to read in time, and no farther, because a request is honoured at the first call that is not decided.
+If calls are slow, that is the next one, which is decided shortly before it is expected. A rank that makes a call before
+its decision has arrived waits for it. No collective is used, and ranks wait only for rank 0.
 
-The keys, below one prefix per Checkpointer, all of which are deleted again:
+Most decisions say that nothing is to be done: they are part of one number. The keys, below one prefix per Checkpointer:
 
-    N           the Nth decision
-    N/read      how many ranks have read it; the last one deletes both
-    asks/KIND   some rank received a request of this kind
+    now             how many calls are decided, and how many of them are events; overwritten
+    event/N         the Nth event: a decision to do something
+    event/N/read    how many ranks have read it; the last one deletes both
+    asks/KIND       some rank received a request of this kind; deleted by rank 0
 """
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
+import threading
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from operator import sub
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakMethod
 
 import msgspec
 
-from shardkeep.dist.kv import KVMailbox, StoreUnreachable, with_mailbox
+from shardkeep.dist.kv import GRACE_S, KVMailbox
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.queue import SaveHandle
-from shardkeep.errors import RanksDisagree, RanksSilent
-from shardkeep.manage.schedule import CLOCK, Clock
+from shardkeep.errors import CheckpointError, RanksDisagree, RanksSilent
+from shardkeep.manage.schedule import CLOCK, REQUEST_KINDS, Clock
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
-T = TypeVar("T")
-
-_MAX_CALLS = 50
-"""Between two decisions: fast steps may become slow ones, and a signal should not wait for many of them."""
+_MOST_AHEAD = 50
+"""Calls: fast steps may become slow ones, and a signal should not wait for many of them."""
+_LOOKS_PER_S = 8192
+"""How many times a second all ranks together look for new decisions. A TCPStore answers 35,000 requests a second."""
+_TIMED = 6
+"""From how many calls the time of a call is estimated: by the median, so that one slow step changes nothing."""
+_REMEMBERED = 4 * _MOST_AHEAD
+"""Calls whose steps are kept, to be compared with rank 0's."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 decided for a step."""
+    """What rank 0 decided for a call."""
 
-    step: int
+    step: int = -1
+    """The step that the rank is at; not sent."""
     why: str = ""
     """The reason to save at this step; empty: save only if the step number says so."""
     stop: bool = False
     """Whether a signal is the reason: the call waits for the save, and training should end."""
     failed: list[list[int]] = []
     """Numbers of saves, and of replication rounds, that failed and were not reported before."""
-    again: int = 1
-    """After how many calls the next decision follows."""
+
+    @property
+    def is_event(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.why) or any(self.failed)
+
+
+class _Progress(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 publishes again and again."""
+
+    decided: int
+    """Calls with lower numbers are decided."""
+    events: int
+    """How many of them are events."""
+    call: int
+    """The last call that rank 0 has made."""
+    step: int
+    """The step it made it for."""
 
 
 Decide = Callable[[Collection[str]], Decision]
-"""Makes a decision, given the requests of other ranks."""
+"""Makes a decision on rank 0, given the requests of other ranks. Called by one thread, which need not be the main one."""
+TakeRequests = Callable[[], Collection[str]]
+"""Returns the requests that reached this rank since the last call."""
 
 
 class StepDecisions:
-    """The part of one rank in decisions. Used by one thread."""
+    """The decisions of one rank: one thread asks for them, and another one makes or reads them ahead."""
 
-    def __init__(self, world: World, session: str, clock: Clock = CLOCK) -> None:
+    def __init__(
+        self, world: World, session: str, take_requests: TakeRequests, decide: Decide, clock: Clock = CLOCK
+    ) -> None:
         """`session` is the same on all ranks, and new for each Checkpointer."""
         self._world = world.with_prefix(f"decisions/{session}")
-        self._clock, self._interval_s = clock.monotonic, clock.interval_s
-        self._number = 0
-        self._calls_left = self._calls_since = 1
-        self._last_s = self._clock()
+        self._take_requests, self._decide, self._clock = take_requests, decide, clock.monotonic
+        self._tick_s = clock.interval_s / 4
+        """How often the thread looks for requests of its own rank. 0: a call is decided only when rank 0 makes it."""
+        self._look_s = max(self._tick_s, world.size / _LOOKS_PER_S)
+        """How often a rank looks for new decisions when it needs some."""
+        self._changed = threading.Condition()
+        self._calls = self._decided = self._events_seen = 0
+        """How many calls this rank has made, how many are known to be decided, and how many of those are events."""
+        self._events: dict[int, Decision] = {}
+        """Events that are still to come, by their calls."""
+        self._held = False
+        """On rank 0: the last call that is decided is an event. What follows depends on it, and is decided after it."""
+        self._begun_s: deque[float] = deque(maxlen=_TIMED)
+        """When the last calls began."""
+        self._looked_s = -math.inf
+        self._steps: dict[int, int] = {}
+        """The steps of the last calls of this rank."""
+        self._leader_steps: dict[int, int] = {}
+        """Steps of rank 0 at calls that this rank has not made yet."""
+        self._thread: threading.Thread | None = None
+        self._asking = False
+        """Whether a request to the key-value store has not ended."""
+        self._failure: Exception | None = None
+        """Why the thread has ended."""
+        self._closed = False
 
-    def reached(self) -> bool:
-        """Count a call, and return whether a decision is made in it."""
-        self._calls_left -= 1
-        return self._calls_left <= 0
-
-    def request(self, kinds: Collection[str]) -> None:
-        """Pass the requests that reached this rank on to rank 0."""
-
-        def ask(mailbox: KVMailbox) -> None:
-            for kind in kinds:
-                mailbox.put(f"asks/{kind}", b"")
-
-        self._visit(ask, doing="send a request to rank 0")
-
-    def decision(self, step: int, decide: Decide, kinds: Collection[str]) -> Decision:
-        """Make the decision for a step on rank 0, or wait for it on other ranks."""
-        made = self._lead(decide, kinds) if self._world.rank == 0 else self._follow(step)
-        self._number += 1
-        self._calls_left = self._calls_since = made.again
-        if made.step != step:
-            raise RanksDisagree(
-                f"rank {self._world.rank} is at step {step}, and rank 0 at step {made.step}",
-                hint="call step() on all ranks, with the same steps in the same order",
-            )
-        return made
-
-    def _lead(self, decide: Decide, kinds: Collection[str]) -> Decision:
+    def next(self, step: int) -> Decision:
+        """Count a call, and return what was decided for it. Waits only if that has not arrived."""
         if self._world.solo:
-            return msgspec.structs.replace(decide(()), again=1)
+            return msgspec.structs.replace(self._decide(()), step=step)
+        with self._changed:
+            call, self._calls = self._calls, self._calls + 1
+            self._begun_s.append(self._clock())
+            self._steps[call] = step
+            self._steps.pop(call - _REMEMBERED, None)
+            if call >= self._decided:
+                self._wait_for(call, step)
+            self._compare(call, self._leader_steps.pop(call, step))
+            made = self._events.pop(call, None) or Decision()
+        return msgspec.structs.replace(made, step=step)
 
-        def take_requests(mailbox: KVMailbox) -> list[str]:
-            # A request that arrives between `there` and `drop` is honoured too, because the decision is made after both.
-            requested = [kind for kind in kinds if mailbox.there(f"asks/{kind}")]
-            for kind in requested:
-                mailbox.drop(f"asks/{kind}")
-            return requested
+    def close(self) -> None:
+        """End the thread, if the key-value store lets it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(GRACE_S)
 
-        requested = self._visit(take_requests, doing="look for requests")
-        made = msgspec.structs.replace(decide(requested), again=self._calls_per_interval())
-        body = msgspec.msgpack.encode(made)
-        self._visit(lambda mailbox: mailbox.put(str(self._number), body), doing="publish a decision")
-        return made
+    # -- the thread that calls -----------------------------------------------------------------------------------
 
-    def _follow(self, step: int) -> Decision:
-        key, readers = str(self._number), self._world.size - 1
-        timeout_s = 2 * self._world.timeout_s
-
-        def errand(mailbox: KVMailbox) -> bytes | None:
-            if not mailbox.wait([key], timeout_s):
-                return None
-            [body] = mailbox.read([key])
-            if mailbox.count(f"{key}/read") == readers:
-                mailbox.drop(key)
-                mailbox.drop(f"{key}/read")
-            return body
-
-        body = self._visit(errand, doing="wait for rank 0", within_s=timeout_s)
-        if body is None:
+    def _wait_for(self, call: int, step: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="shardkeep-decisions")
+            self._thread.start()
+            at_exit(self.close)  # a thread that Python ends inside torch's store may end the process with a fault
+        self._changed.notify_all()
+        timeout_s = self._world.timeout_s * (2 if self._world.rank else 1)
+        self._changed.wait_for(lambda: self._decided > call or self._failure is not None, timeout_s + GRACE_S)
+        if self._decided > call:
+            return
+        failure = self._failure
+        if failure is not None:  # a later call tries again
+            self._failure = self._thread = None
+            if isinstance(failure, CheckpointError) or not isinstance(failure, (RuntimeError, OSError)):
+                raise failure
+        elif self._world.rank and not self._asking:
             raise RanksSilent(
                 f"rank 0 did not decide within {timeout_s:g} s whether step {step} is saved: it has not reached this"
                 " step, or has ended",
                 hint="call step() on all ranks; a step that takes longer needs a larger Options.timeout_s",
                 ranks=[0],
             )
-        return msgspec.msgpack.decode(body, type=Decision)
+        what = "wait for rank 0" if self._world.rank else "publish a decision"
+        # torch's stores raise RuntimeError, and append a C++ stack.
+        why = next(iter(str(failure or f"the store did not answer for {timeout_s:g} s").strip().splitlines()), failure)
+        raise RanksSilent(
+            f"could not {what}: {why}",
+            hint="the process that held the key-value store has ended: rank 0, or torchrun itself",
+            ranks=[0] if self._world.rank else list(range(1, self._world.size)),
+        ) from failure
 
-    def _calls_per_interval(self) -> int:
-        """Estimate how many calls take about an interval; at most twice as many as last time."""
-        now = self._clock()
-        each_s = max(1e-6, (now - self._last_s) / self._calls_since)
-        self._last_s = now
-        return max(1, min(int(self._interval_s / each_s), 2 * self._calls_since, _MAX_CALLS))
+    def _compare(self, call: int, leader_step: int) -> None:
+        """Compare the step of this rank at a call, if it is remembered, with that of rank 0."""
+        step = self._steps.get(call, leader_step)
+        if step != leader_step:
+            raise RanksDisagree(
+                f"rank {self._world.rank} is at step {step}, and rank 0 at step {leader_step}",
+                hint="call step() on all ranks, with the same steps in the same order",
+            )
 
-    def _visit(self, errand: Callable[[KVMailbox], T], *, doing: str, within_s: float | None = None) -> T:
-        if self._world.store is None:  # unreachable: a single rank decides without a store
-            raise RanksSilent("there is no key-value store", ranks=[])
+    # -- when there is something to do ---------------------------------------------------------------------------
+
+    def _call_s(self) -> float:
+        """Estimate how long a call takes, with the training before it; infinite while too few were made."""
+        begun = list(self._begun_s)
+        return max(1e-6, median(map(sub, begun[1:], begun))) if len(begun) > 2 and self._tick_s else math.inf
+
+    def _least_ahead_s(self) -> float:
+        """Return how early a call must be decided: other ranks look in intervals."""
+        return min(self._look_s + self._tick_s, self._call_s() * _MOST_AHEAD / 2)
+
+    def _next_s(self) -> float:
+        """Estimate how long until this rank makes its next call; negative if that is late."""
+        return self._begun_s[-1] + self._call_s() - self._clock()
+
+    def _due_in_s(self) -> float:
+        """Return how long the thread may wait before it decides or looks."""
+        waits = self._calls > self._decided
+        if not waits and (self._held or self._call_s() == math.inf):
+            return math.inf
+        # Until the first call that is not decided is so near that it should be.
+        left_s = max(0.0, self._next_s()) + (self._decided - self._calls) * self._call_s() - self._least_ahead_s()
+        if self._world.rank == 0:
+            return 0.0 if waits else left_s
+        looked_s = self._clock() - self._looked_s
+        if waits:
+            waited_s = self._clock() - self._begun_s[-1]
+            quick_s, slow_s = self._world.size / _LOOKS_PER_S / 2, max(0.1, 2 * self._look_s)
+            return min(slow_s, max(0.0005, quick_s, waited_s / 4)) - looked_s if looked_s < waited_s else 0.0
+        return max(left_s, self._look_s - looked_s, -self._next_s() / 4 - looked_s)
+
+    def _decide_until(self) -> int:
+        """Return how many calls to decide now, of all that are ever made."""
+        each_s, least = self._call_s(), self._decided + 1
+        if each_s == math.inf:
+            return least
+        ahead = (self._least_ahead_s() + self._look_s - max(0.0, self._next_s())) / each_s
+        return max(least, self._calls + min(_MOST_AHEAD, math.ceil(ahead)))
+
+    # -- the other thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        store = self._world.store
         try:
-            return with_mailbox(self._world.store, self._world.size, errand, within_s=within_s or self._world.timeout_s)
-        except StoreUnreachable as lost:
-            others = list(range(1, self._world.size)) if self._world.rank == 0 else [0]
-            hint = "the process that held the key-value store has ended: rank 0, or torchrun itself"
-            raise RanksSilent(f"could not {doing}: {lost}", hint=hint, ranks=others) from lost
+            mailbox = KVMailbox(cast("Store", store), self._world.size, threading.Event())
+            while not self._closed:
+                with self._changed:
+                    if (wait_s := self._due_in_s()) > 0 and not self._closed:
+                        self._changed.wait(min(wait_s, self._tick_s or threading.TIMEOUT_MAX))
+                    due = self._due_in_s() <= 0
+                self._asking = True
+                if self._world.rank > 0:
+                    for kind in self._take_requests():
+                        mailbox.put(f"asks/{kind}", b"")
+                if due and not self._closed:
+                    self._look(mailbox) if self._world.rank else self._lead(mailbox)
+                self._asking = False
+        except Exception as error:  # noqa: BLE001 - raised by the call that waits
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _lead(self, mailbox: KVMailbox) -> None:
+        """Decide some calls ahead, and publish that; the first one is an event if there is something to do."""
+        # A request that arrives between `there` and `drop` is honoured too, because the decision is made after both.
+        requested = [kind for kind in REQUEST_KINDS if mailbox.there(f"asks/{kind}")]
+        for kind in requested:
+            mailbox.drop(f"asks/{kind}")
+        made = self._decide(requested)
+        with self._changed:
+            event, call = self._decided, self._calls - 1
+            decided = event + 1 if made.is_event else self._decide_until()
+            step = self._steps[call]
+        if made.is_event:
+            mailbox.put(f"event/{self._events_seen}", msgspec.msgpack.encode((event, made)))
+        events = self._events_seen + made.is_event
+        mailbox.put("now", msgspec.msgpack.encode(_Progress(decided, events, call, step)))
+        with self._changed:
+            if made.is_event:
+                self._events[event] = made
+            self._decided, self._events_seen, self._held = decided, events, made.is_event
+            self._changed.notify_all()
+
+    def _look(self, mailbox: KVMailbox) -> None:
+        """Read what rank 0 has published, if that is new."""
+        body = mailbox.peek("now")
+        self._looked_s = self._clock()
+        if body is None:
+            return
+        now = msgspec.msgpack.decode(body, type=_Progress)
+        events: dict[int, Decision] = {}
+        for number in range(self._events_seen, now.events):
+            key = f"event/{number}"
+            call, made = msgspec.msgpack.decode(mailbox.read([key])[0], type=tuple[int, Decision])
+            events[call] = made
+            if mailbox.count(f"{key}/read") == self._world.size - 1:
+                mailbox.drop(key)
+                mailbox.drop(f"{key}/read")
+        with self._changed:
+            if now.call >= self._calls:
+                self._leader_steps[now.call] = now.step
+            else:
+                self._compare(now.call, now.step)
+            self._events |= events
+            self._decided, self._events_seen = now.decided, now.events
+            self._changed.notify_all()
 
 
 BackgroundTask = SaveHandle[Any] | Future[Any]
@@ -168,6 +315,9 @@ class PendingTasks:
         """Add a task. The Checkpointer, and not the next save of the process, reports the error of a save."""
         if isinstance(task, SaveHandle):
             task.retrieved, task.reported_later = True, self._raises
+        for number, each in list(self._tasks.items()):
+            if each.done() and _error_of(each) is None:
+                del self._tasks[number]
         self._tasks[self.count] = task
         self.count += 1
 
@@ -176,12 +326,8 @@ class PendingTasks:
         self.count += 1
 
     def failed(self) -> list[int]:
-        """Return the numbers of tasks that have failed by now on this rank; forget those that succeeded."""
-        ended = [number for number, task in self._tasks.items() if task.done()]
-        failed = [number for number in ended if _error_of(self._tasks[number]) is not None]
-        for number in set(ended) - set(failed):
-            del self._tasks[number]
-        return failed
+        """Return the numbers of tasks that have failed by now on this rank; may be called by any thread."""
+        return [number for number, task in list(self._tasks.items()) if task.done() and _error_of(task) is not None]
 
     def running(self) -> bool:
         """Return whether a task has not ended; may be called by any thread."""
@@ -221,7 +367,7 @@ class RankContext:
         """`url` is the root, in messages; `arguments` are those of the Checkpointer that must be the same on all ranks."""
         self.clock = clock
         self._url, self._arguments, self._group, self._timeout_s = url, arguments, group, timeout_s
-        # Not cached properties: before Python 3.12 these share one lock, and ranks that are threads would block each other.
+        # Not cached: before Python 3.12 cached properties share one lock, and ranks that are threads would block each other.
         self._world: World | None = None
         self._decisions: StepDecisions | None = None
 
@@ -240,17 +386,21 @@ class RankContext:
             now = None
         return "" if now and now.size == world.size else "the process group no longer exists"
 
-    @property
-    def decisions(self) -> StepDecisions:
-        """The decisions of the ranks; first used by all ranks at the same time, which compares their arguments."""
+    def decide(self, step: int, take_requests: TakeRequests, decide: Decide) -> Decision:
+        """Return what is decided for a step; all ranks begin at the same time, which compares their arguments."""
         if self._decisions is None:
             session = ""
             if not self.world.solo:
                 with rendezvous(self.world, f"steps of {self._url}") as meeting:
                     mine = msgspec.json.encode(self._arguments)
                     session = meeting.agree("begin", lambda: mine, _new_session).decode()
-            self._decisions = StepDecisions(self.world, session, self.clock)
-        return self._decisions
+            self._decisions = StepDecisions(self.world, session, take_requests, decide, self.clock)
+        return self._decisions.next(step)
+
+    def close(self) -> None:
+        """End the thread of the decisions."""
+        if self._decisions is not None:
+            self._decisions.close()
 
 
 def _new_session(arguments: list[bytes]) -> list[bytes]:
@@ -262,3 +412,15 @@ def _new_session(arguments: list[bytes]) -> list[bytes]:
                 hint="make it with the same arguments on all ranks",
             )
     return [secrets.token_hex(8).encode()] * len(arguments)
+
+
+def at_exit(method: Any) -> None:
+    """Call a method at exit before threads are joined, if its object still exists and the process was not forked."""
+    reference, process_id = WeakMethod(method), os.getpid()
+
+    def call() -> None:
+        found = reference()
+        if found is not None and os.getpid() == process_id:
+            found()
+
+    threading._register_atexit(call)  # type: ignore[attr-defined]  # there is no public way

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import heapq
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
@@ -28,7 +27,6 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakMethod
 
 import msgspec
 
@@ -44,7 +42,7 @@ from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, deco
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import claim_name, read_record
 from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
-from shardkeep.manage.decisions import PendingTasks, RankContext
+from shardkeep.manage.decisions import PendingTasks, RankContext, at_exit
 from shardkeep.manage.file_copy import copy_files, throttle
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
@@ -407,7 +405,7 @@ class Replicator:
         world = self._ranks.world.with_prefix(f"promotions/{session}")
         # Ranks only wait for each other here, and rank 0 reads both roots while the others wait.
         self._world = replace(world, alone_s=world.timeout_s)
-        _at_exit(self._leave)
+        at_exit(self._leave)
         self.after(None)
 
     def after(self, saved: Any, *, newest: bool = False) -> None:
@@ -636,15 +634,3 @@ def share_files(sizes: dict[str, int], ranks: int) -> list[list[str]]:
         heapq.heapreplace(loads, (load + nbytes + 1, rank))  # one more, so that empty files are spread, too
         found[rank].append(name)
     return found
-
-
-def _at_exit(method: Any) -> None:
-    """Call a method at exit before threads are joined, if its object still exists and the process was not forked."""
-    reference, process_id = WeakMethod(method), os.getpid()
-
-    def call() -> None:
-        found = reference()
-        if found is not None and os.getpid() == process_id:
-            found()
-
-    threading._register_atexit(call)  # type: ignore[attr-defined]  # there is no public way
