@@ -1,9 +1,9 @@
 """
 A long run at scale: what `Checkpointer.step` costs when it saves nothing, and what many checkpoints in a root cost.
 
-Steps: real Checkpointers over a real TCPStore, with signals, minutes and the request file on. Simulated is that ranks are
-threads, in a few processes of one machine, and that training is a pause of the same length on all ranks. Measured are rank 0
-and rank 1, which have the main process to themselves.
+Steps: real Checkpointers over a real TCPStore, with signals, minutes and the request file on. Eighteen ranks are real;
+those above only look at the store as often as a rank does that needs a decision. Training is a pause of the same length on
+all ranks. Measured are rank 0 and rank 1, which have a process to themselves.
 
 Checkpoints: a root of a directory on a real disk with copies of one tiny checkpoint, by number.
 """
@@ -12,33 +12,39 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
 
 import shardkeep as sk
+from shardkeep.dist.kv import KVMailbox
 from shardkeep.dist.world import World
+from shardkeep.manage.decisions import StepDecisions
 
-PROBES = 2
-"""Ranks of the main process."""
+REAL = 18
+"""Ranks that are Checkpointers: two in the main process, which are measured, and the others in one more process."""
 TIMEOUT_S = 600.0
 
 
-def take_steps(root: str, world: World, steps: int, step_s: float, *, signals: tuple[str, ...] = ()) -> list[float]:
+def connect(port: int) -> TCPStore:
+    return TCPStore("localhost", port, is_master=False, wait_for_workers=False)
+
+
+def take_steps(root: str, world: World, steps: int, step_s: float) -> list[float]:
     """Train without saving anything, and return how long each call of `step` took."""
-    options, state, took = sk.Options(timeout_s=TIMEOUT_S), {"w": torch.zeros(4)}, []
-    how = {"every_minutes": 600, "save_last": False, "group": world, "options": options, "signals": signals}
-    ckpt = sk.Checkpointer(root, **how)
+    state, took = {"w": torch.zeros(4)}, []
+    signals = ("SIGUSR1",) if threading.current_thread() is threading.main_thread() else ()
+    how = {"every_minutes": 600, "save_last": False, "signals": signals, "group": world}
+    ckpt = sk.Checkpointer(root, **how, options=sk.Options(timeout_s=TIMEOUT_S))
+    # Ranks compare their arguments before their first decision: the simulated ones cannot.
+    ckpt._ranks._decisions = StepDecisions(world, "bench", ckpt._requests.take, ckpt._decide)
     for step in range(steps):
         began = time.perf_counter()
         ckpt.step(step, state)
@@ -48,60 +54,52 @@ def take_steps(root: str, world: World, steps: int, step_s: float, *, signals: t
     return took
 
 
-def client(port: int, rank: int, ranks: int) -> World:
-    return World(rank, ranks, TCPStore("localhost", port, is_master=False, wait_for_workers=False), TIMEOUT_S)
-
-
-def worker(root: str, port: int, first: int, last: int, ranks: int, steps: int, step_s: float) -> None:
-    """Be the ranks from `first` to before `last`."""
-    worlds = [client(port, rank, ranks) for rank in range(first, last)]
+def follow(root: str, port: int, ranks: int, steps: int, step_s: float) -> None:
+    """Be the real ranks that are not measured, and make the requests of those that are simulated, in one loop."""
+    worlds = [World(rank, ranks, connect(port), TIMEOUT_S) for rank in range(2, min(REAL, ranks))]
+    threads = [threading.Thread(target=take_steps, args=(root, world, steps, step_s)) for world in worlds]
+    simulated = max(0, ranks - REAL)
+    clients = [KVMailbox(connect(port), ranks, threading.Event()) for _ in range(min(simulated, MOST_CLIENTS))]
     print("ready", flush=True)
     sys.stdin.readline()
-    threads = [threading.Thread(target=take_steps, args=(root, world, steps, step_s)) for world in worlds]
     for each in threads:
         each.start()
-    for each in threads:
-        each.join()
+    every_s, began, asked = max(0.25, ranks / 8192), time.monotonic(), 0
+    while any(each.is_alive() for each in threads):
+        due = int((time.monotonic() - began) / every_s * simulated)
+        for number in range(asked, due):
+            clients[number % len(clients)].peek("bench")
+        asked = due
+        time.sleep(0.005)
+    print(f"{asked / (time.monotonic() - began):.0f}")
 
 
-@contextmanager
-def other_ranks(root: str, port: int, ranks: int, steps: int, step_s: float, processes: int) -> Iterator[None]:
-    """Have all ranks but the first ones in other processes, which begin inside."""
-    bounds = [PROBES + (ranks - PROBES) * each // processes for each in range(processes + 1)]
-    command = [sys.executable, __file__, "--worker", root, str(port)]
-    started = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
-        words = [*command, *map(str, (first, last, ranks, steps, step_s))]
-        started.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    for each in started:
-        each.stdout.readline()
-    for each in started:
-        each.stdin.write("\n")
-        each.stdin.flush()
-    yield
-    for each in started:
-        each.communicate()
+MOST_CLIENTS = 2000
+"""Connections of the simulated ranks; if there are more, they share them."""
 
 
-def measure_steps(ranks: int, steps: int, step_s: float, processes: int = 4) -> dict[str, float]:
+def measure_steps(ranks: int, steps: int, step_s: float) -> dict[str, float]:
     """Milliseconds of a step that saves nothing, on the slower of rank 0 and rank 1, after the first twenty."""
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    worlds = [World(0, ranks, server, TIMEOUT_S), client(server.port, 1, ranks)]
-    found: list[list[float]] = [[], []]
-    with tempfile.TemporaryDirectory() as root, other_ranks(root, server.port, ranks, steps, step_s, processes):
-
-        def follow() -> None:
-            found[1] = take_steps(root, worlds[1], steps, step_s)
-
-        follower = threading.Thread(target=follow)
+    worlds = [World(0, ranks, server, TIMEOUT_S), World(1, ranks, connect(server.port), TIMEOUT_S)]
+    found: dict[int, list[float]] = {}
+    with tempfile.TemporaryDirectory() as root:
+        command = [sys.executable, __file__, "--follow", root, *map(str, (server.port, ranks, steps, step_s))]
+        others = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        others.stdout.readline()
+        others.stdin.write("\n")
+        others.stdin.flush()
+        follower = threading.Thread(target=lambda: found.update({1: take_steps(root, worlds[1], steps, step_s)}))
         follower.start()
-        found[0] = take_steps(root, worlds[0], steps, step_s, signals=("SIGUSR1",))
+        found[0] = take_steps(root, worlds[0], steps, step_s)
         follower.join()
-    later = [each[20:] for each in found]
+        simulated = others.communicate()[0]
+    later = [each[20:] for each in found.values()]
     return {
         "ranks": ranks,
         "steps": len(later[0]),
         "step_ms": 1e3 * step_s,
+        "simulated requests a second": float(simulated),
         "median_ms": 1e3 * max(map(statistics.median, later)),
         "p99_ms": 1e3 * max(statistics.quantiles(each, n=100)[98] for each in later),
         "longest_ms": 1e3 * max(map(max, later)),
@@ -161,9 +159,9 @@ def show(rows: list[dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384])
     parser.add_argument("--steps", type=int, default=1020)
-    parser.add_argument("--step-ms", type=float, default=50.0)
+    parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--checkpoints", type=int, nargs="*", default=[10, 5000])
     args = parser.parse_args()
     if args.ranks:
@@ -173,9 +171,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        root, port, first, last, ranks, steps, step_s = sys.argv[2:]
-        worker(root, int(port), int(first), int(last), int(ranks), int(steps), float(step_s))
+    if sys.argv[1:2] == ["--follow"]:
+        root, port, ranks, steps, step_s = sys.argv[2:]
+        follow(root, int(port), int(ranks), int(steps), float(step_s))
     else:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         main()
