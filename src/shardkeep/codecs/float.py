@@ -9,15 +9,7 @@ change places. Which planes to code is decided frame by frame, from a sample of 
 that repeats one word, such as zeros, becomes a few bytes; one that looks random is stored raw, at about the speed of a
 copy. Where bytes repeat in runs (counters, masks, text), planes are compressed by zstd with matches.
 
-A stored frame (numbers are little-endian):
-
-    u8 kind = 0                                                             the bytes, as they are
-    u8 kind = 1 | u64 nbytes | 1, 2, 4 or 8 bytes                           these bytes, repeated up to nbytes
-    u8 kind = 2 | u64 nbytes | u8 width | u8 rotated | u8 parts
-                | parts x (u8 bytes, u8 coder, u64 stored) | bodies | tail  split words, the lowest part first
-
-A part is 1, 2 or 4 bytes of every word; coder 0 stores it as it is, coder 1 (only for one byte) as a zstd frame. If
-words were rotated, their top byte is a part. The tail is what is behind the last whole word.
+`docs/codecs.md` specifies the stored form of a frame: its three kinds, the parts of words and their coders.
 
 Speed comes from few, large steps on reused memory. Every step of numpy releases the GIL and takes it again, and threads
 that wait for it hardly work, so frames of a batch are analyzed and split together. Fresh memory costs as much as the

@@ -3,23 +3,11 @@ Plain values as data, never code: numbers, strings, containers, dates, paths, en
 
 A value comes back with the same type and the same bits. Nothing is imported, called or unpickled because a file names it,
 except for attributes of torch, enum classes that are already loaded, and the time zones of the system. `allow_pickle` is
-the only way to run code from a file, and it is off by default. Bytes that break the rules below raise `MalformedFile` and
-nothing else, at a cost in proportion to their length.
+the only way to run code from a file, and it is off by default. Bytes that are not valid raise `MalformedFile` and nothing
+else, at a cost in proportion to their length.
 
-    value   = nil | bool | int of 64 bits | float64 | str | bin | array of values | ext(code, payload)
-    payload = an array of values; for codes 1 to 3 and 127, raw bytes
-
-      1 int beyond 64 bits      9 complex      17 timezone     25 torch.device
-      2 str with surrogates    10 range        18 ZoneInfo     26 torch.Size
-      3 bytearray              11 slice        19 Decimal      27 torch.layout
-      4 tuple                  12 Ellipsis     20 Fraction     28 torch.memory_format
-      5 set                    13 datetime     21 UUID         29 numpy scalar
-      6 frozenset              14 date         22 path         30 numpy str_ or bytes_
-      7 dict                   15 time         23 enum member  31 numpy dtype
-      8 OrderedDict            16 timedelta    24 torch.dtype  32 numpy array       127 pickle
-
-Codes are part of the format: a code never gets a second meaning. Items of a set are sorted by their bytes, so that equal
-sets have equal bytes in every process.
+`docs/format.md` specifies the encoding and lists the codes. A code never gets a second meaning. Items of a set are sorted
+by their bytes, so that equal sets have equal bytes in every process.
 """
 
 from __future__ import annotations
@@ -576,13 +564,7 @@ _BY_CODE: Final[dict[int, _Kind]] = {
 #
 # A node is None (a leaf) or a `Container`. The flat name of a leaf is its path joined by dots. A skeleton is stored as
 # columns, level by level, so that the children of a container are one slice of each column. Decoding checks kinds,
-# counts, distinct keys and depth.
-#
-#     tree   = [marks, counts, parts], encoded as a plain value
-#     marks  = bin, one byte for the root, then for every child, level by level:
-#              0 leaf, 1 dict, 2 odict, 3 list, 4 tuple, 5 ranks
-#     counts = the number of children of each container, in the order of its mark
-#     parts  = the keys of all children of dicts, odicts and ranks in the order of their marks; lists and tuples have none
+# counts, distinct keys and depth. `docs/format.md` specifies the columns: marks, counts and parts.
 
 MAX_TREE_DEPTH: Final = 100
 """The deepest nesting of containers."""

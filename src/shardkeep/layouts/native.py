@@ -1,17 +1,8 @@
 """
 The native layout: the files of a checkpoint, their names, and the order in which they are written.
 
-    shardkeep.json                                  the commit record, written last
-    index-<save id>.skindex
-    <group>-<rank>-of-<ranks>-<save id>.safetensors or, for a large group, several
-    <group>-<rank>-of-<ranks>-part<n>-<save id>.safetensors
-    claim-<save id>.json                            only while the save is running
-
-Files that went through codecs end in .skframes instead. On stores that take bytes only in order, the digests of a data
-file without codecs are in a sidecar: a file of the same name that ends in .blocks.
-
-Every file except the record carries the id of its save, so that overwriting never touches a file of the committed
-checkpoint.
+`docs/format.md` lists the files. Every file except the record carries the id of its save, so that overwriting never touches
+a file of the committed checkpoint.
 """
 
 from __future__ import annotations
