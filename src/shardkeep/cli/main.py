@@ -1,9 +1,7 @@
 """
 The `shardkeep` command. It imports only the module of the given subcommand, so that most commands start without torch.
 
-To add a command, write a module with a function of its name under the decorator `command`, and list it in `GROUPS`. If
-`args.json` is set, print one JSON document to stdout with `output.print_json` and nothing else. Raise an error of
-`shardkeep.errors` if the command cannot run; it becomes exit code 2.
+CONTRIBUTING.md says how to add a command. An error of `shardkeep.errors` becomes exit code 2.
 
 Exit codes: 0 success, 1 the command ran and found something wrong or different, 2 it could not run.
 """

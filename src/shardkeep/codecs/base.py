@@ -61,7 +61,7 @@ class Codec(Protocol):
     """Turns frames into other bytes and back. Used by many threads at once; should release the GIL for heavy work."""
 
     def bound(self, nbytes: int) -> int:
-        """Return the largest size of the result of `encode` for so many bytes."""
+        """Return the largest size of the result of `encode` for `nbytes` bytes."""
 
     def encode(self, data: memoryview, place: FramePlace) -> Buffer:
         """Return the stored form of these bytes. It may be `data` itself, but must not be memory that is reused."""
@@ -86,7 +86,7 @@ class EncodesMany(Codec, Protocol):
         """
         Yield what `encode` would return for each frame.
 
-        `data` has the frames one behind the other, all of one size, except that the last may be smaller.
+        `data` has the frames end to end, all of one size, except that the last may be smaller.
         """
 
 

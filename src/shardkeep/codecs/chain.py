@@ -3,8 +3,8 @@ Chains of codecs over the frames of a file, and the registry that finds codecs b
 
 Codecs are ours, registered by a program, or entry points of installed packages (group `shardkeep.codecs`), which are
 imported when they are first needed. Frames pass through a chain in the given order, and back in reverse. Encryption
-depends on this: no file name twice with one chain for different contents, no number twice for frames of a file, and a
-frame is read with exactly the place it was written with.
+depends on three rules: with one chain, no file name is used twice for different contents; no two frames of a file have one
+number; and a frame is read with exactly the place it was written with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CodecChain:
     The open codecs of one checkpoint; can be used by any number of threads.
 
     `CodecChain.begin` makes it for a new checkpoint, on one rank; `CodecChain.opened` makes it from the records, on every
-    other rank and for readers. Without codecs it passes bytes on as they are.
+    other rank and for readers. Without codecs it does not change the bytes.
     """
 
     def __init__(self, recorded: Sequence[base.CodecRecord], codecs: Sequence[base.Codec]) -> None:
@@ -58,7 +58,7 @@ class CodecChain:
         return any(isinstance(each, base.Authenticates) for each in self._codecs)
 
     def bound(self, nbytes: int) -> int:
-        """Return the largest stored size of a frame of so many plain bytes."""
+        """Return the largest stored size of a frame of `nbytes` plain bytes."""
         for codec in self._codecs:
             nbytes = codec.bound(nbytes)
         return nbytes
@@ -67,7 +67,7 @@ class CodecChain:
         """
         Return the stored form of each frame; without codecs, its bytes. Raises `CodecFailed`.
 
-        `data` has the frames one behind the other, all of one size, except that the last may be smaller.
+        `data` has the frames end to end, all of one size, except that the last may be smaller.
         """
         whole = flat(memoryview(data))
         steps: list[_Step] = [codec.encode for codec in self._codecs]

@@ -42,7 +42,7 @@ from shardkeep.storage.buffers import ALIGNMENT, PerThread, Scratch, aligned_buf
 _TAIL_NBYTES = 64 << 10
 """First read at the end of a blob: the whole table of a blob of up to a gigabyte."""
 REQUEST_NBYTES = 4 << 20
-"""Adjacent frames are fetched together, up to so much."""
+"""Adjacent frames are fetched together, up to this many bytes."""
 SCRATCH_NBYTES = len(MAGIC) + REQUEST_NBYTES + FRAME_NBYTES
 BATCH = 4
 """Frames that are encoded, and then written, together."""
@@ -263,7 +263,7 @@ def read_table(reader: base.BlobReader, entry: Blob, store: base.ReadableStore) 
 
 
 def _read_tail(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, stored_nbytes: int) -> bytearray:
-    """Read the end of a blob: so many bytes, or the whole table if it is larger."""
+    """Read the last `nbytes` bytes of a blob, or its whole table if that is larger."""
     tail = read(stored_nbytes - nbytes, nbytes)
     with suppress(MalformedFile):  # raised again by `_decode_tail`
         wanted = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)

@@ -120,7 +120,7 @@ class Lz4(CodecConfig, frozen=True):
 
 
 class _OrRaw:
-    """A codec that stores a frame raw if it does not shrink, behind a byte that says so."""
+    """A codec that stores a frame raw if it does not shrink. The first byte says in which form a frame is stored."""
 
     def __init__(
         self, compressor: Callable[[], CompressFrame], decompress: Callable[[memoryview, int], Buffer]

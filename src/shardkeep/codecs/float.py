@@ -51,7 +51,7 @@ PART = struct.Struct("<BBQ")
 MOST_HEAD_NBYTES = KIND.size + LAYOUT.size + max(WIDTHS) * PART.size + 7
 """The largest header, and what aligns the bytes behind it to a multiple of 8."""
 WORST_BITS = 7.7
-"""A byte that takes so many bits is not worth coding."""
+"""A byte that takes at least this many bits is not worth coding."""
 _MIN_NBYTES = 64
 """Smaller frames are stored raw."""
 _TRIAL_NBYTES = 8192
@@ -185,7 +185,7 @@ def _nbytes_of(data: memoryview, place: FramePlace, most_nbytes: int) -> int:
 
 
 def word_type(width: int) -> np.dtype[Any]:
-    """Return the type of unsigned numbers of so many bytes, the lowest byte first."""
+    """Return the type of unsigned numbers of `width` bytes, the lowest byte first."""
     return np.dtype(f"<u{width}")
 
 
@@ -196,7 +196,7 @@ class ReusedMemory:
         self._data: Bytes = np.empty(0, np.uint8)
 
     def get(self, nbytes: int) -> Bytes:
-        """Return so many bytes, with undefined contents; always the same ones."""
+        """Return `nbytes` bytes of undefined contents: the same memory in every call."""
         if self._data.size < nbytes:
             self._data = np.empty(nbytes, np.uint8)
         return self._data[:nbytes]
@@ -315,7 +315,7 @@ def _sample(data: memoryview) -> bytes:
 def _analyze(samples: Bytes) -> list[FrameStats]:
     """Analyze samples of one size: a row for each frame."""
     eight = _counts(samples, 8)
-    # Of words of one byte, of two, of four and of eight, one behind the other.
+    # Of words of one byte, then of two, of four and of eight.
     counts: Counts = np.empty((len(samples), 15, 256), np.int64)
     counts[:, 7:] = eight
     np.add(eight[:, :4], eight[:, 4:], out=counts[:, 3:7])

@@ -23,7 +23,7 @@ from shardkeep.errors import InvalidKey, KeyMissing, WrongKey
 KEY_NBYTES = 32
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_NBYTES}}}")
 _LIKE_KEY = re.compile(r"[0-9A-Za-z+/_-]{40,}=*")
-"""A key in hex or base64, perhaps with some characters missing or added. Shorter text is taken for a name."""
+"""A key in hex or base64, perhaps with some characters missing or added. Shorter text counts as a file name."""
 
 
 @runtime_checkable

@@ -145,7 +145,7 @@ def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, w
 
 
 def sidecar_nbytes(blocks: int) -> int:
-    """Return the size of a sidecar with the digests of the header and of so many blocks."""
+    """Return the size of a sidecar with the digests of the header and of this many blocks."""
     return len(_APART_MAGIC) + DIGEST_NBYTES * (1 + blocks)
 
 

@@ -59,7 +59,7 @@ class FrameTable:
 
 
 def table_nbytes(frames: int) -> int:
-    """Return the size of the table of so many frames, with its footer."""
+    """Return the size of a table of this many frames, with its footer."""
     return frames * _ROW_NBYTES + FOOTER_NBYTES
 
 

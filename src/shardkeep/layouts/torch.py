@@ -46,7 +46,7 @@ _WRITER = re.compile(r"__(\d{1,9})_")
 
 
 def is_data(name: str) -> bool:
-    """Say whether a name is that of a data file, its digests, or a copy of the metadata; all of them may be removed."""
+    """Return whether this is the name of a data file, of its digests, or of a copy of the metadata: files we may remove."""
     return _OURS.fullmatch(name) is not None
 
 

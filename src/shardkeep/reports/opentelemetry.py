@@ -26,16 +26,7 @@ class OpenTelemetry:
     """
 
     def __init__(self, meter: Meter | None = None) -> None:
-        """
-        Create the instruments.
-
-        Args:
-            meter: By default, a meter of the global meter provider.
-
-        Raises:
-            PackageMissing: opentelemetry-api is not installed.
-
-        """
+        """Create the instruments of a meter, by default of one of the global provider; needs opentelemetry-api."""
         metrics = require_module(
             "opentelemetry.metrics", package="opentelemetry-api", wanted_by="the OpenTelemetry report"
         )

@@ -30,15 +30,9 @@ class Prometheus:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """
-        Register the metrics, which is possible once per registry.
+        Register the metrics, by default in the global registry; needs prometheus-client.
 
-        Args:
-            registry: By default, the global registry of prometheus_client.
-
-        Raises:
-            PackageMissing: prometheus-client is not installed.
-            ValueError: the registry already has them.
-
+        A registry takes them once: the second time raises a ValueError.
         """
         client = require_module("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
         to = {"registry": client.REGISTRY if registry is None else registry}

@@ -27,14 +27,9 @@ class TensorBoard:
 
     def __init__(self, to: str | os.PathLike[str] | SummaryWriter) -> None:
         """
-        Prepare to write; the first event creates the files.
+        Prepare to write to a folder, or to a writer that you close yourself; needs tensorboard.
 
-        Args:
-            to: A folder, in which only rank 0 creates files, or a writer that you close yourself.
-
-        Raises:
-            PackageMissing: tensorboard is not installed.
-
+        The first event creates the files, on rank 0 only.
         """
         self._module = require_module(
             "torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report"

@@ -1,5 +1,5 @@
 """
-The store protocol: what every place for checkpoints can do, and what some can do besides.
+The store protocol: the verbs that every place for checkpoints has, and the optional verbs of some.
 
 A store holds named blobs in one place (a directory, a key prefix). Blob names are flat: no separators, no `..`. The
 protocol has no directories, handles or renames, so that files and object stores can keep the same promises. A store
@@ -152,7 +152,7 @@ class BlobReader(Protocol):
 
 
 class ReadableStore(Protocol):
-    """What reading needs of a store."""
+    """The verbs that reading needs."""
 
     def open(self, name: str) -> BlobReader:
         """Open a blob; raises `BlobNotFound` if it does not exist."""
@@ -171,18 +171,18 @@ class Deletes(Protocol):
 
 
 class WritableStore(Deletes, Protocol):
-    """What writing data files needs of a store."""
+    """The verbs that writing data files needs."""
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
         """
-        Begin a new blob of `nbytes`, or of fewer if `finish` says so.
+        Begin a new blob of `nbytes` bytes at most; `finish` may end it earlier.
 
         If the name is taken, `create` or `finish` raises a `StorageError` with errno EEXIST.
         """
 
 
 class SmallFiles(ReadableStore, Deletes, Protocol):
-    """What a commit needs of a store: all but large blobs and versions."""
+    """The verbs that a commit needs: all except those for large blobs and versions."""
 
     @property
     def url(self) -> str:
@@ -345,7 +345,7 @@ def local_path(store: object) -> str | None:
 
 def broken_path(store: object, *, inside: bool = False) -> str:
     """
-    Say what is wrong with the path of a local place: a link to nothing, or a file where a directory should be; or "".
+    Say what is wrong with the path of a local place: a link to nothing, or a file instead of a directory; "" if it is fine.
 
     With `inside`, also say which link in the place leads nowhere, because a listing of files does not show it.
     """
@@ -471,7 +471,7 @@ class StoreSpec(msgspec.Struct, frozen=True):
 
 def spec_of(store: Store) -> StoreSpec:
     """Return a description from which another process opens the store (`spec()`)."""
-    # Only if the very class has the verb: a subclass may behave differently, and a plain store there would not.
+    # Only if the class itself has the verb: a subclass that inherits it may behave differently, which would be lost.
     if "spec" in vars(type(store)):
         return cast("StoreSpec", cast("Any", store).spec())
     raise not_sendable(store.url, type(store).__name__)

@@ -1,4 +1,4 @@
-"""Host memory for I/O: aligned buffers that each thread reuses (fresh memory costs five copies), a bound on buffered bytes."""
+"""Host memory for I/O: aligned buffers that threads reuse (new memory costs as much as five copies), and memory budgets."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class MemoryBudget:
         return memory
 
     def wait(self, seconds: float) -> None:
-        """Wait until some memory is released, or for so long."""
+        """Wait until some memory is released, or for this many seconds."""
         with self._changed:
             self._changed.wait(seconds)
 

@@ -28,7 +28,7 @@ _POLL_S = 0.5
 
 
 class CancelScope:
-    """Cancels a group of uploads, for good. Only for names that are never used again: one may still appear later."""
+    """Cancels a group of uploads, for good. A cancelled blob may still appear later, so its name must not be used again."""
 
     def __init__(self, *, budget: MemoryBudget | None = None, wanted: Callable[[], bool] = lambda: True) -> None:
         """

@@ -141,7 +141,7 @@ class Descriptors:
             self._close()
 
     def _close(self) -> None:
-        with ExitStack() as stack:  # each one, whatever becomes of the others
+        with ExitStack() as stack:  # all of them, even if closing one fails
             for fd in self._fds:
                 stack.callback(os.close, fd)
 
@@ -357,7 +357,7 @@ _READ_AHEAD_BYTES = 128 << 10
 """How much the kernel reads ahead in one call, ignoring the rest, on a disk whose own limit is unknown."""
 _MOST_AHEAD_BYTES = 2 << 20
 _CACHED_FRACTION = 4
-"""A file is read through the page cache if it takes less than one in so many bytes of the available memory."""
+"""A file is read through the page cache if it takes at most this fraction, one in four, of the available memory."""
 _ALWAYS_CACHED_BYTES = 64 << 20
 _REQUEST_BYTES = 4 << 20
 """Size of one read: small enough that the bytes are still in the CPU's cache when they leave a scratch buffer."""
@@ -622,14 +622,9 @@ class LocalStore:
         self, path: str | os.PathLike[str], *, direct: bool = True, durable: bool = True, foreign: bool = False
     ) -> None:
         """
-        Point to a directory.
-
-        Args:
-            path: the directory.
-            direct: bypass the page cache where that is possible.
-            durable: make what is written survive a power failure before `finish` and `put` return.
-            foreign: read files of other programs: through symbolic links, and of any name below the directory.
-
+        Point to a directory. `direct`: bypass the page cache where that is possible. `durable`: what is written survives a
+        power failure when `finish` or `put` returns. `foreign`: read files of other programs, of any name below the
+        directory and through symbolic links.
         """
         self.url = os.fspath(path)
         self._path = os.path.abspath(self.url)

@@ -64,7 +64,7 @@ def open_place(where: str | os.PathLike[str], **options: Any) -> Root:
       `secret_access_key`, `session_token`, `profile`. Google: `service_account`, `service_account_key`,
       `application_credentials`, `bearer_token`. Azure: `account_name`, `account_key`, `sas_key`, `token`,
       `connection_string`, `use_emulator`. And all other options of obstore (`skip_signature`, …);
-    - `timeout_s` of a request, `retries` of one that failed for a passing reason, `retry_s` after which none is retried;
+    - `timeout_s` of a request, `retries` of one that failed for a transient reason, `retry_s` after which none is retried;
     - `requests` in flight at once, `part_bytes` of an upload;
     - `checksum_algorithm`: how S3 verifies uploads ("sha256", which costs nothing; "crc64nvme"; "none");
     - `conditional_puts`: whether the service checks the conditions of puts (default: found out by a probe), and

@@ -1,5 +1,5 @@
 """
-Retrying what failed for a passing reason: a server that restarts, a network that was down for a moment.
+Retries what failed for a transient reason: a server that restarts, a network that was down for a moment.
 
 `RetryPolicy` says how often and after which delays; `RetryingStore` applies it to every verb of a store. Making a blob
 durable is never retried: after a failed fsync the kernel may take lost pages for written, and a second fsync would then
@@ -52,7 +52,7 @@ def call_with_retries(
     within_s: float = float("inf"),
     can: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Call `work` again while its errors may pass and `can()`; what a client library has retried is not retried again."""
+    """Call `work` until it succeeds, fails for good, or not `can()`. What a client library has retried is not retried again."""
     until = time.monotonic() + within_s
     failed = 0
     while True:
@@ -101,7 +101,7 @@ class RetryPolicy:
 
 
 class RetryingStore(StoreWrapper):
-    """Passes everything on to `inner`, and retries what fails for a passing reason. It is a root if `inner` is."""
+    """Passes everything on to `inner`, and retries what fails for a transient reason. It is a root if `inner` is."""
 
     def __init__(self, inner: Store, policy: RetryPolicy, *, before_put: Callable[[], object] | None = None) -> None:
         """`before_put` is called before each `put`, which is not made if it raises."""
