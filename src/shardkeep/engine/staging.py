@@ -15,7 +15,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -256,19 +256,18 @@ class Staging:
 
     def _settle(self, future: Future[T], result: T) -> bool:
         """Set the result of a future, unless something has failed."""
-        with self._lock:
-            if future.done():
-                return False
+        with contextlib.suppress(InvalidStateError):
             future.set_result(result)
             return True
+        return False
 
     def _fail(self, error: BaseException) -> None:
         self._ending = True
         with self._lock:
             waited_for: list[Future[Any]] = [*self._ahead.values(), self.copied, self.queued]
-            for future in waited_for:
-                if not future.done():
-                    future.set_exception(error)
+        for future in waited_for:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
 
 
 def _save_ended() -> SaveCancelled:
@@ -324,11 +323,7 @@ class BackgroundWrite:
         """Before the next step of the optimizers in the state."""
         self.staged_s = 0.0
         """From the call until the state might be changed; 0: at its return."""
-        self._staged_reported = False
         self._copied_s = 0.0
-        self._bytes_written = 0
-        self._bytes_total = 0
-        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
@@ -366,7 +361,6 @@ class BackgroundWrite:
             through = copied + (windows or self._options.host_budget_bytes)
             self._warn_staging_waits(copied + sum(tensor.nbytes for tensor in snapshot.lent), through)
         if not snapshot.live_nbytes:
-            self._staged_reported = True
             self._handle.end_staging()
         return snapshot.live_nbytes > 0 and not snapshot.guarded
 
@@ -411,19 +405,19 @@ class BackgroundWrite:
             live=(lambda window: is_borrowed(window.addresses)) if snapshot.lent else None,
         )
         self._set_limits(staging)
-        self._bytes_total = sum(job.data_nbytes for job in jobs)
+        total, written, lock = sum(job.data_nbytes for job in jobs), 0, threading.Lock()
         staging.queued.add_done_callback(lambda it: self.barrier.open({} if it.exception() else it.result()))
         staging.copied.add_done_callback(self._note_copied)
         began_s = self._events.phases.now()
 
         def report(nbytes: int) -> None:
-            with self._lock:
-                self._bytes_written += nbytes
+            nonlocal written
+            with lock:
+                written += nbytes
             copied = staging.copied.done()
-            phase, staged, total = "writing" if copied else "staging", staging.nbytes_copied, self._bytes_total
-            self._handle.set_progress(phase, staged=staged, written=self._bytes_written, total=total)
-            self._report_staged()
-            self._events.progressed(staged=total if copied else staged, written=self._bytes_written, total=total)
+            phase, staged = "writing" if copied else "staging", staging.nbytes_copied
+            self._handle.set_progress(phase, staged=staged, written=written, total=total)
+            self._events.progressed(staged=total if copied else staged, written=written, total=total)
 
         # The writer process has a memory budget of its own for what it copies on the way.
         scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
@@ -436,17 +430,7 @@ class BackgroundWrite:
                 write(codecs.over(store) if codecs else store, take=staging.take)
         if staging.nbytes:
             self._events.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
-        self._report_staged()
-        total = self._bytes_total
-        self._handle.set_progress("committing", staged=total, written=self._bytes_written, total=total)
-
-    def _report_staged(self) -> None:
-        """Emit that the state is copied; not where that is noted, because a lock is held there, and listeners are slow."""
-        with self._lock:
-            reports = self.staged_s > 0 and not self._staged_reported
-            self._staged_reported = self._staged_reported or reports
-        if reports:
-            self._events.staged(self.staged_s)
+        self._handle.set_progress("committing", staged=total, written=written, total=total)
 
     def _set_limits(self, staging: Staging) -> None:
         ring, pool = self._memory.ring, self._memory.windows
@@ -478,3 +462,4 @@ class BackgroundWrite:
         if not self._handle.staged.done():
             self.staged_s = self._copied_s
             self._handle.end_staging()
+            self._events.staged(self.staged_s)
