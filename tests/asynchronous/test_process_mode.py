@@ -381,7 +381,7 @@ def test_thirty_saves_take_no_more_than_three(place):
     for n in range(33):
         save(large(seed=n, mib=5), place, overwrite=True).result(PATIENCE_S)
         hold = writer_manager()
-        seen.append((*counts("self")[:2], *counts(hold.pid), os.fstat(hold._shared.fd).st_blocks))
+        seen.append((*counts("self")[:2], *counts(hold.pid), os.fstat(hold._shared_memory()[1].fd).st_blocks))
     for column in zip(*seen, strict=True):
         assert min(column[-5:]) <= max(column[:3])  # a thread that ends may still be counted once
     pid = writer_manager().pid
@@ -510,7 +510,7 @@ def test_a_fork_of_the_trainer_harms_nothing(place):
         from shardkeep.engine.process.client import writer_manager
         hold = writer_manager()
         sk.async_save({"w": torch.ones(3)}, sys.argv[1] + "-0", writer="process").result()
-        buffer = hold._shared.buffer(1 << 20)
+        buffer = hold._shared_memory()[1].buffer(1 << 20)
         buffer.tensor.fill_(7)
         pid, fork = hold.pid, os.fork()
         if not fork:

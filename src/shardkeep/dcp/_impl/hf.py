@@ -354,21 +354,19 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self._new_save: str | None = None
         self._names: safetensors_publish.SaveNames | None = None
         self._alone = False
-        self.fs, self.path = by_store(self.fs, self.path)
-        self._point_to(self.path)
+        self._point_to_store()
 
-    def _point_to(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
+    def _point_to_store(self) -> None:
+        self.fs, self.path = by_store(self.fs, self.path)
         if self.enable_consolidation:
-            self.consolidated_output_path = str(path)
-            self.path = self.fs.concat_path(path, SHARDED_DIR_NAME)
+            self.consolidated_output_path = str(self.path)
+            self.path = self.fs.concat_path(self.path, SHARDED_DIR_NAME)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the previous save; the next one goes to `checkpoint_id`, if given, shards and result alike."""
         super().reset(checkpoint_id)
         if checkpoint_id:
-            self.fs, self.path = by_store(self.fs, self.path)
-            self._point_to(self.path)
+            self._point_to_store()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)

@@ -314,8 +314,7 @@ class WriterManager:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._shared: SharedMemory | None = None
-        self._memory: StagingMemory | None = None
+        self._held: tuple[StagingMemory, SharedMemory] | None = None
         self._process: WriterProcess | None = None
         self._saves: list[Callable[[], bool]] = []
         self._ending = False
@@ -376,26 +375,23 @@ class WriterManager:
             return True
 
     def _shared_memory(self) -> tuple[StagingMemory, SharedMemory]:
-        if self._shared is None or self._memory is None:
-            self._shared = SharedMemory()
-            self._memory = StagingMemory(
-                ring=staging_memory().ring,
-                windows=BufferPool(self._shared.buffer, WINDOW_NBYTES, 0),
-                arenas=Arenas(self._shared.buffer),
-            )
-        return self._memory, self._shared
+        if self._held is None:
+            shared = SharedMemory()
+            windows, arenas = BufferPool(shared.buffer, WINDOW_NBYTES, 0), Arenas(shared.buffer)
+            self._held = StagingMemory(ring=staging_memory().ring, windows=windows, arenas=arenas), shared
+        return self._held
 
     def _end(self) -> None:
         if self._saves:
             return
         if self._process is not None:
             self._process.close()
-        if self._memory is not None:
-            self._memory.windows.close()
-            self._memory.arenas.close()
-        if self._shared is not None:
-            self._shared.close()
-        self._process = self._memory = self._shared = None
+        if self._held is not None:
+            memory, shared = self._held
+            memory.windows.close()
+            memory.arenas.close()
+            shared.close()
+        self._process = self._held = None
 
 
 writer_manager = per_process(WriterManager)
