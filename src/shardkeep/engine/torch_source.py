@@ -25,6 +25,7 @@ from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
@@ -32,14 +33,15 @@ from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source
 from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
-from shardkeep.format.index import Index, Strings, build_index
+from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding
 from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import Blob, FileEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
 from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files
+from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files, tensor_nbytes
+from shardkeep.plan.save_plan import ints
 from shardkeep.storage.base import BlobReader, ReadableStore, preferred_requests, read_range, with_any_names
 from shardkeep.storage.buffers import address_of
 
@@ -194,13 +196,20 @@ def index_of_items(
     locations = [at for some in chunks for _, at in some]
     offset, nbytes = np.array([(at.offset, at.nbytes) for at in locations], np.int64).reshape(-1, 2).T
     descriptors = {row: at.descriptors for row, at in enumerate(locations) if at.descriptors}
+    items = ChunkItems(offset, nbytes)
     # A chunk that cannot begin at the stated byte has the start -1: its archive is asked instead.
-    start, owner = index.chunks.start, np.searchsorted(index.chunk_ends, np.arange(len(locations)), "right")
-    data_nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
-    believable = (start >= offset) & (start - offset <= nbytes - data_nbytes)
+    believable = _begin_inside(index, items)
     believable[list(descriptors)] = False
-    start[~believable] = -1
-    return index, ChunkItems(offset, nbytes), descriptors
+    index.chunks.start[~believable] = -1
+    return index, items, descriptors
+
+
+def _begin_inside(index: Index, items: ChunkItems) -> npt.NDArray[np.bool_]:
+    """Return for each chunk whether its bytes, by the index, lie inside its item."""
+    owner = np.searchsorted(index.chunk_ends, np.arange(len(items)), "right")
+    data_nbytes = index.chunks.boxes.volumes() * ITEMSIZES[index.tensors.dtype][owner]
+    start = np.asarray(index.chunks.start, np.int64)
+    return (start >= items.offset) & (start - items.offset <= items.nbytes - data_nbytes)
 
 
 def undo_extensions(_: int, descriptors: Sequence[str], stream: IO[bytes]) -> IO[bytes]:
@@ -308,26 +317,81 @@ def find_torch(store: ReadableStore, name: str = layout.METADATA_NAME) -> FoundC
     """Find a checkpoint of torch's layout by the name of its metadata; `BlobNotFound` where there is none."""
     store = with_any_names(store)
     data = store.get(name, limit=layout.MAX_METADATA_NBYTES)
+    if (columns := layout.columns_of(data, where=name)) is not None:
+        index = decode_index(columns.index, where=name)
+        rows = np.arange(len(index.keys))
+        totals = Totals(
+            tensors=len(rows),
+            chunks=len(index.chunks),
+            values=len(index.value_keys),
+            tensor_bytes=tensor_nbytes(index, rows),
+        )
+        record = _record(store, name, data, columns.files, totals, columns)
+        return FoundCheckpoint(record, lambda options: _open_columns(store, record, index, columns, options))
     metadata = layout.decode_torch_metadata(data, where=name)
-    checksum = checksum_text(digest(data))
-    writers = [rank for rank in map(layout.writer_rank, _file_names(metadata)) if rank is not None]
     entries = metadata.tensors.values()
-    record = Record(
+    totals = Totals(
+        tensors=len(entries),
+        chunks=sum(len(entry.chunks) for entry in entries),
+        values=len(metadata.objects),
+        tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
+    )
+    record = _record(store, name, data, _file_names(metadata), totals, metadata)
+    return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))
+
+
+def _record(
+    store: ReadableStore,
+    name: str,
+    data: bytes,
+    files: Sequence[str],
+    totals: Totals,
+    said: layout.TorchMetadata | layout.Columns,
+) -> Record:
+    checksum = checksum_text(digest(data))
+    return Record(
         format=FORMAT,
-        save_id=metadata.save_id or checksum[-20:],
+        save_id=said.save_id or checksum[-20:],
         saved_at=saved_at(store, [name]),
-        writer="shardkeep" if metadata.sums else "torch",
-        world_size=max(writers, default=0) + 1,
-        totals=Totals(
-            tensors=len(entries),
-            chunks=sum(len(entry.chunks) for entry in entries),
-            values=len(metadata.objects),
-            tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
-        ),
+        writer="shardkeep" if said.sums else "torch",
+        world_size=max((rank for rank in map(layout.writer_rank, files) if rank is not None), default=0) + 1,
+        totals=totals,
         index=Blob(name=name, nbytes=len(data), checksum=checksum),
         files=[],
     )
-    return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))
+
+
+def _open_columns(
+    store: ReadableStore, record: Record, index: Index, columns: layout.Columns, options: Options
+) -> TorchSource:
+    files = ItemFiles(store, columns.sums)
+    for name in columns.files:
+        files.number(name)
+    with decoding(layout.METADATA_NAME):
+        items = ChunkItems(*ints(columns.items).reshape(2, len(index.chunks)))
+        places = ints(columns.objects).reshape(3, len(index.value_keys)).T.tolist()
+        objects = {
+            key.decode(): layout.ItemLocation(columns.files[file], offset, nbytes, None, ())
+            for key, (file, offset, nbytes) in zip(index.value_keys.all(), places, strict=True)
+        }
+        if len({*columns.files}) < len(columns.files) or np.any(index.chunks.file >= len(columns.files)):
+            raise ValueError("a file that is not there, or is there twice")
+        if not np.all(_begin_inside(index, items)):
+            raise ValueError("a tensor that lies outside its item")
+    made = replace(
+        index, value_data=StoredObjects(objects, files, options), make_tree=lambda: encode_tree(_tree(columns.paths))
+    )
+    return TorchSource(
+        store=store,
+        record=msgspec.structs.replace(record, files=files.entries),
+        index=made,
+        digests=files.digests,
+        files=files,
+        items=items,
+        descriptors={},
+        objects=objects,
+        paths=columns.paths,
+    )
 
 
 def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, options: Options) -> TorchSource:

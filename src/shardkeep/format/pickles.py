@@ -47,21 +47,35 @@ _MARK = f"shardkeep {ALGORITHM} ".encode()
 _SEAL_NBYTES = len(_MARK) + DIGEST_NBYTES
 _OLD_MARK = b"shardkeep columns "
 _OLD_NBYTES = len(_OLD_MARK) + DIGEST_NBYTES
+_BEHIND_MARK = b"shardkeep behind "
+_BEHIND_NBYTES = len(_BEHIND_MARK) + 8
 
 
-def sealed(raw: bytes) -> bytes:
-    """Return the bytes with their digest behind them."""
+def sealed(raw: bytes, behind: bytes = b"") -> bytes:
+    """Return a pickle, what only shardkeep reads behind it, and a digest of both."""
+    if behind:
+        raw = b"".join((raw, behind, _BEHIND_MARK, len(behind).to_bytes(8, "little")))
     return raw + _MARK + digest(raw)
 
 
-def unsealed(data: bytes, where: str) -> bytes:
-    """Return the bytes that were sealed, or all bytes if they have no seal; raise `ChecksumMismatch` for a wrong seal."""
+def unsealed(data: bytes, where: str) -> tuple[bytes, bytes]:
+    """
+    Return the pickle that was sealed, or all bytes if they have no seal, and what is behind it.
+
+    Raises `ChecksumMismatch` for a wrong seal.
+    """
     raw, seal = data[:-_SEAL_NBYTES], data[-_SEAL_NBYTES:]
     if not seal.startswith(_MARK):
-        return data
+        return data, b""
     if seal[len(_MARK) :] != digest(raw):
         raise ChecksumMismatch(f"{where}: the metadata are not what was saved", file=where, offset=0)
-    return raw[:-_OLD_NBYTES] if raw[-_OLD_NBYTES:].startswith(_OLD_MARK) else raw
+    if raw[-_OLD_NBYTES:].startswith(_OLD_MARK):
+        return raw[:-_OLD_NBYTES], b""
+    if raw[-_BEHIND_NBYTES:].startswith(_BEHIND_MARK):
+        stop = len(raw) - _BEHIND_NBYTES
+        start = max(0, stop - int.from_bytes(raw[-8:], "little"))
+        return raw[:start], raw[start:stop]
+    return raw, b""
 
 
 # -- what names stand for ----------------------------------------------------------------------------------------------

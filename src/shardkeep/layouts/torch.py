@@ -135,12 +135,39 @@ HOMES: dict[str, tuple[str, ...]] = {
 """The modules of each class: torch's, and ours by their present and earlier names, under which torch's writer pickles them."""
 
 
+# -- columns behind the pickle -----------------------------------------------------------------------------------------
+
+
+class Columns(msgspec.Struct, frozen=True, array_like=True):
+    """What the pickle says, in columns: all that a load needs, without decoding an object for each chunk."""
+
+    index: bytes
+    """An index (`format.index`), whose values have names only."""
+    items: bytes
+    """Where the item of each chunk begins, then how long each is."""
+    objects: bytes
+    """The file of each value, where its item begins, and how long it is."""
+    files: list[str]
+    paths: dict[str, tuple[str | int, ...]]
+    sums: dict[str, Sums]
+    save_id: str
+
+
+def columns_of(data: bytes, *, where: str) -> Columns | None:
+    """Return the columns of a `.metadata`; None if it has none, because torch wrote it, or an item is one for torch alone."""
+    _, behind = unsealed(data, where)
+    try:
+        return msgspec.msgpack.decode(behind, type=Columns) if behind else None
+    except msgspec.MsgspecError as exc:
+        raise MalformedFile(f"{where}: malformed columns behind the pickle: {exc}", file=where) from exc
+
+
 # -- the decoder -------------------------------------------------------------------------------------------------------
 
 
 def unpickle_metadata(data: bytes, names: Names, *, where: str) -> Any:
     """Load a sealed `.metadata` of `names`, plain values and safe globals; of anything if the user allows pickles."""
-    raw = unsealed(data, where)
+    raw, _ = unsealed(data, where)
     if Options().allow_pickle:
         trusted = {
             name: each.kind if isinstance(each, New) else (each.kind or each.make) if isinstance(each, Call) else each

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 
 from shardkeep.errors import MalformedFile
@@ -128,9 +129,14 @@ def encode_plain_metadata(
     entries: Mapping[str, PlainEntry | None],
     paths: Mapping[str, Sequence[str | int]] | None,
     places: Iterable[PlainPlace],
+    columns: torch_layout.Columns | None = None,
     **others: Any,
 ) -> bytes:
-    """Make the pickle of metadata from plain values, which is ten times as fast as from objects; None is an object's entry."""
+    """
+    Make `.metadata` from plain values, which is ten times as fast as from objects; None is an object's entry.
+
+    The `columns` say the same.
+    """
     out = _Writer()
     made, text, sized = out.made, out.text, out.size
     kinds = (metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, MetadataIndex, _StorageInfo)
@@ -167,7 +173,7 @@ def encode_plain_metadata(
             made.append(text(key))
             out.save(value)
         made.append(b"ub")
-    return out.finished()
+    return out.finished(b"" if columns is None else msgspec.msgpack.encode(columns))
 
 
 _Pickler: Any = pickle._Pickler
@@ -247,15 +253,15 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     # -- any object ----------------------------------------------------------------------------------------------------
 
-    def finished(self) -> bytes:
-        """Return the pickle, sealed."""
+    def finished(self, behind: bytes = b"") -> bytes:
+        """Return the pickle and what is behind it, sealed."""
         if self.unknown:
             log.warning(
                 "the checkpoint's metadata contain %s, which shardkeep refuses to load: before loading, call"
                 " torch.serialization.add_safe_globals with these classes, or set SHARDKEEP_ALLOW_PICKLE=1",
                 ", ".join(sorted(self.unknown)),
             )
-        return sealed(b"".join([*self.made, pickle.STOP]))
+        return sealed(b"".join([*self.made, pickle.STOP]), behind)
 
     def memoize(self, obj: Any) -> None:
         self.memo[id(obj)] = next(self._numbers), obj

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import msgspec
@@ -33,9 +33,10 @@ from shardkeep.engine.writer import FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, UnsupportedLeaf
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.dtypes import by_code
+from shardkeep.format.index import Chunks, Index, Tensors, encode_index, strings_of
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
+from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Columns, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metadata, encode_plain_metadata, read_metadata
 from shardkeep.options import decodable
 from shardkeep.plan.save_plan import (
@@ -108,6 +109,7 @@ class _Planned:
     """What rank 0 has planned."""
 
     keys: list[str]
+    tensors: Tensors
     pieces: PlannedChunks
     """By rank, then by row."""
     entries: list[tuple[tuple[str, bool, bool], tuple[int, ...]]]
@@ -268,7 +270,7 @@ class DefaultSave:
             first = len(ints(manifests[rank].row_tensor))  # items come after the rows of tensors
             answers.append(pack(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)])))
         _check_items(keys, items)
-        planned = _Planned(keys, pieces, entries, items, states, self._to_lowest, plan.sampled)
+        planned = _Planned(keys, tensors, pieces, entries, items, states, self._to_lowest, plan.sampled)
         can_be_kept = plan.sampled is not None and len(pieces) <= MOST_KEPT_ROWS
         return planned, answers, planned if can_be_kept else None
 
@@ -482,14 +484,49 @@ def _encode_metadata(
         for item, (file, offset, nbytes, _) in zip(items, where[count:], strict=True):
             places.append((item.key, item.offset, _enter(item, entries), names[file], offset, nbytes, -1))
     stored = {place[0] for place in places}
+    entries = {name: entry for name, entry in entries.items() if name in stored}
+    save_id = str(getattr(storage_meta, "save_id", None) or "")
     return encode_plain_metadata(
-        {name: entry for name, entry in entries.items() if name in stored},
+        entries,
         None if planned.states[0].paths is None else paths,
         places,
+        columns=_columns(planned, written, {name: paths.get(name) or (name,) for name in entries}, sums, save_id),
         storage_meta=storage_meta,
         version=protocol.CURRENT_DCP_VERSION,
         shardkeep_sums={name: tuple(each) for name, each in sorted(sums.items())},
     )
+
+
+def _columns(planned: _Planned, written: list[WrittenFiles], *others: Any) -> Columns | None:
+    """Return what is said of the checkpoint in columns; None if only torch can read some tensor."""
+    files = [entry.name for each in written for entry in each.files]
+    first_file = np.cumsum([0, *(len(each.files) for each in written)])
+    chunks, objects = list[IntArray](), dict[str, IntArray]()
+    for items, each, first in zip(planned.items, written, first_file.tolist(), strict=False):
+        where = ints(each.items).reshape(4, -1) + np.array([[first], [0], [0], [0]])
+        chunks.append(where[:, : where.shape[1] - len(items)])
+        for item, place in zip(items, where[:3, where.shape[1] - len(items) :].T, strict=True):
+            if item.offset is None:
+                objects[item.key] = place
+            elif math.prod(item.sizes) or not math.prod(item.shape):
+                return None
+    file, offset, nbytes, start = np.concatenate(chunks, axis=1)
+    if np.any(start < 0):
+        return None
+    pieces, tensors = planned.pieces, planned.tensors
+    order, rows = np.argsort(pieces.tensor, kind="stable"), np.arange(len(planned.keys))
+    values = sorted(objects, key=str.encode)
+    index = Index(
+        keys=strings_of(map(str.encode, planned.keys)),
+        tensors=replace(tensors, origin=np.zeros(len(rows), np.uint8), alias=rows),
+        chunk_ends=np.searchsorted(pieces.tensor[order], rows, "right"),
+        chunks=Chunks(pieces.offsets[order], pieces.sizes[order], file[order], start[order]),
+        value_keys=strings_of(map(str.encode, values)),
+        value_data=strings_of([b""] * len(values)),
+        make_tree=bytes,
+    )
+    places = np.array([objects[key] for key in values], np.int64).reshape(-1, 3).T
+    return Columns(encode_index(index), pack(np.stack([offset, nbytes])[:, order]), pack(places), files, *others)
 
 
 def _enter(item: _SentItem, entries: dict[str, PlainEntry | None]) -> int:
