@@ -279,7 +279,7 @@ def _source_of_items(
         _check_box(each.source, each.shape, item, each.location.file)
     # If the dtype is not known, or is not the stored one, torch decodes the item: then any dtype serves.
     index, chunk_items, descriptors = torch_source.index_of_items(
-        files,
+        files.number,
         [[(whole(each.shape), each.location)] for each in wanted],
         keys=[each.key for each in wanted],
         dtypes=[each.dtype or of_torch(torch.uint8) for each in wanted],

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -33,7 +32,7 @@ from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source
 from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges
 from shardkeep.format.data_file import checksum_text, digest
-from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding
+from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding, strings_of
 from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import Blob, FileEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
@@ -183,12 +182,16 @@ class ChunkItems(Rows):
 
 
 def index_of_items(
-    files: ItemFiles, chunks: Sequence[Sequence[tuple[Box, layout.ItemLocation]]], **columns: Any
+    number: Callable[[str], int], chunks: Sequence[Sequence[tuple[Box, layout.ItemLocation]]], **columns: Any
 ) -> tuple[Index, ChunkItems, dict[int, tuple[str, ...]]]:
-    """Make the index of tensors whose chunks are items, the items, and the extensions of those that have some."""
+    """
+    Make the index of tensors whose chunks are items, the items, and the extensions of those that have some.
+
+    `number` returns the position of a file by its name.
+    """
     index = build_index(
         chunks=[
-            [(box, files.number(at.file), -1 if at.data_start is None else at.data_start) for box, at in some]
+            [(box, number(at.file), -1 if at.data_start is None else at.data_start) for box, at in some]
             for some in chunks
         ],
         **columns,
@@ -317,120 +320,96 @@ def find_torch(store: ReadableStore, name: str = layout.METADATA_NAME) -> FoundC
     """Find a checkpoint of torch's layout by the name of its metadata; `BlobNotFound` where there is none."""
     store = with_any_names(store)
     data = store.get(name, limit=layout.MAX_METADATA_NBYTES)
-    if (columns := layout.columns_of(data, where=name)) is not None:
-        index = decode_index(columns.index, where=name)
-        rows = np.arange(len(index.keys))
-        totals = Totals(
-            tensors=len(rows),
-            chunks=len(index.chunks),
-            values=len(index.value_keys),
-            tensor_bytes=tensor_nbytes(index, rows),
-        )
-        record = _record(store, name, data, columns.files, totals, columns)
-        return FoundCheckpoint(record, lambda options: _open_columns(store, record, index, columns, options))
-    metadata = layout.decode_torch_metadata(data, where=name)
-    entries = metadata.tensors.values()
-    totals = Totals(
-        tensors=len(entries),
-        chunks=sum(len(entry.chunks) for entry in entries),
-        values=len(metadata.objects),
-        tensor_bytes=sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries),
-    )
-    record = _record(store, name, data, _file_names(metadata), totals, metadata)
-    return FoundCheckpoint(record, lambda options: _open(store, record, metadata, options))
-
-
-def _record(
-    store: ReadableStore,
-    name: str,
-    data: bytes,
-    files: Sequence[str],
-    totals: Totals,
-    said: layout.TorchMetadata | layout.Columns,
-) -> Record:
-    checksum = checksum_text(digest(data))
-    return Record(
+    columns = layout.columns_of(data, where=name)
+    said = _of_columns(columns) if columns else _of_pickle(layout.decode_torch_metadata(data, where=name))
+    checksum, rows = checksum_text(digest(data)), np.arange(len(said.index.keys))
+    record = Record(
         format=FORMAT,
         save_id=said.save_id or checksum[-20:],
         saved_at=saved_at(store, [name]),
         writer="shardkeep" if said.sums else "torch",
-        world_size=max((rank for rank in map(layout.writer_rank, files) if rank is not None), default=0) + 1,
-        totals=totals,
+        world_size=max((rank for rank in map(layout.writer_rank, said.files) if rank is not None), default=0) + 1,
+        totals=Totals(
+            tensors=len(rows),
+            chunks=len(said.index.chunks),
+            values=len(said.objects),
+            tensor_bytes=tensor_nbytes(said.index, rows),
+        ),
         index=Blob(name=name, nbytes=len(data), checksum=checksum),
         files=[],
     )
+    return FoundCheckpoint(record, lambda options: _open(store, record, said, options))
 
 
-def _open_columns(
-    store: ReadableStore, record: Record, index: Index, columns: layout.Columns, options: Options
-) -> TorchSource:
-    files = ItemFiles(store, columns.sums)
-    for name in columns.files:
-        files.number(name)
+@dataclass(frozen=True)
+class _Contents:
+    """What `.metadata` says."""
+
+    index: Index
+    """Without the data of the values."""
+    items: ChunkItems
+    descriptors: dict[int, tuple[str, ...]]
+    objects: dict[str, layout.ItemLocation]
+    files: list[str]
+    paths: dict[str, Path]
+    sums: dict[str, layout.Sums]
+    save_id: str
+
+
+def _of_columns(columns: layout.Columns) -> _Contents:
     with decoding(layout.METADATA_NAME):
+        index, files = decode_index(columns.index, where=layout.METADATA_NAME), columns.files
         items = ChunkItems(*ints(columns.items).reshape(2, len(index.chunks)))
         places = ints(columns.objects).reshape(3, len(index.value_keys)).T.tolist()
         objects = {
-            key.decode(): layout.ItemLocation(columns.files[file], offset, nbytes, None, ())
+            key.decode(): layout.ItemLocation(files[file], offset, nbytes, None, ())
             for key, (file, offset, nbytes) in zip(index.value_keys.all(), places, strict=True)
         }
-        if len({*columns.files}) < len(columns.files) or np.any(index.chunks.file >= len(columns.files)):
+        if len({*files}) < len(files) or np.any(index.chunks.file >= len(files)):
             raise ValueError("a file that is not there, or is there twice")
         if not np.all(_begin_inside(index, items)):
             raise ValueError("a tensor that lies outside its item")
-    made = replace(
-        index, value_data=StoredObjects(objects, files, options), make_tree=lambda: encode_tree(_tree(columns.paths))
-    )
-    return TorchSource(
-        store=store,
-        record=msgspec.structs.replace(record, files=files.entries),
-        index=made,
-        digests=files.digests,
-        files=files,
-        items=items,
-        descriptors={},
-        objects=objects,
-        paths=columns.paths,
-    )
+    return _Contents(index, items, {}, objects, files, columns.paths, columns.sums, columns.save_id)
 
 
-def _open(store: ReadableStore, record: Record, metadata: layout.TorchMetadata, options: Options) -> TorchSource:
-    files = ItemFiles(store, metadata.sums)
-    for name in _file_names(metadata):
-        files.number(name)
-
+def _of_pickle(metadata: layout.TorchMetadata) -> _Contents:
     keys = sorted(metadata.tensors, key=str.encode)
     entries = [metadata.tensors[key] for key in keys]
     for key, entry in zip(keys, entries, strict=True):
         if any(len(box.sizes) != len(entry.shape) for box, _ in entry.chunks):
             raise errors.MalformedFile(f"{key!r}: chunks with another number of axes than the tensor", key=key)
+    used = {location.file for entry in entries for _, location in entry.chunks}
+    files = sorted(used | {location.file for location in metadata.objects.values()})
     index, items, descriptors = index_of_items(
-        files,
+        {name: number for number, name in enumerate(files)}.__getitem__,
         [entry.chunks for entry in entries],
         keys=keys,
         dtypes=[entry.dtype for entry in entries],
         shapes=[entry.shape for entry in entries],
         value_keys=sorted(metadata.objects, key=str.encode),
-        value_data=StoredObjects(metadata.objects, files, options),
-        make_tree=lambda: encode_tree(_tree(metadata.paths)),
+        value_data=strings_of([b""] * len(metadata.objects)),
         where=layout.METADATA_NAME,
     )
+    said = metadata.paths, metadata.sums, metadata.save_id
+    return _Contents(index, items, descriptors, metadata.objects, files, *said)
+
+
+def _open(store: ReadableStore, record: Record, said: _Contents, options: Options) -> TorchSource:
+    files = ItemFiles(store, said.sums)
+    for name in said.files:
+        files.number(name)
+    values, paths = StoredObjects(said.objects, files, options), said.paths
     return TorchSource(
         store=store,
         record=msgspec.structs.replace(record, files=files.entries),
-        index=index,
+        index=replace(said.index, value_data=values, make_tree=lambda: encode_tree(_tree(paths))),
         digests=files.digests,
         files=files,
-        items=items,
-        descriptors=descriptors,
-        objects=metadata.objects,
-        paths=metadata.paths,
+        items=said.items,
+        descriptors=said.descriptors,
+        objects=said.objects,
+        paths=paths,
     )
-
-
-def _file_names(metadata: layout.TorchMetadata) -> list[str]:
-    chunks = {location.file for entry in metadata.tensors.values() for _, location in entry.chunks}
-    return sorted(chunks | {location.file for location in metadata.objects.values()})
 
 
 def _tree(paths: Mapping[str, Path]) -> Node:
