@@ -1,10 +1,13 @@
 """From what a user writes to a store."""
 
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardkeep as sk
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.storage.fsspec import fs_errors
 from shardkeep.storage.local import LocalStore
@@ -63,6 +66,30 @@ def test_a_store_does_not_tell_its_password():
         with pytest.raises(StorageError, match="//h") as caught, fs_errors("cannot get", store.url, "a"):
             raise said
         assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        (Path("s3://bucket/run"), "begins with s3:/ is a URL that lost a slash"),
+        ("file:/bob:hunter2/run", "begins with file:/ is a URL that lost a slash"),
+        ("~/run", "only a shell replaces ~"),
+        ({"w": torch.zeros(2)}, "^a dict is not a place"),
+    ],
+)
+def test_what_is_probably_no_path_makes_no_directory(where, says, tmp_path, monkeypatch):
+    """A URL in a pathlib.Path, `~`, and a state in the place of the path are refused in few words; ./ leads there."""
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.zeros(2)}
+    for call in (partial(sk.save, state), partial(sk.load, state), sk.open, sk.Checkpointer, sk.Catalog):
+        with pytest.raises(CheckpointError, match=says) as caught:
+            call(where)
+        assert "hunter2" not in str(caught.value)
+        assert "tensor" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    if isinstance(where, str):
+        sk.save(state, f"./{where}")
+        assert sk.open(f"./{where}")["w"][:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

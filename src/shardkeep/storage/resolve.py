@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -25,6 +26,9 @@ _HINT = (
 )
 
 
+_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+
+
 def open_store(where: str | os.PathLike[str] | Store, *, direct: bool) -> Store:
     """Return the store for a place, without I/O; a store as it is. `direct`: local files may bypass the cache."""
     return cast("Store", _open(where, ("get", "list", "url"), direct=direct))
@@ -35,7 +39,7 @@ def open_on_all_ranks(where: str | os.PathLike[str] | Store, world: World, *, di
     try:
         return open_store(where, direct=direct)
     except CheckpointError:
-        with rendezvous(world, f"{doing} {where!r}"):  # the others wait for this rank
+        with rendezvous(world, f"{doing} {where!r:.200}"):  # the others wait for this rank
             raise
 
 
@@ -100,9 +104,18 @@ def open_spec(spec: StoreSpec) -> Store:
 def _text_of(where: object) -> str:
     path = os.fspath(where) if isinstance(where, os.PathLike) else where
     if not isinstance(path, str):
-        raise CheckpointError(f"{where!r} is not a place to keep a checkpoint", hint=_HINT)
+        swapped = "pass the state first, then the place; " if isinstance(where, dict) else ""
+        raise CheckpointError(f"a {type(where).__name__} is not a place to keep a checkpoint", hint=swapped + _HINT)
     if not path or "\0" in path:
         raise CheckpointError(f"{path!r} is not a place to keep a checkpoint")
+    if lost := _LOST_SLASH.match(path):  # the rest is not shown: it may begin with a password
+        raise CheckpointError(
+            f"a place that begins with {lost[0]} is a URL that lost a slash, as in a pathlib.Path",
+            hint=f"pass the URL as a str that begins with {lost[0]}/; a path may begin with ./{lost[0]}",
+        )
+    if path.partition("/")[0] == "~":
+        hint = "pass os.path.expanduser(path); the path of a directory of this name may begin with ./~"
+        raise CheckpointError(f"{path}: only a shell replaces ~ by the home directory", hint=hint)
     return path
 
 
