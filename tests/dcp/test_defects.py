@@ -324,6 +324,18 @@ def load_with_half_the_metadata(name: str, folder: str) -> Any:
     quietly(dcp.load, into, storage_reader=Half(folder))
 
 
+def save_or_load(folder: str) -> None:
+    dcp = side("ours")
+    (dcp.load if dist.get_rank() else dcp.save)({"w": torch.zeros(4)}, checkpoint_id=folder)
+
+
+def test_9_ranks_that_make_different_calls(rank_pool: Any, tmp_path: Any) -> None:
+    """The error of every rank says who saves and who loads, as after `if os.path.exists(path): load` in two processes."""
+    for one in rank_pool.outcomes(2, save_or_load, str(tmp_path / "ours")):
+        [said] = {str(each) for each in causes_of(one.error).values()}
+        assert "rank 0: called 'checkpoint save'\nrank 1: called 'checkpoint load'" in said
+
+
 def test_9_ranks_that_find_different_metadata(rank_pool: Any, tmp_path: Any) -> None:
     """Line 9: one rank finds the metadata of all, another only its own: torch waits for ever, ours says so."""
     outcomes = rank_pool.outcomes(2, load_with_half_the_metadata, "ours", str(tmp_path / "ours"))

@@ -72,13 +72,13 @@ class _DistWrapper:
         return ranks
 
     @contextmanager
-    def call(self) -> Iterator[_DistWrapper]:
-        """Make the steps inside, of one save, one call of all ranks; inside such a call, it goes on."""
+    def call(self, doing: str = "save") -> Iterator[_DistWrapper]:
+        """Make the steps inside, of one save or load, one call of all ranks; inside such a call, it goes on."""
         if self._world.solo or self._meeting is not None:
             yield self
             return
         # Its title does not name the place: each rank may save to one of its own.
-        with rendezvous(self._world, "checkpoint save") as meeting:
+        with rendezvous(self._world, f"checkpoint {doing}") as meeting:
             ranks = copy(self)
             ranks._meeting = meeting
             yield ranks

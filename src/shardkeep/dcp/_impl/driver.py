@@ -50,7 +50,15 @@ from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import LoadEvents, Phases, SaveEvents
 from shardkeep.engine.save_session import SaveSession
 from shardkeep.engine.sources import find_committed
-from shardkeep.errors import BrokenProtocol, CheckpointError, CheckpointException, NoMetadata, NoStorage, RanksDisagree
+from shardkeep.errors import (
+    BrokenProtocol,
+    CheckpointError,
+    CheckpointException,
+    NoMetadata,
+    NoStorage,
+    RanksDisagree,
+    RanksSilent,
+)
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options, per_process
 from shardkeep.storage.base import broken_path
@@ -632,7 +640,7 @@ def _run_load(
     planner: protocol.LoadPlanner | None,
 ) -> None:
     """Fill a state: in the engine's session if planner and reader are ours, else item by item."""
-    with ranks.call() as together:
+    with ranks.call("load") as together:
         if not loads_by_default(storage_reader, planner) or not _load_by_default(
             together, state, storage_reader, planner
         ):
@@ -649,7 +657,10 @@ def _load_by_default(
     try:
         opened = session.open(find_committed)
     except CheckpointException as failed:
-        if all(isinstance(error, (CheckpointError, OSError)) for error, _ in failed.failures.values()):
+        errors = [error for error, _ in failed.failures.values()]
+        if any(isinstance(error, (RanksDisagree, RanksSilent)) for error in errors):
+            raise  # the ranks that do not load would not take part in the next step either
+        if all(isinstance(error, (CheckpointError, OSError)) for error in errors):
             return False  # perhaps each rank has metadata of its own; if not, the reader says what is wrong
         raise
     events = LoadEvents(phases, rank=ranks._world.rank, where=store.url)
