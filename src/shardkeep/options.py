@@ -239,6 +239,10 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("host_budget_bytes", "pinned_bytes", "staging_bytes"):
             object.__setattr__(self, name, int(parse_size(getattr(self, name), name)))
+        if type(self.io_threads) is not int or self.io_threads < 1:
+            raise StateError(f"io_threads={self.io_threads!r}", hint="give a whole number, 1 or more")
+        if not isinstance(self.timeout_s, (int, float)) or not self.timeout_s > 0:
+            raise StateError(f"timeout_s={self.timeout_s!r}", hint="give a number of seconds, above 0")
 
 
 def setting(name: str) -> str | None:

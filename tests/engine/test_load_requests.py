@@ -71,6 +71,16 @@ def test_arguments_that_make_no_sense_are_named(saved, argument, value):
     assert state["step"] == 0
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"io_threads": 0}, {"io_threads": "4"}, {"timeout_s": "5m"}, {"timeout_s": -1}, {"timeout_s": float("nan")}]
+)
+def test_options_that_make_no_sense_are_named(wrong):
+    """Where they are made, and not by the rank that waits with them later."""
+    [(name, value)] = wrong.items()
+    with pytest.raises(sk.StateError, match=f"{name}={value!r}"):
+        sk.Options(**wrong)
+
+
 def test_patterns_that_can_be_gone_through_once_hold_to_the_end(saved):
     """A generator of names selects the same names in every step of a load; None is no permission to convert."""
     assert sk.load(zeros(), saved, include=(name for name in ["step", "name"])).unexpected == []
