@@ -215,6 +215,39 @@ def test_checkpoints_of_any_name_are_listed(shardkeep, mixed_run):
     assert [each["name"] for each in listed if each["status"] == "unfinished"] == ["best"]
 
 
+def test_files_of_torch_save_in_a_folder_are_checkpoints(shardkeep, tmp_path):
+    """A folder of .ckpt and .pt files is a run: listed, verified, added up and compared, and never pruned."""
+    for step in (100, 200, 1000):
+        torch.save({"w": torch.full((4,), step), "epoch": step // 100}, tmp_path / f"epoch=3-step={step}.ckpt")
+    torch.save({"w": torch.zeros(4)}, tmp_path / "weights.pth")
+    torch.save([1, 2], tmp_path / "losses.pt")
+    torch.save({"w": torch.zeros(4)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "data.bin").write_bytes(bytes(1000))
+    (tmp_path / "hf" / "checkpoint-5").mkdir(parents=True)
+    torch.save({"w": torch.zeros(4)}, tmp_path / "hf" / "checkpoint-5" / "pytorch_model.bin")
+    names = ["epoch=3-step=1000.ckpt", "epoch=3-step=200.ckpt", "epoch=3-step=100.ckpt", "weights.pth"]
+    assert shardkeep("pin", tmp_path / "weights.pth").code == 0
+    listed = shardkeep("ls", tmp_path, "--json").json
+    assert [each["name"] for each in listed["checkpoints"]] == names
+    assert [each["step"] for each in listed["checkpoints"]] == [1000, 200, 100, None]
+    assert {(each["layout"], each["pinned"]) for each in listed["checkpoints"][2:]} == {
+        ("torch.save", False),
+        ("torch.save", True),
+    }
+    assert [each["name"] for run in listed["runs"] for each in run["checkpoints"]] == ["checkpoint-5"]
+    assert shardkeep("latest", tmp_path).out == f"{tmp_path}/{names[0]}\n"
+    sizes = {each["name"]: each["nbytes"] for each in shardkeep("du", tmp_path, "--json").json["checkpoints"]}
+    assert sizes == {name: (tmp_path / name).stat().st_size for name in names}
+    assert "2 differ; 0 keys equal" in shardkeep("diff", tmp_path).out
+    pruned = shardkeep("prune", tmp_path, "--keep-last", "1", "--yes")
+    assert (pruned.code, pruned.out.count("not managed: of another program")) == (0, 4)
+    assert "5 of 5 checkpoints sound" in shardkeep("verify", tmp_path).out
+    with (tmp_path / names[0]).open("r+b") as file:
+        file.truncate(900)
+    verified = shardkeep("verify", tmp_path)
+    assert (verified.code, "4 of 5 checkpoints sound, 1 damaged" in verified.out) == (1, True)
+
+
 def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
     """Runs in a folder, or one level deeper, are listed, verified and added up; other commands ask for one of them."""
     folder = run_dir.parent
@@ -303,7 +336,9 @@ def test_a_run_is_no_checkpoint(shardkeep, run_dir):
     """cat and sk.open of a run name a checkpoint of it; of a checkpoint's own file, its directory."""
     answer = shardkeep("cat", run_dir)
     assert (answer.code, f"it is a run; its latest checkpoint is {run_dir}/step-30" in answer.err) == (2, True)
-    for where, hint in ((run_dir, "step-30"), (run_dir / "step-10" / "shardkeep.json", "directory: ")):
+    [data, *_] = (run_dir / "step-10").glob("model-*.safetensors")
+    places = {run_dir: "step-30", run_dir / "step-10" / "shardkeep.json": "directory: ", data: "directory: "}
+    for where, hint in places.items():
         with pytest.raises(sk.CheckpointNotFound) as raised:
             sk.open(where)
         assert hint in raised.value.hint

@@ -95,6 +95,9 @@ def test_unfinished_saves_are_no_damage(shardkeep, run_dir):
     assert answer.code == 0
     assert "unfinished: it has no commit record" in answer.out
     assert shardkeep("latest", run_dir).out == f"{run_dir}/step-30\n"
+    for command in ("ls", "verify"):
+        alone = shardkeep(command, run_dir / "step-40")
+        assert (alone.code, "step-40: unfinished: it has no commit record" in alone.err) == (2, True)
 
 
 def test_a_store_that_fails_proves_nothing(shardkeep, checkpoint, monkeypatch):

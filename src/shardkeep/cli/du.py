@@ -13,6 +13,7 @@ from shardkeep.cli.contents import Item, iter_items
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.opening import Checkpoint
 from shardkeep.state.patterns import matcher
+from shardkeep.storage.base import is_single_file
 
 _BAR_WIDTH = 20
 _RNG = re.compile(r"(?:^|_)rng(?:_|$)|rng_?states?$|random_states?$")
@@ -136,7 +137,12 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
 def _sizes(run: Run) -> dict[str, int]:
     """Return what the files of each checkpoint take, including those that a record does not name."""
     root = run.catalog.root  # which does not list links to files
-    return {each.name: sum(info.nbytes for info in root.place(each.name).list()) or each.nbytes for each in run.entries}
+    sizes = {}
+    for entry in run.entries:
+        place = root.place(entry.name)
+        files = () if is_single_file(place) else place.list()
+        sizes[entry.name] = sum(info.nbytes for info in files) or entry.nbytes
+    return sizes
 
 
 def _percent(nbytes: int, total: int) -> str:

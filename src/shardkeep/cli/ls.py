@@ -78,7 +78,7 @@ def _print_names(names: Iterable[str]) -> None:
 
 def _list_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern or args.tree or args.long:
-        what = "run" if run.entries else "folder of runs"
+        what = "run" if run.entries else "folder of runs" if run.runs else "folder with nothing in it"
         raise out.UsageError(
             f"{args.path} is a {what}, not a checkpoint: it has no keys",
             hint=f"`shardkeep ls {args.path}` lists what it has; choose one of them",

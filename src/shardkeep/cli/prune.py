@@ -182,7 +182,8 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Action
     left = []
     for entry in run.entries:
         if not entry.managed:
-            why = "of another program" if entry.layout == "safetensors" else f"not named {run.catalog.naming.template}"
+            by_template = entry.layout in ("native", "torch", None)
+            why = f"not named {run.catalog.naming.template}" if by_template else "of another program"
             left.append(Action("leave", entry, entry.nbytes, f"not managed: {why}"))
     return [*sorted(decided, key=lambda each: each.verb == "delete"), *left]
 

@@ -99,6 +99,9 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
                 return run
             if not is_directory or broken_path(run.catalog.root, inside=True):
                 raise
+            parent, name = split_path(where)
+            if (entry := Catalog(parent).get(name)) is not None:
+                raise CheckpointNotFound(f"{where}: {entry.status}: {entry.reason}") from None
             only = f" named {template}" if template else ""
             raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or in the directories below") from None
 

@@ -36,7 +36,7 @@ from shardkeep.format.values import Container, encode_tree
 from shardkeep.layouts import native
 from shardkeep.layouts import safetensors as layout
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
-from shardkeep.layouts.torch import METADATA_NAME
+from shardkeep.layouts.torch import METADATA_NAME, is_data
 from shardkeep.options import Options
 from shardkeep.storage.base import ReadableStore, Store, is_single_file, local_path, parent_of, with_any_names
 from shardkeep.storage.local import LocalStore, PathStore
@@ -293,7 +293,7 @@ def single_file(store: Store, suffixes: tuple[str, ...]) -> tuple[Store, str] | 
         if not is_single_file(store):
             return None
         where, name = os.path.split(os.path.abspath(store.url))
-        if name in (RECORD_NAME, METADATA_NAME):
+        if name in (RECORD_NAME, METADATA_NAME) or native.save_id_of(name) is not None or is_data(name):
             raise errors.CheckpointNotFound(
                 f"{store.url} is a file of a checkpoint, and not the checkpoint",
                 hint=f"give its directory: {where}",

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -24,7 +24,16 @@ from typing import Any, Literal
 
 from shardkeep.display import OneLine, format_size, html_table
 from shardkeep.engine.safetensors_source import find_safetensors
-from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StateError, StorageError
+from shardkeep.engine.torch_file_source import find_torch_file, find_torch_model
+from shardkeep.errors import (
+    BlobNotFound,
+    CheckpointError,
+    MalformedFile,
+    StateError,
+    StorageError,
+    UnsupportedLeaf,
+    UnsupportedVersion,
+)
 from shardkeep.format.record import Record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import record_in, save_id_of
@@ -39,6 +48,7 @@ from shardkeep.storage.base import (
     SmallFiles,
     Store,
     is_name,
+    with_any_names,
 )
 from shardkeep.storage.resolve import open_root
 
@@ -61,6 +71,8 @@ _STEP_IN_NAME = re.compile(
     r"(?:.*(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?([0-9]{1,18})(?:\.\w+)?", re.IGNORECASE
 )
 """Names by which other programs give a step: checkpoint-500, iter_0000200, epoch=3-step=300.ckpt."""
+_FILE_SUFFIXES = (".ckpt", ".pt", ".pth")
+"""Of files of `torch.save` that are listed. Files named .bin hold anything."""
 DEFAULT_TEMPLATE = "step-{step}"
 _PIN_PREFIX = "pin."
 _MAX_PIN_NBYTES = 4096
@@ -69,7 +81,7 @@ _THREADS = 16
 _MAX_STRANGERS = 3
 
 Status = Literal["committed", "unfinished", "damaged"]
-Layout = Literal["native", "torch", "safetensors"]
+Layout = Literal["native", "torch", "safetensors", "torch.save"]
 
 
 # -- one checkpoint -----------------------------------------------------------------------------------------------
@@ -375,7 +387,7 @@ class Catalog:
         Args:
             root: a path, a URL, or a root.
             template: list only the checkpoints of these names, as `Checkpointer` does: "step-{step}". By default every
-                checkpoint is listed, whatever its name and layout.
+                checkpoint is listed, whatever its name and layout; of single files, those of `torch.save`.
 
         Raises:
             StateError: the template does not contain the step once.
@@ -400,17 +412,22 @@ class Catalog:
 
     def __iter__(self) -> Iterator[Entry]:
         """Read all entries, the highest step first."""
-        look = partial(self._look, pins=pinned(self.root))
+        pins = pinned(self.root)
         names = [
             name
             for name in self.root.places()
             if self.naming.step(name) is not None or (self._lists_all and not name.startswith("."))
         ]
+        looks: list[Callable[[], Entry | None]] = [partial(self._look, name, pins=pins) for name in names]
+        if self._lists_all:
+            files = (info.name for info in with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
+            names = [name for name in files if not name.startswith(_PIN_PREFIX)]
+            looks += [partial(self._look_at_file, name, pins=pins) for name in names]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkeep-catalog") as threads:
             try:
-                entries = threads.map(look, names)
+                entries = threads.map(_call, looks)
             except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-                entries = map(look, names)
+                entries = map(_call, looks)
             yield from sorted(filter(None, entries), key=lambda entry: entry.step, reverse=True)
 
     def entries(self) -> list[Entry]:
@@ -434,12 +451,17 @@ class Catalog:
 
     def get(self, name: str) -> Entry | None:
         """Return the entry of a name."""
-        return self._look(name, pins=pinned(self.root))
+        pins = pinned(self.root)
+        if self._lists_all and name.endswith(_FILE_SUFFIXES) and (file := self._look_at_file(name, pins=pins)):
+            return file
+        return self._look(name, pins=pins)
 
     def strangers(self) -> dict[str, str]:
         """Return a few checkpoints whose names do not match the template, each with a template that would match."""
         others = [
-            entry.name for entry in Catalog(self.root) if entry.committed and self.naming.step(entry.name) is None
+            entry.name
+            for entry in Catalog(self.root)
+            if entry.committed and entry.layout != "torch.save" and self.naming.step(entry.name) is None
         ]
         found = {name: template for name in others if (template := template_of(name))}
         return dict(list(found.items())[:_MAX_STRANGERS])
@@ -447,9 +469,7 @@ class Catalog:
     def _look(self, name: str, *, pins: set[str]) -> Entry | None:
         store, step = self.root.place(name), self.naming.step(name)
         managed = step is not None
-        if step is None:
-            number = _STEP_IN_NAME.fullmatch(name)
-            step = int(number[1]) if number else -1
+        step = _guess_step(name) if step is None else step
         about = Entry(name=name, step=step, status="committed", pinned=name in pins, managed=managed)
         try:
             try:
@@ -461,16 +481,51 @@ class Catalog:
         except CheckpointError as exc:
             return replace(about, status="damaged", reason=exc.message, problem=exc)
 
+    def _look_at_file(self, name: str, *, pins: set[str]) -> Entry | None:
+        """Describe a file of `torch.save`; None for a file of something else, and for a directory."""
+        about = Entry(
+            name=name,
+            step=_guess_step(name),
+            status="committed",
+            layout="torch.save",
+            pinned=name in pins,
+            managed=False,
+        )
+        try:
+            file = find_torch_file(self.root.place(name))
+        except (UnsupportedLeaf, UnsupportedVersion):  # no dict of names, or from before torch 1.6
+            return None
+        except CheckpointError as exc:
+            return replace(about, status="damaged", reason=exc.message, problem=exc)
+        return None if file is None else _of_another_program(file.record, about)
+
     def _without_record(self, store: Store, about: Entry) -> Entry | None:
         """Describe a directory without a commit record; None for one that has nothing to do with checkpoints."""
         infos = {info.name: info for info in store.list()}
-        if self._lists_all and METADATA_NAME not in infos and (model := find_safetensors(store)) is not None:
-            step = about.step if model.record.step is None else model.record.step
-            found = entry_from_record(about.name, step, model.record, pinned=about.pinned, managed=False)
-            return replace(found, layout="safetensors", record=None)
+        if self._lists_all and METADATA_NAME not in infos:
+            if (model := find_safetensors(store)) is not None:
+                return _of_another_program(model.record, replace(about, layout="safetensors"))
+            if "pytorch_model" in " ".join(infos) and (model := find_torch_model(store)) is not None:
+                return _of_another_program(model.record, replace(about, layout="torch.save"))
         if not infos or (self._lists_all and not any(map(_is_of_save, infos))):
             return None  # a directory of something else
         return _of_torch_or_unfinished(store, infos, about)
+
+
+def _call(look: Callable[[], Entry | None]) -> Entry | None:
+    return look()
+
+
+def _of_another_program(record: Record, about: Entry) -> Entry:
+    step = about.step if record.step is None else record.step
+    found = entry_from_record(about.name, step, record, pinned=about.pinned, managed=False)
+    return replace(found, layout=about.layout, record=None)
+
+
+def _guess_step(name: str) -> int:
+    """Return the step in a name that another program chose; -1 if there is none."""
+    found = _STEP_IN_NAME.fullmatch(name)
+    return int(found[1]) if found else -1
 
 
 def _is_of_save(name: str) -> bool:

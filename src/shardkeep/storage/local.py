@@ -624,7 +624,7 @@ class LocalStore:
         """
         Point to a directory. `direct`: bypass the page cache where that is possible. `durable`: what is written survives a
         power failure when `finish` or `put` returns. `foreign`: read files of other programs, of any name below the
-        directory and through symbolic links.
+        directory, which are listed, and through symbolic links.
         """
         self.url = os.fspath(path)
         self._path = os.path.abspath(self.url)
@@ -757,7 +757,7 @@ class LocalStore:
     def list(self) -> Iterator[base.BlobInfo]:
         found = []
         with storage_errors("cannot list", self.url):
-            for entry in self._entries(base.is_name):
+            for entry in self._entries(base.is_place_name if self._foreign else base.is_name):
                 with suppress(FileNotFoundError):  # deleted since
                     if entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
