@@ -72,7 +72,8 @@ def test_arguments_that_make_no_sense_are_named(saved, argument, value):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"io_threads": 0}, {"io_threads": "4"}, {"timeout_s": "5m"}, {"timeout_s": -1}, {"timeout_s": float("nan")}]
+    "wrong",
+    [{"io_threads": 0}, {"io_threads": "4"}, {"timeout_s": "5m"}, {"timeout_s": -1}, {"timeout_s": float("nan")}],
 )
 def test_options_that_make_no_sense_are_named(wrong):
     """Where they are made, and not by the rank that waits with them later."""
