@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from shardkeep import errors
 from shardkeep.display import OneLine, format_count, format_seconds, format_size, html_table
+from shardkeep.dist.team import team_of
 from shardkeep.engine.reader import Source, damage_of_file, explain_missing, open_checked, stored_damage
 from shardkeep.engine.sources import find
 from shardkeep.engine.workers import divide_budget
@@ -35,6 +37,9 @@ from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+
+    from shardkeep.dist.world import World
 
 _MOST_IN_NOTEBOOK = 20
 
@@ -255,12 +260,14 @@ class Checkpoint(Mapping[str, Any]):
             raise errors.MalformedFile(f"{self.record.index.name}: the tree and the keys name different leaves")
         return tree
 
-    def verify(self, *, deep: bool = True) -> VerifyReport:
+    def verify(self, *, deep: bool = True, group: ProcessGroup | World | None = None) -> VerifyReport:
         """
         Read and verify every byte of every file, and read the commit record and the index again.
 
         Args:
             deep: read every byte; otherwise check only the index, sizes and headers.
+            group: the ranks that have opened the checkpoint and make this call; each reads some of the files, and all raise
+                what any of them found. None: this process reads all of it, also under torchrun.
 
         Raises:
             DamagedCheckpoint: lists everything that is wrong.
@@ -268,41 +275,55 @@ class Checkpoint(Mapping[str, Any]):
 
         """
         began = time.perf_counter()
-        uncompared: set[int] = set()
-        damage = self._damage(uncompared) if deep else self._visible_damage()
-        _raise_if_any(self._store, [exc.message for exc in damage])
-        files = self.record.files
+        files, nbytes = self.record.files, self.record.stored_nbytes
+        with team_of(group, f"verify {self._store.url}", timeout_s=self._options.timeout_s, nbytes=nbytes) as team:
+            team.alike("open", lambda: self.record.index.checksum, lambda checksum: checksum)
+            mine = team.share(range(len(files)), lambda number: files[number].nbytes)
+
+            def check() -> tuple[list[str], set[int]]:
+                uncompared: set[int] = set()
+                look = partial(self._damage, uncompared) if deep else self._visible_damage
+                return [exc.message for exc in look(mine, index=team.leads)], uncompared
+
+            found = team.gather("verify", check, tuple[list[str], set[int]])
+
+            def report() -> int:
+                _raise_if_any(self._store, [problem for problems, _ in found for problem in problems])
+                return sum(len(uncompared) for _, uncompared in found)
+
+            without_checksums = team.on_rank_0("report", report, int)
         return VerifyReport(
             files=len(files),
-            bytes_read=self.record.stored_nbytes,
+            bytes_read=nbytes,
             seconds=time.perf_counter() - began,
             without_digests=sum(not file.block_nbytes for file in files),
-            without_checksums=len(uncompared),
+            without_checksums=without_checksums,
             deep=deep,
         )
 
-    def _damage(self, uncompared: set[int]) -> Iterator[errors.CheckpointError]:
-        for check in (self._check_unchanged, self._check_index):
+    def _damage(self, uncompared: set[int], numbers: Sequence[int], *, index: bool) -> Iterator[errors.CheckpointError]:
+        """Yield the damage of files, given by their numbers; with `index`, also that of record, index and plain values."""
+        for check in (self._check_unchanged, self._check_index) if index else ():
             try:
                 check()
             except (errors.DamagedCheckpoint, errors.CheckpointNotFound) as exc:
                 yield exc
-        for row, key in enumerate(self.index.value_keys.all()):
+        for row, key in enumerate(self.index.value_keys.all() if index else ()):
             try:
                 decode_value(self.index.value_data.raw(row), key=key.decode(), allow_pickle=False)
             except errors.DamagedCheckpoint as exc:
                 yield exc
             except (errors.PickleRefused, errors.UnsupportedLeaf):
                 pass  # intact, but not to be rebuilt here
-        for number in range(len(self.record.files)):
+        for number in numbers:
             try:
                 yield from self._damage_of_file(number, uncompared)
             except errors.DamagedCheckpoint as exc:
                 yield exc
 
-    def _visible_damage(self) -> Iterator[errors.CheckpointError]:
+    def _visible_damage(self, numbers: Sequence[int], *, index: bool) -> Iterator[errors.CheckpointError]:
         """Yield the damage that index, sizes and headers show."""
-        source, files = self.source, self.record.files
+        source = self.source
 
         def check(file: FileEntry | None) -> errors.CheckpointError | None:
             try:
@@ -315,7 +336,8 @@ class Checkpoint(Mapping[str, Any]):
             return None
 
         with ThreadPoolExecutor(self._options.io_threads, thread_name_prefix="shardkeep-verify") as pool:
-            yield from filter(None, pool.map(check, [None, *files]))
+            checked = [*([None] if index else []), *(self.record.files[number] for number in numbers)]
+            yield from filter(None, pool.map(check, checked))
 
     def _check_unchanged(self) -> None:
         """Check that the store still has the record and the index that were opened."""

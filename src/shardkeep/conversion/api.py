@@ -1,5 +1,5 @@
 """
-Converts and exports checkpoints of any layout, in one process and bounded memory.
+Converts and exports checkpoints of any layout, in bounded memory: in one process, or on all ranks of a group.
 
     convert   open -> drop leaves -> write in windows -> read back and compare -> commit      all of a checkpoint
     export    open -> select (names, dtype) -> write -> read back and compare -> publish      its weights, to use a model
@@ -14,18 +14,20 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from shardkeep.codecs.base import WRAPPED
-from shardkeep.conversion.pipeline import Progress, WriteArguments
-from shardkeep.conversion.select import cast_target, drop_leaves, select, selection_contents
+from shardkeep.conversion.pipeline import Progress, WriteArguments, Written
+from shardkeep.conversion.select import Selection, cast_target, drop_leaves, select, selection_contents
 from shardkeep.conversion.to_file import write_torch_file
 from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
 from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.display import OneLine, format_count, format_seconds, format_size
+from shardkeep.dist.team import Team, team_of
 from shardkeep.engine.codecs import Codecs
 from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import find
@@ -43,6 +45,9 @@ from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+
+    from shardkeep.dist.world import World
 
 log = logging.getLogger("shardkeep")
 
@@ -111,11 +116,12 @@ def convert(
     overwrite: bool = False,
     allow_pickle: bool = False,
     codecs: Codecs = None,
+    group: ProcessGroup | World | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """
-    Write all of a checkpoint in another layout, or again in its own; in one process.
+    Write all of a checkpoint in another layout, or again in its own; in one process, or on all ranks of `group`.
 
     Tensors, nesting and plain values are kept bit for bit; safetensors files hold the values in the header of the first
     file. In torch's layout the keys of dicts become text, and what ranks saved in a `PerRank` becomes a plain dict by
@@ -131,8 +137,10 @@ def convert(
         overwrite: replace a checkpoint of any layout; its files are removed once the new one is committed.
         allow_pickle: also convert pickled values, which "dcp" unpickles. Only for checkpoints you trust.
         codecs: compress or encrypt the files, as in `save`. Only for "native": no other program could read them.
+        group: the ranks that make this call with the same arguments and share the work: each writes some of the files, and
+            rank 0 publishes them. A failure on any rank is raised on all. None: this process alone, also under torchrun.
         options: threads, memory and keys.
-        progress: called with the bytes written so far and those to write, from any thread.
+        progress: called with the bytes that this rank has written so far and those it has to write, from any thread.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at `where`.
@@ -160,18 +168,31 @@ def convert(
     if allow_pickle:
         options = replace(options, allow_pickle=True)
     origin, target = (open_store(each, direct=options.direct_io) for each in (where, to))
-    check_different_place(origin, target)
-    source = drop_leaves(find(origin).open(options), drop)
-    if not options.allow_pickle:
-        _refuse_pickles(source)
-    how = WriteArguments(overwrite, options, progress)
-    with replacing_other_layouts(target, layout, overwrite=overwrite):
-        if layout == "native":
-            written = write_native(target, source, source.index, range(len(source.index.keys)), how, codecs=codecs)
-        elif layout == "dcp":
-            written = write_torch_layout(target, source, how)
-        else:
-            written = write_safetensors(target, source, how, max_shard_bytes=max_shard_bytes)
+
+    def open_source() -> Source:
+        check_different_place(origin, target)
+        source = drop_leaves(find(origin).open(options), drop)
+        if not options.allow_pickle:
+            _refuse_pickles(source)
+        return source
+
+    def described(source: Source) -> object:
+        index = source.index
+        return source.record.index.checksum, layout, overwrite, list(index.tensor_rows), list(index.value_rows)
+
+    call = partial(team_of, group, f"convert {origin.url} to {target.url}", timeout_s=options.timeout_s)
+    with call() as team:
+        source = team.alike("open", open_source, described)
+    with call(nbytes=source.record.stored_nbytes) as team:
+        how = WriteArguments(overwrite, options, progress, team)
+        with replacing_other_layouts(target, layout, overwrite=overwrite) if team.leads else nullcontext():
+            if layout == "native":
+                written = write_native(target, source, source.index, range(len(source.index.keys)), how, codecs=codecs)
+            elif layout == "dcp":
+                written = write_torch_layout(target, source, how)
+            else:
+                written = write_safetensors(target, source, how, max_shard_bytes=max_shard_bytes)
+        decrypted = _is_decrypted(team, source, target if codecs else None, options)
     report = ConvertReport(
         to=target.url,
         layout=layout,
@@ -180,9 +201,11 @@ def convert(
         bytes_written=written.nbytes,
         seconds=time.perf_counter() - began,
         left_out=list(_not_in_torch_layout(source)) if layout == "dcp" else [],
-        decrypted=_warn_if_decrypted(source, target.url, target if codecs else None, options),
+        decrypted=decrypted,
     )
-    log.info("converted %s: %s", origin.url, report)
+    if team.leads:
+        _warn_if_decrypted(report)
+        log.info("converted %s: %s", origin.url, report)
     return report
 
 
@@ -232,12 +255,14 @@ def export(
     config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     codecs: Codecs = None,
+    group: ProcessGroup | World | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
     """
     Write the model of a checkpoint as a Hugging Face model, as one file for `torch.load`, or as a checkpoint of its own;
-    in one process. Optimizer state is left out, wherever it stands, unless `prefix` or `include` names it.
+    in one process, or on all ranks of `group`. Optimizer state is left out, wherever it stands, unless `prefix` or `include`
+    names it.
 
     Memory use is at most `Options.host_budget_bytes`, however large the checkpoint. What is written is read back and
     compared before it is published. If anything fails, `to` does not change. A store cannot rename files, so a model that
@@ -262,8 +287,10 @@ def export(
             model.
         overwrite: replace what is there: for "native" any checkpoint, for "hf" a model and nothing else.
         codecs: compress or encrypt the files, as in `save`. Only for "native": no other program could read them.
+        group: the ranks that make this call with the same arguments and share the work: each writes some of the files, and
+            rank 0 publishes them. A failure on any rank is raised on all. None: this process alone, also under torchrun.
         options: threads, memory and keys.
-        progress: called with the bytes written so far and those to write, from any thread.
+        progress: called with the bytes that this rank has written so far and those it has to write, from any thread.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at `where`.
@@ -288,31 +315,41 @@ def export(
     _check_codecs(codecs, "format", format)
     options = options or Options()
     origin = open_store(where, direct=options.direct_io)
-    source = find(origin).open(options)
-    chosen = select(
-        source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=cast_target(dtype)
-    )
-    how = WriteArguments(overwrite, options, progress)
     target = None if format == "torch" else open_store(to, direct=options.direct_io)
     shown = target.url if target is not None else os.fspath(to) if isinstance(to, os.PathLike) else str(to)
-    if target is None:
-        if not isinstance(to, (str, os.PathLike)) or not shown:
+
+    def open_source() -> tuple[Source, Selection]:
+        if target is None and (not isinstance(to, (str, os.PathLike)) or not shown):
             raise CheckpointError(f"{to!r} is no file to write", hint="give the path or the URL of a file")
-        written = write_torch_file(shown, chosen, source, how)
-    elif format == "hf":
-        written = write_model(
-            target,
-            chosen.tensors,
-            source,
-            how,
-            max_shard_bytes=max_shard_bytes,
-            metadata=tie_metadata(chosen.ties),
-            config=None if config is None else os.fspath(config),
+        source = find(origin).open(options)
+        return source, select(
+            source.index, include=include, exclude=exclude, rename=rename, prefix=prefix, dtype=cast_target(dtype)
         )
-    else:
-        check_different_place(origin, target)
-        with replacing_other_layouts(target, "native", overwrite=overwrite):
-            written = write_native(target, source, *selection_contents(chosen, source.index), how, codecs=codecs)
+
+    call = partial(team_of, group, f"export {origin.url} to {shown}", timeout_s=options.timeout_s)
+    with call() as team:
+        source, chosen = team.alike(
+            "open", open_source, lambda it: (it[0].record.index.checksum, it[1], format, overwrite)
+        )
+    with call(nbytes=source.record.stored_nbytes) as team:
+        how = WriteArguments(overwrite, options, progress, team)
+        if target is None:  # a single file, which rank 0 writes
+            written = team.on_rank_0("write", lambda: write_torch_file(shown, chosen, source, how), Written)
+        elif format == "hf":
+            written = write_model(
+                target,
+                chosen.tensors,
+                source,
+                how,
+                max_shard_bytes=max_shard_bytes,
+                metadata=tie_metadata(chosen.ties),
+                config=None if config is None else os.fspath(config),
+            )
+        else:
+            check_different_place(origin, target)
+            with replacing_other_layouts(target, "native", overwrite=overwrite) if team.leads else nullcontext():
+                written = write_native(target, source, *selection_contents(chosen, source.index), how, codecs=codecs)
+        decrypted = _is_decrypted(team, source, target if codecs else None, options)
     report = ExportReport(
         to=shown,
         format=format,
@@ -324,8 +361,11 @@ def export(
         skipped=chosen.skipped,
         left_out=list(chosen.values) if format == "hf" else [],
         infinite=sorted(name for name, part in chosen.tensors.items() if part.row in written.infinite),
-        decrypted=_warn_if_decrypted(source, shown, target if codecs else None, options),
+        decrypted=decrypted,
     )
+    if not team.leads:
+        return report
+    _warn_if_decrypted(report)
     log.info("exported %s: %s", origin.url, report)
     if report.left_out:
         values, some = format_count(len(report.left_out), "plain value is", "plain values are"), report.left_out[:4]
@@ -351,13 +391,19 @@ def _is_encrypted(source: Source) -> bool:
     return any(WRAPPED in codec for chain in source.record.chains for codec in chain)
 
 
-def _warn_if_decrypted(source: Source, to: str, coded: Store | None, options: Options) -> bool:
-    """Warn if a checkpoint is encrypted and its copy is not; `coded` is the copy, if it went through codecs."""
-    # Look at what was written: the names of codecs do not say which of them encrypt.
-    if not _is_encrypted(source) or (coded is not None and _is_encrypted(find(coded).open(options))):
-        return False
-    log.warning("%s: what it was made from is encrypted, this copy is not", to)
-    return True
+def _is_decrypted(team: Team, source: Source, coded: Store | None, options: Options) -> bool:
+    """Return whether a checkpoint is encrypted and its copy is not; `coded` is the copy, if it went through codecs."""
+
+    def look() -> bool:
+        # Look at what was written: the names of codecs do not say which of them encrypt.
+        return _is_encrypted(source) and (coded is None or not _is_encrypted(find(coded).open(options)))
+
+    return team.on_rank_0("look", look, bool)
+
+
+def _warn_if_decrypted(report: _Report) -> None:
+    if report.decrypted:
+        log.warning("%s: what it was made from is encrypted, this copy is not", report.to)
 
 
 def check_different_place(origin: Store, target: Store) -> None:

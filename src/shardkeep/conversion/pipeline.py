@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardkeep.dist.team import Team
 from shardkeep.engine.fill import fill
 from shardkeep.engine.reader import DigestCache, Source, list_keys, read_files
 from shardkeep.engine.workers import divide_budget
@@ -90,6 +91,8 @@ class WriteArguments(NamedTuple):
     overwrite: bool
     options: Options
     progress: Progress | None
+    team: Team
+    """The ranks that share the work."""
 
 
 class Written(NamedTuple):

@@ -103,7 +103,7 @@ def write_archive(
     windows: tuple[int, int] | None = None,
 ) -> int:
     """Write an archive to a `destination`, and return its size; EEXIST or EFBIG if it cannot replace what is there."""
-    overwrite, options, progress = how or pipeline.WriteArguments(overwrite=True, options=Options(), progress=None)
+    overwrite, options, progress = how[:3] if how else (True, Options(), None)
     layout = ArchiveLayout(pickled.data, [storage.nbytes for storage in pickled.storages])
     sums = _Checksums(layout, pickled.storages)
     parts: list[pipeline.Part] = []

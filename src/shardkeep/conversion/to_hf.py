@@ -5,6 +5,8 @@ Files are written beside an existing model, read back, compared, and then publis
 `layouts.safetensors_publish`); if anything fails, the place is unchanged. A store cannot rename, so the files of each
 export have names of their own there, even a single one, and the index file names them.
 
+Several ranks may share the work: each writes some of the files, and rank 0 publishes all of them.
+
 `write_model` writes tensors alone. `write_safetensors` also keeps what safetensors cannot hold (nesting, plain values,
 ties, step and meta) in the header of the first file: nothing is lost, and other tools see the tensors.
 """
@@ -14,9 +16,10 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,7 +33,7 @@ from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import decode_tree, leaf_keys
 from shardkeep.layouts import safetensors, safetensors_publish
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.options import Options, Size, parse_size
+from shardkeep.options import Size, parse_size
 from shardkeep.storage.base import Store, is_name, is_single_file, local_path, with_any_names
 from shardkeep.storage.local import storage_errors
 from shardkeep.storage.resolve import open_store
@@ -50,59 +53,122 @@ def write_model(
     replaces_others: bool = False,
 ) -> pipeline.Written:
     """Make tensors the model of a place; `metadata` goes into the first file, and files beside `config` are copied."""
-    if is_single_file(store):
-        raise CheckpointExists(f"{store.url} is a file", hint="give a directory")
-    others = set() if replaces_others else {RECORD_NAME, METADATA_NAME}.intersection(names_in(store))
-    if others:
-        raise CheckpointExists(
-            f"{store.url}: a checkpoint of another layout is there ({others.pop()})",
-            hint="give another place: an export holds less than a checkpoint, and never replaces one",
-        )
-    with suppress(BlobNotFound):  # before anything changes there: another save may be under way
-        _replaced(safetensors_publish.list_model(store), overwrite=how.overwrite)
-    groups = _groups(tensors, max_shard_bytes)
-    single = len(groups) == 1 and safetensors_publish.can_rename(store)
-    names = [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
-    names = [safetensors.SINGLE_NAME] if single else names
-    new, changed = _companions(store, config, overwrite=how.overwrite)
-    save_id = str(uuid.uuid4())
+
+    def lay_out() -> dict[str, list[str]]:
+        groups = _groups(tensors, max_shard_bytes)
+        names = [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
+        single = len(names) == 1 and safetensors_publish.can_rename(store)
+        return dict(zip([safetensors.SINGLE_NAME] if single else names, groups, strict=True))
+
+    in_file = how.team.alike("lay out", lay_out, lambda in_file: in_file)
     files = [
-        model_file(name, {key: tensors[key] for key in group}, metadata if name == names[0] else {})
-        for name, group in zip(names, groups, strict=True)
+        model_file(name, {key: tensors[key] for key in group}, metadata if name == next(iter(in_file)) else {})
+        for name, group in in_file.items()
     ]
-    is_new = local_path(store) is not None and not os.path.isdir(store.url)
-    folder = safetensors_publish.prepare_directory(store)
-    removes = _replaced(folder, overwrite=how.overwrite)
-    called = safetensors_publish.begin_save(store, save_id, folder)
-    unpublished, added = True, []
-    try:
-        infinite = write_model_files(store, called, files, source, how.options, how.progress)
-        for name, data in new.items():  # before the weights are published: then the model is complete
+    weights = {key: name for name, group in in_file.items() for key in group}
+    changed: dict[str, bytes] = {}  # of the files beside the model; on rank 0
+
+    def begin() -> Place:
+        if is_single_file(store):
+            raise CheckpointExists(f"{store.url} is a file", hint="give a directory")
+        others = set() if replaces_others else {RECORD_NAME, METADATA_NAME}.intersection(names_in(store))
+        if others:
+            raise CheckpointExists(
+                f"{store.url}: a checkpoint of another layout is there ({others.pop()})",
+                hint="give another place: an export holds less than a checkpoint, and never replaces one",
+            )
+        with suppress(BlobNotFound):  # before anything changes there: another save may be under way
+            _replaced(safetensors_publish.list_model(store), overwrite=how.overwrite)
+        new, other = _companions(store, config, overwrite=how.overwrite)
+        changed.update(other)
+        folder = safetensors_publish.prepare_directory(store)
+        return Place(folder, _replaced(folder, overwrite=how.overwrite), new)
+
+    written = write_and_publish(
+        store, files, None if safetensors.SINGLE_NAME in in_file else weights, source, how, begin=begin
+    )
+    for name, data in changed.items():
+        store.put(name, data, replace=True)
+    return written
+
+
+class Place(NamedTuple):
+    """The place of a new model, as rank 0 finds it."""
+
+    folder: safetensors_publish.ModelDirectory
+    removes: list[str]
+    """The files that the model replaces."""
+    beside: Mapping[str, bytes] = {}
+    """Files to put there with the model."""
+
+
+def write_and_publish(
+    store: Store,
+    files: Sequence[pipeline.FileParts],
+    weights: Mapping[str, str] | None,
+    source: Source,
+    how: pipeline.WriteArguments,
+    *,
+    begin: Callable[[], Place],
+) -> pipeline.Written:
+    """
+    Make files the model of a place: each rank writes some and reads them back, and rank 0 publishes them.
+
+    `weights` is as in `publish_model`; `begin` prepares the place, on rank 0. If anything fails, the place is unchanged.
+    """
+    team, names = how.team, [file.job.name for file in files]
+    place: list[Place] = []
+
+    def begin_on_rank_0() -> tuple[safetensors_publish.SaveNames, bool]:
+        is_new = local_path(store) is not None and not os.path.isdir(store.url)
+        place.append(begin())
+        return safetensors_publish.begin_save(store, str(uuid.uuid4()), place[0].folder), is_new
+
+    called, is_new = team.on_rank_0("begin", begin_on_rank_0, tuple[safetensors_publish.SaveNames, bool])
+    handed_over, added = False, list[str]()
+
+    def write() -> set[int]:
+        mine = team.share(files, lambda file: file.job.nbytes)
+        mine = [replace(file, job=replace(file.job, name=called.written(file.job.name))) for file in mine]
+        digests, infinite = pipeline.write_parts(store, mine, source, how.options, how.progress)
+        pipeline.verify_written(store, mine, digests, how.options)
+        for name, data in place[0].beside.items() if place else ():  # before the weights: then the model is complete
             added.append(name)
             store.put(name, data)
-        weights = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        unpublished = False
+        return infinite
+
+    def publish() -> pipeline.Written:
+        parts = [part for file in files for part in file.parts if isinstance(part, pipeline.TensorPart)]
         safetensors_publish.publish_model(
             store,
             called,
             names,
-            weights=None if single else weights,
-            total_nbytes=sum(part.nbytes for part in tensors.values()),
+            weights=weights,
+            total_nbytes=sum(part.nbytes for part in parts),
             replaces_saves=False,
-            removes=removes,
+            removes=place[0].removes,
         )
-    except BaseException:
-        if safetensors_publish.discard_save(store, save_id, unpublished=unpublished):
-            for name in added:
+        nbytes = sum(file.job.nbytes for file in files)
+        return pipeline.Written(list(map(called.final, names)), nbytes, set().union(*infinite))
+
+    try:
+        infinite = team.gather("write", write, set[int])
+        handed_over = True  # from here on the files may be those of a published model, and only rank 0 knows
+        return team.on_rank_0("publish", publish, pipeline.Written)
+    except BaseException as error:
+        if team.leads:
+            last = team.has_ended(error)
+            removed = safetensors_publish.discard_save(store, called.save_id, last=last, unpublished=not handed_over)
+            for name in added if removed else ():
                 with suppress(CheckpointError):
                     store.delete(name)
-            if is_new:
+            if removed and is_new:
                 with suppress(OSError):  # not empty: another process uses it
                     os.rmdir(store.url)
+        elif not handed_over:
+            with suppress(CheckpointError):  # rank 0 may have removed all of it
+                safetensors_publish.discard_save(store, called.save_id, last=False, unpublished=True)
         raise
-    for name, data in changed.items():
-        store.put(name, data, replace=True)
-    return pipeline.Written(list(map(called.final, names)), sum(file.job.nbytes for file in files), infinite)
 
 
 def _replaced(folder: safetensors_publish.ModelDirectory, *, overwrite: bool) -> list[str]:
@@ -150,21 +216,6 @@ def model_file(
         described, {safetensors.FORMAT_KEY: safetensors.FORMAT_VALUE, **metadata}, where=name
     )
     return pipeline.file_parts(name, [memoryview(header), *(tensors[key] for key in inorder)])
-
-
-def write_model_files(
-    store: Store,
-    names: safetensors_publish.SaveNames,
-    files: Sequence[pipeline.FileParts],
-    source: Source,
-    options: Options,
-    progress: pipeline.Progress | None = None,
-) -> set[int]:
-    """Write files under their names before they are published, and read them back; return the rows that became infinite."""
-    written = [replace(file, job=replace(file.job, name=names.written(file.job.name))) for file in files]
-    digests, infinite = pipeline.write_parts(store, written, source, options, progress)
-    pipeline.verify_written(store, written, digests, options)
-    return infinite
 
 
 # -- all of a checkpoint -----------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """
 Writes a checkpoint of any layout, or a selection of one, as a native checkpoint.
 
-Nesting, plain values, ties and numpy arrays are copied as they are encoded in the index. The save is planned and committed
-as that of a single rank: the place is claimed, files go through codecs if asked for, and the commit record is written
-last.
+Nesting, plain values, ties and numpy arrays are copied as they are encoded in the index. It is a save like any other: the place
+is claimed, files go through codecs if asked for, and the commit record is written last. If several ranks share the work, each
+says that it holds all of the checkpoint, so the plan divides the tensors among them as it divides replicas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
-from shardkeep.engine.native_save import Coordinator, boxes_of, file_names, make_manifest
+from shardkeep.engine.native_save import Coordinator, PlannedSave, boxes_of, file_names, make_manifest
 from shardkeep.engine.reader import Source
 from shardkeep.engine.save_session import WrittenFiles
 from shardkeep.engine.sources import open_native
@@ -26,7 +26,7 @@ from shardkeep.format.boxes import Boxes
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
-from shardkeep.format.record import checked_meta, checked_step
+from shardkeep.format.record import FileEntry, checked_meta, checked_step
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
 from shardkeep.plan.save_plan import RankManifest, RankWritePlan, encode, ints
@@ -49,34 +49,54 @@ def write_native(
     `index` has names, shapes, dtypes, ties, values and nesting; its locations are not used. For each tensor, `rows` has
     the row of its source in the index of the old checkpoint.
     """
-    options, keys = how.options, keys_for(how.options)
-    coordinator = Coordinator(store, overwrite=how.overwrite, codecs=codecs, keys=keys)
+    options, team, keys = how.options, how.team, keys_for(how.options)
+    coordinator = Coordinator(store, overwrite=how.overwrite, codecs=codecs, keys=keys)  # rank 0's part
     labels = checked_step(source.record.step), checked_meta(source.record.meta)
+    filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
+    planned: list[PlannedSave] = []
+    mine, handed_over = list[FileEntry](), False
+
+    def plan(_: list[bytes]) -> list[bytes]:
+        made, answers, _kept = coordinator.plan([_manifest(index, filled)] * team.world.size)
+        planned.append(made)
+        return [encode((coordinator.save_id, answer)) for answer in answers]
+
+    def write() -> tuple[WrittenFiles, set[int]]:
+        orders = msgspec.msgpack.decode(answer, type=RankWritePlan)
+        names = file_names(orders, team.world.rank, team.world.size, save_id)
+        coding = FileCodecs(orders, names, keys)
+        files = _files(index, [(row, rows[row]) for row in filled], orders, names, save_id)
+        digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)
+        mine.extend(coding.entry_of(file.job) for file in files)
+        coded = DecodingStore(store, mine, coding.chains) if coding.chains else store
+        pipeline.verify_written(coded, files, digests, options, entries=mine)
+        return WrittenFiles(mine), infinite
+
+    def publish() -> pipeline.Written:
+        files = coordinator.collect(planned[0], [of_rank for of_rank, _ in written])
+        coordinator.commit(planned[0], files, labels)
+        # Make sure that the new checkpoint opens before the old one is removed.
+        open_native(store, native.read_record(store), options)
+        coordinator.tidy()
+        sizes = dict(each for of_rank in files for entry in of_rank.files for each in entry.at_rest)
+        return pipeline.Written(list(sizes), sum(sizes.values()), set().union(*(each for _, each in written)))
+
     with orphans.holding_claim(coordinator.save_id):
         try:
-            filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
-            planned, [answer], _ = coordinator.plan([_manifest(index, filled)])
-            orders = msgspec.msgpack.decode(answer, type=RankWritePlan)
-            names = file_names(orders, 0, 1, coordinator.save_id)
-            coding = FileCodecs(orders, names, keys)
-            files = _files(index, [(row, rows[row]) for row in filled], orders, names, coordinator.save_id)
-            digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)
-            entries = [coding.entry_of(file.job) for file in files]
-            coded = DecodingStore(store, entries, coding.chains) if coding.chains else store
-            pipeline.verify_written(coded, files, digests, options, entries=entries)
-            coordinator.commit(planned, coordinator.collect(planned, [WrittenFiles(entries)]), labels)
+            save_id, answer = msgspec.msgpack.decode(team.meeting.agree("plan", bytes, plan), type=tuple[str, bytes])
+            written = team.gather("write", write, tuple[WrittenFiles, set[int]])
+            handed_over = True  # from here on the files may be committed, and only rank 0 knows
+            return team.on_rank_0("commit", publish, pipeline.Written)
         except BaseException:
-            coordinator.withdraw()
+            if team.leads:
+                coordinator.withdraw()
+            elif not handed_over:
+                orphans.discard(store, [name for entry in mine for name, _ in entry.at_rest])
             raise
-    # Make sure that the new checkpoint opens before the old one is removed.
-    open_native(store, native.read_record(store), options)
-    coordinator.tidy()
-    at_rest = [each for entry in entries for each in entry.at_rest]
-    return pipeline.Written([name for name, _ in at_rest], sum(nbytes for _, nbytes in at_rest), infinite)
 
 
 def _manifest(index: Index, rows: list[int]) -> RankManifest:
-    """Describe the checkpoint as a single rank that holds all of it."""
+    """Describe the checkpoint as a rank that holds all of it."""
     tensors, shape = index.tensors, np.asarray(index.tensors.shape, np.int64)
     described = Description(
         tree=decode_tree(index.tree),

@@ -2,16 +2,17 @@
 Writes a checkpoint of any layout as one that `torch.distributed.checkpoint` reads: tensors whole, streamed.
 
 Names are those that torch's flattening gives the nested state. Digests stand beside the data files, as in every
-checkpoint of torch's layout that shardkeep saves; `.metadata` is written last.
+checkpoint of torch's layout that shardkeep saves; `.metadata` is written last, by rank 0 if several ranks share the work.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from shardkeep.options import Options
 from shardkeep.storage.base import Store
 
 _FILE_NBYTES = 4 << 30
+_SHARED_FILE_NBYTES = 256 << 20
+_FILES_OF_RANK = 4
+"""If several ranks share the work, files are smaller: about as many of each rank, but none below the size above."""
 _ALIGNMENT = 4096
 """A tensor's bytes begin at a multiple of this, a page, for direct I/O."""
 
@@ -42,41 +46,72 @@ _Item = tuple[protocol.MetadataIndex, memoryview | pipeline.TensorPart]
 
 def write_torch_layout(store: Store, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
     """Write all of a checkpoint into a place."""
-    taken = set(names_in(store))
-    if not how.overwrite and METADATA_NAME in taken:
-        raise CheckpointExists(
-            f"{store.url}: a checkpoint is already there ({METADATA_NAME})",
-            hint="pass overwrite=True (--overwrite) to replace it, or give another place",
-        )
-    began_s, commit = time.time(), Commit(store)
-    metadata, items = _describe(source, store.url, how.options)
-    made: list[str] = []
-    try:
+    team, began_s, commit = how.team, time.time(), Commit(store)
+    described: list[protocol.Metadata] = []
+
+    def group() -> list[list[_Item]]:
+        metadata, items = _describe(source, store.url, how.options)
+        described.append(metadata)
+        items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
+        most_nbytes = _FILE_NBYTES
+        if not team.world.solo:  # so many files that all ranks have about as much to write
+            fair_nbytes = sum(item[1].nbytes for item in items) // (_FILES_OF_RANK * team.world.size)
+            most_nbytes = min(_FILE_NBYTES, max(_SHARED_FILE_NBYTES, fair_nbytes))
+        return list(item_batches(items, lambda item: item[1].nbytes, most_nbytes=most_nbytes))
+
+    def begin() -> list[str]:
+        taken = set(names_in(store))
+        if not how.overwrite and METADATA_NAME in taken:
+            raise CheckpointExists(
+                f"{store.url}: a checkpoint is already there ({METADATA_NAME})",
+                hint="pass overwrite=True (--overwrite) to replace it, or give another place",
+            )
         # A checkpoint that is there must stay whole until the commit: no file has a name of another.
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
-        names = (name for name in numbered if name not in taken)
-        items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
-        groups = item_batches(items, lambda item: item[1].nbytes, most_nbytes=_FILE_NBYTES)
-        files = [_lay_out(next(names), group, metadata.storage_data) for group in groups]
-        digests, _ = pipeline.write_parts(store, files, source, how.options, how.progress)
-        made += [file.job.name for file in files]
-        pipeline.verify_written(store, files, digests, how.options)
+        return list(islice((name for name in numbered if name not in taken), len(groups)))
+
+    groups = team.alike(
+        "lay out", group, lambda groups: [(at.fqn, data.nbytes) for each in groups for at, data in each]
+    )
+    [metadata] = described
+    names = team.on_rank_0("begin", begin, list[str])
+    files = [_lay_out(name, each, metadata.storage_data) for name, each in zip(names, groups, strict=True)]
+    made, handed_over = list[str](), False
+
+    def write() -> dict[str, Sums]:
+        mine = team.share(files, lambda file: file.job.nbytes)
+        digests, _ = pipeline.write_parts(store, mine, source, how.options, how.progress)
+        made.extend(file.job.name for file in mine)
+        pipeline.verify_written(store, mine, digests, how.options)
         sums: dict[str, Sums] = {}
-        for file, of_file in zip(files, digests, strict=True):
+        for file, of_file in zip(mine, digests, strict=True):
             name = file.job.name
             sums[name], encoded = encode_sums(file.job.data_nbytes, file.job.block_nbytes, of_file)
             store.put(f"{name}{SUMS_SUFFIX}", encoded, replace=True)
+        return sums
+
+    def publish() -> pipeline.Written:
+        nonlocal handed_over
+        sums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
         set_sums(metadata, sums)
         data = encode_metadata(metadata)
-    except BaseException:
-        for name in made:
+        handed_over = True
+        commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s)
+        return pipeline.Written(names, sum(each.nbytes for each in sums.values()), set())
+
+    try:
+        written = team.gather("write", write, dict[str, Sums])
+        # From here on only `Commit` removes files: it alone knows whether they were committed.
+        handed_over = not team.leads
+        return team.on_rank_0("publish", publish, pipeline.Written)
+    except BaseException as error:
+        # Rank 0 also removes those of a rank that died, unless another job may have written files of these names.
+        everything = team.leads and not team.world.solo and getattr(error, "errno", None) != errno.EEXIST
+        for name in [] if handed_over else names if everything else made:
             for each in (name, f"{name}{SUMS_SUFFIX}"):
                 with suppress(CheckpointError):
                     store.delete(each)
         raise
-    # From here on only `Commit` removes files: it alone knows whether they were committed.
-    commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s)
-    return pipeline.Written(list(sums), sum(each.nbytes for each in sums.values()), set())
 
 
 def _describe(source: Source, to: str, options: Options) -> tuple[protocol.Metadata, list[_Item]]:

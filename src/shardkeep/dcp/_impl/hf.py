@@ -9,24 +9,22 @@ pipeline, which reads the new files back before they are published.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import re
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.futures import Future
 
-from shardkeep.conversion.pipeline import FileParts, TensorPart
-from shardkeep.conversion.to_hf import model_file, write_model_files
+from shardkeep.conversion.pipeline import FileParts, TensorPart, WriteArguments
+from shardkeep.conversion.to_hf import Place, model_file, write_and_publish
 from shardkeep.dcp._impl.file_reader import completed
 from shardkeep.dcp._impl.file_writer import (
     CheckpointThere,
@@ -43,7 +41,7 @@ from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _meta
 from shardkeep.dcp._impl.hf_reader import storage_place
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.display import format_count, format_seconds
-from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.team import SLOWEST_BYTES_PER_S, team_of
 from shardkeep.dist.world import World, current_world
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import open_shards, read_headers, read_weight_map
@@ -67,8 +65,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("shardkeep")
 
-SLOWEST_BYTES_PER_S = 50 << 20
-"""A rank that writes at least this fast does not time out, however much it has to write."""
 _MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
 """Files of consolidated models in stores."""
 
@@ -77,11 +73,11 @@ _MARKED = re.compile(r"model-\d+-of-\d+-[0-9a-f]{8}\.safetensors")
 
 
 class _Consolidation(NamedTuple):
-    """A model to make of shards, which are opened; its files by their number, and the file of each tensor."""
+    """A model to make of shards, which are opened; its files, and the file of each tensor."""
 
     source: Source
     output: Store
-    files: dict[int, FileParts]
+    files: list[FileParts]
     weights: dict[str, str]
     total_nbytes: int
     options: Options
@@ -137,55 +133,20 @@ def consolidate_safetensors_files_on_every_rank(
 
 def _consolidate(make_plan: Callable[[], _Consolidation], world: World | None = None) -> None:
     """Plan on every rank, write this rank's files and read them back, and publish on rank 0."""
-    world = world or World(0, 1)
-    jobs: list[_Consolidation] = []
+    call = partial(team_of, world or World(0, 1), "consolidate safetensors files", timeout_s=0.0)
+    with call() as team:
+        job = team.alike("plan", make_plan, lambda job: job.weights)
 
-    def plan() -> bytes:
-        jobs.append(make_plan())
-        return b""
-
-    def begin_all(_: list[bytes]) -> list[bytes]:
-        names = safetensors_publish.begin_save(
-            jobs[0].output, str(uuid.uuid4()), safetensors_publish.prepare_directory(jobs[0].output)
-        )
-        return [json.dumps(asdict(names)).encode()] * world.size
-
-    with rendezvous(world, "consolidate safetensors files") as meeting:
-        names = safetensors_publish.SaveNames(**json.loads(meeting.agree("plan", plan, begin_all)))
-    [job] = jobs
-
-    def write() -> bytes:
-        mine = [file for number, file in job.files.items() if number % world.size == world.rank]
-        write_model_files(job.output, names, mine, job.source, job.options)
-        return b""
-
-    def publish(_: list[bytes]) -> list[bytes]:
-        files = [file.job.name for file in job.files.values()]
+    def begin() -> Place:
+        folder = safetensors_publish.prepare_directory(job.output)
         # A store cannot rename: the files that the new ones replace have other names, and are removed.
-        there = () if names.renames else safetensors_publish.list_model(job.output).files
-        safetensors_publish.publish_model(
-            job.output,
-            names,
-            files,
-            weights=job.weights,
-            total_nbytes=job.total_nbytes,
-            replaces_saves=False,
-            removes=[name for name in there if name in files or _MARKED.fullmatch(name)],
-        )
-        return [b""] * world.size
+        there = () if safetensors_publish.can_rename(job.output) else folder.files
+        names = {file.job.name for file in job.files}
+        return Place(folder, [name for name in there if name in names or _MARKED.fullmatch(name)])
 
-    patient = replace(world, timeout_s=world.timeout_s + job.total_nbytes / SLOWEST_BYTES_PER_S)
-    try:
-        with rendezvous(patient, "consolidate safetensors files") as meeting:
-            meeting.agree("write", write, publish)
-    except BaseException as error:
-        with suppress(CheckpointError):
-            if world.solo:
-                safetensors_publish.discard_save(job.output, names.save_id)
-            elif world.rank == 0 and isinstance(error, CheckpointError):
-                # Ranks that did not fail leave their files. Only here is it certain that they will not be published.
-                safetensors_publish.prepare_directory(job.output)
-        raise
+    with call(nbytes=job.total_nbytes) as team:
+        how = WriteArguments(overwrite=True, options=job.options, progress=None, team=team)
+        write_and_publish(job.output, job.files, job.weights, job.source, how, begin=begin)
 
 
 def _plan(input_dir: str, output_dir: str, mapping: Mapping[str, int] | None, num_threads: int) -> _Consolidation:
@@ -240,7 +201,7 @@ def _plan_of(
     return _Consolidation(
         source,
         output,
-        {number: model_file(name, groups[number], {}) for number, name in names.items()},
+        [model_file(name, groups[number], {}) for number, name in names.items()],
         {key: names[number] for key, number in numbers.items()},
         sum(part.nbytes for group in groups.values() for part in group.values()),
         options,
