@@ -28,6 +28,8 @@ SLOW = (
     "object_store/test_process_s3.py",
     "reports/test_lines.py",
     "manage/test_model.py",
+    "cli/test_jobs.py",
+    "exchange/test_shared.py",
     "exchange/test_torch_files.py",
     "faults/test_concurrent.py",
 )

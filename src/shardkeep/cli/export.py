@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
+from shardkeep.cli.jobs import JOBS, Work, jobs_for, sharing
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, path_hints
 from shardkeep.conversion.rotate import rotate_keys
 from shardkeep.errors import CheckpointError, StateError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardkeep.conversion.api import ConvertReport, ExportReport
 
 _MAX_NAMED = 4
+T = TypeVar("T")
 
 
 @command(
@@ -40,10 +41,12 @@ _MAX_NAMED = 4
     argument("--config", metavar="DIR", help="copy config.json, tokenizer and all but weights from there"),
     argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes"),
     argument("--overwrite", action="store_true", help="replace what is at TO"),
+    JOBS,
     examples="""
   shardkeep export runs/a/step-500 out/model --dtype bf16 --config base-model
   shardkeep export runs/a/step-500 out --rename 's/^net\\.//' --exclude '*.ema'
   shardkeep export runs/a/step-500 out/model.pt --format torch
+  shardkeep export runs/a/step-500 out/model --shard-size 1GB --jobs 4
 """,
 )
 def export(args: argparse.Namespace) -> int:
@@ -51,22 +54,24 @@ def export(args: argparse.Namespace) -> int:
 
     renames = [parse_rename(text) for text in args.rename or ()]
     size = parse_size(args.shard_size, "--shard-size")
-    with _transfer("export", args.checkpoint) as progress:
-        report = export(
-            args.checkpoint,
-            args.to,
-            format=args.format,
-            dtype=args.dtype,
-            max_shard_bytes=size,
-            include=args.include,
-            exclude=args.exclude,
-            rename=renames or None,
-            prefix=args.prefix,
-            config=args.config,
-            codecs=parse_codecs(args.codecs),
-            overwrite=args.overwrite,
-            progress=progress,
-        )
+    work = partial(
+        export,
+        args.checkpoint,
+        args.to,
+        format=args.format,
+        dtype=args.dtype,
+        max_shard_bytes=size,
+        include=args.include,
+        exclude=args.exclude,
+        rename=renames or None,
+        prefix=args.prefix,
+        config=args.config,
+        codecs=parse_codecs(args.codecs),
+        overwrite=args.overwrite,
+    )
+    # A single file has a single writer.
+    jobs = 1 if args.format == "torch" else jobs_for(args.jobs, args.checkpoint)
+    report = _transfer("export", jobs, work, args.checkpoint, args.to)
     if args.json:
         return out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
     what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_size(report.bytes_written)}"
@@ -95,6 +100,7 @@ def export(args: argparse.Namespace) -> int:
     argument("--codecs", metavar="NAMES", help="for native: codecs for the files, such as float,aes"),
     argument("--allow-pickle", action="store_true", help="also pickled values: only if you trust them"),
     argument("--overwrite", action="store_true", help="replace a checkpoint that is at TO"),
+    JOBS,
     examples="""
   shardkeep convert dcp-checkpoint runs/a/step-500
   shardkeep convert runs/a/step-500 out/for-torch --to dcp
@@ -105,18 +111,19 @@ def convert(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import convert  # noqa: PLC0415 - imports torch, which --help does not need
 
     size = parse_size(args.shard_size, "--shard-size")
-    with _transfer("convert", args.checkpoint) as progress:
-        report = convert(
-            args.checkpoint,
-            args.to_path,
-            args.to,
-            drop=args.drop,
-            max_shard_bytes=size,
-            codecs=parse_codecs(args.codecs),
-            overwrite=args.overwrite,
-            allow_pickle=args.allow_pickle,
-            progress=progress,
-        )
+    work = partial(
+        convert,
+        args.checkpoint,
+        args.to_path,
+        args.to,
+        drop=args.drop,
+        max_shard_bytes=size,
+        codecs=parse_codecs(args.codecs),
+        overwrite=args.overwrite,
+        allow_pickle=args.allow_pickle,
+    )
+    jobs = jobs_for(args.jobs, args.checkpoint)
+    report = _transfer("convert", jobs, work, args.checkpoint, args.to_path)
     if args.json:
         return out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
     what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_count(report.values, 'value')}"
@@ -130,15 +137,15 @@ def convert(args: argparse.Namespace) -> int:
 # -- shared by export and convert
 
 
-@contextmanager
-def _transfer(what: str, source: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress and path hints, and silence the library's log, because the command prints the same."""
+def _transfer(what: str, jobs: int, work: Work[T], source: str, to: str) -> T:
+    """Do the work; show progress and path hints, and silence the library's log, because the command prints the same."""
     log = logging.getLogger("shardkeep")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        with out.byte_bar(what) as update, path_hints(source):
-            yield lambda done, total: update(completed=done, total=total)
+        # Processes first: there must be no thread that draws when they are forked.
+        with path_hints(source), sharing(jobs, work, source, to) as run, out.byte_bar(what) as update:
+            return run(progress=lambda done, total: update(completed=done, total=total))
     finally:
         log.setLevel(before)
 

@@ -280,7 +280,7 @@ class ChildProcess:
     def _how_it_died(self) -> CheckpointError:
         """Make sure that the process is gone, as it must not touch memory or files any more, and return the error to raise."""
         with self._lock:
-            self._died = self._died or (_describe_exit(self._reap(_GRACE_S)), self._kind.if_dead)
+            self._died = self._died or (describe_exit(self._reap(_GRACE_S)), self._kind.if_dead)
             return self._error(*self._died)
 
     def _end(self, why: str, hint: str) -> CheckpointError:
@@ -313,7 +313,7 @@ def _close_all(pipes: list[socket.socket], descriptors: list[int]) -> None:
         os.close(each)
 
 
-def _describe_exit(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     if code is None:
         return "does not answer, and cannot be killed"
     if code >= 0:
