@@ -176,7 +176,9 @@ class Checkpoint(Mapping[str, Any]):
             raw = key.encode() if isinstance(key, str) else None
         except UnicodeEncodeError:
             raw = None
-        return (None, None) if raw is None else (self.index.keys.find(raw), self.index.value_keys.find(raw))
+        if raw is None or (tensor := self.index.keys.find(raw)) is not None:
+            return None if raw is None else tensor, None  # without a look at the values, which may have to be read
+        return None, self.index.value_keys.find(raw)
 
     def __getitem__(self, key: str) -> Any:
         """Return a tensor, which is read when sliced, or a plain value."""

@@ -75,7 +75,7 @@ def fill(
     wide = max(axes, boxes.axes)
     offsets, lengths = widen(boxes.offsets, wide, 0)[:, :axes], widen(boxes.sizes, wide, 1)[:, :axes]
     requests = ReadRequests(offsets, lengths, tensor, np.array(address, np.int64))
-    plan = plan_load(index, requests, sizes, aligned=source.aligned, complete=complete)
+    plan = plan_load(index.narrowed(tensor, requests), requests, sizes, aligned=source.aligned, complete=complete)
     scattered = {scatter.want for scatter in plan.scatters}
     memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
     opaque: list[Overlap] = []

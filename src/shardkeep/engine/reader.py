@@ -40,7 +40,7 @@ from shardkeep.format import boxes, data_file
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, data_sizes, decode_record
 from shardkeep.format.torch_zip import ArchivedTensor
-from shardkeep.layouts.native import save_id_of
+from shardkeep.layouts.native import open_sized, save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows, every_block
 from shardkeep.storage import base
@@ -112,6 +112,7 @@ class Source:
 
     def check_index(self, tensors: boxes.IntArray) -> None:
         """Check that what the index says of these tensors is consistent."""
+        self.index.check_parts()
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=self.aligned)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
@@ -163,22 +164,6 @@ def saved_at(store: ReadableStore, names: Collection[str]) -> str:
         infos: Iterable[base.BlobInfo] = getattr(store, "list", tuple)()
         times = [info.modified_s for info in infos if info.name in names]
     return datetime.fromtimestamp(max(times, default=0.0), timezone.utc).isoformat(timespec="milliseconds")
-
-
-def open_sized(store: ReadableStore, name: str, nbytes: int) -> base.BlobReader:
-    """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
-    try:
-        reader = store.open(name)
-    except BlobNotFound as exc:
-        raise WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
-    if (found := reader.nbytes) != nbytes:
-        reader.close()
-        raise WrongSize(
-            f"{name}: {found} bytes, the commit record says {nbytes}",
-            hint="the file was cut short or changed after the save",
-            file=name,
-        )
-    return reader
 
 
 def open_checked(

@@ -80,11 +80,11 @@ def latest(store: Store) -> str | None:
 def open_native(store: ReadableStore, record: Record, options: Options) -> Source:
     """Open the native checkpoint of a record, through its codecs, with the keys of the options."""
     if not record.chains:
-        return Source(store, record, native.read_index(store, record))
+        return Source(store, record, native.open_index(store, record))
     chains = open_chains(record, options, where=getattr(store, "url", record.save_id))
     plain = DecodingStore(store, [record.index, *record.files], chains)
     chain = None if record.index.chain is None else chains[record.index.chain]
-    return Source(plain, record, native.read_index(plain, record, chain))
+    return Source(plain, record, native.open_index(plain, record, chain))
 
 
 Identity = tuple[str, str, bytes]

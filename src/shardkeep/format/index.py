@@ -13,10 +13,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,7 +30,8 @@ from shardkeep.format.data_file import digest
 from shardkeep.format.dtypes import DType, by_code
 
 _ALIGN = 64
-_Table = list[tuple[str, str, tuple[int, ...], int, bytes]]
+Table = list[tuple[str, str, tuple[int, ...], int, bytes]]
+"""Name, number type, shape, offset and digest of each section."""
 
 
 @contextmanager
@@ -52,6 +54,8 @@ _MATRICES = frozenset({"shape", "offsets", "sizes"})
 _COLUMNS = frozenset(
     {"key_ends", "dtype", "ndim", "origin", "alias", "chunk_ends", "file", "start", "value_key_ends", "value_ends"}
 )
+CHUNK_SECTIONS = ("offsets", "sizes", "file", "start")
+VALUE_SECTIONS = ("value_keys", "value_key_ends", "values", "value_ends", "tree")
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,13 @@ class Index:
         """The skeleton of the nested state."""
         return self.make_tree()
 
+    def narrowed(self, tensors: IntArray, boxes: Boxes) -> Index:  # noqa: ARG002 - all chunks are in memory
+        """Return this index, or one with fewer chunks, among them all that these boxes, of these tensors, touch."""
+        return self
+
+    def check_parts(self) -> None:
+        """Check that what is stored twice is the same."""
+
     def chunk_rows(self, tensor: int) -> slice:
         """Return the rows of a tensor's chunks; for a tied tensor, of the tensor it is tied to."""
         owner = int(self.tensors.alias[tensor])
@@ -159,21 +170,26 @@ class Index:
         return rows
 
 
-def encode_index(index: Index) -> bytes:
-    """Encode an index, whose keys must be sorted by their UTF-8 bytes, and chunks by tensor."""
+def encode_index(index: Index, *, parts: Mapping[str, npt.NDArray[np.uint8]] = MappingProxyType({})) -> bytes:
+    """
+    Encode an index, whose keys must be sorted by their UTF-8 bytes, and chunks by tensor.
+
+    `parts` are the sections of `format.index_parts`, of which the first must come before all others.
+    """
     sections = {
+        **parts,
         "keys": np.frombuffer(index.keys.data, np.uint8),
         "key_ends": index.keys.ends,
         **vars(index.tensors),
         "chunk_ends": index.chunk_ends,
-        **vars(index.chunks),
         "value_keys": np.frombuffer(index.value_keys.data, np.uint8),
         "value_key_ends": index.value_keys.ends,
         "values": np.frombuffer(index.value_data.data, np.uint8),
         "value_ends": index.value_data.ends,
         "tree": np.frombuffer(index.tree, np.uint8),
+        **vars(index.chunks),
     }
-    table: _Table = []
+    table: Table = []
     body = bytearray()
     for name, column in sections.items():
         is_narrow = column.dtype.itemsize == 1 or column.size == 0
@@ -235,28 +251,40 @@ def build_index(
 def decode_index(data: bytes | memoryview, *, where: str) -> Index:
     """Open an index and check that its columns fit each other; `where` is named in errors."""
     with decoding(where):
-        section = _unpacked(memoryview(data), where)
-        index = Index(
-            keys=Strings(section["key_ends"], section["keys"].data),
-            tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
-            chunk_ends=section["chunk_ends"],
-            chunks=Chunks(*(section[name] for name in ("offsets", "sizes", "file", "start"))),
-            value_keys=Strings(section["value_key_ends"], section["value_keys"].data),
-            value_data=Strings(section["value_ends"], section["values"].data),
-            make_tree=section["tree"].tobytes,
-        )
+        table, start = read_table(memoryview(data), where)
+        index = index_of(unpack_sections(table, memoryview(data), start, where))
     return checked_index(index, where=where)
 
 
-def _unpacked(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the known sections as views of the data. To be called inside `decoding`."""
+def index_of(section: Mapping[str, npt.NDArray[Any]]) -> Index:
+    """Return the index that these sections make, which is still to be checked."""
+    return Index(
+        keys=Strings(section["key_ends"], section["keys"].data),
+        tensors=Tensors(*(section[name] for name in ("dtype", "ndim", "shape", "origin", "alias"))),
+        chunk_ends=section["chunk_ends"],
+        chunks=Chunks(*(section[name] for name in CHUNK_SECTIONS)),
+        value_keys=Strings(section["value_key_ends"], section["value_keys"].data),
+        value_data=Strings(section["value_ends"], section["values"].data),
+        make_tree=section["tree"].tobytes,
+    )
+
+
+def read_table(data: memoryview, where: str) -> tuple[Table, int]:
+    """Return the table of sections, and where the first of them begins. To be called inside `decoding`."""
     at = len(MAGIC) + 4
     if data[: len(MAGIC)] != MAGIC:
         raise MalformedFile(f"{where}: not an index: it does not begin with {MAGIC!r}", file=where)
     header_nbytes = int.from_bytes(data[len(MAGIC) : at], "little")
-    table = msgspec.msgpack.decode(data[at : at + header_nbytes], type=_Table)
+    table = msgspec.msgpack.decode(data[at : at + header_nbytes], type=Table)
     at += header_nbytes
-    at += -at % _ALIGN
+    return table, at + -at % _ALIGN
+
+
+def unpack_sections(table: Table, data: memoryview, at: int, where: str) -> dict[str, npt.NDArray[Any]]:
+    """
+    Return the known sections of a table as views of the data, in which the first section of the file begins `at` a byte,
+    before 0 if the data are a later part of the file. To be called inside `decoding`.
+    """
     sections: dict[str, npt.NDArray[Any]] = {}
     for name, code, shape, offset, expected in table:
         if name not in _TEXTS | _MATRICES | _COLUMNS:
@@ -265,7 +293,7 @@ def _unpacked(data: memoryview, where: str) -> dict[str, npt.NDArray[Any]]:
             name in sections
             or code not in (("|u1",) if name in _TEXTS else ("|u1", "<u2", "<u4", "<u8", "<i8"))
             or len(shape) != (2 if name in _MATRICES else 1)
-            or min(offset, *shape) < 0
+            or min(offset, at + offset, *shape) < 0
         ):
             raise MalformedFile(
                 f"{where}: section {name!r} of the index is declared in a way no writer does", file=where

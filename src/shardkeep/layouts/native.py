@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,11 +30,15 @@ from shardkeep.display import format_count
 from shardkeep.dist.world import collision_hint
 from shardkeep.format import record as record_format
 from shardkeep.format.boxes import Box
+from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Index, decode_index, encode_index
+from shardkeep.format.index_parts import PartialIndex, head_nbytes, parts_of
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.storage import base
+
+T = TypeVar("T")
 
 MAX_INDEX_NBYTES = 4 << 30
 """Room for a hundred million chunks. An index is held in memory, so a forged size must not make a reader allocate more."""
@@ -182,6 +187,54 @@ def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
     return base.decode_or_reread(data, decode, read, name=entry.name, same=_perhaps_same)
 
 
+def open_index(store: base.ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
+    """Open an index that has parts, to read of it what is needed; read and check any other."""
+    entry, expected = record.index, record.index.head_checksum
+    if expected is None or entry.chain is not None:
+        return read_index(store, record, chain)
+    reader = open_sized(store, entry.name, entry.nbytes)
+
+    def load(offset: int, nbytes: int, decode: Callable[[memoryview], T]) -> T:
+        if offset + nbytes > entry.nbytes:
+            raise errors.MalformedFile(f"{entry.name}: the index has sections beyond its end", file=entry.name)
+        return base.decode_or_reread(
+            base.read_range(reader, offset, nbytes),
+            lambda data: decode(memoryview(data).toreadonly()),
+            lambda: base.read_again(store, entry.name, offset, nbytes),
+            name=entry.name,
+            offset=offset,
+        )
+
+    def decode_head(head: memoryview) -> PartialIndex:
+        if checksum_text(digest(head)) != expected:
+            raise errors.ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
+        return PartialIndex(head, entry.nbytes, load, lambda: read_index(store, record), where=entry.name)
+
+    try:
+        index = load(0, entry.head_nbytes or 0, decode_head)
+    except BaseException:
+        reader.close()
+        raise
+    weakref.finalize(index, reader.close)
+    return index
+
+
+def open_sized(store: base.ReadableStore, name: str, nbytes: int) -> base.BlobReader:
+    """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
+    try:
+        reader = store.open(name)
+    except errors.BlobNotFound as exc:
+        raise errors.WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
+    if (found := reader.nbytes) != nbytes:
+        reader.close()
+        raise errors.WrongSize(
+            f"{name}: {found} bytes, the commit record says {nbytes}",
+            hint="the file was cut short or changed after the save",
+            file=name,
+        )
+    return reader
+
+
 def _most_index_nbytes(stored_nbytes: int | None) -> int:
     """Return how large an index may be; for a coded one, given its stored size."""
     if stored_nbytes is None:
@@ -209,9 +262,10 @@ def publish(
     `over` is the version of the record to replace; without it, there must be none. `index_chain` is the number of the
     chain that the index goes through: one with a secret, if any chain has one.
     """
-    data = encode_index(index)
-    _check_size("index", data, MAX_INDEX_NBYTES)
     chain = None if index_chain is None else chains[index_chain]
+    data = encode_index(index, parts=parts_of(index) if chain is None else {})
+    head = head_nbytes(data)
+    _check_size("index", data, MAX_INDEX_NBYTES)
     name = index_name(save_id, coded=chain is not None)
     record = Record(
         save_id=save_id,
@@ -226,7 +280,13 @@ def publish(
             values=len(index.value_keys),
             tensor_bytes=tensor_bytes,
         ),
-        index=Blob(name=name, nbytes=len(data), checksum=checksum_of(data, chain)),
+        index=Blob(
+            name=name,
+            nbytes=len(data),
+            checksum=checksum_of(data, chain),
+            head_nbytes=head,
+            head_checksum=None if head is None else checksum_of(data[:head], None),
+        ),
         files=files,
         chains=[each.recorded for each in chains],
     )

@@ -24,12 +24,13 @@ import xxhash
 
 from shardkeep.codecs.coded_store import read_table
 from shardkeep.engine.queue import lower_priority
-from shardkeep.engine.reader import open_checked, open_sized, read_sidecar
+from shardkeep.engine.reader import open_checked, read_sidecar
 from shardkeep.engine.workers import FollowUpError, divide_budget, run_workers
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, digest
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
+from shardkeep.layouts.native import open_sized
 from shardkeep.options import Options
 from shardkeep.storage import base
 
