@@ -336,8 +336,6 @@ def start_in_session(
             inside.callback(wait, [must_wait])
         else:
             must_wait.set_result(background.copy_on_host())
-            if not snapshot.live_nbytes:
-                events.staged(phases.now())
         if snapshot.live_nbytes and optimizers:
             step_barriers().put(background.barrier, optimizers)
         running = inside.pop_all()
@@ -368,7 +366,7 @@ def start_in_session(
                 files.jobs.clear()  # frames of an error that is kept must not hold the tensors
             committed = session.commit(ranks, plan, written, labels)
             seconds = phases.now()
-        staged_s = background.staged_s or blocked_s
+        staged_s = max(background.staged_s, blocked_s)
         waited_s = staged_s if waits else blocked_s
         report = session.finish(committed, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
         events.committed(report)

@@ -97,7 +97,7 @@ def test_the_process_that_writes_gets_the_rest_through_windows(room, place):
     for tensor in state.values():
         tensor.fill_(1)
     handle.result(PATIENCE_S)
-    memory = writer_manager()._memory
+    memory = writer_manager().memory()
     assert 80_000 <= memory.arenas.nbytes <= max(room, windows // 16)  # small tensors always have some
     assert memory.windows.nbytes <= windows
     assert handle.progress.staging_waits

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep import dcp
 from shardkeep import events as all_events
+from shardkeep.dcp.staging import DefaultStager, StagingOptions
 from shardkeep.events import LoadFailed, LoadFinished, SaveCommitted, SaveFailed, SaveProgressed, emit
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.asynchronous.scene import HeldStore, broken
@@ -128,6 +130,18 @@ def test_a_state_that_cannot_be_saved_is_a_failure(tmp_path):
                     save(state, tmp_path / "ck", step=step)
     assert scene.names(events) == ["SaveBegan", "SaveFailed"] * 4
     assert [event.step for event in events] == [3, 3, None, None] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is not in use")
+def test_a_state_that_a_stager_copies_on_its_thread_is_reported_as_staged(tmp_path):
+    """The event comes when the thread has copied the state, and the report says when that was."""
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    with scene.heard() as events:
+        response = dcp.async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "ck", async_stager=stager)
+        response.upload_completion.result()
+    stager.close()
+    assert scene.names(events) == ["SaveBegan", "SaveStaged", "SaveWritten", "SaveCommitted"]
+    assert events[-1].staged_s == max(events[1].seconds, events[-1].blocked_s)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])

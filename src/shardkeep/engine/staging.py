@@ -322,7 +322,7 @@ class BackgroundWrite:
         self.barrier = StepBarrier()
         """Before the next step of the optimizers in the state."""
         self.staged_s = 0.0
-        """From the call until the state might be changed; 0: at its return."""
+        """From the call until the state was not read any more; the caller may change it when the call has returned, too."""
         self._copied_s = 0.0
 
     @contextlib.contextmanager
@@ -361,7 +361,9 @@ class BackgroundWrite:
             through = copied + (windows or self._options.host_budget_bytes)
             self._warn_staging_waits(copied + sum(tensor.nbytes for tensor in snapshot.lent), through)
         if not snapshot.live_nbytes:
+            self.staged_s = phases.now()
             self._handle.end_staging()
+            self._events.staged(self.staged_s)
         return snapshot.live_nbytes > 0 and not snapshot.guarded
 
     def write(

@@ -48,9 +48,6 @@ log = logging.getLogger("shardkeep")
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
-Undo = Callable[[int, Sequence[str], IO[bytes]], IO[bytes]]
-"""Reverts the stream extensions of an item: the row of its chunk or object, their descriptors, and the stored stream."""
-
 
 FORMAT = "torch.distributed.checkpoint"
 _SMALL_NBYTES = 16 << 10
@@ -229,7 +226,8 @@ class TorchSource(Source):
     descriptors: Mapping[int, tuple[str, ...]]
     """The stream extensions of chunks that were written through some, by the chunk's row."""
     objects: Mapping[str, layout.ItemLocation]
-    undo: Undo = undo_extensions
+    undo: Callable[[int, Sequence[str], IO[bytes]], IO[bytes]] = undo_extensions
+    """Reverts the stream extensions of an item: the row of its chunk or object, their descriptors, and the stored stream."""
     paths: Mapping[str, Path] = field(default_factory=dict)
     """Of each name, the keys and positions in the nested state, in its order."""
     archived: dict[int, ArchivedTensor | None] = field(default_factory=dict)
