@@ -1,5 +1,6 @@
 """`sk.open` and `sk.load` of torch's layout: what is read, and when."""
 
+import gc
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -190,3 +191,22 @@ def test_hostile_columns_are_refused(tmp_path: Path, change: dict[str, Any]) -> 
     assert (into["w"].tolist(), into["step"]) == expected
     with pytest.raises(DamagedCheckpoint):
         sk.open(tmp_path).to_dict()
+
+
+def test_the_collector_does_not_scan_a_load_again_and_again(tmp_path: Path) -> None:
+    """While thousands of tensors are compared with the checkpoint, the cycle collector runs a few times, not once for each hundred."""
+    count, runs = 10_000, list[str]()
+    quietly(dcp.save, {f"w{n}": torch.ones(2) for n in range(count)}, checkpoint_id=tmp_path, no_dist=True)
+    into = {f"w{n}": torch.zeros(2) for n in range(count)}
+
+    def note(phase: str, info: object) -> None:
+        runs.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        quietly(dcp.load, into, checkpoint_id=tmp_path, no_dist=True)
+    finally:
+        gc.callbacks.remove(note)
+    assert runs.count("start") < count / 200
+    assert gc.isenabled()
+    assert all(each.tolist() == [1, 1] for each in into.values())

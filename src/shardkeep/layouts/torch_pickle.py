@@ -166,7 +166,7 @@ def encode_plain_metadata(
             made += text(name), b"(", *parts, b"t"
         made += b"" if paths is None else b"u", text("storage_data"), b"}("
         for name, where, hint, of_file, begin, nbytes, data in places:
-            made += index, fqn, text(name), out.again(encode_place, where, hint, of_file), _int(begin), length
+            made += index, fqn, out.known[name], out.again(encode_place, where, hint, of_file), _int(begin), length
             made += (_int(nbytes), b"ub") if data < 0 else (_int(nbytes), start, _int(data), b"ub")
         made.append(b"u")
         for key, value in others.items():
@@ -194,7 +194,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         super().__init__(types.SimpleNamespace(write=self.made.append), protocol=4)
         self.unknown: set[str] = set()
         """Classes and functions that shardkeep would refuse to load."""
-        self._known: dict[Any, bytes] = {}
+        self.known: dict[Any, bytes] = {}
         self._often: dict[Any, bytes] = {}
         self._numbers = itertools.count()
 
@@ -206,7 +206,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         return encode(*values)
 
     def _first(self, key: Any, opcodes: bytes) -> bytes:
-        self._known[key] = self.get(next(self._numbers))
+        self.known[key] = self.get(next(self._numbers))
         return opcodes + b"\x94"
 
     def again(self, encode: Callable[..., bytes], *values: Any) -> bytes:
@@ -221,7 +221,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     def text(self, text: str) -> bytes:
         """Return a string."""
-        found = self._known.get(text)
+        found = self.known.get(text)
         if found is None:
             raw = text.encode("utf-8", "surrogatepass")
             head = b"\x8c" + bytes([len(raw)]) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")
@@ -230,20 +230,20 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
 
     def size(self, size: Ints) -> bytes:
         """Return a `torch.Size`."""
-        return self._known.get(size) or self._first(
+        return self.known.get(size) or self._first(
             size, self.named("torch", "Size") + b"(" + b"".join(map(_int, size)) + b"t\x85R"
         )
 
     def named(self, module: str, name: str) -> bytes:
         """Return a class or a constant of a module."""
         key = module, name, "global"
-        return self._known.get(key) or self._first(key, self.text(module) + self.text(name) + b"\x93")
+        return self.known.get(key) or self._first(key, self.text(module) + self.text(name) + b"\x93")
 
     def properties(self, dtype: str, requires_grad: bool, pinned: bool) -> bytes:
         """Return `TensorProperties` of a strided, contiguous tensor, in the form that every torch reads."""
         key = dtype, requires_grad, pinned
-        if key in self._known:
-            return self._known[key]
+        if key in self.known:
+            return self.known[key]
         # Memoized while it is empty, as Python does it: the scan of a pickle (`format.pickles`) is faster then.
         made = self._first(key, self.named(*_CLASSES[metadata.TensorProperties]) + b")\x81")
         made += b"(" + self.named("torch", dtype) + self.named("torch.serialization", "_get_layout")

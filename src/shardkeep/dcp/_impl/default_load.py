@@ -106,9 +106,9 @@ class DefaultTarget:
         flat: dict[str, Any] = self.state()
         if self.planner is None or self.planner.flatten_sharded_tensors:
             flat = flatten_sharded_tensors(flat)
-        with collector_paused():
-            return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
+        return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
 
+    @collector_paused()
     def compare(self, source: Source, stored: StoredNames) -> tuple[MatchedState, bytes]:
         flat, paths = self._flat
         names = stored.tensors.keys() | stored.objects
