@@ -286,6 +286,22 @@ def test_suggestions_are_of_the_same_kind_and_depth(tmp_path):
     assert found == {"ratess": "rate", "ratez": "rates"}
 
 
+def test_an_optimizer_stored_by_number_says_how_to_load_it(tmp_path):
+    """A checkpoint of optimizer.state_dict() names no parameter: the hint is not strict=False, which would drop it."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    sk.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "ck")
+    with pytest.raises(sk.StateMismatch) as caught:
+        sk.load({"model": model, "optim": optimizer}, tmp_path / "ck")
+    assert "'optim' was stored by number" in caught.value.hint
+    sk.load({"model": model, "optim": optimizer}, tmp_path / "ck", exclude="optim")
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.load_state_dict(sk.open(tmp_path / "ck").to_dict()["optim"])
+    assert str(fresh.state_dict()) == str(optimizer.state_dict())
+
+
 def test_one_memory_cannot_take_two_tensors(saved):
     """A state that ties what the checkpoint has as two different tensors is an error that says how to choose."""
     one = torch.zeros(2, 3)

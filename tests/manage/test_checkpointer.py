@@ -669,6 +669,23 @@ def test_a_root_may_be_written_with_a_slash_at_its_end(tmp_path):
     assert any(isinstance(event, SaveCommitted) for event in heard)
 
 
+def test_a_step_that_never_saves_says_so_once(tmp_path, caplog):
+    """Without a rule nothing is due; whoever expects a save at each step learns that at the first."""
+    with checkpointer(tmp_path) as ckpt:
+        assert train(ckpt, range(1, 4)) == []
+    [said] = [each.getMessage() for each in caplog.records if "without every_steps" in each.getMessage()]
+    assert str(tmp_path) in said
+    caplog.clear()
+    with checkpointer(tmp_path / "forced") as ckpt:
+        ckpt.step(1, state_at(1), force=True)
+        with pytest.raises(sk.StateError, match="^step is ") as caught:
+            ckpt.step({"w": list(range(1000))}, 1)
+        assert len(str(caught.value)) < 200
+    with checkpointer(tmp_path / "rule", at_steps=[5]) as ckpt:
+        assert train(ckpt, range(1, 4)) == []
+    assert caplog.messages == []
+
+
 def test_a_step_that_is_there_is_not_saved_again(tmp_path):
     """Neither at the end of a job, nor by a signal just after a restore; a step whose save failed is."""
     with checkpointer(tmp_path, every_steps=2) as ckpt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 import numbers
+import re
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ from shardkeep.state.patterns import (
 from shardkeep.state.stored import UNFILLED, StoredState
 
 log = logging.getLogger("shardkeep")
+
+_NUMBERED_STATE = re.compile(r"(.+)\.state\.\d+\.\w+")
+"""Optimizer state under the number of its parameter, as `optimizer.state_dict()` has it."""
 
 _MOST_LISTED = 50
 
@@ -466,6 +470,14 @@ def _raise_if_wrong(
     )
     if not hint and missing and any("@" in key for key in missing):
         hint = "per-rank state is stored for the ranks that saved it; exclude it to load on more ranks"
+    numbered = {found[1] for key in unexpected if (found := _NUMBERED_STATE.fullmatch(key))}
+    if name := next(
+        (each for each in sorted(numbered) if any(key.startswith(f"{each}.state.") for key in missing)), ""
+    ):
+        hint = (
+            f"{name!r} was stored by number, as optimizer.state_dict() returns it: load without it (exclude={name!r}), and"
+            " pass what sk.open(path).to_dict() has there to optimizer.load_state_dict"
+        )
     if not hint and forgivable:
         hint = (
             "strict=False loads what fits" if missing or unexpected or mismatched else "strict=False only warns of them"

@@ -161,7 +161,7 @@ def checked_step(step: Any) -> int | None:
     except TypeError:
         number = None
     if number is None or isinstance(step, bool) or not -(1 << 63) <= number < 1 << 63:
-        raise StateError(f"step is {step!r}", hint="give a whole number of 64 bits, or None")
+        raise StateError(f"step is {step!r:.80}", hint="give a whole number of 64 bits, or None")
     return number
 
 

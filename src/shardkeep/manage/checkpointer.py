@@ -212,6 +212,7 @@ class Checkpointer:
             how=self._load_options if codecs is None else {**self._load_options, "codecs": codecs},
             how_asynchronous={"staging": staging, "writer": writer} if asynchronous else None,
         )
+        self._has_rule = bool(wanted_signals or every_steps or at or every_minutes)
         self._exchanges = bool(wanted_signals) or every_minutes is not None or request_file is not None
         """Whether ranks exchange decisions: not needed where only step numbers decide."""
         self._save_last = save_last
@@ -278,6 +279,14 @@ class Checkpointer:
         why = "the caller forces it" if force else made.why
         if not why and self._save_last and self._saves.last_step != made.step:
             self._unsaved = unsaved
+        if not why and not self._has_rule and self._ranks.world.rank == 0:
+            self._has_rule = True  # said once
+            last = ", and the last one at the end of the with block" if self._save_last else ""
+            log.warning(
+                "%s: without every_steps, at_steps, every_minutes or signals, step() saves only what is asked for%s",
+                self._root.url,
+                last,
+            )
         return self._save_if_due(made, given, why)
 
     def should_save(self, step: int) -> bool:
