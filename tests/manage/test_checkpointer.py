@@ -678,7 +678,7 @@ def test_a_step_that_never_saves_says_so_once(tmp_path, caplog):
     caplog.clear()
     with checkpointer(tmp_path / "forced") as ckpt:
         ckpt.step(1, state_at(1), force=True)
-        with pytest.raises(sk.StateError, match="^step is ") as caught:
+        with pytest.raises(sk.StateError, match=r"^step is ") as caught:
             ckpt.step({"w": list(range(1000))}, 1)
         assert len(str(caught.value)) < 200
     with checkpointer(tmp_path / "rule", at_steps=[5]) as ckpt:
