@@ -152,6 +152,19 @@ def test_a_model_that_is_there_stays(source, tmp_path):
     assert sorted(files_in(tmp_path / "to")) == ["model.safetensors"]
 
 
+def test_a_checkpoint_of_another_layout_is_replaced_at_the_end(source, tmp_path):
+    """Without overwrite all ranks are refused, and what is there stays; with it, only the new checkpoint is left."""
+    to = tmp_path / "to"
+    make(source, to, "dcp")
+    before = files_in(to)
+    outcomes = thread_outcomes(3, lambda world: make(source, to, "native", group=world))
+    assert [type(outcome) for outcome in outcomes] == [CheckpointExists] * 3
+    assert files_in(to) == before
+    run_thread_ranks(3, lambda world: make(source, to, "native", group=world, overwrite=True))
+    assert not set(files_in(to)) & set(before)
+    assert in_any_order(sk.open(to).to_dict()) == in_any_order(sk.open(source).to_dict())
+
+
 @pytest.mark.parametrize("form", ["hf", "native"])
 def test_ranks_with_different_arguments_are_refused(source, tmp_path, form):
     """Ranks that were asked for different things write nothing, and the error names the odd one."""
@@ -239,9 +252,12 @@ def test_real_ranks_share_an_export(rank_pool, source, tmp_path):
 
 
 def export_on_rank_0(source, to):
-    if dist.get_rank() == 0:
-        return told(sk.export(source, to))
-    return None
+    if dist.get_rank() > 0:
+        return None
+    with pytest.raises(sk.CheckpointNotFound) as refused:
+        sk.export(to, to)
+    assert "group=" not in refused.value.hint
+    return told(sk.export(source, to))
 
 
 def test_rank_0_may_export_alone(rank_pool, source, tmp_path):

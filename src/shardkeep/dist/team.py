@@ -17,7 +17,7 @@ import msgspec
 
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.errors import CheckpointError, RanksDisagree, RanksSilent
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, RanksDisagree, RanksSilent, WrongSize
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,7 +113,11 @@ def team_of(group: ProcessGroup | World | None, title: str, *, timeout_s: float,
     try:
         with rendezvous(world, title) as meeting:
             yield Team(world, meeting)
-    except CheckpointError as error:
+    except (
+        CheckpointExists,
+        BlobNotFound,
+        WrongSize,
+    ) as error:  # what ranks raise that write to one place, each for itself
         if group is None and current_world(timeout_s=0.0).size > 1:
             share = "if all ranks make this call, pass group=torch.distributed.group.WORLD, and they share the work"
             error.hint = f"{error.hint}; {share}" if error.hint else share
