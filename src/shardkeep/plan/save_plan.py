@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -778,7 +779,8 @@ def merge_rank_trees(manifests: Sequence[RankManifest]) -> bytes:
 def merge_rank_values(by_rank: Sequence[bytes]) -> list[tuple[str, bytes]]:
     """Merge the `PlainValues` of all ranks, sorted by key; a key must have one value."""
     merged: dict[str, tuple[bytes, int]] = {}
-    for encoded, rank in {encoded: rank for rank, encoded in reversed(list(enumerate(by_rank)))}.items():
+    lowest = {encoded: rank for rank, encoded in reversed(list(enumerate(by_rank)))}
+    for encoded, rank in sorted(lowest.items(), key=itemgetter(1)):
         values = msgspec.msgpack.decode(encoded, type=PlainValues)
         for key, data in zip(*values, strict=True):
             known, first_rank = merged.setdefault(key, (data, rank))
