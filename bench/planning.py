@@ -2,11 +2,15 @@
 Planning at scale, simulated in one process: the time of rank 0 and of each rank for half a million shards.
 
 1,024 ranks x 500 sharded tensors, and the same with every shard held twice (HSDP); then an index of a million shards.
+`python bench/planning.py 1024 16384`: what one rank of so many reads of the index to load its shards of 1,000 tensors.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +21,8 @@ from shardkeep.engine.native_save import index_of, make_manifest, split_by_rank
 from shardkeep.engine.save_session import PlanRequest
 from shardkeep.format.boxes import Boxes
 from shardkeep.format.index import Chunks, Index, Tensors, decode_index, encode_index, strings_of
+from shardkeep.format.index_parts import PartialIndex, head_nbytes, parts_of
+from shardkeep.plan.load_plan import ReadRequests, plan_load
 from shardkeep.plan.save_plan import (
     RankManifest,
     common_part,
@@ -28,6 +34,8 @@ from shardkeep.plan.save_plan import (
 )
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
+
+T = TypeVar("T")
 
 
 def rank_state(rank: int, ranks: int, tensors: int, replicas: int) -> dict[str, object]:
@@ -86,22 +94,63 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     }
 
 
-def measure_index(shards: int = 1_000_000, tensors: int = 1_000) -> dict[str, float]:
-    """Seconds to encode an index of a million shards, to open it, and to find one tensor in it."""
-    each = shards // tensors
-    rows = np.arange(each) * 4
-    offsets = np.stack([np.tile(rows, tensors), np.zeros(shards, np.int64)], axis=1)
-    sizes = np.tile(np.array([[4, 8]]), (shards, 1))
+def index_of_rows(each: int, tensors: int) -> Index:
+    """An index of tensors that so many ranks have saved, each four rows of every tensor to a file of its own."""
+    shards, rows = each * tensors, np.arange(each) * 4
     count = np.zeros(tensors, np.uint8)
-    made = Index(
+    return Index(
         keys=strings_of(sorted(f"model.layers.{i}.weight".encode() for i in range(tensors))),
         tensors=Tensors(count + 9, count + 2, np.tile([[4 * each, 8]], (tensors, 1)), count, np.arange(tensors)),
         chunk_ends=np.arange(1, tensors + 1) * each,
-        chunks=Chunks(offsets, sizes, np.tile(np.arange(each), tensors), np.repeat(np.arange(tensors) * 128, each)),
+        chunks=Chunks(
+            np.stack([np.tile(rows, tensors), np.zeros(shards, np.int64)], axis=1),
+            np.tile(np.array([[4, 8]]), (shards, 1)),
+            np.tile(np.arange(each), tensors),
+            np.repeat(np.arange(tensors) * 128, each),
+        ),
         value_keys=strings_of([]),
         value_data=strings_of([]),
         make_tree=bytes,
     )
+
+
+def measure_rank(ranks: int, tensors: int) -> dict[str, float]:
+    """CPU seconds and bytes of index of one rank that loads its shard of every tensor; and what rank 0 adds for that."""
+    made = index_of_rows(ranks, tensors)
+    began = time.process_time()
+    parts = parts_of(made)
+    packed = time.process_time()
+    data = memoryview(encode_index(made, parts=parts))
+    reads: list[int] = []
+
+    def load(offset: int, nbytes: int, decode: Callable[[memoryview], T]) -> T:
+        reads.append(nbytes)
+        return decode(data[offset : offset + nbytes])
+
+    def all_of_it() -> Index:
+        raise AssertionError("a rank does not read the whole index")
+
+    own, shape = np.tile([[ranks // 2 * 4, 0]], (tensors, 1)), np.tile([[4, 8]], (tensors, 1))
+    wants = ReadRequests(own, shape, np.arange(tensors), np.arange(1, tensors + 1) * 128)
+    head = head_nbytes(bytes(data[: 1 << 16])) or 0
+    planning = time.process_time()
+    index = load(0, head, lambda found: PartialIndex(found, len(data), load, all_of_it, where="index"))
+    plan = plan_load(index.narrowed(wants.tensor, wants), wants, np.full(ranks, tensors * 128))
+    done = time.process_time()
+    return {
+        "chunks": ranks * tensors,
+        "index_mb": len(data) / 1e6,
+        "pack_s": packed - began,
+        "read_mb": sum(reads) / 1e6,
+        "reads": len(reads),
+        "a_rank_s": done - planning,
+        "runs": len(plan.runs),
+    }
+
+
+def measure_index(shards: int = 1_000_000, tensors: int = 1_000) -> dict[str, float]:
+    """Seconds to encode an index of a million shards, to open it, and to find one tensor in it."""
+    made = index_of_rows(shards // tensors, tensors)
     began = time.perf_counter()
     data = encode_index(made)
     encoded = time.perf_counter()
@@ -131,5 +180,7 @@ def run() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    for name, row in run().items():
+    ranks = [int(each) for each in sys.argv[1:]]
+    results = {f"a loading rank of {each}": measure_rank(each, 1000) for each in ranks} or run()
+    for name, row in results.items():
         print(name, {key: round(value, 3) for key, value in row.items()})

@@ -82,6 +82,8 @@ def test_planning_is_measured_with_what_the_engine_runs(monkeypatch):
         assert measured["shards"] == 24
         assert measured["chunks"] == 24 // replicas
     assert planning.measure_index(shards=1000, tensors=10)["boxes_found"] == 100
+    rank = planning.measure_rank(1000, 100)
+    assert (rank["runs"], rank["reads"]) == (100, 2)
 
 
 def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
