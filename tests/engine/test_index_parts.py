@@ -351,3 +351,26 @@ def test_an_honest_forger_of_parts_is_believed():
 
     assert torch.equal(sk.open(store)[KEY][...], saved_state()["model"]["layers.050.weight"])
     assert sk.open(store).verify().deep
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"head_nbytes": 1 << 40},
+        {"head_nbytes": -1},
+        {"head_nbytes": None},
+        {"head_checksum": None},
+        {"head_checksum": "xxh3_128:0"},
+        {"head_nbytes": 0, "head_checksum": checksum_text(digest(b""))},
+        {"head_nbytes": 12},
+    ],
+)
+def test_a_forged_head_is_refused(head):
+    """A head beyond the file, of no bytes, too short, or of which the record says only a part, is damage."""
+    blobs = many_chunks()
+    record = json.loads(blobs[RECORD_NAME])
+    record.pop("checksum")
+    record["index"] |= head
+
+    with pytest.raises(sk.DamagedCheckpoint):
+        sk.open(store_of({**blobs, RECORD_NAME: seal_record(json_text(record))}))

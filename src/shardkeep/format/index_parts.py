@@ -58,7 +58,7 @@ def _pack(columns: Iterable[npt.NDArray[Any]]) -> bytes:
         code, kept = "|u1", column
         if column.dtype != np.uint8:
             steps = np.diff(column, axis=0, prepend=0)
-            differ = np.flatnonzero((steps != steps[-1:]).reshape(-1, max(math.prod(steps.shape[1:]), 1)).any(axis=1))
+            differ = np.flatnonzero(steps != steps[-1:]) // max(math.prod(steps.shape[1:]), 1)
             kept = steps[: differ[-1] + 2 if len(differ) else 1]
             low, high = (int(kept.min()), int(kept.max())) if kept.size else (0, 0)
             code = next(code for code in _CODES if np.iinfo(code).min <= low and high <= np.iinfo(code).max)

@@ -30,7 +30,6 @@ FIRST_VERSION = 1
 """For checkpoints without codecs or sidecars, which every version of shardkeep reads."""
 MAX_RECORD_NBYTES = 256 << 20
 MOST_CHAINS = 256
-MOST_HEAD_NBYTES = 64 << 20
 _MAX_BLOB_NBYTES = 1 << 62
 """So that offsets and sizes fit into 63 bits."""
 _BLOCK_SIZES = frozenset(
@@ -280,10 +279,9 @@ def _check(record: Record, where: str) -> None:
 
 
 def _is_sound(blob: Blob, chains: int) -> bool:
-    if blob.head_nbytes is None or blob.head_checksum is None:
-        if (blob.head_nbytes, blob.head_checksum) != (None, None):
-            return False
-    elif not 0 <= blob.head_nbytes <= min(blob.nbytes, MOST_HEAD_NBYTES) or not _CHECKSUM.fullmatch(blob.head_checksum):
+    if (blob.head_nbytes is None) != (blob.head_checksum is None):
+        return False
+    if not 0 <= (blob.head_nbytes or 0) <= blob.nbytes or not _CHECKSUM.fullmatch(blob.head_checksum or blob.checksum):
         return False
     if blob.chain is None or blob.stored_nbytes is None or blob.table_checksum is None:
         return (blob.chain, blob.stored_nbytes, blob.table_checksum) == (None, None, None)
