@@ -133,3 +133,12 @@ def test_codecs_are_measured(tmp_path):
     samples.unlink()
     assert "2 threads: save" in run("codecs.py", "--mb", 1, "--rounds", 1, "--save", tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_curve_over_ranks():
+    """Simulated ranks make as many requests as real ones, and no key is left in the store."""
+    out = run("scale.py", "--only", "meetings", "--ranks", 12, "--real", 12, "--calls", 2)
+
+    real, simulated = (line.split() for line in out.splitlines() if line.split()[:1] == ["12"])
+    assert (real[1], simulated[1]) == ("real", "simulated")
+    assert real[-1] == simulated[-1] == "0"
