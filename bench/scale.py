@@ -6,27 +6,37 @@ simulated: a few processes with one connection each make the requests that `dist
 its pauses and in the sizes of issue 21 (58 KB sent and 28 KB received by each). Up to `--real` ranks, every rank is a thread
 that runs the real code on its own connection. What is not simulated: the network, and the connections of the ranks.
 
-`runs`: what `Checkpointer` decides at each step (`scale_runs.py`).
+`--only runs`: what `Checkpointer.step` and many checkpoints cost (`scale_runs.py`, which gets the other arguments).
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
-import importlib.util
 import multiprocessing
+import runpy
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore
 
 from shardkeep.dist import kv
-from shardkeep.dist.rendezvous import RankActivity, RankMessage, decode_reply, encode, rendezvous
+from shardkeep.dist.rendezvous import (
+    LOG_RANKS,
+    LOGGED_BYTES,
+    RankActivity,
+    RankMessage,
+    decode_reply,
+    encode,
+    rendezvous,
+)
 from shardkeep.dist.world import World
 
 if TYPE_CHECKING:
@@ -61,7 +71,7 @@ class CountingStore:
     """A store that counts its requests and their bytes."""
 
     def __init__(self, store: Any) -> None:
-        self.requests = self.nbytes = 0
+        self.requests = self.answered = self.nbytes = 0
         self._store = store
 
     def has_extended_api(self) -> bool:
@@ -73,6 +83,7 @@ class CountingStore:
         def counted(*arguments: Any) -> Any:
             answer = request(*arguments)
             self.requests += 1
+            self.answered += name not in ("set", "append")
             self.nbytes += _nbytes(arguments) + _nbytes(answer)
             return answer
 
@@ -108,35 +119,31 @@ def _peak_mb() -> float:
 # -- simulated ranks -------------------------------------------------------------------------------------------
 
 
-def polling(there: Any, ranks: int) -> Iterator[float]:
-    """Wait as `KVMailbox.wait` does; gives the pauses."""
-    slowest_s, quickest_s = max(0.1, ranks / kv.CHECKS_PER_S), max(0.0005, ranks / kv.CHECKS_PER_S / 10)
-    began = time.monotonic()
-    while not there():
-        yield min(slowest_s, max(quickest_s, (time.monotonic() - began) / 4))
-
-
 def simulated_rank(store: Any, rank: int, ranks: int, meetings: list[Meeting]) -> Iterator[float]:
     """Make the requests of a rank that is not rank 0; gives the pauses."""
+    slowest_s, quickest_s = kv.longest_pause_s(ranks), max(0.0005, ranks / kv.CHECKS_PER_S / 5)
     call = store.add(f"calls/{rank}", 1)
-    store.set(f"doing/{rank}", b"w" + encode(RankActivity(call, 0, "", TITLE)))
-    present = 0
+    store.set(f"doing/{rank}", b"w" + encode(RankActivity(call, 0, meetings[0].phase, TITLE)))
     for step, meeting in enumerate(meetings):
-        store.set(f"doing/{rank}", b"w" + encode(RankActivity(call, step, meeting.phase, TITLE)))
-        message = RankMessage(title=TITLE, phase=meeting.phase, payload=b"x" * meeting.sent_nbytes)
-        store.set(f"{call}/{step}/in/{rank}", b"w" + encode(message))
-        key = f"{call}/{step}/out/{rank}"
-        yield from polling(lambda key=key: store.check([key]), ranks)
-        reply = decode_reply(store.multi_get([key])[0][1:])
-        store.delete_key(key)
-        present = reply.present
-        if reply.shared:
-            store.multi_get([reply.shared])
-            if store.add(f"{reply.shared}/read", 1) == reply.readers:
-                store.delete_key(reply.shared)
-                store.delete_key(f"{reply.shared}/read")
-    if store.add(f"{call}/parted", 1) == present:
-        store.set(f"{call}/over", b"w")
+        message = encode(RankMessage(title=TITLE, phase=meeting.phase, payload=b"x" * meeting.sent_nbytes))
+        own, long = f"{call}/{step}/own/{rank}", len(message) > LOGGED_BYTES
+        if long:
+            store.set(own, b"w" + message)
+        entry = bytes([long]) + rank.to_bytes(4, "little") + (b"" if long else message)
+        store.append(f"{call}/{step}/in/{rank // LOG_RANKS}", len(entry).to_bytes(4, "little") + entry)
+        began = time.monotonic()
+        yield min(slowest_s, quickest_s + ranks * len(message) * long / kv.BYTES_PER_S)
+        while (raw := store.compare_set(f"{call}/{step}/out", b"?", b"?")) == b"?":
+            yield min(slowest_s, max(quickest_s, (time.monotonic() - began) / 4))
+        reply = decode_reply(raw[1:])
+        if reply.own:
+            store.compare_set(own, b"?", b"?")
+            store.delete_key(own)
+        elif long:
+            store.delete_key(own)
+    if store.add(f"{call}/parted", 1) == reply.present:
+        for key in ("parted", f"{len(meetings) - 2}/out", f"{len(meetings) - 1}/out"):
+            store.delete_key(f"{call}/{key}")
 
 
 def run_simulated(store: Any, ranks: list[int], world_size: int, meetings: list[Meeting]) -> None:
@@ -171,14 +178,16 @@ def work(pipe: Connection, port: int) -> None:
         pipe.send("ready")
         for _ in range(calls):
             pipe.recv()
-            before = sum(store.requests for store in stores), sum(store.nbytes for store in stores)
+            before = total(stores)
             if real:
                 run_real(stores, ranks, world_size, meetings)
             else:
                 run_simulated(stores[0], ranks, world_size, meetings)
-            pipe.send(
-                (sum(store.requests for store in stores) - before[0], sum(store.nbytes for store in stores) - before[1])
-            )
+            pipe.send([now - then for now, then in zip(total(stores), before, strict=True)])
+
+
+def total(stores: list[CountingStore]) -> list[int]:
+    return [sum(each) for each in zip(*((one.requests, one.answered, one.nbytes) for one in stores), strict=True)]
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------------------
@@ -196,6 +205,8 @@ class Measured:
     """Of the store's process."""
     requests: float
     """For each rank and meeting."""
+    answered: float
+    """Those of them that wait for an answer: a store does not confirm what is set or appended."""
     mbytes: float
     keys: int
     """Left in the store by the second and later calls."""
@@ -234,7 +245,7 @@ def measure(
         pipe.recv()
     keys = 0
     for _ in range(calls):
-        before, cpu_s, store_cpu_s = (store.requests, store.nbytes), time.process_time(), ask(host)[0]
+        before, cpu_s, store_cpu_s = total([store]), time.process_time(), ask(host)[0]
         began = time.monotonic()
         for pipe in pipes:
             pipe.send("go")
@@ -242,11 +253,12 @@ def measure(
         others = [pipe.recv() for pipe in pipes]
         seconds, cpu_s = time.monotonic() - began, time.process_time() - cpu_s
         store_cpu_s = ask(host)[0] - store_cpu_s
-        requests = store.requests - before[0] + sum(each for each, _ in others)
-        nbytes = store.nbytes - before[1] + sum(each for _, each in others)
+        own = [now - then for now, then in zip(total([store]), before, strict=True)]
+        requests, answered, nbytes = map(sum, zip(own, *others, strict=True))
         keys, keys_before = store.num_keys(), keys
-        each = requests / ranks / len(meetings)
-        found.append(Measured(seconds, on_rank_0_s, cpu_s, store_cpu_s, each, nbytes / 1e6, keys - keys_before))
+        visits = ranks * len(meetings)
+        each = requests / visits, answered / visits
+        found.append(Measured(seconds, on_rank_0_s, cpu_s, store_cpu_s, *each, nbytes / 1e6, keys - keys_before))
     return found
 
 
@@ -268,11 +280,11 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
     meetings, began = save_meetings(sent_nbytes), time.monotonic()
     print(f"three meetings of a save, {sent_nbytes / 1e3:g} KB sent by each rank, median of {calls} calls")
     print(
-        f"{'':>7}  {'':<10} {'':>9} {'rank 0':>9} {'its':>8} {'CPU of':>9} {'requests':>9} {'through':>11} {'keys':>4}"
+        f"{'':>7}  {'':<10} {'':>9} {'rank 0':>9} {'its':>8} {'CPU of':>9} {'requests':>9} {'of them':>8} {'through':>11} {'keys':>4}"
     )
     print(
         f"{'ranks':>7}  {'ranks are':<10} {'call':>9} {'is done':>9} {'CPU':>8} {'store':>9} {'/rank/mtg':>9}"
-        f" {'the store':>11} {'left':>4}"
+        f" {'answered':>8} {'the store':>11} {'left':>4}"
     )
     for real, ranks in [(True, each) for each in sizes if each <= real_to] + [(False, each) for each in sizes]:
         if time.monotonic() - began > budget_s * (0.3 if ranks >= 16384 else 0.6):
@@ -282,7 +294,7 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
         middle = sorted(found, key=lambda each: each.seconds)[len(found) // 2]
         print(
             f"{ranks:>7}  {'real' if real else 'simulated':<10} {middle.seconds:>7.3f} s {middle.on_rank_0_s:>7.3f} s"
-            f" {middle.cpu_s:>6.2f} s {middle.store_cpu_s:>7.2f} s {middle.requests:>9.2f} {middle.mbytes:>8.1f} MB"
+            f" {middle.cpu_s:>6.2f} s {middle.store_cpu_s:>7.2f} s {middle.requests:>9.2f} {middle.answered:>8.2f} {middle.mbytes:>8.1f} MB"
             f" {max((each.keys for each in found[1:]), default=0):>4}",
             flush=True,
         )
@@ -295,18 +307,21 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["meetings", "runs"], help="one part (all)")
+    parser.add_argument("--only", choices=["meetings", "runs"], default="meetings", help="which part")
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="sizes of the job")
     parser.add_argument("--real", type=int, default=256, help="the largest job whose ranks are real, too")
     parser.add_argument("--calls", type=int, default=3, help="calls of each size")
     parser.add_argument("--sent", type=int, default=58_000, help="bytes that each rank sends with its manifest")
     parser.add_argument("--budget-s", type=float, default=110, help="no larger size begins after a part of this time")
-    args = parser.parse_args()
+    args, others = parser.parse_known_args()
+    if args.only == "runs":
+        sys.argv = ["scale_runs.py", *others]
+        runpy.run_path(str(Path(__file__).with_name("scale_runs.py")), run_name="__main__")
+        return
+    if others:
+        parser.error(f"unknown: {' '.join(others)}")
     threading.stack_size(256 << 10)
-    if args.only in (None, "meetings"):
-        meetings_part(args.ranks, args.real, args.calls, args.sent, args.budget_s)
-    if args.only in (None, "runs") and importlib.util.find_spec("scale_runs"):
-        importlib.import_module("scale_runs").main()
+    meetings_part(args.ranks, args.real, args.calls, args.sent, args.budget_s)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def test_a_message_arrives_and_leaves_nothing_behind(store, mailbox, nbytes):
     mailbox.put("letter", body[:nbytes])
     mailbox.put("postcard", b"\x00\xff")
 
-    assert mailbox.take(["letter", "postcard"]) == [body[:nbytes], b"\x00\xff"]
+    assert mailbox.read(["letter", "postcard"]) == [body[:nbytes], b"\x00\xff"]
+    mailbox.drop("letter", nbytes)
+    mailbox.drop("postcard")
     assert not mailbox.there("letter")
     assert store.num_keys() == before
 
@@ -46,7 +48,29 @@ def test_more_messages_than_one_request_reads(mailbox):
     for name in names:
         mailbox.put(name, name.encode())
 
-    assert mailbox.take(names) == [name.encode() for name in names]
+    assert mailbox.read(names) == [name.encode() for name in names]
+
+
+def test_a_log_has_what_was_appended_in_its_order_until_it_is_dropped(store, mailbox):
+    bodies = [b"", b"?", b"\x00\xff", b"x" * 5000]
+    before = store.num_keys()
+
+    assert mailbox.entries("log") == []
+    for body in bodies:
+        mailbox.append("log", body)
+    assert mailbox.entries("log") == bodies
+    mailbox.drop_log("log")
+
+    assert mailbox.entries("log") == []
+    assert store.num_keys() == before
+
+
+@pytest.mark.parametrize("body", [b"", b"?", b"x" * (2 * PIECE_BYTES + 1)], ids=["empty", "short", "long"])
+def test_a_look_at_a_message_returns_at_once(mailbox, body):
+    assert mailbox.peek("letter") is None
+    mailbox.put("letter", body)
+
+    assert mailbox.peek("letter") == body
 
 
 def test_waiting_ends_with_its_time_in_silence(mailbox, capfd):
@@ -54,7 +78,7 @@ def test_waiting_ends_with_its_time_in_silence(mailbox, capfd):
     mailbox.put("first", b"")
     began = time.monotonic()
 
-    assert not mailbox.wait(["first", "second"], 0.3)
+    assert mailbox.poll(lambda: mailbox.peek("second"), 0.3) is None
     assert 0.3 <= time.monotonic() - began < 1
     assert capfd.readouterr().err == ""
 
@@ -68,7 +92,7 @@ def test_a_visit_that_hangs_is_left_behind_and_ends_at_its_next_look(store, monk
     def errand(mailbox):
         visitors.append(threading.current_thread())
         release.wait(10)
-        return mailbox.wait(["never"], 60)
+        return mailbox.poll(lambda: mailbox.peek("never"), 60)
 
     with pytest.raises(StoreUnreachable, match=r"did not answer for 0\.3 s"):
         with_mailbox(store, 2, errand, within_s=0.2)

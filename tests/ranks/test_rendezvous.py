@@ -4,11 +4,15 @@ import contextlib
 import hashlib
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
+from shardkeep.dist import rendezvous as rendezvous_module
 from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
@@ -255,6 +259,105 @@ def count_keys(sizes, times):
 @pytest.mark.parametrize(("sizes", "times"), [([0, 5000, 0], 100), ([0, 2 * PIECE_BYTES], 1)], ids=["many", "long"])
 def test_calls_leave_no_keys(rank_pool, sizes, times):
     assert len(set(rank_pool.run(3, count_keys, sizes, times)[0])) == 1
+
+
+def on_all_ranks(stores, work):
+    """Run `work` on a thread for each store, which is a rank's own."""
+    worlds = [World(number, len(stores), store, timeout_s=30) for number, store in enumerate(stores)]
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(work, worlds))
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def stores(request, tmp_path):
+    """Five connections to one store of each of torch's kinds, which differ in what they can do."""
+    if request.param == "hash":
+        return [PrefixStore("a", HashStore())] * 5
+    if request.param == "file":
+        return [PrefixStore("a", FileStore(str(tmp_path / "store"), 5)) for _ in range(5)]
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [PrefixStore("a", TCPStore("127.0.0.1", server.port, is_master=False)) for _ in range(4)] + [server]
+
+
+def save_in_three_phases(world):
+    with rendezvous(world, "save to a") as meeting:
+        planned = meeting.agree("plan", lambda: b"%d" % world.rank * 200, echo)
+        written = meeting.agree("write", lambda: b"%d" % world.rank, lambda said: [b"".join(said)] * len(said))
+        return planned[-2:], written, meeting.agree("commit", bytes, lambda said: [b"c"] * len(said))
+
+
+@pytest.mark.parametrize("ranks_per_log", [2, 32])
+def test_ranks_meet_through_each_kind_of_store(stores, monkeypatch, ranks_per_log):
+    """1,000 saves leave no more keys than the first."""
+    monkeypatch.setattr(rendezvous_module, "LOG_RANKS", ranks_per_log)
+    stores[-1] = stores[-1] if isinstance(stores[-1], PrefixStore) else PrefixStore("a", stores[-1])
+    saved = [(b">%d" % number, b"01234", b"c") for number in range(5)]
+
+    assert on_all_ranks(stores, save_in_three_phases) == saved
+    before = stores[0].num_keys()
+    assert on_all_ranks(stores, lambda world: [save_in_three_phases(world) for _ in range(200)][-1]) == saved
+    assert stores[0].num_keys() == before
+
+
+LOOKS = {"compare_set", "check", "has_extended_api"}
+"""Requests by which a rank looks whether something is there, and how often it does depends on time."""
+
+
+class CountingStore:
+    """Counts the requests that a rank makes, by their kind."""
+
+    def __init__(self, store):
+        self.requests = Counter()
+        self._store = store
+
+    def __getattr__(self, name):
+        self.requests[name] += 1
+        return getattr(self._store, name)
+
+
+def test_a_rank_makes_few_requests_and_rank_0_not_many_more(monkeypatch):
+    """Apart from looks at what is awaited, a rank makes a few requests in each phase, and rank 0 one for each log."""
+    monkeypatch.setattr(rendezvous_module, "NOTE_S", 60)  # however busy the machine is
+    store = HashStore()
+    stores = [CountingStore(store) for _ in range(48)]
+
+    def save(world):
+        with rendezvous(world, "save to a") as meeting:
+            for phase in ("plan", "write", "commit"):
+                meeting.agree(phase, lambda: b"%d" % world.rank, lambda said: [b"ok"] * len(said))
+
+    on_all_ranks(stores, save)
+
+    rank_0, *others = ({kind: n for kind, n in one.requests.items() if kind not in LOOKS} for one in stores)
+    last_to_leave = {"add": 2, "set": 1, "append": 3, "delete_key": 3}
+    others.remove(last_to_leave)
+    assert others == [{"add": 2, "set": 1, "append": 3}] * 46
+    notes, replies, logs, replies_read = 3, 3, 2 * 3, 2
+    assert rank_0 == {"add": 1, "set": notes + replies, "delete_key": logs + replies_read}
+
+
+def count_keys_when_leaving(leaving):
+    """Count the keys that remain when a rank leaves between two phases, and then all make a call again."""
+    counts = []
+    for who in (None, leaving):
+        with (
+            contextlib.suppress(CheckpointError, OSError),
+            rendezvous(current_world(timeout_s=5), "save to a") as meeting,
+        ):
+            meeting.agree("plan", lambda: b"x" * 5000, echo)
+            if rank() == who:
+                raise OSError("lost my disk")
+            meeting.agree("write", lambda: b"x" * 50, echo)
+        ask_for_rank()
+        dist.barrier()
+        counts.append(current_world(timeout_s=5).store.num_keys())
+        dist.barrier()
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_rank_that_leaves_leaves_no_keys(rank_pool, leaving):
+    assert rank_pool.run(3, count_keys_when_leaving, leaving) == [0] * 3
 
 
 def test_a_single_rank_sees_its_own_exceptions():

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore
 import shardkeep as sk
 from shardkeep import dcp
 from shardkeep.dist import kv as mailbox
+from shardkeep.dist import rendezvous as rendezvous_module
 from shardkeep.dist.kv import PIECE_BYTES
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import current_world
@@ -182,6 +183,22 @@ def test_rank_0_stays_until_the_others_have_its_answer(rank_pool, failing):
     assert [one.answer for one in outcomes] == ([None, None] if failing else [b",,>1", b",,>2"])
 
 
+def vanish_when_others_pause():
+    """Rank 0 ends right after its call, while the others, as if they were many, look for its answer seldom."""
+    with mock.patch.multiple(mailbox, CHECKS_PER_S=0.1), mock.patch.multiple(rendezvous_module, LINGER_S=0.0):
+        outcome = ask_once(lambda: time.sleep(0.6 * (rank() == 0)) or b"", timeout_s=2.0)
+    if rank() == 0:
+        os._exit(0)
+    return outcome
+
+
+def test_rank_0_stays_longer_than_the_longest_pause_of_the_others(rank_pool):
+    outcomes = rank_pool.run(3, vanish_when_others_pause, expect_death=[0], store_on="rank0")[1:]
+
+    assert [one.message for one in outcomes] == ["", ""]
+    assert [one.answer for one in outcomes] == [b",,>1", b",,>2"]
+
+
 def differ(what):
     odd = rank() == 1
     title = "load from b" if odd and what == "title" else "save to a"
@@ -204,6 +221,12 @@ def test_ranks_in_different_calls_learn_who_called_what(rank_pool, what, message
         assert next_outcome.kind == ""
 
 
+def wait_without_blocking_the_store():
+    while not signs().check(["done"]):
+        time.sleep(0.02)
+    return b""
+
+
 def last_seen(absent):
     if absent != "from the start":
         ask_once(bytes, title="load from b")
@@ -211,7 +234,17 @@ def last_seen(absent):
         if absent == "in the call":
             with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a"):
                 signs().wait(["done"])
+        if absent == "in a later phase":
+            with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
+                ask(meeting, "plan", bytes)
+                ask(meeting, "write", wait_without_blocking_the_store)
         return ""
+    if absent == "in a later phase":
+        with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
+            ask(meeting, "plan", bytes)
+            outcome = ask(meeting, "write", bytes)
+            signs().set("done", "")
+        return outcome.message.splitlines()[0]
     outcome = ask_once(bytes, timeout_s=TIMEOUT_S)
     signs().set("done", "")
     return outcome.message.splitlines()[0]
@@ -223,6 +256,7 @@ def last_seen(absent):
         ("from the start", "it has made no call yet"),
         ("since a call", "it has not made call 2; its last was call 1, 'load from b'"),
         ("in the call", "it has begun this call, but no phase of it"),
+        ("in a later phase", "it was last seen in 'write'"),
     ],
 )
 def test_of_a_silent_rank_is_said_what_it_did_last(rank_pool, absent, what):
@@ -332,26 +366,31 @@ def test_a_silent_rank_is_not_waited_for_twice(rank_pool):
 
 
 def count_keys_when_late(late):
+    """Make a call of two phases, in the second of which some ranks come late."""
+
     def work():
-        if late and rank() == 1:
+        if rank() in late:
             signs().wait(["done 0"])
-        return b"x" * 2 * PIECE_BYTES
+        return b"x" * (PIECE_BYTES + 1)
 
     dist.barrier()
     before = current_world(timeout_s=TIMEOUT_S).store.num_keys()
     dist.barrier()
-    outcome = ask_once(work, timeout_s=TIMEOUT_S)
+    with rendezvous(current_world(timeout_s=TIMEOUT_S), "save to a") as meeting:
+        ask(meeting, "plan", bytes)
+        outcome = ask(meeting, "write", work, lambda said: [b""] * len(said))
     signs().set(f"done {rank()}", "")
     dist.barrier()
     return outcome.kind, current_world(timeout_s=TIMEOUT_S).store.num_keys() - before
 
 
-def test_a_late_rank_removes_its_keys(rank_pool):
-    kind, in_time = rank_pool.run(2, count_keys_when_late, False)[0]
-    late_kind, late = rank_pool.run(2, count_keys_when_late, True)[0]
+@pytest.mark.parametrize("late", [[1], [1, 3], [1, 2, 3]])
+def test_late_ranks_remove_their_keys(rank_pool, late):
+    kind, in_time = rank_pool.run(4, count_keys_when_late, [])[0]
+    late_kind, left = rank_pool.run(4, count_keys_when_late, late)[0]
 
     assert (kind, late_kind) == ("", "RanksSilent")
-    assert late == in_time
+    assert left == in_time
 
 
 def interrupted_while_waiting():

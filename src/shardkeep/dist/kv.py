@@ -1,14 +1,15 @@
 """
-Messages between ranks in torch's key-value store: a rank puts a message under a key, and its reader deletes it.
+Messages between ranks in torch's key-value store: values under keys of their own, and logs that many ranks append to.
 
 Two properties of torch's stores shape this module. A TCPStore client does one thing at a time behind a lock, and logs two lines
 for each `wait` that times out: a long wait would stall the training loop's own use of the store, and fill its log. So
-waits poll with `check`, which is short and silent, ever more slowly as the wait grows. And a call never returns if the machine
+waits poll, which is short and silent, ever more slowly as the wait grows. And a call never returns if the machine
 that hosts the store vanishes. So every use of the store runs on a thread that is abandoned when its time is up.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import Future
@@ -29,10 +30,18 @@ GRACE_S = 2.0
 """How long past its deadline a use of the store may take before its thread is abandoned."""
 LATE_S = 10.0
 """After how long a wait is worth a word."""
-CHECKS_PER_S = 2000
-"""How many checks a second all ranks together make in a long wait."""
+CHECKS_PER_S = 8000
+"""How many checks a second all ranks together make in a long wait; five times as many when it begins."""
+BYTES_PER_S = 500e6
+"""How fast a store takes the messages of all ranks."""
 
 _WHOLE, _PIECES = b"w", b"p"
+_ABSENT = b"?"
+
+
+def longest_pause_s(ranks: int) -> float:
+    """Return how long each of `ranks` pauses between two checks in a long wait."""
+    return max(0.1, ranks / CHECKS_PER_S)
 
 
 class StoreUnreachable(Exception):
@@ -43,14 +52,24 @@ class KVMailbox:
     """A rank's use of the store, inside `with_mailbox`."""
 
     def __init__(self, store: Store, ranks: int, stop: threading.Event) -> None:
+        """`ranks`: how many ranks wait at the same time as this one."""
         self._store = store
-        self._slowest_s = max(0.1, ranks / CHECKS_PER_S)
-        self._quickest_s = max(0.0005, ranks / CHECKS_PER_S / 10)
-        self._stop = stop
+        self._extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing from the stub
+        self._slowest_s = longest_pause_s(ranks)
+        self._quickest_s = max(0.0005, ranks / CHECKS_PER_S / 5)
+        self._ranks, self._stop = ranks, stop
 
     def count(self, key: str) -> int:
         """Add one to the counter `key` and return it."""
         return self._store.add(key, 1)
+
+    def answer_s(self, nbytes: int) -> float:
+        """Return how long an answer takes at least, if each rank sends a message of `nbytes`."""
+        return self._quickest_s + self._ranks * nbytes / BYTES_PER_S
+
+    def counted(self, key: str) -> int:
+        """Return the counter `key`."""
+        return int(self._peek(key) or 0)
 
     def put(self, key: str, body: bytes) -> None:
         """Put `body` at `key`. A reader that sees the key finds all of it."""
@@ -63,45 +82,72 @@ class KVMailbox:
         # The key itself comes last, so that a reader that sees it finds every piece.
         self._set(key, _PIECES + str(len(starts)).encode())
 
-    def wait(self, keys: Sequence[str], within_s: float, late: Callable[[float], object] | None = None) -> bool:
-        """Wait until all `keys` are there; False when the time is up. `late` is called a few times in a long wait."""
-        began, late_s = time.monotonic(), LATE_S
-        while not self._store.check(list(keys)):
+    def append(self, log: str, body: bytes) -> None:
+        """Append `body`, which is short, to a log. Readers find the bodies in their order."""
+        if self._extended:
+            self._store.append(log, len(body).to_bytes(4, "little") + body)  # type: ignore[attr-defined]  # as above
+        else:
+            self.put(f"{log}/{self.count(log)}", body)
+
+    def entries(self, log: str) -> list[bytes]:
+        """Return what was appended to a log so far."""
+        if not self._extended:
+            numbers = range(1, self.counted(log) + 1)
+            return [body for number in numbers if (body := self.peek(f"{log}/{number}")) is not None]
+        whole, at, bodies = self._peek(log) or b"", 0, list[bytes]()
+        while at < len(whole):
+            end = at + 4 + int.from_bytes(whole[at : at + 4], "little")
+            bodies.append(whole[at + 4 : end])
+            at = end
+        return bodies
+
+    def drop_log(self, log: str) -> None:
+        for number in () if self._extended else range(1, self.counted(log) + 1):
+            self._store.delete_key(f"{log}/{number}")
+        self._store.delete_key(log)
+
+    def poll(
+        self,
+        look: Callable[[], T | None],
+        within_s: float,
+        late: Callable[[float], object] | None = None,
+        *,
+        pause_s: float = 0.0,
+        longest_pause_s: float = math.inf,
+    ) -> T | None:
+        """
+        Call `look`, the first time after `pause_s`, until it finds something; None when the time is up.
+
+        `late` is called a few times in a long wait.
+        """
+        began, late_s, waited = time.monotonic(), LATE_S, 0.0
+        slowest_s = min(self._slowest_s, longest_pause_s)
+        while waited < within_s:
+            if self._stop.wait(min(pause_s, slowest_s, within_s - waited)):
+                raise StoreUnreachable("the caller has left")
+            if (found := look()) is not None:
+                return found
             waited = time.monotonic() - began
-            if waited >= within_s:
-                return False
             if late is not None and waited >= late_s:
                 late(waited)
                 late_s *= 3  # seldom, because it may look at a key of each rank
-            pause = min(self._slowest_s, max(self._quickest_s, waited / 4), within_s - waited)
-            if self._stop.wait(pause):
-                raise StoreUnreachable("the caller has left")
-        return True
+            pause_s = max(self._quickest_s, waited / 4)
+        return None
 
     def there(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
     def peek(self, key: str) -> bytes | None:
-        """Read a message of one piece by one request, which does not wait; None if there is none."""
-        # Not `get`, which asks twice, and waits for minutes, behind the lock, for a key that is not there.
-        found: bytes = self._store.compare_set(key, "?", "?")
-        return found[1:] if found[:1] == _WHOLE else None
+        """Read the message at `key`, or return None if there is none."""
+        head = self._peek(key)
+        return None if head is None else self._body(key, head)
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Read the messages at `keys`, all of which must exist."""
         bodies: list[bytes] = []
         for start in range(0, len(keys), BATCH):
             batch = keys[start : start + BATCH]
-            for key, head in zip(batch, self._get(batch), strict=True):
-                pieces = [] if head[:1] == _WHOLE else [f"{key}/{piece}" for piece in range(int(head[1:]))]
-                bodies.append(b"".join(self._get(pieces)) if pieces else head[1:])
-        return bodies
-
-    def take(self, keys: Sequence[str]) -> list[bytes]:
-        """Read the messages at `keys`, all of which must exist, and delete them."""
-        bodies = self.read(keys)
-        for key, body in zip(keys, bodies, strict=True):
-            self.drop(key, len(body))
+            bodies += [self._body(key, head) for key, head in zip(batch, self._get(batch), strict=True)]
         return bodies
 
     def drop(self, key: str, nbytes: int = 0) -> None:
@@ -115,9 +161,18 @@ class KVMailbox:
         self._store.set(key, value)  # type: ignore[arg-type]  # the stub says str; bytes go through unchanged
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
-        if self._store.has_extended_api():  # type: ignore[attr-defined]  # missing from the stub
-            return self._store.multi_get(list(keys))
-        return [self._store.get(key) for key in keys]
+        return self._store.multi_get(list(keys)) if self._extended else [self._store.get(key) for key in keys]
+
+    def _peek(self, key: str) -> bytes | None:
+        # `get` would wait for a key that is absent. This changes nothing, because no value is `_ABSENT`, and returns the value
+        # or, if there is none, `_ABSENT`: one request, where `check` and `get` are two.
+        value = self._store.compare_set(key, _ABSENT, _ABSENT)  # type: ignore[arg-type]  # bytes, as in `_set`
+        return None if value == _ABSENT else value
+
+    def _body(self, key: str, head: bytes) -> bytes:
+        if head[:1] == _WHOLE:
+            return head[1:]
+        return b"".join(self._get([f"{key}/{piece}" for piece in range(int(head[1:]))]))
 
 
 def with_mailbox(store: Store, ranks: int, errand: Callable[[KVMailbox], T], *, within_s: float) -> T:

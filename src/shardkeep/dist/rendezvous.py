@@ -3,29 +3,37 @@ A call that all ranks make together, phase by phase; a failure on any rank is ra
 
 In each phase every rank does its work, rank 0 decides from all contributions, and every rank gets its answer, or all raise the same
 error. Ranks communicate only through the key-value store of their world, in plain data. A rank that fails, leaves or dies never
-makes the others wait past their deadline, and each key of a call is deleted by its reader.
+makes the others wait past their deadline, and no key of a call stays behind.
 
-The keys of a world, where CALL counts the calls of each rank and STEP the phases of a call:
+In a phase a rank appends its message to a log that it shares with a few others, and polls one key, which is the same for all
+ranks. Rank 0 reads the logs one after the other, so its requests are a small part of the number of ranks. If all ranks get the
+same answer, it is in that one key. The keys of a world, where CALL counts the calls of each rank, STEP the phases of a call, and
+LOG has the messages of `LOG_RANKS` ranks:
 
     calls/RANK              how many calls this rank has made
     doing/RANK              what this rank is doing, for the message if it does not answer
-    CALL/STEP/in/RANK       this rank's message to rank 0
-    CALL/STEP/out/RANK      rank 0's reply to this rank
+    CALL/STEP/in/LOG        the messages of some ranks to rank 0
+    CALL/STEP/out           rank 0's reply to all ranks; deleted when all of them have gone on
+    CALL/STEP/own/RANK      a message that is too long for a log, then rank 0's answer to this rank, if the answers differ
     CALL/STEP/all/N         a long answer that several ranks share, and how many have read it
-    CALL/parted, CALL/over  let rank 0, whose process may host the store, leave last
+    CALL/STEP/late          how many ranks have read that rank 0 had stopped waiting for them; the last deletes the reply
+    CALL/parted             how many ranks have left the call; the last deletes the last reply, which rank 0 waits for, because
+                            its process may host the store
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from shardkeep.dist.kv import CHECKS_PER_S, KVMailbox, StoreUnreachable, with_mailbox
+from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, with_mailbox
 from shardkeep.dist.rank_errors import (
     ALL_CALL,
     GroupError,
@@ -66,24 +74,34 @@ class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's reply to a rank."""
+    """Rank 0's reply to all ranks."""
 
     body: bytes = b""
+    """The answer, the same for all ranks."""
+    own: bool = False
+    """Each rank has an answer of its own instead, an `OwnAnswer`."""
     failed: bool = False
     """The body is a `GroupError`."""
-    missed: bool = False
-    """Rank 0 had stopped waiting for this rank."""
+    missed: list[int] = []
+    """Ranks for which rank 0 had stopped waiting, and which may read this later."""
+    present: int = 0
+    """How many ranks are expected to read their answer."""
+
+
+class OwnAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's answer to one rank."""
+
+    body: bytes = b""
     shared: str = ""
     """Key of the body, if several ranks share it."""
     readers: int = 0
     """How many ranks read that key; the last deletes it."""
-    present: int = 0
-    """How many ranks are expected to read their answer."""
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_message = msgspec.msgpack.Decoder(RankMessage).decode
 decode_reply = msgspec.msgpack.Decoder(CoordinatorReply).decode
+decode_own = msgspec.msgpack.Decoder(OwnAnswer).decode
 decode_group_error = msgspec.msgpack.Decoder(GroupError).decode
 decode_activity = msgspec.msgpack.Decoder(RankActivity).decode
 
@@ -95,7 +113,16 @@ log = logging.getLogger("shardkeep")
 LINGER_S = 5.0
 """How long rank 0 waits at the end of a call for the others to read its answer, at least."""
 SHARED_BYTES = 4096
-"""An answer of at least this length that several ranks get is stored once."""
+"""An answer of at least this length that several ranks get is stored once, even if others get another."""
+LOG_RANKS = 32
+"""How many ranks append their messages to one log."""
+LOGGED_BYTES = 4096
+"""The longest message in a log, because a TCPStore copies the whole value each time that something is appended."""
+NOTE_S = 0.1
+"""How long the work of a rank takes before it notes what it does. In the first phase of a call it does so at once."""
+
+_SAID, _LONG, _LEFT = 0, 1, 2
+"""Whether an entry of a log is a message, stands for a long one, or says that the rank left or gave up."""
 
 
 class _NoAnswer(StoreUnreachable):
@@ -124,6 +151,8 @@ class Rendezvous:
         self._silent: dict[int, str] = {}
         self._left = False
         self._cut = False
+        # Key and length of rank 0's last reply, if those who go on from it are all that read it.
+        self._last_out: tuple[str, int] | None = None
 
     def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
         """
@@ -154,11 +183,11 @@ class Rendezvous:
         message = RankMessage(title=self._title, phase=phase)
         cause: Exception | None = None
         try:
-            self._visit(lambda mailbox: self._note(mailbox, phase))
-            try:
-                message = replace(message, payload=work())
-            except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
-                message, cause = replace(message, failure=describe_error(error)), error
+            with self._noted(phase):
+                try:
+                    message = replace(message, payload=work())
+                except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
+                    message, cause = replace(message, failure=describe_error(error)), error
             if self._world.rank == 0:
                 answer, cause = self._lead(message, cause, decide)
             else:
@@ -197,25 +226,47 @@ class Rendezvous:
     def _gather(self) -> dict[int, RankMessage]:
         """Collect the messages of the other ranks; note which left and which do not answer."""
         gone = self._departed.keys() | self._silent.keys()
-        awaited = {rank: self._key("in", rank) for rank in range(1, self._world.size) if rank not in gone}
-        timeout_s = self._world.timeout_s
+        awaited = {rank for rank in range(1, self._world.size) if rank not in gone}
+        timeout_s, step = self._world.timeout_s, self._step
+        raw: dict[int, bytes] = {}
+        logs = sorted({rank // LOG_RANKS for rank in awaited}, reverse=True)
 
-        def errand(mailbox: KVMailbox) -> tuple[dict[int, bytes], dict[int, bytes]]:
-            here, late = awaited, partial(self._report_absent, mailbox, awaited, timeout_s)
-            if not mailbox.wait(list(awaited.values()), timeout_s, late):
-                here = {rank: key for rank, key in awaited.items() if mailbox.there(key)}
-            bodies = mailbox.take(list(here.values()))
-            doing = {rank: _last_activity(mailbox, rank) for rank in awaited.keys() - here.keys()}
-            return dict(zip(here, bodies, strict=True)), doing
+        def errand(mailbox: KVMailbox) -> dict[int, _LastSeen]:
+            def look() -> bool | None:
+                while logs:
+                    self._read_log(mailbox, logs[-1], raw)
+                    if any(rank in awaited and rank not in raw for rank in _ranks_of(logs[-1])):
+                        return None
+                    logs.pop()
+                return True
+
+            def late(waited_s: float) -> None:
+                self._report_absent(mailbox, awaited - raw.keys(), timeout_s, waited_s)
+
+            if not mailbox.poll(look, timeout_s, late):
+                for log in logs:
+                    self._read_log(mailbox, log, raw)
+            long = [rank for rank in awaited if raw.get(rank) == b""]
+            raw.update(zip(long, mailbox.read([self._key(step, "own", rank) for rank in long]), strict=True))
+            return {rank: _last_seen(mailbox, rank) for rank in awaited - raw.keys()}
 
         # Twice the timeout: once to wait, once to read messages that may be long.
-        said, doing = self._visit(errand, within_s=2 * timeout_s)
-        self._silent |= {rank: self._describe_silence(timeout_s, raw) for rank, raw in doing.items()}
-        messages = {rank: decode_message(raw) for rank, raw in said.items()}
+        last_seen = self._visit(errand, within_s=2 * timeout_s)
+        if last_seen:
+            self._last_out = None  # these ranks may still read it, and delete it
+        self._silent |= {rank: self._describe_silence(timeout_s, last_seen[rank]) for rank in sorted(last_seen)}
+        messages = {rank: decode_message(raw[rank]) for rank in sorted(awaited & raw.keys())}
         self._departed |= {
             rank: message.failure for rank, message in messages.items() if message.left and message.failure
         }
         return messages
+
+    def _read_log(self, mailbox: KVMailbox, log: int, messages: dict[int, bytes]) -> None:
+        """Add the messages of a log; empty ones stand for long messages."""
+        entries = mailbox.entries(self._key(self._step, "in", log))
+        # A rank's last word is that it left, wherever it is: a thread of an interrupted rank may still send its message.
+        for entry in sorted(entries, key=lambda entry: entry[0] == _LEFT):
+            messages[int.from_bytes(entry[1:5], "little")] = entry[5:]
 
     def _find_error(self, messages: dict[int, RankMessage]) -> GroupError | None:
         failures = {rank: message.failure for rank, message in messages.items() if message.failure} | self._departed
@@ -254,75 +305,145 @@ class Rendezvous:
         self._send({rank: body for rank in range(1, self._world.size) if rank not in self._departed}, failed=True)
 
     def _send(self, answers: dict[int, bytes], *, failed: bool) -> None:
+        missed = [rank for rank in answers if rank in self._silent]
+        self._present = len(answers) - len(missed)
+        own = self._own_answers(answers) if len(set(answers.values())) > 1 else {}
+        body = b"" if own or not answers else next(iter(answers.values()))
+        reply = CoordinatorReply(body=body, own=bool(own), failed=failed, missed=missed, present=self._present)
+        step, read_out, out = self._step, self._last_out, (self._key(self._step, "out"), encode(reply))
+
+        def errand(mailbox: KVMailbox) -> None:
+            for letter in (*own.items(), *([out] if answers else [])):
+                mailbox.put(*letter)  # the reply last, because ranks read their own answers when they see it
+            self._drop_logs(mailbox, step)
+            if read_out:
+                mailbox.drop(*read_out)
+            for key in (self._key(s, "own", rank) for rank in self._departed for s in (step - 1, step)):
+                mailbox.drop(key)
+
+        self._visit(errand)
+        self._last_out = (out[0], len(out[1])) if answers and not missed else None
+        self._step += 1
+
+    def _drop_logs(self, mailbox: KVMailbox, step: int) -> None:
+        for log in range(1 + (self._world.size - 1) // LOG_RANKS):
+            mailbox.drop_log(self._key(step, "in", log))
+
+    def _own_answers(self, answers: dict[int, bytes]) -> dict[str, bytes]:
         sharers: dict[bytes, list[int]] = {}
         for rank, body in answers.items():
             sharers.setdefault(body, []).append(rank)
-        self._present = sum(rank not in self._silent for rank in answers)
-
-        letters: list[tuple[str, bytes]] = []
+        letters: dict[str, bytes] = {}
         for number, (body, ranks) in enumerate(sharers.items()):
-            reply = CoordinatorReply(body=body, failed=failed, present=self._present)
+            own = OwnAnswer(body=body)
             if len(ranks) > 1 and len(body) >= SHARED_BYTES:
-                shared = self._key("all", number)
-                letters.append((shared, body))
-                reply = replace(reply, body=b"", shared=shared, readers=len(ranks))
-            letters += [(self._key("out", r), encode(replace(reply, missed=r in self._silent))) for r in ranks]
-
-        def errand(mailbox: KVMailbox) -> None:
-            for key, letter in letters:
-                mailbox.put(key, letter)
-
-        self._visit(errand)
-        self._step += 1
+                own = OwnAnswer(shared=self._key(self._step, "all", number), readers=len(ranks))
+                letters[own.shared] = body
+            letters |= dict.fromkeys((self._key(self._step, "own", rank) for rank in ranks), encode(own))
+        return letters
 
     # -- the other ranks ---------------------------------------------------------------------------------------
 
     def _follow(self, message: RankMessage) -> bytes | GroupError:
         reply = self._exchange(message)
-        while reply.missed and self._step == 1 and decode_group_error(reply.body).title != self._title:
+        while self._missed(reply) and self._step == 1 and decode_group_error(reply.body).title != self._title:
             # Rank 0 gave up on a call that this rank never made. Count it as made, and answer in the next one.
             self._visit(self._number)
             reply = self._exchange(message)
-        self._present = 0 if reply.missed else reply.present
+        self._present = 0 if self._missed(reply) else reply.present
         return decode_group_error(reply.body) if reply.failed else reply.body
 
-    def _exchange(self, message: RankMessage) -> CoordinatorReply:
-        body = encode(message)
-        mine, answer = self._key("in", self._world.rank), self._key("out", self._world.rank)
-        timeout_s = 2 * self._world.timeout_s + self.alone_s
-        self._visit(lambda mailbox: mailbox.put(mine, body))
-        self._step += 1
+    def _missed(self, reply: CoordinatorReply) -> bool:
+        return self._world.rank in reply.missed
 
-        def errand(mailbox: KVMailbox) -> CoordinatorReply | bytes:
-            if not mailbox.wait([answer], timeout_s, partial(self._report_absent, mailbox, {0: answer}, timeout_s)):
+    def _exchange(self, message: RankMessage) -> CoordinatorReply:
+        body, step = encode(message), self._step
+        log, answer = self._key(step, "in", self._world.rank // LOG_RANKS), self._key(step, "out")
+        own, long_nbytes = self._key(step, "own", self._world.rank), len(body) if len(body) > LOGGED_BYTES else 0
+        timeout_s = 2 * self._world.timeout_s + self.alone_s
+
+        def errand(mailbox: KVMailbox) -> CoordinatorReply | _LastSeen:
+            began = time.monotonic()
+            if long_nbytes:
+                mailbox.put(own, body)
+            self._append(mailbox, log, _LONG if long_nbytes else _SAID, b"" if long_nbytes else body)
+            self._step = step + 1
+            raw = mailbox.poll(
+                lambda: mailbox.peek(answer),
+                timeout_s - (time.monotonic() - began),
+                partial(self._report_absent, mailbox, {0}, timeout_s),
+                pause_s=mailbox.answer_s(long_nbytes),
+                longest_pause_s=self._longest_pause_s(),
+            )
+            if raw is None:
                 failure = Failure("RanksSilent", f"waited {timeout_s:g} s for rank 0 and gave up")
-                mailbox.put(mine, encode(replace(message, payload=b"", failure=failure, left=True, gave_up=True)))
-                return _last_activity(mailbox, 0)
-            return self._receive(mailbox, answer, unread=(mine, len(body)))
+                last_word = replace(message, payload=b"", failure=failure, left=True, gave_up=True)
+                self._append(mailbox, log, _LEFT, encode(last_word))
+                return _last_seen(mailbox, 0)
+            reply = decode_reply(raw)
+            self._last_out = None if reply.missed else (answer, len(raw))
+            if self._missed(reply):  # rank 0 reads and deletes nothing of this rank any more
+                mailbox.drop_log(log)
+                self._drop_late(mailbox, step, reply, len(raw))
+            if reply.own:
+                reply = replace(reply, body=self._own_answer(mailbox, own))
+            if long_nbytes > (PIECE_BYTES if reply.own else 0):
+                mailbox.drop(own, long_nbytes)
+            return reply
 
         reply = self._visit(errand, within_s=timeout_s)
-        if isinstance(reply, bytes):
+        if not isinstance(reply, CoordinatorReply):
             raise _NoAnswer(self._describe_silence(timeout_s, reply))
         return reply
 
-    def _receive(self, mailbox: KVMailbox, answer: str, *, unread: tuple[str, int]) -> CoordinatorReply:
-        reply = decode_reply(mailbox.take([answer])[0])
-        if reply.missed:  # no other rank deletes this rank's message
-            mailbox.drop(*unread)
-        if not reply.shared:
-            return reply
-        [body] = mailbox.read([reply.shared])
-        if mailbox.count(f"{reply.shared}/read") == reply.readers:
-            mailbox.drop(reply.shared, len(body))
-            mailbox.drop(f"{reply.shared}/read")
-        return replace(reply, body=body)
+    def _append(self, mailbox: KVMailbox, log: str, kind: int, body: bytes) -> None:
+        mailbox.append(log, bytes([kind]) + self._world.rank.to_bytes(4, "little") + body)
+
+    def _own_answer(self, mailbox: KVMailbox, key: str) -> bytes:
+        raw = mailbox.peek(key) or b""
+        mailbox.drop(key, len(raw))
+        own = decode_own(raw)
+        if not own.shared:
+            return own.body
+        [body] = mailbox.read([own.shared])
+        if mailbox.count(f"{own.shared}/read") == own.readers:
+            mailbox.drop(own.shared, len(body))
+            mailbox.drop(f"{own.shared}/read")
+        return body
+
+    def _drop_late(self, mailbox: KVMailbox, step: int, reply: CoordinatorReply, nbytes: int) -> None:
+        """Delete a reply that late ranks read after the others, and the one before it, if this is the last of them."""
+        if mailbox.count(self._key(step, "late")) == len(reply.missed):
+            mailbox.drop(self._key(step, "late"))
+            mailbox.drop(self._key(step, "out"), nbytes)
+            mailbox.drop(self._key(step - 1, "out"))
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
     def _number(self, mailbox: KVMailbox) -> None:
         self._call = mailbox.count(f"calls/{self._world.rank}")
         self._step = 0
-        self._note(mailbox, "")
+
+    @contextlib.contextmanager
+    def _noted(self, phase: str) -> Iterator[None]:
+        """Note what this rank does, for the others' message if it does not answer."""
+        if self._step == 0 or self._world.rank == 0:
+            self._visit(lambda mailbox: self._note(mailbox, phase))
+            yield
+            return
+
+        def note_late() -> None:
+            with contextlib.suppress(StoreUnreachable):  # the rank's own requests find that out
+                self._visit(lambda mailbox: self._note(mailbox, phase))
+
+        # Short phases are most of a job's meetings, and a note of each would be a quarter of all requests.
+        timer = threading.Timer(NOTE_S, note_late)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _note(self, mailbox: KVMailbox, phase: str) -> None:
         mailbox.put(f"doing/{self._world.rank}", encode(RankActivity(self._call, self._step, phase, self._title)))
@@ -335,11 +456,12 @@ class Rendezvous:
         failure = describe_error(error)
         with contextlib.suppress(StoreUnreachable):
             if self._world.rank == 0:
+                self._last_out = None  # perhaps not all have read it
                 self._send_error(merge_failures({0: failure}, phase="leave", title=self._title))
             else:
-                key = self._key("in", self._world.rank)
+                log = self._key(self._step, "in", self._world.rank // LOG_RANKS)
                 message = encode(RankMessage(title=self._title, phase="leave", failure=failure, left=True))
-                self._visit(lambda mailbox: mailbox.put(key, message))
+                self._visit(lambda mailbox: self._append(mailbox, log, _LEFT, message))
         if self._world.rank > 0 or not isinstance(error, Exception):
             self._present = 0
 
@@ -348,22 +470,31 @@ class Rendezvous:
         if self._present == 0 or self._cut:
             return
 
-        # Longer than the others may pause between two looks at the store, which grows with their number.
-        linger_s = LINGER_S + 2 * self._world.size / CHECKS_PER_S
+        # Longer than the others may pause between two looks at the store, but at most half the timeout, because in the next
+        # call the others wait for this and for rank 0's own timeout.
+        linger_s = min(LINGER_S + 2 * self._longest_pause_s(), self._world.timeout_s / 2)
+        parted, present, out = f"{self._call}/parted", self._present, self._last_out
 
         def errand(mailbox: KVMailbox) -> None:
-            over, parted = f"{self._call}/over", f"{self._call}/parted"
             if self._world.rank > 0:
-                if mailbox.count(parted) == self._present:
-                    mailbox.put(over, b"")
-            # At most half the timeout: in the next call, the others wait for this and for rank 0's own timeout.
-            elif mailbox.wait([over], min(linger_s, self._world.timeout_s / 2)):
-                mailbox.drop(over)
+                if mailbox.count(parted) == present and out:
+                    mailbox.drop(parted)
+                    mailbox.drop(self._key(self._step - 2, "out"))  # if rank 0 left before it heard from all
+                    mailbox.drop(*out)
+            elif out:
+                mailbox.poll(lambda: not mailbox.there(out[0]) or None, linger_s)
+            elif mailbox.poll(lambda: mailbox.counted(parted) == present or None, linger_s):
                 mailbox.drop(parted)
+            if self._left:  # the others sent what rank 0 did not wait for
+                self._drop_logs(mailbox, self._step - 1)
 
         # What was agreed on is valid, even if the store is unreachable now.
         with contextlib.suppress(StoreUnreachable):
             self._visit(errand, within_s=linger_s)
+
+    def _longest_pause_s(self) -> float:
+        """Return how long a rank pauses between two looks for rank 0's reply, at most."""
+        return min(longest_pause_s(self._world.size), self._world.timeout_s / 4)
 
     def _out_of_reach(self, message: RankMessage, lost: StoreUnreachable) -> CheckpointError:
         """Make the error of a rank that can no longer reach the others."""
@@ -374,40 +505,38 @@ class Rendezvous:
         silent, hint = dict.fromkeys(others, text), "" if self._cut else ALL_CALL
         return merge_silence(silent, own, phase=message.phase, title=self._title, hint=hint).error()
 
-    def _report_absent(self, mailbox: KVMailbox, awaited: dict[int, str], timeout_s: float, waited_s: float) -> None:
+    def _report_absent(self, mailbox: KVMailbox, awaited: set[int], timeout_s: float, waited_s: float) -> None:
         """Log which ranks have not begun this call, in a long wait for them; those that do their part are not named."""
         if self._step > (self._world.rank > 0):  # in later phases all have
             return
-        late = [rank for rank, key in awaited.items() if not mailbox.there(key)]
-        notes = {rank: _last_activity(mailbox, rank) for rank in late}
-        if absent := [rank for rank, note in notes.items() if not note or decode_activity(note).call < self._call]:
+        if absent := [rank for rank in awaited if mailbox.counted(f"calls/{rank}") < self._call]:
             text = "%s: still waiting for %s after %.0f s, this rank gives up after %.0f s: %s"
             log.warning(text, self._title, format_ranks(absent), waited_s, timeout_s, ALL_CALL)
 
-    def _describe_silence(self, waited_s: float, note: bytes) -> str:
-        """Describe a rank that does not answer by its last note, an encoded `RankActivity` or nothing."""
-        seen = decode_activity(note) if note else None
+    def _describe_silence(self, waited_s: float, last_seen: _LastSeen) -> str:
+        """Describe a rank that does not answer."""
+        calls, seen = last_seen
         doing = "it has begun this call, but no phase of it"
-        if seen is None:
+        if calls == 0:
             doing = "it has made no call yet"
-        elif seen.call != self._call:
-            doing = f"it has not made call {self._call}; its last was call {seen.call}, {seen.title!r}"
-        elif seen.title != self._title:
-            doing = f"it is in {seen.title!r}"
-        elif seen.phase:
-            doing = f"it was last seen in {seen.phase!r}"
+        elif calls != self._call:
+            title = f", {seen.title!r}" if seen and seen.call == calls else ""
+            doing = f"it has not made call {self._call}; its last was call {calls}{title}"
+        elif seen and seen.call == self._call:
+            doing = f"it was last seen in {seen.phase!r}" if seen.title == self._title else f"it is in {seen.title!r}"
         return f"did not answer within {waited_s:g} s; {doing}"
 
-    def _key(self, way: str, number: int) -> str:
-        return f"{self._call}/{self._step}/{way}/{number}"
+    def _key(self, step: int, what: str, number: int | None = None) -> str:
+        return f"{self._call}/{step}/{what}" if number is None else f"{self._call}/{step}/{what}/{number}"
 
     def _visit(self, errand: Callable[[KVMailbox], T], within_s: float | None = None) -> T:
-        store, size = self._world.store, self._world.size
+        store = self._world.store
         if store is None:  # unreachable: a world of several ranks has a store
             raise StoreUnreachable("there is no store")
         # A rank that leaves, perhaps because of Ctrl-C, does not wait long for the store.
         timeout_s = min(1.0, self._world.timeout_s) if self._left else self._world.timeout_s
-        return with_mailbox(store, size, errand, within_s=timeout_s if within_s is None else within_s)
+        waiting = 1 if self._world.rank == 0 else self._world.size  # rank 0 waits alone, and the others wait for it
+        return with_mailbox(store, waiting, errand, within_s=timeout_s if within_s is None else within_s)
 
 
 @contextlib.contextmanager
@@ -436,9 +565,17 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
         call._part()
 
 
-def _last_activity(mailbox: KVMailbox, rank: int) -> bytes:
-    key = f"doing/{rank}"
-    return mailbox.read([key])[0] if mailbox.there(key) else b""
+_LastSeen = tuple[int, RankActivity | None]
+"""How many calls a rank has made, and its last note."""
+
+
+def _last_seen(mailbox: KVMailbox, rank: int) -> _LastSeen:
+    note = mailbox.peek(f"doing/{rank}")
+    return mailbox.counted(f"calls/{rank}"), decode_activity(note) if note else None
+
+
+def _ranks_of(log: int) -> range:
+    return range(log * LOG_RANKS, (log + 1) * LOG_RANKS)
 
 
 def _decided(decide: Callable[[list[bytes]], list[bytes]], payloads: list[bytes]) -> list[bytes]:
