@@ -425,9 +425,9 @@ class Catalog:
             looks += [partial(self._look_at_file, name, pins=pins) for name in names]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkeep-catalog") as threads:
             try:
-                entries = threads.map(_call, looks)
+                entries = threads.map(lambda look: look(), looks)
             except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-                entries = map(_call, looks)
+                entries = (look() for look in looks)
             yield from sorted(filter(None, entries), key=lambda entry: entry.step, reverse=True)
 
     def entries(self) -> list[Entry]:
@@ -510,10 +510,6 @@ class Catalog:
         if not infos or (self._lists_all and not any(map(_is_of_save, infos))):
             return None  # a directory of something else
         return _of_torch_or_unfinished(store, infos, about)
-
-
-def _call(look: Callable[[], Entry | None]) -> Entry | None:
-    return look()
 
 
 def _of_another_program(record: Record, about: Entry) -> Entry:

@@ -376,9 +376,6 @@ class RNG:
 
     __per_rank__ = True
 
-    def __repr__(self) -> str:
-        return "RNG()"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every generator."""
         version, words, gauss = random.getstate()
