@@ -1,10 +1,12 @@
 """Checkpointers of several ranks."""
 
+import gc
 import logging
 import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -411,6 +413,19 @@ def test_ranks_at_different_steps_are_found_out(ahead):
     outcomes = thread_outcomes(2, main)
     assert outcomes[0] is None
     assert isinstance(outcomes[1], sk.RanksDisagree)
+
+
+def test_a_checkpointer_that_is_dropped_is_freed(tmp_path):
+    """With the state that it may hold, although it was not closed and its ranks look for decisions; the thread ends."""
+
+    def main(world):
+        ckpt = checkpointer(tmp_path, request_file="save-now", group=world, clock=Clock(interval_s=0.02))
+        train(ckpt, range(1, 5))
+        return weakref.ref(ckpt)
+
+    dropped = run_thread_ranks(2, main)
+    until(lambda: gc.collect() >= 0 and not any(each() for each in dropped))
+    until(lambda: not [each for each in threading.enumerate() if each.name == "shardkeep-decisions"])
 
 
 def test_thread_ranks_share_one_root(tmp_path, caplog):

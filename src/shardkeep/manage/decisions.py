@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from operator import sub
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakMethod
+from weakref import ReferenceType, WeakMethod, ref
 
 import msgspec
 
@@ -151,7 +151,9 @@ class StepDecisions:
 
     def _wait_for(self, call: int, step: int) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="shardkeep-decisions")
+            mailbox = KVMailbox(cast("Store", self._world.store), self._world.size, threading.Event())
+            takes = ref(self), self._changed, mailbox
+            self._thread = threading.Thread(target=_take_turns, args=takes, daemon=True, name="shardkeep-decisions")
             self._thread.start()
             at_exit(self.close)  # a thread that Python ends inside torch's store may end the process with a fault
         self._changed.notify_all()
@@ -230,26 +232,31 @@ class StepDecisions:
 
     # -- the other thread ----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        store = self._world.store
+    def _turn(self, mailbox: KVMailbox) -> None:
+        """Pass requests on, and decide or look if that is due."""
         try:
-            mailbox = KVMailbox(cast("Store", store), self._world.size, threading.Event())
-            while not self._closed:
-                with self._changed:
-                    if (wait_s := self._due_in_s()) > 0 and not self._closed:
-                        self._changed.wait(min(wait_s, self._tick_s or threading.TIMEOUT_MAX))
-                    due = self._due_in_s() <= 0
-                self._asking = True
-                if self._world.rank > 0:
-                    for kind in self._take_requests():
-                        mailbox.put(f"asks/{kind}", b"")
-                if due and not self._closed:
-                    self._look(mailbox) if self._world.rank else self._lead(mailbox)
-                self._asking = False
+            with self._changed:
+                due = self._due_in_s() <= 0
+            self._asking = True
+            if self._world.rank > 0:
+                for kind in self._take_requests():
+                    mailbox.put(f"asks/{kind}", b"")
+            if due and not self._closed:
+                self._look(mailbox) if self._world.rank else self._lead(mailbox)
+            self._asking = False
         except Exception as error:  # noqa: BLE001 - raised by the call that waits
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _pause_s(self) -> float | None:
+        """Return how long the thread may wait; None if it is to end."""
+        if self._closed or self._failure is not None:
+            return None
+        pause_s = self._due_in_s()
+        if pause_s > 0 and self._calls <= self._decided:  # the later a call is, the longer training may pause
+            pause_s = max(pause_s, -self._next_s() / 4)
+        return min(pause_s, self._tick_s or threading.TIMEOUT_MAX)
 
     def _lead(self, mailbox: KVMailbox) -> None:
         """Decide some calls ahead, and publish that; the first one is an event if there is something to do."""
@@ -288,13 +295,30 @@ class StepDecisions:
                 mailbox.drop(key)
                 mailbox.drop(f"{key}/read")
         with self._changed:
+            # First: if the comparison fails, these events must not be read again, because they may be deleted by then.
+            self._events |= events
+            self._events_seen = now.events
             if now.call >= self._calls:
                 self._leader_steps[now.call] = now.step
             else:
                 self._compare(now.call, now.step)
-            self._events |= events
-            self._decided, self._events_seen = now.decided, now.events
+            self._decided = now.decided
             self._changed.notify_all()
+
+
+def _take_turns(decisions: ReferenceType[StepDecisions], changed: threading.Condition, mailbox: KVMailbox) -> None:
+    """The thread. It holds nothing while it waits, so that a Checkpointer that is dropped without `close` is freed."""
+    while True:
+        with changed:
+            found = decisions()
+            if found is None or (pause_s := found._pause_s()) is None:
+                return
+            found = None
+            if pause_s > 0:
+                changed.wait(pause_s)
+        if (found := decisions()) is not None:
+            found._turn(mailbox)
+            found = None
 
 
 BackgroundTask = SaveHandle[Any] | Future[Any]
