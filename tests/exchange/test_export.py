@@ -402,6 +402,13 @@ def test_an_export_that_is_refused_or_fails_touches_nothing_of_others(tmp_path):
         sk.export(tmp_path / "ck", tmp_path / "new", config=tmp_path / "config", progress=interrupt)
     assert (tmp_path / "new" / "config.json").read_text() == "a user's"
 
+    def add(*_):
+        (tmp_path / "later" / "config.json").write_text("a user's")
+
+    with pytest.raises(sk.StorageError, match="cannot put: File exists"):
+        sk.export(tmp_path / "ck", tmp_path / "later", config=tmp_path / "config", progress=add)
+    assert files_in(tmp_path / "later") == {"config.json": b"a user's"}
+
     class Place:
         def __fspath__(self):
             return str(tmp_path / "file.pt")

@@ -133,8 +133,8 @@ def write_and_publish(
         digests, infinite = pipeline.write_parts(store, mine, source, how.options, how.progress)
         pipeline.verify_written(store, mine, digests, how.options)
         for name, data in place[0].beside.items() if place else ():  # before the weights: then the model is complete
-            added.append(name)
             store.put(name, data)
+            added.append(name)  # now: one that is there already belongs to another process
         return infinite
 
     def publish() -> pipeline.Written:
