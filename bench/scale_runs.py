@@ -74,7 +74,7 @@ def follow(root: str, port: int, ranks: int, steps: int, step_s: float) -> None:
     print(f"{asked / (time.monotonic() - began):.0f}")
 
 
-MOST_CLIENTS = 2000
+MOST_CLIENTS = 100
 """Connections of the simulated ranks; if there are more, they share them."""
 
 

@@ -86,6 +86,15 @@ def test_planning_is_measured_with_what_the_engine_runs(monkeypatch):
     assert (rank["runs"], rank["reads"]) == (100, 2)
 
 
+def test_a_long_run_is_measured_at_scale():
+    """Steps of real and of simulated ranks, and what a root with some checkpoints costs."""
+    printed = run("scale_runs.py", "--ranks", 20, "--steps", 30, "--step-ms", 10, "--checkpoints", 3)
+
+    assert "| longest_ms |" in printed
+    assert "| prune half |" in printed
+    assert [line.split("|")[1].strip() for line in printed.splitlines() if line[2:3].isdecimal()] == ["20", "3"]
+
+
 def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
     """Every part of the accelerator's benchmark runs, here on CPU tensors, and no checkpoint differs from its call."""
     monkeypatch.setenv("OUT", str(tmp_path))

@@ -32,6 +32,15 @@ def test_a_run_is_a_table_of_its_checkpoints(shardkeep, run_dir):
     assert "does not end in its own checksum" in answer.out
 
 
+def test_the_last_ones_are_listed_without_the_others(shardkeep, run_dir):
+    """A damaged one that is older is not looked at, and is no part of the totals."""
+    (run_dir / "step-10" / "shardkeep.json").write_text("{}")
+    answer = shardkeep("ls", run_dir, "--last", 2)
+    assert [line.split()[0] for line in answer.out.splitlines() if line.startswith("step-")] == ["step-30", "step-20"]
+    assert "in 2 checkpoints\n" in answer.out
+    assert "damaged" not in answer.out
+
+
 def test_a_run_as_json(shardkeep, run_dir):
     """Programs get the path of the latest, and of each checkpoint all that its record says of it."""
     document = shardkeep("ls", run_dir, "--json").json

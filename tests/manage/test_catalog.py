@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import shardkeep as sk
 from shardkeep.errors import MalformedFile, StateError, UnsupportedVersion
 from shardkeep.layouts import orphans
-from shardkeep.manage.catalog import Catalog, Naming, build_meta, metrics_in
+from shardkeep.manage.catalog import Catalog, Naming
+from shardkeep.manage.entry import build_meta, metrics_in
 from shardkeep.storage.base import REMOVING_NAME
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore

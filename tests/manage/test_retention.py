@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkeep.errors import StateError
-from shardkeep.manage.catalog import Entry
+from shardkeep.manage.entry import Entry
 from shardkeep.manage.retention import AnyOf, KeepAll, KeepBest, KeepEvery, KeepLast, KeepYounger, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -12,7 +12,7 @@ import shardkeep as sk
 from shardkeep.errors import CheckpointNotFound, NotPromoted, StorageError
 from shardkeep.events import Event, PromotionBegan, PromotionFinished, StepSkipped
 from shardkeep.format.record import Blob, Record, Totals
-from shardkeep.manage.catalog import Entry
+from shardkeep.manage.entry import Entry
 from shardkeep.manage.replicate import share_files, to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
@@ -44,7 +44,7 @@ def entry(step, save_id="a", *, timeline=0, pinned=False, **more):
         files=[],
     )
     kept = {"status": "committed", "record": record, "timeline": timeline, "pinned": pinned, **more}
-    return Entry(name=f"step-{step}", step=step, **kept)
+    return Entry(name=f"step-{step}", step=step, save_id=save_id if kept["record"] else "", **kept)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from shardkeep.cli.verify import check_checkpoint
 from shardkeep.engine.sources import find
 from shardkeep.format.record import FORMAT as NATIVE
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME
-from shardkeep.manage.catalog import Entry
+from shardkeep.manage.entry import Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.options import Options
 from shardkeep.state.patterns import matcher, prefixes_of
@@ -37,9 +37,11 @@ _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
     argument("--depth", type=int, metavar="N", help="depth of the tree"),
     argument("--sort", choices=("name", "size"), help="by name, or the largest first"),
     argument("--limit", type=int, default=0, metavar="N", help="lines (0: all)"),
+    argument("--last", type=int, default=0, metavar="N", help="only the newest N checkpoints; the others are not read"),
     argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep ls runs/a                              the checkpoints of a run
+  shardkeep ls runs/a --last 5                     the newest five, quickly even among thousands
   shardkeep ls runs                                the runs in a folder
   shardkeep ls runs/a/step-500                     the keys of one
   shardkeep ls runs/a/step-500 'model.*.weight'    keys that match a glob
@@ -49,7 +51,7 @@ _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
     paged=True,
 )
 def ls(args: argparse.Namespace) -> int:
-    found = open_checkpoint_or_run(args.path, args.template)
+    found = open_checkpoint_or_run(args.path, args.template, max(0, args.last))
     return _list_run(found, args) if isinstance(found, Run) else _list_keys(found, args)
 
 
@@ -287,7 +289,7 @@ def latest(args: argparse.Namespace) -> int:
     run = open_run(args.root, must_exist=False)  # a directory that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None
-    for entry in run.entries:
+    for entry in run.newest():
         reason = entry.reason
         if entry.committed:
             reason = check_checkpoint(run.path_to(entry.name), deep=False).reason

@@ -30,7 +30,7 @@ from shardkeep.layouts import orphans
 from shardkeep.layouts.native import save_id_of
 from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
 from shardkeep.manage import catalog
-from shardkeep.manage.catalog import Entry
+from shardkeep.manage.entry import Entry
 from shardkeep.manage.lease import running_holder
 from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
 from shardkeep.storage.base import REMOVING_NAME, local_path

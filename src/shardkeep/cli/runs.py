@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from shardkeep.cli.output import UsageError, did_you_mean, format_count, natural_order
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import METADATA_NAME
-from shardkeep.manage.catalog import Catalog, Entry
+from shardkeep.manage.catalog import Catalog, Walk
+from shardkeep.manage.entry import Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
 from shardkeep.storage.base import broken_path, is_single_file, local_path
@@ -31,6 +33,8 @@ class Run:
     template: str | None = None
     """Lists only checkpoints of these names; None: all."""
     levels: int = _LEVELS
+    last: int = 0
+    """How many of the newest entries are read; 0: all."""
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -38,15 +42,23 @@ class Run:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """All checkpoints and unfinished saves, newest first. Only their commit records are read."""
-        return self.catalog.entries()
+        """All checkpoints and unfinished saves, or the last ones, newest first. Only their commit records are read."""
+        return list(islice(self.newest(), self.last)) if self.last else self.catalog.entries()
+
+    def newest(self) -> Iterator[Entry]:
+        """Yield the same entries, and read few others."""
+        return Walk([self.catalog]).newest_first()
 
     @cached_property
     def runs(self) -> list[Run]:
         """The runs in a folder of runs: directories that contain checkpoints and are not checkpoints themselves."""
+        if self.last and self.entries:  # of the others it is not known what they are
+            return []
         taken = {entry.name for entry in self.entries}
         names = [name for name in self.catalog.root.places() if name not in taken and not name.startswith(".")]
-        below = [Run(self.path_to(name), self.template, self.levels - 1) for name in sorted(names, key=natural_order)]
+        below = [
+            replace(self, path=self.path_to(name), levels=self.levels - 1) for name in sorted(names, key=natural_order)
+        ]
         return [found for run in below if self.levels for found in ([run] if run.entries else run.runs)]
 
     @property
@@ -83,7 +95,7 @@ def open_with_hints(where: str) -> Checkpoint:
         return open_checkpoint(where)
 
 
-def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoint | Run:
+def open_checkpoint_or_run(where: str, template: str | None = None, last: int = 0) -> Checkpoint | Run:
     """Open a checkpoint, or the run whose checkpoints are below this path; raise `CheckpointNotFound` if it is neither."""
     with path_hints(where):
         try:
@@ -92,7 +104,7 @@ def open_checkpoint_or_run(where: str, template: str | None = None) -> Checkpoin
             store = open_store(where, direct=False)
             if is_single_file(store) or broken_path(store):
                 raise
-            run, path = Run(where, template), local_path(store)
+            run, path = Run(where, template, last=last), local_path(store)
             is_directory = path is not None and os.path.isdir(path)
             # An empty directory is a run that has not started. Object stores have none.
             if run.entries or run.runs or (is_directory and not os.listdir(path)):
@@ -119,7 +131,7 @@ def open_run(where: str, template: str | None = None, *, must_exist: bool) -> Ru
             hint = f"give the directory that contains it: {parent}" if parent else ""
             raise UsageError(f"{where} is a checkpoint, not a run", hint=hint)
     run = Run(where, template)
-    if not run.entries and run.runs:
+    if next(run.newest(), None) is None and run.runs:
         names = ", ".join(each.path for each in run.runs[:3]) + (", …" if len(run.runs) > 3 else "")
         raise UsageError(
             f"{where} is a folder of {format_count(len(run.runs), 'run')}, not a run", hint=f"give one of them: {names}"

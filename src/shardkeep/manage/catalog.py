@@ -3,10 +3,10 @@ The checkpoints of a root, found by their commit records alone: no index, data f
 
 A `Checkpointer` manages the checkpoints whose names its template gives. `Catalog` without a template lists all others, too.
 
-The commit records are authoritative. The `latest` file of a root is a hint for people and scripts, and is never read here.
+The commit records are authoritative. The `latest` file of a root is for people and scripts, and says where the search for
+the newest checkpoint begins: see `Walk`. `KnownEntries` keeps what was read from look to look.
 
-`Entry` describes one checkpoint. `Naming` maps steps to names and back. `newest_first` orders entries by timeline and
-step. `Catalog` reads one root, and `Tiers` reads a near and a far root as one.
+`Naming` maps steps to names and back. `Catalog` reads one root, and `Tiers` reads a near and a far root as one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
-from typing import Any, Literal
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
 
-from shardkeep.display import OneLine, format_size, html_table
+from shardkeep.display import format_size, html_table
 from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.engine.torch_file_source import find_torch_file, find_torch_model
 from shardkeep.errors import (
@@ -30,7 +32,6 @@ from shardkeep.errors import (
     CheckpointError,
     MalformedFile,
     StateError,
-    StorageError,
     UnsupportedLeaf,
     UnsupportedVersion,
 )
@@ -38,6 +39,7 @@ from shardkeep.format.record import Record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import record_in, save_id_of
 from shardkeep.layouts.torch import METADATA_NAME, is_data, is_metadata
+from shardkeep.manage.entry import Entry, entry_from_record, merge_tiers, newest_first
 from shardkeep.options import Options
 from shardkeep.storage.base import (
     REMOVING_NAME,
@@ -52,16 +54,9 @@ from shardkeep.storage.base import (
 )
 from shardkeep.storage.resolve import open_root
 
-METRICS = "metrics"
-"""The key of the step's metrics in the meta of a commit record."""
-TIMELINE = "timeline"
-"""The key of the timeline's number in the meta of a commit record; absent for the first timeline."""
-BEGAN_AFTER = "timeline_began_after"
-"""The key of the timeline and step after which the timeline began; absent for the first timeline."""
-NEAR, FAR = 0, 1
-"""The tier of the root that is saved to, and of the one that checkpoints are promoted to."""
+T = TypeVar("T")
+R = TypeVar("R")
 
-_NOT_FINITE = ("nan", "inf", "-inf")
 _TEMPLATE = re.compile(r"([^{}]*)\{step(?::(?:0[1-9]\d*)?d?)?\}([^{}]*)")
 _TEMPLATE_HINT = (
     'a template has the step in it once, as in "step-{step}" or "step-{step:08d}", and otherwise letters, digits, ._-'
@@ -75,218 +70,13 @@ _FILE_SUFFIXES = (".ckpt", ".pt", ".pth")
 """Of files of `torch.save` that are listed. Files named .bin hold anything."""
 DEFAULT_TEMPLATE = "step-{step}"
 _PIN_PREFIX = "pin."
-_MAX_PIN_NBYTES = 4096
+LATEST_NAME = "latest"
+"""The file of a root that names its newest checkpoint."""
+_MAX_NBYTES = 4096
+"""Of a pin, and of the file `latest`."""
 _THREADS = 16
 """How many records are read at a time: most of that time is spent waiting for the disk or the network."""
 _MAX_STRANGERS = 3
-
-Status = Literal["committed", "unfinished", "damaged"]
-Layout = Literal["native", "torch", "safetensors", "torch.save"]
-
-
-# -- one checkpoint -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Entry(OneLine):
-    """A checkpoint of a root, or what is left of one."""
-
-    name: str
-    """The name of its directory in the root."""
-    step: int
-    """The step; -1 if neither the record nor the name says."""
-    status: Status
-    """committed: it exists. unfinished: it is being written, or its save never finished. damaged: its record is unreadable."""
-    reason: str = ""
-    """Why it is not committed."""
-    layout: Layout | None = None
-    saved_at: datetime | None = None
-    """By the clock of the rank that committed it, or of the store; always with a time zone."""
-    nbytes: int = 0
-    """The size of all files that belong to it; 0 where that is not known."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    pinned: bool = False
-    timeline: int = 0
-    """A job that goes back to an earlier step and saves other steps from there begins a new timeline; higher is newer."""
-    began_after: tuple[int, int] | None = None
-    """The timeline and step after which its own timeline began."""
-    record: Record | None = field(default=None, repr=False)
-    """The commit record of a native checkpoint."""
-    problem: CheckpointError | None = field(default=None, repr=False)
-    """The error that reading the record of a damaged checkpoint raised."""
-    managed: bool = True
-    """Whether the template gives its name. Retention never deletes any other checkpoint."""
-    tier: int = 0
-    """In a Checkpointer with two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
-
-    def __str__(self) -> str:
-        when = f", saved {self.saved_at:%Y-%m-%d %H:%M:%S %Z}" if self.saved_at else ""
-        size = f", {format_size(self.nbytes)}" if self.nbytes else ""
-        pinned = ", pinned" if self.pinned else ""
-        return f"{self.name}, {self.status}{size}{when}{pinned}"
-
-    @property
-    def committed(self) -> bool:
-        """Whether it exists as a checkpoint."""
-        return self.status == "committed"
-
-    @property
-    def known_step(self) -> int | None:
-        """The step; None where it is not known."""
-        return self.step if self.step >= 0 else None
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """The key by which checkpoints are ordered, the newest last. It does not depend on any clock."""
-        return self.timeline, self.step
-
-    @property
-    def save_id(self) -> str:
-        """The id of the save that wrote it; empty where that is not known."""
-        return "" if self.record is None else self.record.save_id
-
-    @property
-    def save_order(self) -> tuple[int, str]:
-        """The key that orders several saves of one step, the newest last: save ids sort by time."""
-        return self.timeline, self.save_id
-
-
-def entry_from_record(name: str, step: int, record: Record, *, pinned: bool, managed: bool = True) -> Entry:
-    """Describe a committed checkpoint by its record."""
-    timeline, origin = record.meta.get(TIMELINE), None
-    match record.meta.get(BEGAN_AFTER):
-        case [int(before), int(after)] if min(before, after) >= 0:
-            origin = before, after
-    try:
-        saved_at = datetime.fromisoformat(record.saved_at)
-        saved_at = saved_at if saved_at.tzinfo else saved_at.replace(tzinfo=timezone.utc)
-    except ValueError:
-        saved_at = None
-    return Entry(
-        name=name,
-        step=step,
-        status="committed",
-        layout="native",
-        saved_at=saved_at,
-        nbytes=record.stored_nbytes,
-        metrics=metrics_in(record.meta),
-        pinned=pinned,
-        timeline=timeline if type(timeline) is int and timeline > 0 else 0,
-        began_after=origin,
-        record=record,
-        managed=managed,
-    )
-
-
-def build_meta(
-    meta: Mapping[str, Any] | None,
-    metrics: Mapping[str, Any] | None,
-    timeline: int,
-    began_after: tuple[int, int] | None = None,
-) -> dict[str, Any]:
-    """Add metrics and the timeline to the user's meta; raise `StateError` for a reserved key, or a metric of no number."""
-    if meta is not None and not isinstance(meta, Mapping):
-        raise StateError(f"meta is a {type(meta).__name__}", hint="give a dict of JSON values")
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise StateError(f"metrics is a {type(metrics).__name__}", hint='give a dict of numbers, as {"loss": 0.5}')
-    ours: dict[str, Any] = {}
-    if metrics:
-        ours[METRICS] = {str(name): _stored_metric(name, value) for name, value in metrics.items()}
-    if timeline:
-        ours[TIMELINE] = timeline
-        if began_after is not None:
-            ours[BEGAN_AFTER] = list(began_after)
-    for key in (METRICS, TIMELINE, BEGAN_AFTER):
-        if meta and key in meta:
-            raise StateError(f"meta has the key {key!r}, which a Checkpointer uses itself", hint="give it another name")
-    return {**(meta or {}), **ours}
-
-
-def metrics_in(meta: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a record's meta, without values that are not numbers."""
-    found = meta.get(METRICS)
-    if not isinstance(found, dict):
-        return {}
-    return {name: float(value) for name, value in found.items() if type(value) in (int, float) or value in _NOT_FINITE}
-
-
-def _stored_metric(name: Any, value: Any) -> float | str:
-    try:
-        number = float(value)  # also accepts a tensor or an array of one element
-    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
-        try:
-            shown = f"{value!r:.80}"
-        except ValueError:  # an integer of thousands of digits
-            shown = f"a {type(value).__name__}"
-        raise StateError(f"metric {name!r} is {shown}, not a number", hint="give one number per metric") from exc
-    return number if math.isfinite(number) else str(number)  # JSON cannot represent infinity or NaN
-
-
-# -- the order of checkpoints -------------------------------------------------------------------------------------
-
-
-def newest_first(entries: Iterable[Entry]) -> list[Entry]:
-    """
-    Order entries: first the newest timeline and the timelines it came from, each by step; then abandoned checkpoints.
-
-    A job that goes back to step 100 while 150 and 200 exist, and then saves 110, abandons 150 and 200. If 110 cannot be
-    used, 100 is wanted next, not 200. The records of a timeline say after which timeline and step it began.
-    """
-    known = list(entries)
-    timeline: int = max((entry.timeline for entry in known), default=0)
-    step = math.inf
-    reach: dict[int, float] = {}
-    """Up to which step each timeline is an ancestor of the newest one; other timelines are left out."""
-    while timeline not in reach:
-        reach[timeline] = step
-        origin = began_after(known, timeline)
-        if origin is not None and origin[0] < timeline:
-            timeline, step = origin[0], min(step, origin[1])
-
-    def order(entry: Entry) -> tuple[bool, int, int, float, str]:
-        # Only where the step is not known does the order depend on a clock.
-        saved_s = entry.saved_at.timestamp() if entry.step < 0 and entry.saved_at else 0.0
-        return entry.step <= reach.get(entry.timeline, -1), entry.timeline, entry.step, saved_s, entry.name
-
-    return sorted(known, key=order, reverse=True)
-
-
-def restore_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Order entries for a restore. An unreadable one counts as the newest: otherwise it could silently be passed over."""
-    known = list(entries)
-    newest = max((entry.timeline for entry in known), default=0)
-    return newest_first(replace(entry, timeline=newest) if entry.problem is not None else entry for entry in known)
-
-
-def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Entry]:
-    """
-    Return the entries if the store gave the record of each, or the record is known to be damaged.
-
-    Otherwise, raise `StorageError`: a checkpoint whose record the store fails to give at the moment may be whole, and the
-    newest. To go on without it would lose work, so the user has to decide that, by moving it away. `roots` are URLs, by tier.
-    """
-    known = list(entries)
-    for entry in known:
-        problem = entry.problem
-        if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
-            where = f"{roots[entry.tier]}/{entry.name}"
-            ways = [
-                problem.hint,
-                "try again when the store answers",
-                f"to go on without this checkpoint, move {where} out of the root",
-                "to go on without the far root, leave promote_to out" if entry.tier else "",
-            ]
-            raise StorageError(
-                f"{where} cannot be read at the moment, and may be the newest checkpoint: {problem.message}",
-                hint="; ".join(filter(None, ways)),
-                **problem.details,
-            ) from problem
-    return known
-
-
-def began_after(entries: Iterable[Entry], timeline: int) -> tuple[int, int] | None:
-    """Return the timeline and step after which a timeline began, if one of its records says so."""
-    return next((entry.began_after for entry in entries if entry.timeline == timeline and entry.began_after), None)
 
 
 # -- names and pins -----------------------------------------------------------------------------------------------
@@ -343,7 +133,7 @@ def pinned(root: SmallFiles) -> set[str]:
 def is_pinned(root: ReadableStore, name: str) -> bool:
     """Return whether a checkpoint is pinned right now."""
     try:
-        root.get(_PIN_PREFIX + name, limit=_MAX_PIN_NBYTES)
+        root.get(_PIN_PREFIX + name, limit=_MAX_NBYTES)
     except BlobNotFound:
         return False
     except MalformedFile:  # the pin file was edited
@@ -359,6 +149,19 @@ def pin(root: SmallFiles, name: str) -> None:
 def unpin(root: Deletes, name: str) -> None:
     """Leave a checkpoint to the policies again."""
     root.delete(_PIN_PREFIX + name)
+
+
+def map_in_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: str) -> Iterator[R]:
+    """Apply `work` to all items, on so many threads; on this one if the interpreter shuts down, and starts no more."""
+    if threads < 2:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
+        try:
+            done = pool.map(work, items)
+        except RuntimeError:
+            done = map(work, items)
+        yield from done
 
 
 # -- roots --------------------------------------------------------------------------------------------------------
@@ -395,6 +198,8 @@ class Catalog:
         """
         self.root = open_root(root, direct=Options().direct_io)
         self._lists_all = template is None
+        self._files: set[str] = set()
+        """Single files, at the last listing."""
         if template is not None:
             self.naming = Naming(template)
 
@@ -413,22 +218,21 @@ class Catalog:
     def __iter__(self) -> Iterator[Entry]:
         """Read all entries, the highest step first."""
         pins = pinned(self.root)
-        names = [
-            name
-            for name in self.root.places()
-            if self.naming.step(name) is not None or (self._lists_all and not name.startswith("."))
-        ]
-        looks: list[Callable[[], Entry | None]] = [partial(self._look, name, pins=pins) for name in names]
-        if self._lists_all:
-            files = (info.name for info in with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
-            names = [name for name in files if not name.startswith(_PIN_PREFIX)]
-            looks += [partial(self._look_at_file, name, pins=pins) for name in names]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardkeep-catalog") as threads:
-            try:
-                entries = threads.map(lambda look: look(), looks)
-            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-                entries = (look() for look in looks)
-            yield from sorted(filter(None, entries), key=lambda entry: entry.step, reverse=True)
+        yield from sorted(self.read(self.names(), pins), key=lambda entry: entry.step, reverse=True)
+
+    def names(self) -> list[str]:
+        """Return the names of what may be a checkpoint, without reading it."""
+        if not self._lists_all:
+            return [name for name in self.root.places() if self.naming.step(name) is not None]
+        files = (info.name for info in with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
+        self._files = {name for name in files if not name.startswith(_PIN_PREFIX)}
+        return [*(name for name in self.root.places() if not name.startswith(".")), *self._files]
+
+    def read(self, names: Sequence[str], pins: Collection[str] | None = None) -> list[Entry]:
+        """Read the entries of these names, without empty directories; `pins` are names that are pinned, if that is known."""
+        look = partial(self._look, pins=pins)
+        threads = _THREADS if len(names) > 1 else 1
+        return [entry for entry in map_in_threads(look, names, threads, "shardkeep-catalog") if entry is not None]
 
     def entries(self) -> list[Entry]:
         """
@@ -439,8 +243,8 @@ class Catalog:
         return newest_first(self)
 
     def latest(self) -> Entry | None:
-        """Return the newest committed checkpoint."""
-        return next((entry for entry in self.entries() if entry.committed), None)
+        """Return the newest committed checkpoint; reads few others."""
+        return next((entry for entry in Walk([self]).newest_first() if entry.committed), None)
 
     def find(self, step: int) -> Entry | None:
         """Return the entry of a step."""
@@ -451,10 +255,19 @@ class Catalog:
 
     def get(self, name: str) -> Entry | None:
         """Return the entry of a name."""
-        pins = pinned(self.root)
-        if self._lists_all and name.endswith(_FILE_SUFFIXES) and (file := self._look_at_file(name, pins=pins)):
+        if self._lists_all and name.endswith(_FILE_SUFFIXES) and (file := self._look_at_file(name)):
             return file
-        return self._look(name, pins=pins)
+        return self._look(name)
+
+    def hinted(self) -> Entry | None:
+        """Return the committed checkpoint that the file `latest` names, if the template gives its name."""
+        with suppress(CheckpointError, UnicodeDecodeError):
+            name = self.root.get(LATEST_NAME, limit=_MAX_NBYTES).decode().strip()
+            step = self.naming.step(name)
+            entry = None if step is None else self._look(name)
+            if entry is not None and entry.committed and entry.save_id and entry.step == step:
+                return entry
+        return None
 
     def strangers(self) -> dict[str, str]:
         """Return a few checkpoints whose names do not match the template, each with a template that would match."""
@@ -466,11 +279,13 @@ class Catalog:
         found = {name: template for name in others if (template := template_of(name))}
         return dict(list(found.items())[:_MAX_STRANGERS])
 
-    def _look(self, name: str, *, pins: set[str]) -> Entry | None:
+    def _look(self, name: str, pins: Collection[str] | None = None) -> Entry | None:
+        if name in self._files:
+            return self._look_at_file(name, pins)
         store, step = self.root.place(name), self.naming.step(name)
         managed = step is not None
         step = _guess_step(name) if step is None else step
-        about = Entry(name=name, step=step, status="committed", pinned=name in pins, managed=managed)
+        about = Entry(name=name, step=step, status="committed", pinned=self._pinned(name, pins), managed=managed)
         try:
             try:
                 record = record_in(store)
@@ -481,14 +296,17 @@ class Catalog:
         except CheckpointError as exc:
             return replace(about, status="damaged", reason=exc.message, problem=exc)
 
-    def _look_at_file(self, name: str, *, pins: set[str]) -> Entry | None:
+    def _pinned(self, name: str, pins: Collection[str] | None) -> bool:
+        return is_pinned(self.root, name) if pins is None else name in pins
+
+    def _look_at_file(self, name: str, pins: Collection[str] | None = None) -> Entry | None:
         """Describe a file of `torch.save`; None for a file of something else, and for a directory."""
         about = Entry(
             name=name,
             step=_guess_step(name),
             status="committed",
             layout="torch.save",
-            pinned=name in pins,
+            pinned=self._pinned(name, pins),
             managed=False,
         )
         try:
@@ -515,7 +333,7 @@ class Catalog:
 def _of_another_program(record: Record, about: Entry) -> Entry:
     step = about.step if record.step is None else record.step
     found = entry_from_record(about.name, step, record, pinned=about.pinned, managed=False)
-    return replace(found, layout=about.layout, record=None)
+    return replace(found, layout=about.layout, save_id="", record=None)
 
 
 def _guess_step(name: str) -> int:
@@ -549,6 +367,122 @@ def _of_torch_or_unfinished(store: Store, infos: Mapping[str, BlobInfo], entry: 
     return replace(entry, status="unfinished", reason=reason, nbytes=sum(info.nbytes for info in infos.values()))
 
 
+class Walk:
+    """
+    The entries of roots by their order, of which no more are read than are asked for, and those of the highest steps.
+
+    A `Checkpointer` keeps this promise for it: what is newer than the checkpoint that the file `latest` of a root names has
+    a higher step. A job that is about to break it, because it goes back to a lower step, deletes the file first. Where
+    `latest` names no committed checkpoint, all are read. An unreadable entry counts as of the newest timeline: otherwise it
+    could silently be passed over.
+    """
+
+    def __init__(self, catalogs: Sequence[Catalog]) -> None:
+        """List the roots, by tier, and read what may be the newest."""
+        self._catalogs = catalogs
+        self._unread: dict[int, list[tuple[int, str]]] = {}
+        self._read: dict[int, list[Entry]] = {}
+        """What is not yielded yet, by step."""
+        self._done: list[Entry] = []
+        for tier, each in enumerate(catalogs):
+            hint = each.hinted()
+            now = []
+            for name in each.names():
+                step = each.naming.step(name)
+                if step is None or hint is None or step > hint.step:
+                    now.append(name)
+                elif step < hint.step:
+                    self._unread.setdefault(step, []).append((tier, name))
+            for entry in each.read(now) + ([] if hint is None else [hint]):
+                self._add(entry, tier)
+        self.looked_at = [entry for found in self._read.values() for entry in found]
+        """What may be of the newest timeline: it was read at once. If one of these cannot be read, the order is not known."""
+        self.newest_timeline: int = max((entry.timeline for entry in self.looked_at), default=0)
+        self._steps = [-step for step in {*self._read, *self._unread}]
+        heapify(self._steps)
+
+    def by_step(self) -> Iterator[Entry]:
+        """Yield all entries, the highest step first; of one step the newest save, and of one save the near copy."""
+        at = 0
+        while at < len(self._done) or self._steps:
+            if at == len(self._done):
+                self._advance()
+            else:
+                yield self._done[at]
+                at += 1
+
+    def newest_first(self) -> Iterator[Entry]:
+        """Yield all entries in the order of `newest_first`."""
+        reach: dict[int, float] = {self.newest_timeline: math.inf}
+        abandoned = []
+        for entry in self.by_step():
+            limit = reach.get(entry.timeline, -1)
+            if entry.step > limit:
+                abandoned.append(entry)
+                continue
+            if entry.began_after is not None and entry.began_after[0] < entry.timeline:
+                reach.setdefault(entry.began_after[0], min(limit, entry.began_after[1]))
+            yield entry
+        yield from sorted(abandoned, key=lambda entry: entry.age, reverse=True)
+
+    def _advance(self) -> None:
+        step = -heappop(self._steps)
+        for tier, name in self._unread.pop(step, ()):
+            for entry in self._catalogs[tier].read([name]):
+                self._add(entry, tier)
+                if entry.step < step:  # its record says so
+                    heappush(self._steps, -entry.step)
+        newest = self.newest_timeline
+        found = [entry for each in [*self._read] if each >= step for entry in self._read.pop(each)]
+        self._done += merge_tiers(
+            replace(each, timeline=newest) if each.problem is not None else each for each in found
+        )
+
+    def _add(self, entry: Entry, tier: int) -> None:
+        self._read.setdefault(entry.step, []).append(replace(entry, tier=tier))
+
+
+class KnownEntries:
+    """What a root has, kept from look to look: a committed checkpoint is read once, and again where that matters."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._found: dict[str, Entry] = {}
+        self._pins: set[str] = set()
+        self.fresh: set[str] = set()
+        """The names that were read since the last look began."""
+        self.empty: list[str] = []
+        """Directories without anything in them, at the last look."""
+
+    def look(self) -> list[Entry]:
+        """List the root, and read what is not known to be committed; return all entries, the newest first."""
+        self._pins, names = pinned(self._catalog.root), self._catalog.names()
+        known = {name: self._found[name] for name in names if name in self._found}
+        self._found = {
+            name: replace(entry, pinned=name in self._pins)
+            for name, entry in known.items()
+            if entry.committed and entry.save_id
+        }
+        self.fresh = set()
+        entries = self.read_again([name for name in names if name not in self._found])
+        self.empty = [name for name in names if name not in self._found]
+        return entries
+
+    def read_again(self, names: Collection[str]) -> list[Entry]:
+        """Read these entries again; return all entries."""
+        self.fresh.update(names)
+        for name in names:
+            self._found.pop(name, None)
+        # Without records: they name all files, and some roots have thousands of checkpoints of thousands of files.
+        read = self._catalog.read(list(names), self._pins)
+        self._found |= {entry.name: replace(entry, record=None) for entry in read}
+        return newest_first(self._found.values())
+
+    def forget(self, name: str) -> None:
+        """Read an entry again at the next look."""
+        self._found.pop(name, None)
+
+
 class Tiers:
     """
     The roots of a Checkpointer: the near one, which it saves to, and perhaps a far one, which it promotes to.
@@ -566,6 +500,10 @@ class Tiers:
         """Return the entries of all roots: of one step the newest save first, and of one save the near copy first."""
         return merge_tiers(replace(entry, tier=tier) for tier, each in enumerate(self.all) for entry in each.entries())
 
+    def walk(self) -> Walk:
+        """Return the entries of all roots, to be read one after the other."""
+        return Walk(self.all)
+
     def find(self, step: int) -> list[Entry]:
         """Return the entries of a step, in the same order."""
         found = [(tier, each.find(step)) for tier, each in enumerate(self.all)]
@@ -580,19 +518,3 @@ class Tiers:
         """Unpin a checkpoint in all roots."""
         for each in self.all:
             unpin(each.root, name)
-
-
-def merge_tiers(entries: Iterable[Entry]) -> list[Entry]:
-    """Order entries of several roots: unreadable ones, then the newest save first, and of one save the near copy."""
-    # An unreadable entry comes first, so that it is reported before another copy is taken.
-    return sorted(entries, key=lambda entry: (entry.problem is not None, entry.save_order, -entry.tier), reverse=True)
-
-
-def newest_saves(entries: Iterable[Entry]) -> list[Entry]:
-    """Leave out committed saves that a newer committed save of the same step supersedes."""
-    known = list(entries)
-    newest: dict[str, tuple[int, str]] = {}
-    for entry in known:
-        if entry.committed:
-            newest[entry.name] = max(entry.save_order, newest.get(entry.name, (-1, "")))
-    return [entry for entry in known if not entry.committed or entry.save_order == newest[entry.name]]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,8 +38,9 @@ from shardkeep.events import Callback, Event, Listening
 from shardkeep.events import on_event as listen
 from shardkeep.format.record import checked_step
 from shardkeep.manage import schedule
-from shardkeep.manage.catalog import Catalog, Entry, Tiers, newest_first, newest_saves, require_readable, restore_order
+from shardkeep.manage.catalog import Catalog, Tiers
 from shardkeep.manage.decisions import Decision, RankContext
+from shardkeep.manage.entry import Entry, newest_saves, require_readable
 from shardkeep.manage.replicate import ReplicationTerms
 from shardkeep.manage.restore import Restored, candidates, restore
 from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_policy, parse_best
@@ -416,8 +418,8 @@ class Checkpointer:
 
         """
 
-        def choose() -> list[Entry]:
-            found = restore_order(require_readable(self._tiers.entries(), self._tiers.urls))
+        def choose(most: int | None) -> list[Entry]:
+            found = list(islice(self._newest_first(), most))
             if not found:
                 self._warn_of_other_templates()
             return found
@@ -436,7 +438,7 @@ class Checkpointer:
         """
         step = _valid_step(step)
 
-        def choose() -> list[Entry]:
+        def choose(_: int | None) -> list[Entry]:
             found = [entry for entry in newest_saves(self._tiers.find(step)) if entry.status != "unfinished"]
             if not found:
                 raise self._not_found(step)
@@ -458,7 +460,7 @@ class Checkpointer:
         """
         best = self._best_by(metric, mode)
 
-        def choose() -> list[Entry]:
+        def choose(_: int | None) -> list[Entry]:
             found = self._readable_committed()
             known = {name for entry in found for name in entry.metrics}
             if found and best.metric not in known:
@@ -478,7 +480,7 @@ class Checkpointer:
         self,
         state: MutableMapping[str, Any],
         what: str,
-        choose: Callable[[], list[Entry]],
+        choose: Callable[[int | None], list[Entry]],
         load_options: dict[str, Any],
         *,
         may_skip: bool = True,
@@ -491,7 +493,7 @@ class Checkpointer:
                 world=self._ranks.world,
                 what=what,
                 roots=self._tiers.urls,
-                choose=lambda: candidates(choose()),
+                choose=lambda most: candidates(choose(most)),
                 open_store=self._saves.store_to_read,
                 may_skip=may_skip,
                 **{**self._load_options, **load_options},
@@ -527,7 +529,7 @@ class Checkpointer:
             StorageError: a record cannot be read at the moment, and may be the newest.
 
         """
-        return next((entry.step for entry in newest_first(self._readable_committed())), None)
+        return next((entry.step for entry in self._newest_first() if entry.committed), None)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """
@@ -583,6 +585,14 @@ class Checkpointer:
 
     def _exists(self, step: int) -> bool:
         return any(found.committed for found in self._tiers.find(step))
+
+    def _newest_first(self) -> Iterator[Entry]:
+        """Yield what may be restored, the newest first; raise where a record cannot be read at the moment."""
+        walk = self._tiers.walk()
+        require_readable(walk.looked_at, self._tiers.urls)
+        for entry in walk.newest_first():
+            if entry.status != "unfinished":
+                yield from require_readable([entry], self._tiers.urls)
 
     def _readable_committed(self) -> list[Entry]:
         """Return all copies of the newest save of each step, if the store gives all records."""

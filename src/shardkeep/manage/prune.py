@@ -2,8 +2,9 @@
 What rank 0 does to a root before the first save and after each successful one.
 
 After a save: point `latest` to it, delete the checkpoints that no policy wants, and sweep what dead saves left. One thread
-does all of it, in this order, and none of it can fail a save. The commit records are read again before anything is
-deleted, and the new checkpoint must be among them.
+does all of it, in this order, and none of it can fail a save. Before anything is deleted, the root is listed, and the commit
+records are read again on which that relies: of the new checkpoint, of those because of which others are not wanted any
+more, and of those to delete. Other records are read once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from shardkeep.display import format_count
@@ -25,15 +27,18 @@ from shardkeep.errors import CheckpointError, LeaseLost
 from shardkeep.events import Pruned, PruneFailed, emit
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import read_record, save_id_of
-from shardkeep.manage.catalog import Catalog, Entry, is_pinned
+from shardkeep.manage.catalog import LATEST_NAME, Catalog, KnownEntries, is_pinned, map_in_threads
+from shardkeep.manage.entry import Entry, newest_first
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.retention import KeepAll, Policy, plan
-from shardkeep.storage.base import REMOVING_NAME, is_commit_marker
+from shardkeep.storage.base import REMOVING_NAME, is_commit_marker, is_remote
 
 log = logging.getLogger("shardkeep")
 
-LATEST_NAME = "latest"
-"""The file of a root that names its newest checkpoint: a hint for people and scripts."""
+_DELETES = 8
+"""How many checkpoints are deleted at a time from a store that mostly waits for the network."""
+_PLACES = 64
+"""How many directories are swept before a save may have its turn."""
 
 
 class CheckpointLocks:
@@ -96,21 +101,35 @@ class Pruner:
         self._policy, self._now = policy, now
         self.lease, self.locks = lease, CheckpointLocks()
         self._spared, self._resumed = spared, resumed
+        self._known = KnownEntries(catalog)
         self._known_empty: set[str] = set()
         """Directories that were found empty: they are not swept again until something is in them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
         self._after_saves: deque[Future[None]] = deque()
-        self._after_replication: list[Future[set[str]]] = []
+        self._others: list[Future[object]] = []
+        """What was begun besides, until `wait`."""
         self._closed = False
         self._lock = threading.Lock()
 
-    def sweep_all(self) -> list[Entry]:
-        """Sweep every directory, and return what the root has."""
-        entries = self._catalog.entries()
-        self.sweep(entries)
+    def begin(self) -> None:
+        """Sweep every directory in the background."""
+        self._submit(partial(self.sweep_some, self.sweeping()))
+
+    def sweeping(self) -> Iterator[None]:
+        """Sweep every directory; yields after each."""
+        entries = self._known.look()
+        self._sweep_unfinished(entries)
         for entry in entries:
             self._carefully(entry.name, partial(self._sweep_beside, entry))
-        return entries
+            yield
+
+    def sweep_some(self, sweeping: Iterator[None]) -> None:
+        """Go on with sweeping, and then let others have their turn."""
+        try:
+            if sum(1 for _ in islice(sweeping, _PLACES)) == _PLACES:
+                self._submit(partial(self.sweep_some, sweeping))
+        except Exception as error:  # noqa: BLE001 - what is found here is no part of any save
+            self._report_failure(self._root.url, error, None)
 
     def after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
         """Prune in the background once a save has ended; `succeeded` waits for its end."""
@@ -128,15 +147,18 @@ class Pruner:
 
     def after_replication(self, name: str) -> None:
         """Delete, in the background, what had to stay until a checkpoint was copied; does nothing after `close`."""
+        self._submit(partial(self.prune, name))
+
+    def _submit(self, work: Callable[[], object]) -> None:
         with self._lock:
             if not self._closed:
-                self._after_replication.append(self._thread.submit(self.prune, name))
+                self._others.append(self._thread.submit(work))
 
     def wait(self) -> None:
         """Wait for everything that was begun. Submits nothing: it may be called while the interpreter shuts down."""
         self.catch_up(0)
         with self._lock:
-            others, self._after_replication = self._after_replication, []
+            others, self._others = self._others, []
         futures.wait(others)
 
     def catch_up(self, but: int, within_s: float | None = None) -> None:
@@ -166,28 +188,41 @@ class Pruner:
                 self.lease.check()
                 self._root.put(LATEST_NAME, f"{latest}\n".encode(), over=seen)
             if not isinstance(self._policy, KeepAll):
-                self.sweep(self._delete_unwanted(name, deleted, is_new=latest is not None))
+                self._sweep_unfinished(self._delete_unwanted(name, deleted, is_new=latest is not None))
         except Exception as error:  # noqa: BLE001 - a committed save must not fail because of this
             self._report_failure(self._root.url, error, None)
         return deleted
 
     def _delete_unwanted(self, just: str, deleted: set[str], *, is_new: bool) -> list[Entry]:
         """Delete what no policy wants, and return what there was."""
-        entries = self._catalog.entries()
-        trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
-        if not any(each.name == just and each.committed for each in trusted):
-            # A checkpoint that was copied may have been deleted since, together with everything else.
-            level = logging.WARNING if is_new else logging.DEBUG
-            log.log(level, "%s: %s was committed, but is not visible: nothing is deleted", self._root.url, just)
-            return []
-        spared = {*([just] if is_new else []), *self.locks.names(), *self._spared(trusted)}
-        for entry in plan(trusted, self._policy, self._now(), spared=spared).to_delete:
-            with self.locks.deleting(entry.name) as free:
-                if free and self._delete(entry):
-                    deleted.add(entry.name)
+        self._known.forget(just)
+        entries = self._known.look()
+        while True:
+            trusted = [replace(each, status="damaged") if each.name in self.distrusted else each for each in entries]
+            if not any(each.name == just and each.committed for each in trusted):
+                # A checkpoint that was copied may have been deleted since, together with everything else.
+                level = logging.WARNING if is_new else logging.DEBUG
+                log.log(level, "%s: %s was committed, but is not visible: nothing is deleted", self._root.url, just)
+                return []
+            uncopied = self._spared(trusted)
+            spared = {*([just] if is_new else []), *self.locks.names(), *uncopied}
+            to_delete = plan(trusted, self._policy, self._now(), spared=spared).to_delete
+            committed = newest_first(each for each in trusted if each.committed)
+            reasons = {committed[0].name, *uncopied, *self._policy.relies_on(committed)}
+            unread = {*reasons, *(each.name for each in to_delete)} - self._known.fresh if to_delete else ()
+            if not unread:
+                break
+            entries = self._known.read_again(unread)
+        threads = _DELETES if is_remote(self._root) and len(to_delete) > 1 else 1
+        done = map_in_threads(self._delete, to_delete, threads, "shardkeep-delete")
+        deleted |= {entry.name for entry, is_gone in zip(to_delete, done, strict=True) if is_gone}
         return entries
 
     def _delete(self, entry: Entry) -> bool:
+        with self.locks.deleting(entry.name) as free:
+            return free and self._delete_free(entry)
+
+    def _delete_free(self, entry: Entry) -> bool:
         self.lease.check()
         try:
             if is_pinned(self._root, entry.name):  # since the records were read
@@ -201,23 +236,18 @@ class Pruner:
     def remove(self, entry: Entry, reason: str) -> None:
         """Delete a checkpoint, for a reason that the event has."""
         where = f"{self._root.url}/{entry.name}"
+        self._known.forget(entry.name)
         self._root.remove(entry.name)
         log.info("removed %s", where)
         emit(Pruned, partial(Pruned, rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason=reason))
 
     # -- what dead saves left ------------------------------------------------------------------------------------
 
-    def sweep(self, entries: Sequence[Entry]) -> None:
+    def _sweep_unfinished(self, entries: Sequence[Entry]) -> None:
         """Remove what dead saves and interrupted removals left; never raises anything but LeaseLost."""
-        known = {entry.name for entry in entries}
-        try:
-            places = [name for name in self._root.places() if self._catalog.naming.step(name) is not None]
-        except CheckpointError as error:
-            self._report_failure(self._root.url, error, None)
-            places = []
         # Empty directories are not among the entries. Some object stores list them for ever.
-        self._known_empty -= known
-        empty = [name for name in places if name not in known and name not in self._known_empty]
+        self._known_empty.intersection_update(self._known.empty)
+        empty = [name for name in self._known.empty if name not in self._known_empty]
         for name in [*(entry.name for entry in entries if entry.status == "unfinished"), *empty]:
             self._carefully(name, partial(self._sweep, name))
 
@@ -250,7 +280,7 @@ class Pruner:
     def _sweep_beside(self, entry: Entry) -> None:
         """Remove what dead saves left beside a checkpoint; lists its files only, if there is nothing else."""
         store = self._root.place(entry.name)
-        if entry.record is None or not {save_id_of(info.name) for info in store.list()} - {None, entry.save_id}:
+        if not entry.save_id or not {save_id_of(info.name) for info in store.list()} - {None, entry.save_id}:
             return
         found = orphans.survey(store, self.lease.gone)
         # The record is read by name, because a listing may miss it; and after the survey, because what is dead by then and

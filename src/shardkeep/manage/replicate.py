@@ -41,8 +41,9 @@ from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished,
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import claim_name, read_record
-from shardkeep.manage.catalog import FAR, NEAR, Catalog, Entry, Tiers, entry_from_record, is_pinned, newest_first, pin
+from shardkeep.manage.catalog import LATEST_NAME, Catalog, KnownEntries, Tiers, is_pinned, pin
 from shardkeep.manage.decisions import PendingTasks, RankContext, at_exit
+from shardkeep.manage.entry import FAR, NEAR, Entry, entry_from_record, newest_first
 from shardkeep.manage.file_copy import copy_files, throttle
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
@@ -104,7 +105,7 @@ def to_replicate(
     mine = [
         entry
         for entry in newest_first(near)
-        if entry.committed and entry.record is not None and (entry.name, entry.save_id) not in left_out
+        if entry.committed and entry.save_id and (entry.name, entry.save_id) not in left_out
     ]
     due = [entry for at, entry in enumerate(mine) if entry.step % every == 0 or entry.pinned or (newest and at == 0)]
 
@@ -114,7 +115,7 @@ def to_replicate(
             return True
         if over.problem is not None:
             return isinstance(over.problem, errors.DamagedCheckpoint)
-        return over.record is not None and over.save_order < entry.save_order
+        return bool(over.save_id) and over.save_order < entry.save_order
 
     fresh = {entry.name: entry for entry in due if may_copy(entry, there.get(entry.name))}
     # Apply the policy to what the far root would have after all copies.
@@ -134,6 +135,7 @@ class ReplicationCoordinator:
         resumed = lambda name: name in self._to_come or name in self._unsure  # noqa: E731
         self.pruner = Pruner(far, terms.policy, lease, clock.now, resumed=resumed)
         self._near, self._far, self._uncancelled_far = tiers.near, far, tiers.all[FAR]
+        self.near_known = KnownEntries(tiers.near)
         self._terms, self._now, self._near_pruner = terms, clock.now, near_pruner
         self._lock = threading.Lock()
         self._there: dict[str, Entry] = {}
@@ -154,7 +156,9 @@ class ReplicationCoordinator:
         self.lease.acquire()
         entries = self._uncancelled_far.entries()
         with self._lock:
-            self._there = {entry.name: replace(entry, tier=FAR) for entry in entries if entry.status != "unfinished"}
+            self._there = {
+                entry.name: replace(entry, tier=FAR, record=None) for entry in entries if entry.status != "unfinished"
+            }
             return list(self._there.values())
 
     def has(self, name: str) -> bool:
@@ -184,7 +188,7 @@ class ReplicationCoordinator:
     def choose(self, held: ExitStack, *, newest: bool) -> tuple[ReplicationOrder, Version | None] | None:
         """Choose what to copy next, which stays while `held` is open; also return the far record's version to replace."""
         self.lease.check()
-        near = self._near.entries()
+        near = self.near_known.look()
         wanted = self._wanted(near, newest=newest)
         self._to_come = {entry.name for entry in wanted}
         self._unsure = {
@@ -197,20 +201,21 @@ class ReplicationCoordinator:
             )
         }
         if not self._swept:  # here, in the background, because a far root may have thousands of directories
-            self.pruner.sweep_all()
+            for _ in self.pruner.sweeping():
+                pass
             self._swept = True
             self._partial = self._to_come | self._unsure  # an earlier job may have begun to copy them
         for entry in wanted:
             self._near_pruner.locks.acquire(entry.name)
             held.callback(self._near_pruner.locks.release, entry.name)
             # The record must be read after the lock, because until then the checkpoint may be deleted or replaced.
-            data = self._record_of(entry)
-            if data is None:
+            found = self._record_of(entry)
+            if found is None:
                 held.close()
                 continue
             self._sweep_partial()  # before the free space is checked
-            over = self._prepare(entry, self._far.root.place(entry.name), held)
-            return ReplicationOrder(name=entry.name, step=entry.step, record=data), over
+            over = self._prepare(entry, found[1], self._far.root.place(entry.name), held)
+            return ReplicationOrder(name=entry.name, step=entry.step, record=found[0]), over
         self._sweep_partial()
         return None
 
@@ -220,23 +225,24 @@ class ReplicationCoordinator:
             self.pruner.sweep_one(name)
             self._partial.discard(name)
 
-    def _record_of(self, entry: Entry) -> bytes | None:
-        """Return the near record of an entry; None if it changed since the entry was read."""
+    def _record_of(self, entry: Entry) -> tuple[bytes, Record] | None:
+        """Return the near record of an entry; None if it is not of the same save any more."""
         try:
-            data, record = _read_record(self._near.root.place(entry.name))
-        except errors.DamagedCheckpoint:  # it was readable a moment ago; the next attempt will see it as damaged
-            return None
+            found = _read_record(self._near.root.place(entry.name))
+            if found[1].save_id == entry.save_id:
+                return found
+            self._to_come.discard(entry.name)
+        except errors.DamagedCheckpoint:
+            pass  # it was readable before; the next attempt will see it as damaged
         except errors.BlobNotFound:
-            data, record = b"", None
-        if record == entry.record:
-            return data
-        self._to_come.discard(entry.name)
+            self._to_come.discard(entry.name)
+        self.near_known.forget(entry.name)
         return None
 
-    def _prepare(self, entry: Entry, place: Store, held: ExitStack) -> Version | None:
+    def _prepare(self, entry: Entry, record: Record, place: Store, held: ExitStack) -> Version | None:
         """Check that a checkpoint fits into the far root, and claim its directory there; return the version to replace."""
         over = place.version(RECORD_NAME)
-        sizes = {} if entry.record is None else entry.record.at_rest
+        sizes = record.at_rest
         there = {info.name: info.nbytes for info in place.list()}
         free = free_nbytes(place)
         wanted = sum(sizes.values()) - sum(nbytes for name, nbytes in there.items() if name in sizes)
@@ -282,7 +288,12 @@ class ReplicationCoordinator:
             # Its keys may have been rotated while its files were copied.
             latest, now = _read_record(self._near.root.place(order.name))
             data = latest if (now.save_id, now.at_rest) == (record.save_id, record.at_rest) else data
+        entry = replace(entry_from_record(order.name, order.step, record, pinned=pinned), record=None, tier=FAR)
+        with self._lock:
+            newest_timeline = max((each.timeline for each in self._there.values()), default=0)
         self.lease.check()
+        if entry.timeline > newest_timeline:  # see `Walk`
+            self._far.root.delete(LATEST_NAME)
         try:
             place.put(RECORD_NAME, data, over=over)
         except errors.StorageError as exc:
@@ -295,9 +306,8 @@ class ReplicationCoordinator:
         _require_record(place, data)
         orphans.discard(place, [claim_name(record.save_id)])
         self._partial.discard(order.name)
-        entry = entry_from_record(order.name, order.step, record, pinned=pinned)
         with self._lock:
-            self._there[order.name] = replace(entry, tier=FAR)
+            self._there[order.name] = entry
 
     def clean_up(self, order: ReplicationOrder, held: ExitStack) -> None:
         """After a commit: remove what it replaced, and what no policy wants, in both roots. Never raises."""
@@ -408,12 +418,12 @@ class Replicator:
         at_exit(self._leave)
         self.after(None)
 
-    def after(self, saved: Any, *, newest: bool = False) -> None:
-        """Begin a round once a save has ended; `newest`: copy the newest checkpoint whatever its step."""
+    def after(self, saved: Any, name: str = "", *, newest: bool = False) -> None:
+        """Begin a round once a save of this name has ended; `newest`: copy the newest checkpoint whatever its step."""
         if self._world is None or self._stopped:
             return
         # A daemon thread: Python does not wait for it at exit, so that a store that does not answer cannot block the exit.
-        arguments = (self.rounds.count, self._futures[-1:], saved, newest, self._world)
+        arguments = (self.rounds.count, self._futures[-1:], saved, name, newest, self._world)
         try:
             future = spawn_daemon(partial(self._run_round, *arguments), "shardkeep-promote")
         except RuntimeError as error:  # the interpreter is shutting down
@@ -480,11 +490,14 @@ class Replicator:
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
-    def _run_round(self, number: int, before: Sequence[Future[None]], saved: Any, newest: bool, world: World) -> None:
+    def _run_round(
+        self, number: int, before: Sequence[Future[None]], saved: Any, name: str, newest: bool, world: World
+    ) -> None:
         futures.wait(before)
         self._running_round = number
         if isinstance(saved, SaveHandle):
             saved.outcome()
+        self.coordinator.near_known.forget(name)  # it may have been overwritten
         damaged: errors.NotPromoted | None = None
         for turn in count():
             try:

@@ -29,7 +29,7 @@ from shardkeep.engine.report import LoadReport
 from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint, StorageError, UnsupportedVersion
 from shardkeep.events import StepSkipped, emit
 from shardkeep.loading import load
-from shardkeep.manage.catalog import Entry
+from shardkeep.manage.entry import Entry
 from shardkeep.storage.base import Store
 
 log = logging.getLogger("shardkeep")
@@ -37,6 +37,8 @@ log = logging.getLogger("shardkeep")
 _GONE = (BlobNotFound, CheckpointNotFound)
 _DAMAGE = (DamagedCheckpoint, *_GONE)
 """Errors for which a checkpoint is skipped: it is not what was saved, or not complete."""
+_FEW = 4
+"""How many candidates are read before all are: nearly always, the first one is whole."""
 _MAX_CHOICES = 5
 """How often to choose again while another job deletes checkpoints."""
 
@@ -106,7 +108,7 @@ def restore(
     world: World,
     what: str,
     roots: Sequence[str],
-    choose: Callable[[], list[Candidate]],
+    choose: Callable[[int | None], list[Candidate]],
     open_store: Callable[[Candidate], Store],
     may_skip: bool = True,
     **load_options: Any,
@@ -115,20 +117,27 @@ def restore(
     Restore the first candidate that can be loaded; called by all ranks. Return None if there is no candidate.
 
     `what` names in messages what is wanted, and `roots` are the URLs of the roots, by tier. `choose` returns the candidates
-    in order, on rank 0. With `may_skip`, damaged candidates are skipped, and it is a `DamagedCheckpoint` if all are;
+    in order, on rank 0: so many of them, or all. With `may_skip`, damaged candidates are skipped, and it is a `DamagedCheckpoint` if all are;
     without it, the error of the last one is raised.
     """
     where = " and ".join(roots)
 
-    def chosen() -> list[Candidate]:
-        with rendezvous(world, f"restore {what} of {where}") as meeting:
-            answer = meeting.agree("choose", bytes, lambda payloads: [msgspec.msgpack.encode(choose())] * len(payloads))
-        return msgspec.msgpack.decode(answer, type=list[Candidate])
+    def chosen(most: int | None) -> list[Candidate]:
+        def decide(payloads: list[bytes]) -> list[bytes]:
+            return [msgspec.msgpack.encode(choose(most))] * len(payloads)
 
-    found, choices = chosen(), 1
+        with rendezvous(world, f"restore {what} of {where}") as meeting:
+            return msgspec.msgpack.decode(meeting.agree("choose", bytes, decide), type=list[Candidate])
+
+    most: int | None = _FEW
+    found, choices = chosen(most), 1
     skipped: list[Skipped] = []
     cause: Exception | None = None
     while left := _untried(found, skipped):
+        if most is not None and len(found) >= most and len(left) == 1:  # another copy of the last one may follow it
+            most = None
+            found = chosen(most)
+            continue
         each, *others = left
         reason = each.reason
         if not reason:
@@ -141,7 +150,7 @@ def restore(
                     raise
                 if isinstance(error, _GONE) and choices < _MAX_CHOICES:
                     # Perhaps the job that saves here deleted it after it had saved a newer one.
-                    found, choices = chosen(), choices + 1
+                    found, choices = chosen(most), choices + 1
                     if each not in _untried(found, skipped):
                         continue
                 cause, reason = error, f"{type(error).__name__}: {error}"

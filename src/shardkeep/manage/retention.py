@@ -18,9 +18,12 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 from shardkeep.errors import StateError
-from shardkeep.manage.catalog import Entry, newest_first
+from shardkeep.manage.entry import Entry, newest_first
 
 Mode = Literal["min", "max"]
+
+_READ_AGAIN = 16
+"""How many of the newest are read again before an older one is deleted, at most."""
 
 _LOWER = {"cer", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"}
 _HIGHER = {"acc", "accuracy", "auc", "auroc", "bleu", "f1", "iou", "precision", "psnr", "recall", "reward", "rouge"}
@@ -34,6 +37,14 @@ class Policy(ABC):
     @abstractmethod
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
         """Return the names of the checkpoints to keep; `entries` are committed, the newest first."""
+
+    def relies_on(self, entries: Sequence[Entry]) -> set[str]:
+        """
+        Return the names of the checkpoints because of which others are not wanted; the entries are the same as for `wants`.
+
+        Their records are read again before any other is deleted. By default these are all.
+        """
+        return {entry.name for entry in entries}
 
     def __or__(self, other: Policy) -> Policy:
         """Keep what either of them wants."""
@@ -50,6 +61,15 @@ class AnyOf(Policy):
         """Return what any policy wants."""
         return set().union(*(policy.wants(entries, now) for policy in self.policies))
 
+    def relies_on(self, entries: Sequence[Entry]) -> set[str]:
+        """Return what any policy relies on."""
+        return set().union(*(policy.relies_on(entries) for policy in self.policies))
+
+
+def _on_none(self: Policy, entries: Sequence[Entry]) -> set[str]:  # noqa: ARG001 - no other checkpoint matters
+    """Return nothing: each checkpoint is judged by itself."""
+    return set()
+
 
 @dataclass(frozen=True)
 class KeepAll(Policy):
@@ -58,6 +78,8 @@ class KeepAll(Policy):
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
         """Return all names."""
         return {entry.name for entry in entries}
+
+    relies_on = _on_none
 
 
 @dataclass(frozen=True)
@@ -81,6 +103,10 @@ class KeepLast(Policy):
         """Return the first `k` names."""
         return {entry.name for entry in entries[: self.k]}
 
+    def relies_on(self, entries: Sequence[Entry]) -> set[str]:
+        """Return the first of these names: so many newer ones are enough to lose none that matters."""
+        return {entry.name for entry in entries[: min(self.k, _READ_AGAIN)]}
+
 
 @dataclass(frozen=True)
 class KeepEvery(Policy):
@@ -95,6 +121,8 @@ class KeepEvery(Policy):
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
         """Return the multiples."""
         return {entry.name for entry in entries if entry.step % self.n == 0}
+
+    relies_on = _on_none
 
 
 @dataclass(frozen=True)
@@ -140,6 +168,11 @@ class KeepBest(Policy):
         kept = missing if self.keep_missing or len(missing) == len(entries) else set()
         return kept | {entry.name for entry in self.ranked(entries)[: self.k]}
 
+    def relies_on(self, entries: Sequence[Entry]) -> set[str]:
+        """Return the `k` best, and one that has the metric, so that it is not misspelt."""
+        named = [entry.name for entry in entries if self.metric in entry.metrics][:1]
+        return {*named, *(entry.name for entry in self.ranked(entries)[: self.k])}
+
 
 def compared_metrics(policy: Policy | None) -> set[str]:
     """Return the metrics by which a policy compares checkpoints."""
@@ -181,6 +214,8 @@ class KeepYounger(Policy):
             for entry in entries
             if entry.saved_at is None or (now - entry.saved_at).total_seconds() < self.seconds
         }
+
+    relies_on = _on_none
 
 
 class Retained(NamedTuple):

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,9 +33,11 @@ from shardkeep.errors import (
 )
 from shardkeep.events import Retried, emit
 from shardkeep.manage import catalog
+from shardkeep.manage.catalog import Walk
 from shardkeep.manage.decisions import PendingTasks, RankContext
+from shardkeep.manage.entry import FAR, NEAR, Entry, build_meta, require_readable
 from shardkeep.manage.lease import Lease
-from shardkeep.manage.prune import LATEST_NAME, Pruner
+from shardkeep.manage.prune import Pruner
 from shardkeep.manage.replicate import ReplicationTerms, Replicator
 from shardkeep.manage.restore import Candidate, Restored
 from shardkeep.manage.retention import Policy, compared_metrics
@@ -82,38 +85,45 @@ class Timeline:
         return self.after is not None and step > self.after and step not in self.saved
 
 
-def find_timeline(
-    entries: Sequence[catalog.Entry], restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]
-) -> Timeline:
+def find_timeline(walk: Walk, restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]) -> Timeline:
     """
     Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step.
 
     A record that cannot be read at the moment is an error: it may belong to the newest timeline, whose number would be used
     twice.
     """
-    where = " and ".join(roots)
-    there = [
-        entry
-        for entry in catalog.restore_order(catalog.require_readable(entries, roots))
-        if entry.status != "unfinished"
-    ]
-    highest = max((entry.timeline for entry in there), default=0)
+    where, highest = " and ".join(roots), walk.newest_timeline
+
+    def there() -> Iterator[Entry]:
+        for entry in walk.by_step():
+            if entry.status != "unfinished":
+                yield from require_readable([entry], roots)
+
+    require_readable(walk.looked_at, roots)
+    newest = next(there(), None)
     if restored is None:
-        newest = max((entry.step for entry in there), default=-1)
-        if step <= newest:
+        if newest is not None and step <= newest.step:
             raise CheckpointExists(
-                f"{where} has checkpoints up to step {newest}, this job restored none of them and saves step {step}",
+                f"{where} has checkpoints up to step {newest.step}, this job restored none of them and saves step {step}",
                 hint="call restore_latest() or restore(step) first, or choose another root",
             )
-        return Timeline(highest, began_after=catalog.began_after(there, highest))
+        return Timeline(highest, began_after=_began_after(there(), highest))
     if step < restored[1]:
         raise StateError(
             f"{where}: step {step} is to be saved, and step {restored[1]} was restored",
             hint="count steps over the whole run; to go back, restore an earlier step",
         )
-    if any(entry.age > restored for entry in there):
+    later = takewhile(lambda entry: entry.step > restored[1], there())
+    if highest > restored[0] or any(entry.age > restored for entry in later):
         return Timeline(highest + 1, after=restored[1], began_after=restored)
-    return Timeline(restored[0], after=restored[1], began_after=catalog.began_after(there, restored[0]))
+    return Timeline(restored[0], after=restored[1], began_after=_began_after(there(), restored[0]))
+
+
+def _began_after(entries: Iterator[Entry], timeline: int) -> tuple[int, int] | None:
+    """Return after which timeline and step a timeline began, if one of its records says so; the first one has no origin."""
+    if timeline == 0:
+        return None
+    return next((entry.began_after for entry in entries if entry.timeline == timeline and entry.began_after), None)
 
 
 # -- the last step of a run ---------------------------------------------------------------------------------------
@@ -207,14 +217,14 @@ class Saves:
         self._last: tuple[int, Saved | None] | None = None
         """The step that was restored or saved last, and its save."""
         self._highest: int | None = None
-        self._roots, self._root = roots, roots[catalog.NEAR]
+        self._roots, self._root = roots, roots[NEAR]
         self._tiers, self._catalog = tiers, tiers.near
         self._ranks, self._retry_policy, self._max_in_flight = ranks, retry_policy, max_in_flight
         self._how, self._how_asynchronous = how, how_asynchronous
         self._compared = compared_metrics(policy) | compared_metrics(terms.policy if terms else None)
         """Metrics that policies compare, without those that a save lacked, which was a warning."""
         self._leases = [Lease(each.root, ranks.clock, takeover=takeover) for each in tiers.all]
-        self._lease = self._leases[catalog.NEAR]
+        self._lease = self._leases[NEAR]
         spared = lambda near: self.replicator.coordinator.unreplicated(near) if self.replicator else ()  # noqa: E731
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=spared)
         self._session = secrets.token_hex(8)
@@ -224,12 +234,12 @@ class Saves:
         self.replicator: Replicator | None = None
         if terms is not None:
             self.replicator = Replicator(
-                roots[catalog.FAR],
+                roots[FAR],
                 tiers,
                 ranks,
                 self._pruner,
                 terms,
-                lease=self._leases[catalog.FAR],
+                lease=self._leases[FAR],
                 options=how["options"],
                 retry_policy=retry_policy,
                 is_saving=lambda: self._in_call or self._pending.running(),
@@ -332,17 +342,21 @@ class Saves:
         return self._timeline is not None
 
     def begin(self, step: int) -> None:
-        """Before the first save, and the first after a restore: acquire the root, sweep it, and read what it has."""
+        """Before the first save, and the first after a restore: acquire the root, find the timeline, and begin to sweep."""
         if self._timeline is not None:
             return
         found: list[Timeline] = []
 
         def acquire(payloads: list[bytes]) -> list[bytes]:
             self._lease.acquire()
-            far = [] if self.replicator is None else self.replicator.coordinator.acquire_root()
+            if self.replicator is not None:
+                self.replicator.coordinator.acquire_root()
             restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-            entries = catalog.merge_tiers([*self._pruner.sweep_all(), *far])
-            found.append(find_timeline(entries, restored, step, roots=self._tiers.urls))
+            walk = self._tiers.walk()
+            found.append(timeline := find_timeline(walk, restored, step, roots=self._tiers.urls))
+            if timeline.number > walk.newest_timeline:  # see `Walk`
+                self._catalog.root.delete(catalog.LATEST_NAME)
+            self._pruner.begin()
             return [self._session.encode()] * len(payloads)
 
         with rendezvous(self._patient_world, f"begin to save step {step} to {self._root.url}") as meeting:
@@ -361,7 +375,7 @@ class Saves:
         labels: Labels = None
         refusal: CheckpointError | None = None
         try:
-            labels = catalog.build_meta(meta, metrics, timeline.number, timeline.began_after)
+            labels = build_meta(meta, metrics, timeline.number, timeline.began_after)
             overwrite = overwrite or self._may_overwrite(name, step, timeline)
         except (CheckpointExists, StateError) as error:
             refusal = error
@@ -402,7 +416,7 @@ class Saves:
         if first:
             self._pruner.after_save(name, lambda: _succeeded(saved, step, timeline))
         if self.replicator is not None:
-            self.replicator.after(saved)
+            self.replicator.after(saved, name)
         if other_failure is not None:
             raise other_failure
         return saved
@@ -425,7 +439,9 @@ class Saves:
         is_far = coordinator is not None and coordinator.has(name)
         if timeline.may_overwrite(step):
             try:
-                if not (coordinator and coordinator.is_pinned(name)) and name not in catalog.pinned(self._catalog.root):
+                if not (coordinator and coordinator.is_pinned(name)) and not catalog.is_pinned(
+                    self._catalog.root, name
+                ):
                     return True
                 near = self._catalog.find(step)
                 exists = is_far or (near is not None and near.status != "unfinished")
@@ -440,7 +456,7 @@ class Saves:
                 )
         elif is_far:
             raise CheckpointExists(
-                f"{self._roots[catalog.FAR].url}/{name}: a committed checkpoint is already there",
+                f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
                 hint="save(..., overwrite=True) replaces it, or choose other roots",
             )
         return False
@@ -459,8 +475,9 @@ class Saves:
                 raise StateError(f"{self._root.url}/{name} is pinned, and is not deleted", hint=f"unpin({step}) first")
             for entry in found:
                 self._pruners[entry.tier].remove(entry, "delete")
-            newest = next((entry.name for entry in self._catalog.entries() if entry.committed), None)
-            root.delete(LATEST_NAME) if newest is None else root.put(LATEST_NAME, f"{newest}\n".encode(), replace=True)
+            root.delete(catalog.LATEST_NAME)
+            if (newest := self._catalog.latest()) is not None:
+                root.put(catalog.LATEST_NAME, f"{newest.name}\n".encode(), replace=True)
             if self.replicator is not None:
                 self.replicator.coordinator.acquire_root()  # it knows what the far root has
             return [b""] * len(payloads)

@@ -776,9 +776,18 @@ class LocalStore:
         return room.free if room.total else None
 
     def delete(self, name: str) -> None:
-        with storage_errors("cannot delete", self.url, name), suppress(FileNotFoundError):
-            os.unlink(self._path_of(name))
-            sync_directory(self._path)
+        self.delete_all([name])
+
+    def delete_all(self, names: Sequence[str]) -> None:
+        """Delete many files, and make that durable once for all of them."""
+        deleted = 0
+        for name in names:
+            with storage_errors("cannot delete", self.url, name), suppress(FileNotFoundError):
+                os.unlink(self._path_of(name))
+                deleted += 1
+        if deleted:
+            with storage_errors("cannot delete", self.url, names[-1]):
+                sync_directory(self._path)
 
     # -- places below --------------------------------------------------------------------------------------------------
 
