@@ -336,7 +336,11 @@ def test_a_rank_makes_few_requests_and_rank_0_not_many_more(monkeypatch):
     assert rank_0 == {"add": 1, "set": notes + replies, "delete_key": logs + replies_read}
 
 
-def count_keys_when_leaving(leaving):
+def repeat_first(payloads):
+    return [payloads[0]] * len(payloads)
+
+
+def count_keys_when_leaving(leaving, nbytes, decide):
     """Count the keys that remain when a rank leaves between two phases, and then all make a call again."""
     counts = []
     for who in (None, leaving):
@@ -344,7 +348,7 @@ def count_keys_when_leaving(leaving):
             contextlib.suppress(CheckpointError, OSError),
             rendezvous(current_world(timeout_s=5), "save to a") as meeting,
         ):
-            meeting.agree("plan", lambda: b"x" * 5000, echo)
+            meeting.agree("plan", lambda: b"x" * nbytes, decide)
             if rank() == who:
                 raise OSError("lost my disk")
             meeting.agree("write", lambda: b"x" * 50, echo)
@@ -355,9 +359,11 @@ def count_keys_when_leaving(leaving):
     return counts[1] - counts[0]
 
 
-@pytest.mark.parametrize("leaving", [0, 1])
-def test_a_rank_that_leaves_leaves_no_keys(rank_pool, leaving):
-    assert rank_pool.run(3, count_keys_when_leaving, leaving) == [0] * 3
+@pytest.mark.parametrize(
+    ("leaving", "nbytes", "decide"), [(0, 5000, echo), (1, 5000, echo), (0, 5 << 20, repeat_first)]
+)
+def test_a_rank_that_leaves_leaves_no_keys(rank_pool, leaving, nbytes, decide):
+    assert rank_pool.run(3, count_keys_when_leaving, leaving, nbytes, decide) == [0] * 3
 
 
 def test_a_single_rank_sees_its_own_exceptions():

@@ -319,7 +319,7 @@ class Rendezvous:
             if read_out:
                 mailbox.drop(*read_out)
             for key in (self._key(s, "own", rank) for rank in self._departed for s in (step - 1, step)):
-                mailbox.drop(key)
+                mailbox.discard(key)
 
         self._visit(errand)
         self._last_out = (out[0], len(out[1])) if answers and not missed else None
@@ -416,7 +416,7 @@ class Rendezvous:
         if mailbox.count(self._key(step, "late")) == len(reply.missed):
             mailbox.drop(self._key(step, "late"))
             mailbox.drop(self._key(step, "out"), nbytes)
-            mailbox.drop(self._key(step - 1, "out"))
+            mailbox.discard(self._key(step - 1, "out"))
 
     # -- all ranks ---------------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class Rendezvous:
             if self._world.rank > 0:
                 if mailbox.count(parted) == present and out:
                     mailbox.drop(parted)
-                    mailbox.drop(self._key(self._step - 2, "out"))  # if rank 0 left before it heard from all
+                    mailbox.discard(self._key(self._step - 2, "out"))  # if rank 0 left before it heard from all
                     mailbox.drop(*out)
             elif out:
                 mailbox.poll(lambda: not mailbox.there(out[0]) or None, linger_s)
