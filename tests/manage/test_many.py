@@ -7,6 +7,7 @@ import pytest
 
 import shardkeep as sk
 from shardkeep.errors import StorageError
+from shardkeep.layouts import orphans
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from tests.manage.scene import Hooked, checkpointer, empty_state, state_at, tear, train
@@ -128,3 +129,17 @@ def test_the_newest_is_found_where_a_job_died_before_it_pointed_to_it(tmp_path, 
         state = empty_state()
         assert ckpt.restore_latest(state) == 2
         assert state["step"] == 20
+
+
+def test_what_a_dead_save_left_makes_room_for_the_next_save(tmp_path, monkeypatch):
+    """A disk that a job filled in its last save has room for the first save of the next job."""
+    with checkpointer(tmp_path) as ckpt:
+        train(ckpt, (1, 2, 3), force=True)
+    orphans.make_claim(LocalStore(tmp_path / "step-3"), sk.open(tmp_path / "step-3").record.save_id)
+    tear(tmp_path / "step-3")
+    full = lambda _: 0 if (tmp_path / "step-3").exists() else 1 << 30  # noqa: E731
+    monkeypatch.setattr(LocalStore, "free_nbytes", full)
+    with checkpointer(tmp_path, asynchronous=False) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 2
+        ckpt.save(4, state_at(4))
+        assert ckpt.all_steps() == [1, 2, 4]

@@ -356,6 +356,9 @@ class Saves:
             found.append(timeline := find_timeline(walk, restored, step, roots=self._tiers.urls))
             if timeline.number > walk.newest_timeline:  # see `Walk`
                 self._catalog.root.delete(catalog.LATEST_NAME)
+            for entry in walk.looked_at:  # not in the background: the next save may need the room
+                if entry.tier == NEAR and entry.status == "unfinished":
+                    self._pruner.sweep_one(entry.name)
             self._pruner.begin()
             return [self._session.encode()] * len(payloads)
 
