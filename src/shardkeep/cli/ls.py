@@ -41,7 +41,7 @@ _STYLES: dict[str, out.Style] = {"damaged": "red", "unfinished": "yellow"}
     argument("--template", metavar="NAME", help='only checkpoints of these names: "step-{step}"'),
     examples="""
   shardkeep ls runs/a                              the checkpoints of a run
-  shardkeep ls runs/a --last 5                     the newest five, quickly even among thousands
+  shardkeep ls runs/a --last 5                     the newest five
   shardkeep ls runs                                the runs in a folder
   shardkeep ls runs/a/step-500                     the keys of one
   shardkeep ls runs/a/step-500 'model.*.weight'    keys that match a glob
