@@ -17,7 +17,7 @@ from shardkeep.format import index_parts
 from shardkeep.format.boxes import Box, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.dtypes import by_code
-from shardkeep.format.index import build_index, decode_index, encode_index, strings_of
+from shardkeep.format.index import MAGIC, build_index, decode_index, encode_index, read_table, strings_of
 from shardkeep.format.record import RECORD_NAME, decode_record
 from shardkeep.plan.load_plan import ReadRequests, plan_load
 from shardkeep.testing.faulty_store import FaultyStore
@@ -264,7 +264,7 @@ def unpacked(raw):
 def forged(change):
     """Put a checkpoint together whose directory and parts were changed, with every checksum right."""
     blobs = many_chunks()
-    entry, data = index_of(blobs)
+    _, data = index_of(blobs)
     sections = decode_sections(data)
     directory, ends = unpacked(sections["directory"].raw), [0]
     steps = np.frombuffer(directory[8][2], {"|i1": "i1", "<i2": "<i2", "<i4": "<i4"}[directory[8][0]]).astype(np.int64)
@@ -278,7 +278,12 @@ def forged(change):
     directory[9] = directory[9] and ["|u1", [len(encoded), 16], b"".join(map(digest, encoded))]
     for name, raw in (("directory", packed([each for each in directory if each])), ("parts", b"".join(encoded))):
         sections[name].raw, sections[name].shape = raw, (len(raw),)
-    index = encode_sections(sections)
+    return with_index(blobs, encode_sections(sections))
+
+
+def with_index(blobs, index):
+    """Put a checkpoint together with another index, with every checksum right."""
+    entry, _ = index_of(blobs)
     record = json.loads(blobs[RECORD_NAME])
     record.pop("checksum")
     head = index_parts.head_nbytes(index)
@@ -343,6 +348,21 @@ def test_forged_parts_are_refused(change):
 
     assert verified
     assert loaded or change is FORGERIES["chunks_at_other_places"]
+
+
+def test_values_that_begin_before_the_index_are_refused():
+    """No memory is taken for what lies between them and the index."""
+    blobs = many_chunks()
+    _, data = index_of(blobs)
+    table, start = read_table(memoryview(data), "the index")
+    table = [(*each[:3], -(1 << 40) if each[0] == "tree" else each[3], each[4]) for each in table]
+    header = msgspec.msgpack.encode(table)
+    at = len(MAGIC) + 4 + len(header)
+    forgery = b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-at % 64), data[start:]))
+    opened = sk.open(with_index(blobs, forgery))
+
+    with pytest.raises(sk.MalformedFile, match="beyond its end"):
+        bounded(lambda: opened["step"], mib=96)
 
 
 def test_an_honest_forger_of_parts_is_believed():

@@ -195,7 +195,7 @@ def open_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
     reader = open_sized(store, entry.name, entry.nbytes)
 
     def load(offset: int, nbytes: int, decode: Callable[[memoryview], T]) -> T:
-        if offset + nbytes > entry.nbytes:
+        if not 0 <= offset <= offset + nbytes <= entry.nbytes:  # before memory is allocated for it
             raise errors.MalformedFile(f"{entry.name}: the index has sections beyond its end", file=entry.name)
         return base.decode_or_reread(
             base.read_range(reader, offset, nbytes),
