@@ -21,8 +21,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/support has the S3 server, also for children
 
 import torch
 from tests.support.s3_server import BUCKET, S3Server
