@@ -1,5 +1,6 @@
 """`sk.open` and `sk.load` of torch's layout: what is read, and when."""
 
+import dataclasses
 import gc
 import os
 import sys
@@ -21,9 +22,10 @@ import shardkeep as sk
 from shardkeep import dcp
 from shardkeep.engine import torch_source as torch_values
 from shardkeep.errors import CheckpointException, ChecksumMismatch, DamagedCheckpoint
+from shardkeep.format.index import decode_index, encode_index
 from shardkeep.format.pickles import sealed, unsealed
 from shardkeep.layouts.torch import Columns
-from shardkeep.plan.save_plan import pack
+from shardkeep.plan.save_plan import ints, pack
 from tests.dcp.sides import quietly
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 
@@ -116,7 +118,6 @@ def save_of_everything(folder: str) -> None:
 def described(folder: Path) -> tuple[object, ...]:
     """Everything that an opened checkpoint says and holds."""
     opened = sk.open(folder)
-    opened.verify()
     index, files = opened.index, [file.name for file in opened.record.files]
 
     def place(row: int, tensor: int) -> tuple[str, str, int]:
@@ -136,10 +137,13 @@ def test_columns_say_what_the_pickle_says(tmp_path: Path, rank_pool) -> None:
     rank_pool.run(3, save_of_everything, str(folder))
     whole = path.read_bytes()
     raw, behind = unsealed(whole, "here")
+    sk.open(folder).verify()
     of_columns = described(folder)
-    path.write_bytes(sealed(b"no pickle at all", behind))  # which is not looked at
+    path.write_bytes(sealed(b"no pickle at all", behind))  # which is not looked at, except by `verify`
     os.utime(path, ns=(path.stat().st_atime_ns, time_of := path.stat().st_mtime_ns))
     unread = described(folder)
+    with pytest.raises(DamagedCheckpoint):
+        sk.open(folder).verify()
     path.write_bytes(sealed(raw))
     os.utime(path, ns=(time_of, time_of))
     of_pickle = described(folder)
@@ -191,6 +195,23 @@ def test_hostile_columns_are_refused(tmp_path: Path, change: dict[str, Any]) -> 
     assert (into["w"].tolist(), into["step"]) == expected
     with pytest.raises(DamagedCheckpoint):
         sk.open(tmp_path).to_dict()
+
+
+def test_verify_compares_the_columns_with_the_pickle(tmp_path: Path) -> None:
+    """Torch reads the pickle, and shardkeep the columns: if they name different bytes for a tensor, that is damage."""
+    quietly(dcp.save, {"a": torch.zeros(3), "b": torch.ones(3), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
+    sk.open(tmp_path).verify()
+    path = tmp_path / ".metadata"
+    raw, behind = unsealed(path.read_bytes(), "here")
+    fields = msgspec.msgpack.decode(behind)
+    index = decode_index(fields[0], where="here")
+    swapped = index.chunks.take(np.array([1, 0]))
+    fields[0] = encode_index(dataclasses.replace(index, chunks=swapped))
+    fields[1] = pack(ints(fields[1]).reshape(2, 2)[:, [1, 0]])
+    path.write_bytes(sealed(raw, msgspec.msgpack.encode(fields)))
+    assert sk.open(tmp_path)["a"][:].tolist() == [1, 1, 1]
+    with pytest.raises(DamagedCheckpoint, match="its columns, which shardkeep reads, and its pickle"):
+        sk.open(tmp_path).verify()
 
 
 def test_the_collector_does_not_scan_a_load_again_and_again(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import zlib
@@ -30,7 +31,7 @@ from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source, list_keys, read_files, saved_at
 from shardkeep.engine.workers import divide_budget, run_workers
-from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges
+from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges, segment_starts
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding, strings_of
 from shardkeep.format.pickles import unsealed
@@ -288,9 +289,21 @@ class TorchSource(Source):
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=False)
 
     def check_index(self, tensors: IntArray) -> None:
-        """Check these tensors, and `.metadata` as a whole."""
+        """Check these tensors, and `.metadata` as a whole: what shardkeep reads of it, and what torch reads."""
         self.check(tensors)
-        unsealed(self.store.get(layout.METADATA_NAME, limit=layout.MAX_METADATA_NBYTES), layout.METADATA_NAME)
+        name = layout.METADATA_NAME
+        data = self.store.get(name, limit=layout.MAX_METADATA_NBYTES)
+        unsealed(data, name)
+        # A pickle that names classes of the user cannot be read here.
+        with contextlib.suppress(errors.PickleRefused):
+            if columns := layout.columns_of(data, where=name):
+                read, pickled = _of_columns(columns), _of_pickle(layout.decode_torch_metadata(data, where=name))
+                if _comparable(read) != _comparable(pickled):
+                    raise errors.DamagedCheckpoint(
+                        f"{name}: its columns, which shardkeep reads, and its pickle, which torch reads, differ",
+                        hint="restore the checkpoint from a copy, or save again; please report this",
+                        file=name,
+                    )
 
     def keys_at(self, file: int, at: int, end: int) -> str:
         items = (item for item, _ in self._items_in(file))
@@ -390,6 +403,28 @@ def _of_pickle(metadata: layout.TorchMetadata) -> _Contents:
     )
     said = metadata.paths, metadata.sums, metadata.save_id
     return _Contents(index, items, descriptors, metadata.objects, files, *said)
+
+
+def _comparable(said: _Contents) -> tuple[Any, ...]:
+    """Return what columns and pickle must agree on; neither the order of chunks nor the numbers of files count."""
+    index, chunks, tensors = said.index, said.index.chunks, said.index.tensors
+    ends = np.asarray(index.chunk_ends, np.int64)
+    tensor = np.repeat(np.arange(len(index.keys)), ends - segment_starts(ends))
+    columns = [tensor, *chunks.offsets.T, *chunks.sizes.T, chunks.start, said.items.offset, said.items.nbytes]
+    order = np.lexsort(columns[::-1])
+    rows = [np.asarray(column, np.int64)[order].tolist() for column in columns]
+    return (
+        *(
+            index.keys.all(),
+            index.value_keys.all(),
+            tensors.dtype.tolist(),
+            tensors.ndim.tolist(),
+            tensors.shape.tolist(),
+        ),
+        *(rows, [said.files[file] for file in chunks.file[order].tolist()]),
+        {key: (place.file, place.offset, place.nbytes) for key, place in said.objects.items()},
+        *(dict(said.paths), {name: tuple(sums) for name, sums in said.sums.items()}, said.save_id),
+    )
 
 
 def _open(store: ReadableStore, record: Record, said: _Contents, options: Options) -> TorchSource:
