@@ -130,7 +130,7 @@ class Commit:
         files: list[str] = []
         if self._store is not None:
             with suppress(CheckpointError):
-                files = native.read_record(self._store).names
+                files = native.record_in(self._store).names
         self.remove([RECORD_NAME, *files])  # the record first: without it, the other files are not a checkpoint
 
     def _take_back(self, name: str, data: bytes, files: set[str]) -> None:
