@@ -22,10 +22,10 @@ import shardkeep as sk
 from shardkeep import dcp
 from shardkeep.engine import torch_source as torch_values
 from shardkeep.errors import CheckpointException, ChecksumMismatch, DamagedCheckpoint
+from shardkeep.format.boxes import ints, pack
 from shardkeep.format.index import decode_index, encode_index
 from shardkeep.format.pickles import sealed, unsealed
 from shardkeep.layouts.torch import Columns
-from shardkeep.plan.save_plan import ints, pack
 from tests.dcp.sides import quietly
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 

@@ -22,14 +22,14 @@ from shardkeep.engine.native_save import Coordinator, PlannedSave, boxes_of, fil
 from shardkeep.engine.reader import Source
 from shardkeep.engine.save_session import WrittenFiles
 from shardkeep.engine.sources import open_native
-from shardkeep.format.boxes import Boxes
+from shardkeep.format.boxes import Boxes, ints
 from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
 from shardkeep.format.record import FileEntry, checked_meta, checked_step
 from shardkeep.format.values import decode_tree
 from shardkeep.layouts import native, orphans
-from shardkeep.plan.save_plan import RankManifest, RankWritePlan, encode, ints
+from shardkeep.plan.save_plan import RankManifest, RankWritePlan, encode
 from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store
 

@@ -31,7 +31,7 @@ from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels,
 from shardkeep.engine.tensors import host_address, sample_replicas, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES, Scattered
 from shardkeep.engine.writer import FileJob
-from shardkeep.format.boxes import Box, Boxes, IntArray, relative, slices
+from shardkeep.format.boxes import Box, Boxes, IntArray, ints, pack, relative, slices
 from shardkeep.format.data_file import HeaderEntry, block_nbytes_for, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, strings_of
@@ -343,12 +343,12 @@ def split_by_rank(
         plans.append(
             save_plan.RankWritePlan(
                 files=files[low:high],
-                file=save_plan.pack(pieces.file - low),
-                start=save_plan.pack(pieces.start),
-                row=save_plan.pack(pieces.row),
+                file=pack(pieces.file - low),
+                start=pack(pieces.start),
+                row=pack(pieces.row),
                 axes=pieces.boxes.axes,
-                offsets=save_plan.pack(boxes.offsets) if boxes else b"",
-                sizes=save_plan.pack(boxes.sizes) if boxes else b"",
+                offsets=pack(boxes.offsets) if boxes else b"",
+                sizes=pack(boxes.sizes) if boxes else b"",
                 chains=list(chains),
                 sidecar=sidecar,
             )
@@ -432,7 +432,7 @@ class NativeSave(Coordinator):
 
     def order(self, answer: bytes) -> list[int]:
         plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
-        rows: list[int] = save_plan.ints(plan.row).tolist()
+        rows: list[int] = ints(plan.row).tolist()
         return rows
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
@@ -497,7 +497,7 @@ def _digests(description: Description) -> bytes:
 
 def make_file_jobs(d: Description, plan: save_plan.RankWritePlan, names: Sequence[str], save_id: str) -> list[FileJob]:
     """Find the memory of every chunk that this rank writes, and build its files' headers."""
-    file, start, row = save_plan.ints(plan.file), save_plan.ints(plan.start), save_plan.ints(plan.row)
+    file, start, row = ints(plan.file), ints(plan.start), ints(plan.row)
     boxes = boxes_of(plan, d.boxes.take(row))
     jobs = []
     for at, (name, planned) in enumerate(zip(names, plan.files, strict=True)):
@@ -518,7 +518,7 @@ def boxes_of(plan: save_plan.RankWritePlan, held: Boxes) -> Boxes:
     if not plan.offsets:
         return held
     shape = (len(held), plan.axes)
-    return Boxes(save_plan.ints(plan.offsets).reshape(shape), save_plan.ints(plan.sizes).reshape(shape))
+    return Boxes(ints(plan.offsets).reshape(shape), ints(plan.sizes).reshape(shape))
 
 
 def _sources(start: IntArray, tensors: Sequence[torch.Tensor]) -> tuple[IntArray, IntArray, dict[int, Scattered]]:

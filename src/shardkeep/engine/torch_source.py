@@ -31,7 +31,7 @@ from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
 from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source, list_keys, read_files, saved_at
 from shardkeep.engine.workers import divide_budget, run_workers
-from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges, segment_starts
+from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges, ints, segment_starts
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding, strings_of
 from shardkeep.format.pickles import unsealed
@@ -41,7 +41,6 @@ from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files, tensor_nbytes
-from shardkeep.plan.save_plan import ints
 from shardkeep.storage.base import BlobReader, ReadableStore, preferred_requests, read_range, with_any_names
 from shardkeep.storage.buffers import address_of
 

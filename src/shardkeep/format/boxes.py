@@ -334,6 +334,21 @@ def matrix_of(rows: Sequence[tuple[int, ...]], axes: int, fill: int) -> IntArray
     return np.array(padded, dtype=np.int64).reshape(len(seen), axes)[which]
 
 
+_WIDTHS = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+def pack(numbers: IntArray) -> bytes:
+    """Return whole numbers as they are sent: in row-major order, in the narrowest type that holds all of them."""
+    most = max(int(numbers.max()), -1 - int(numbers.min())) if numbers.size else 0
+    width = next(width for width in _WIDTHS if most < 1 << (8 * width - 1))
+    return bytes((width,)) + numbers.astype(_WIDTHS[width]).tobytes()
+
+
+def ints(packed: bytes) -> IntArray:
+    """Return the numbers that were packed."""
+    return np.frombuffer(packed, _WIDTHS[packed[0]], offset=1).astype(np.int64) if packed else np.zeros(0, np.int64)
+
+
 def segment_starts(ends: npt.NDArray[Any]) -> IntArray:
     """Return where each segment begins, given where each ends."""
     starts = np.empty(len(ends), np.int64)

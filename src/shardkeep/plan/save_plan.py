@@ -30,7 +30,9 @@ from shardkeep.format.boxes import (
     concat_ranges,
     explain_tiling,
     hash_rows,
+    ints,
     multipliers,
+    pack,
     segment_starts,
     tiled,
     widen,
@@ -135,21 +137,6 @@ encode = msgspec.msgpack.encode
 def common_part(manifest: RankManifest) -> bytes:
     """Return what ranks that hold boxes of the same sizes have in common, encoded."""
     return encode(msgspec.structs.replace(manifest, row_offsets=b"", row_digest=b"", samples=b"", values=b""))
-
-
-_WIDTHS = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
-
-
-def pack(numbers: IntArray) -> bytes:
-    """Return whole numbers as they are sent: in row-major order, in the narrowest type that holds all of them."""
-    most = max(int(numbers.max()), -1 - int(numbers.min())) if numbers.size else 0
-    width = next(width for width in _WIDTHS if most < 1 << (8 * width - 1))
-    return bytes((width,)) + numbers.astype(_WIDTHS[width]).tobytes()
-
-
-def ints(packed: bytes) -> IntArray:
-    """Return the numbers that were packed."""
-    return np.frombuffer(packed, _WIDTHS[packed[0]], offset=1).astype(np.int64) if packed else np.zeros(0, np.int64)
 
 
 class PlannedFile(msgspec.Struct, frozen=True, array_like=True):

@@ -31,7 +31,7 @@ from shardkeep.engine.stagers import ObjectCopier
 from shardkeep.engine.tensors import sample_replicas
 from shardkeep.engine.writer import FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointError, InvalidShards, UnsupportedLeaf
-from shardkeep.format.boxes import IntArray
+from shardkeep.format.boxes import IntArray, ints, pack
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, Tensors, encode_index, strings_of
 from shardkeep.format.record import FileEntry
@@ -47,9 +47,7 @@ from shardkeep.plan.save_plan import (
     SampledReplicas,
     TensorNames,
     encode,
-    ints,
     manifest_of,
-    pack,
     plan_whole_shards,
 )
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
