@@ -1,8 +1,8 @@
 """
 Converts and exports checkpoints of any layout, in bounded memory: in one process, or on all ranks of a group.
 
-    convert   open -> drop leaves -> write in windows -> read back and compare -> commit      all of a checkpoint
-    export    open -> select (names, dtype) -> write -> read back and compare -> publish      its weights, to use a model
+    convert   open -> select all -> write in windows -> read back and compare -> commit             all of a checkpoint
+    export    open -> select names, dtype -> write in windows -> read back and compare -> publish   its weights, to use a model
 
 A checkpoint of another layout that is replaced stays whole until the new one is committed. Then its files are removed,
 first the one that commits it. Files that belong to no checkpoint are left alone.
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Literal
 
 from shardkeep.codecs.base import WRAPPED
 from shardkeep.conversion.pipeline import Progress, WriteArguments, Written
-from shardkeep.conversion.select import Selection, cast_target, drop_leaves, select, selection_contents
+from shardkeep.conversion.select import Selection, cast_target, select, select_all
 from shardkeep.conversion.to_file import write_torch_file
-from shardkeep.conversion.to_hf import model_files, names_in, write_model, write_safetensors
+from shardkeep.conversion.to_hf import model_files, names_in, state_metadata, write_model
 from shardkeep.conversion.to_native import write_native
 from shardkeep.conversion.to_torch import write_torch_layout
 from shardkeep.display import OneLine, format_count, format_seconds, format_size
@@ -33,7 +33,7 @@ from shardkeep.engine.reader import Source
 from shardkeep.engine.sources import find
 from shardkeep.errors import CheckpointError, CheckpointExists, PickleRefused, StateError, UnsupportedLeaf
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.values import Node, decode_tree, decode_value, join
+from shardkeep.format.values import Node, decode_value, join
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts.safetensors import INDEX_NAME, tie_metadata
 from shardkeep.layouts.safetensors_publish import NOTE_NAME, list_model
@@ -169,38 +169,44 @@ def convert(
         options = replace(options, allow_pickle=True)
     origin, target = (open_store(each, direct=options.direct_io) for each in (where, to))
 
-    def open_source() -> Source:
+    def choose() -> tuple[Source, Selection]:
         check_different_place(origin, target)
-        source = drop_leaves(find(origin).open(options), drop)
+        source = find(origin).open(options)
+        chosen = select_all(source.index, drop)
         if not options.allow_pickle:
-            _refuse_pickles(source)
-        return source
-
-    def described(source: Source) -> object:
-        index = source.index
-        return source.record.index.checksum, layout, overwrite, list(index.tensor_rows), list(index.value_rows)
+            _refuse_pickles(source, chosen)
+        return source, chosen
 
     call = partial(team_of, group, f"convert {origin.url} to {target.url}", timeout_s=options.timeout_s)
     with call() as team:
-        source = team.alike("open", open_source, described)
+        source, chosen = team.alike("open", choose, lambda it: (it[0].record.index.checksum, it[1], layout, overwrite))
     with call(nbytes=source.record.stored_nbytes) as team:
         how = WriteArguments(overwrite, options, progress, team)
         with replacing_other_layouts(target, layout, overwrite=overwrite) if team.leads else nullcontext():
             if layout == "native":
-                written = write_native(target, source, source.index, range(len(source.index.keys)), how, codecs=codecs)
+                written = write_native(target, chosen, source, how, codecs=codecs)
             elif layout == "dcp":
-                written = write_torch_layout(target, source, how)
+                written = write_torch_layout(target, chosen, source, how)
             else:
-                written = write_safetensors(target, source, how, max_shard_bytes=max_shard_bytes)
+                metadata = state_metadata(chosen, source)
+                written = write_model(
+                    target,
+                    chosen.tensors,
+                    source,
+                    how,
+                    max_shard_bytes=max_shard_bytes,
+                    metadata=metadata,
+                    replaces_others=True,
+                )
         decrypted = _is_decrypted(team, source, target if codecs else None, options)
     report = ConvertReport(
         to=target.url,
         layout=layout,
-        tensors=len(source.index.keys),
-        values=len(source.index.value_keys),
+        tensors=len(chosen.tensors) + len(chosen.ties),
+        values=len(chosen.values),
         bytes_written=written.nbytes,
         seconds=time.perf_counter() - began,
-        left_out=list(_not_in_torch_layout(source)) if layout == "dcp" else [],
+        left_out=list(_not_in_torch_layout(source, chosen)) if layout == "dcp" else [],
         decrypted=decrypted,
     )
     if team.leads:
@@ -209,11 +215,11 @@ def convert(
     return report
 
 
-def _refuse_pickles(source: Source) -> None:
+def _refuse_pickles(source: Source, chosen: Selection) -> None:
     index = source.index
-    for key, row in index.value_rows.items():
+    for key in chosen.values:
         try:
-            decode_value(index.value_data.raw(row), key=key, allow_pickle=False)
+            decode_value(index.value_data.raw(index.value_rows[key]), key=key, allow_pickle=False)
         except PickleRefused as exc:
             raise PickleRefused(
                 exc.message, hint=f"pass allow_pickle=True if you trust it, or leave it out: drop={key!r}", key=key
@@ -222,7 +228,7 @@ def _refuse_pickles(source: Source) -> None:
             pass  # sound, but this process lacks what it needs to decode it
 
 
-def _not_in_torch_layout(source: Source) -> Iterator[str]:
+def _not_in_torch_layout(source: Source, chosen: Selection) -> Iterator[str]:
     """Name what torch's layout cannot hold."""
     if source.record.step is not None:
         yield "step"
@@ -238,7 +244,7 @@ def _not_in_torch_layout(source: Source) -> Iterator[str]:
         for part, child in node.children:
             yield from per_rank(child, join(name, node.kind, part))
 
-    yield from per_rank(decode_tree(source.index.tree), None)
+    yield from per_rank(chosen.tree, None)
 
 
 def export(
@@ -348,7 +354,7 @@ def export(
         else:
             check_different_place(origin, target)
             with replacing_other_layouts(target, "native", overwrite=overwrite) if team.leads else nullcontext():
-                written = write_native(target, source, *selection_contents(chosen, source.index), how, codecs=codecs)
+                written = write_native(target, chosen, source, how, codecs=codecs)
         decrypted = _is_decrypted(team, source, target if codecs else None, options)
     report = ExportReport(
         to=shown,

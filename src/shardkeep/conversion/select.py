@@ -1,25 +1,19 @@
-"""
-Selects what to convert: for an export, tensors with new names and dtypes; for a conversion, all but some leaves.
-"""
+"""Selects what is written: for an export, tensors with new names and dtypes; for a conversion, all but some leaves."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import numpy as np
 
 from shardkeep.conversion.pipeline import TensorPart
 from shardkeep.display import format_count
-from shardkeep.engine.reader import Source
-from shardkeep.errors import KeyCollision, StateError
-from shardkeep.format.boxes import IntArray, concat_ranges, whole
+from shardkeep.errors import KeyCollision, MalformedFile, StateError
+from shardkeep.format.boxes import whole
 from shardkeep.format.dtypes import DType, by_name
-from shardkeep.format.index import Index, build_index, checked_index, strings_of
+from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.values import Container, Node, decode_tree, encode_tree, join, leaf_keys
-from shardkeep.plan.load_plan import chunk_rows
 from shardkeep.state.patterns import (
     MAY_MATCH_NOTHING,
     Patterns,
@@ -49,17 +43,17 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What is exported, in the order of the state."""
+    """What is written, in the order of the state."""
 
     tensors: dict[str, TensorPart]
-    """By their exported names."""
+    """By their new names."""
     ties: dict[str, str]
     """For tensors that share the memory of another one, which is in `tensors`: the name of that one."""
     values: dict[str, str]
-    """The keys of plain values, by their exported names."""
-    names: list[str]
-    """All names, in the order of the state."""
-    skipped: dict[str, int]
+    """The keys of plain values, by their new names."""
+    tree: Node
+    """The nesting of these names."""
+    skipped: dict[str, int] = field(default_factory=dict)
     """Parts of the checkpoint that are not of the model, and the number of tensors in each."""
 
 
@@ -107,6 +101,20 @@ def select(
         if name in names:
             raise KeyCollision(f"{names[name]!r} and {key!r} would both be called {name!r}", key=key)
         names[name] = key
+    flat = Container("dict", tuple((name, None) for name in names))
+    chosen = replace(_selection(index, names, flat, dtype), skipped=skipped)
+    if not chosen.tensors:
+        begin = f" that begins with {start!r}" if start else ""
+        other = "; left out: " + ", ".join(f"{label} ({format_count(n, 'tensor')})" for label, n in skipped.items())
+        raise StateError(
+            f"of {format_count(len(keys), 'name')}, none{begin} is a tensor that was asked for{other if skipped else ''}",
+            hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
+        )
+    return chosen
+
+
+def _selection(index: Index, names: dict[str, str], tree: Node, dtype: DType | None = None) -> Selection:
+    """Select keys of a checkpoint, given by their new names."""
     tensors: dict[str, TensorPart] = {}
     ties: dict[str, str] = {}
     values: dict[str, str] = {}
@@ -124,14 +132,9 @@ def select(
         stored = index.dtype(row)
         target = dtype if dtype is not None and stored.name in _CAST else stored
         tensors[name] = TensorPart(key, owner, whole(index.shape(row)), target)
-    if not tensors:
-        begin = f" that begins with {start!r}" if start else ""
-        other = "; left out: " + ", ".join(f"{label} ({format_count(n, 'tensor')})" for label, n in skipped.items())
-        raise StateError(
-            f"of {format_count(len(keys), 'name')}, none{begin} is a tensor that was asked for{other if skipped else ''}",
-            hint=f"the checkpoint has {', '.join(repr(key) for key in keys[:3])} …; see prefix, include and exclude",
-        )
-    return Selection(tensors, ties, values, list(names), skipped)
+    if lost := [key for key in values.values() if key not in index.value_rows]:
+        raise MalformedFile(f"the index does not say what {lost[0]!r} is", key=lost[0])
+    return Selection(tensors, ties, values, tree)
 
 
 def _model_prefix(tree: Node, *, outer: bool = True) -> str:
@@ -174,7 +177,7 @@ def _raise_if_unused(argument: str, unused: list[str], names: list[str]) -> None
 
 
 def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int]]:
-    """Return the index of a selection, a flat dict under the exported names, and where its tensors come from."""
+    """Return the index of a selection, and the row that each of its tensors has in the old index."""
     keys = sorted([*chosen.tensors, *chosen.ties], key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     parts = [chosen.tensors[chosen.ties.get(key, key)] for key in keys]
@@ -189,20 +192,21 @@ def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int
         origin=[int(index.tensors.origin[p.row]) if p.dtype is index.dtype(p.row) else 0 for p in parts],
         value_keys=[name for name, _ in values],
         value_data=strings_of(index.value_data.raw(index.value_rows[key]) for _, key in values),
-        make_tree=lambda: encode_tree(Container("dict", tuple((name, None) for name in chosen.names))),
+        make_tree=lambda: encode_tree(chosen.tree),
         where="the selection",
     )
     return chosen_index, [part.row for part in parts]
 
 
-def drop_leaves(source: Source, drop: Patterns) -> Source:
-    """Return a checkpoint without the leaves of these names: a smaller index over the same files."""
-    if drop is None:
-        return source
-    tree = decode_tree(source.index.tree)
-    unwanted = name_filter(list(leaf_keys(tree)), "drop", drop)
-    keep = {key for key in leaf_keys(tree) if not unwanted(key)}
-    return source.selected(*_smaller(source.index, _pruned(tree, None, keep), keep))
+def select_all(index: Index, drop: Patterns) -> Selection:
+    """Select all of a checkpoint but the leaves of these names."""
+    tree = decode_tree(index.tree)
+    keys = list(leaf_keys(tree))
+    if drop is not None:
+        unwanted = name_filter(keys, "drop", drop)
+        keys = [key for key in keys if not unwanted(key)]
+        tree = _pruned(tree, None, {*keys})
+    return _selection(index, dict(zip(keys, keys, strict=True)), tree)
 
 
 def _pruned(node: Node, name: str | None, keep: set[str]) -> Node:
@@ -226,30 +230,3 @@ def _pruned(node: Node, name: str | None, keep: set[str]) -> Node:
             hint=f"drop all of it: {name!r}",
         )
     return Container(node.kind, tuple(children))
-
-
-def _smaller(index: Index, tree: Node, keep: set[str]) -> tuple[Index, IntArray]:
-    """Return the index of what is kept, and the rows of its chunks in the old one."""
-    rows = [row for key, row in index.tensor_rows.items() if key in keep]
-    # Of tied tensors the first that stays becomes the owner.
-    owner = np.asarray(index.tensors.alias, np.int64)[rows]
-    first: dict[int, int] = {}
-    for at, old in enumerate(owner.tolist()):
-        first.setdefault(old, at)
-    alias = np.array([first[old] for old in owner.tolist()], np.int64)
-    own = alias == np.arange(len(rows))
-    begin, count = chunk_rows(index, owner)
-    count = np.where(own, count, 0)
-    tensors = replace(index.tensors.take(np.array(rows, np.int64)), alias=alias)
-    chunks = concat_ranges(begin, count)
-    values = [(key, row) for key, row in index.value_rows.items() if key in keep]
-    smaller = Index(
-        keys=strings_of(index.keys.raw(row) for row in rows),
-        tensors=tensors,
-        chunk_ends=np.cumsum(count, dtype=np.int64),
-        chunks=index.chunks.take(chunks),
-        value_keys=strings_of(key.encode() for key, _ in values),
-        value_data=strings_of(index.value_data.raw(row) for _, row in values),
-        make_tree=lambda: encode_tree(tree),
-    )
-    return checked_index(smaller, where="the chosen part of the index"), chunks

@@ -39,7 +39,7 @@ from shardkeep.format.boxes import strides_of
 from shardkeep.format.data_file import combine_crc32
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
-from shardkeep.format.values import decode_value
+from shardkeep.format.values import decode_value, leaf_keys
 from shardkeep.options import Options
 from shardkeep.storage.base import BlobWriter, ReadableStore, Store, WritableStore, create_over, scheme_of
 from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
@@ -57,7 +57,7 @@ def write_torch_file(to: str, chosen: Selection, source: Source, how: pipeline.W
         raise taken
     index = source.index
     state: dict[str, Any] = {}
-    for name in chosen.names:
+    for name in leaf_keys(chosen.tree):
         if name not in chosen.values:
             # The same object for names that are tied: torch.load gives one tensor under both.
             state[name] = chosen.tensors[chosen.ties.get(name, name)]

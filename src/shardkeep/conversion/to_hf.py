@@ -7,8 +7,8 @@ export have names of their own there, even a single one, and the index file name
 
 Several ranks may share the work: each writes some of the files, and rank 0 publishes all of them.
 
-`write_model` writes tensors alone. `write_safetensors` also keeps what safetensors cannot hold (nesting, plain values,
-ties, step and meta) in the header of the first file: nothing is lost, and other tools see the tensors.
+An export writes tensors alone. A conversion also keeps what safetensors cannot hold (nesting, plain values, ties, step and
+meta) in the header of the first file: nothing is lost, and other tools see the tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import NamedTuple
 import msgspec
 
 from shardkeep.conversion import pipeline
+from shardkeep.conversion.select import Selection
 from shardkeep.engine.reader import Source
 from shardkeep.engine.safetensors_source import read_weight_map
 from shardkeep.engine.torch_source import item_batches
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError
-from shardkeep.format.boxes import whole
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.values import decode_tree, leaf_keys
+from shardkeep.format.values import encode_tree
 from shardkeep.layouts import safetensors, safetensors_publish
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Size, parse_size
@@ -221,45 +221,19 @@ def model_file(
 # -- all of a checkpoint -----------------------------------------------------------------------------------------------
 
 
-def write_safetensors(
-    store: Store, source: Source, how: pipeline.WriteArguments, *, max_shard_bytes: Size
-) -> pipeline.Written:
-    """Write all of a checkpoint into a place; `UnsupportedLeaf` if a tensor has a dtype that safetensors lacks."""
-    return write_model(
-        store,
-        _tensors(source),
-        source,
-        how,
-        max_shard_bytes=max_shard_bytes,
-        metadata={safetensors.STATE_KEY: msgspec.json.encode(_state(source)).decode()},
-        replaces_others=True,
-    )
-
-
-def _tensors(source: Source) -> dict[str, pipeline.TensorPart]:
-    index = source.index
-    parts: dict[str, pipeline.TensorPart] = {}
-    for key in leaf_keys(decode_tree(index.tree)):
-        row = index.tensor_rows.get(key)
-        if row is None or int(index.tensors.alias[row]) != row:
-            continue
-        parts[key] = pipeline.TensorPart(key, row, whole(index.shape(row)), index.dtype(row))
-    return parts
-
-
-def _state(source: Source) -> safetensors.HeaderState:
+def state_metadata(chosen: Selection, source: Source) -> dict[str, str]:
+    """Return what a file says of a state besides its tensors, so that nothing of it is lost."""
     index, record = source.index, source.record
-    alias = index.tensors.alias.tolist()
     rows = index.tensor_rows
-    names = list(rows)
-    return safetensors.HeaderState(
+    state = safetensors.HeaderState(
         step=record.step,
         meta=record.meta,
-        tree=index.tree,
-        values={key: index.value_data.raw(row) for key, row in index.value_rows.items()},
-        numpy=[key for key, row in rows.items() if int(index.tensors.origin[row]) == 1],
-        ties={key: names[alias[row]] for key, row in rows.items() if alias[row] != row},
+        tree=encode_tree(chosen.tree),
+        values={key: index.value_data.raw(index.value_rows[key]) for key in chosen.values},
+        numpy=[key for key in (*chosen.tensors, *chosen.ties) if int(index.tensors.origin[rows[key]]) == 1],
+        ties=chosen.ties,
     )
+    return {safetensors.STATE_KEY: msgspec.json.encode(state).decode()}
 
 
 # -- configuration, tokenizer, code ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
+from shardkeep.conversion.select import Selection, selection_contents
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
 from shardkeep.engine.native_save import Coordinator, PlannedSave, boxes_of, file_names, make_manifest
 from shardkeep.engine.reader import Source
@@ -35,20 +36,10 @@ from shardkeep.storage.base import Store
 
 
 def write_native(
-    store: Store,
-    source: Source,
-    index: Index,
-    rows: Sequence[int],
-    how: pipeline.WriteArguments,
-    *,
-    codecs: Codecs,
+    store: Store, chosen: Selection, source: Source, how: pipeline.WriteArguments, *, codecs: Codecs
 ) -> pipeline.Written:
-    """
-    Write a checkpoint, with the step and meta of the source; `CheckpointExists` if one is there already.
-
-    `index` has names, shapes, dtypes, ties, values and nesting; its locations are not used. For each tensor, `rows` has
-    the row of its source in the index of the old checkpoint.
-    """
+    """Write what was selected, with the step and meta of the source; `CheckpointExists` if a checkpoint is there already."""
+    index, rows = selection_contents(chosen, source.index)
     options, team, keys = how.options, how.team, keys_for(how.options)
     coordinator = Coordinator(store, overwrite=how.overwrite, codecs=codecs, keys=keys)  # rank 0's part
     labels = checked_step(source.record.step), checked_meta(source.record.meta)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardkeep.conversion import pipeline
+from shardkeep.conversion.select import Selection
 from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import item_batches
@@ -44,13 +45,15 @@ _Item = tuple[protocol.MetadataIndex, memoryview | pipeline.TensorPart]
 """An object as `torch.save` writes it, or a tensor, and what it is called."""
 
 
-def write_torch_layout(store: Store, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
-    """Write all of a checkpoint into a place."""
+def write_torch_layout(
+    store: Store, chosen: Selection, source: Source, how: pipeline.WriteArguments
+) -> pipeline.Written:
+    """Write what was selected of a checkpoint into a place."""
     team, began_s, commit = how.team, time.time(), Commit(store)
     described: list[protocol.Metadata] = []
 
     def group() -> list[list[_Item]]:
-        metadata, items = _describe(source, store.url, how.options)
+        metadata, items = _describe(TorchView(source, store.url, tree=chosen.tree), source, store.url, how.options)
         described.append(metadata)
         items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
         most_nbytes = _FILE_NBYTES
@@ -114,9 +117,8 @@ def write_torch_layout(store: Store, source: Source, how: pipeline.WriteArgument
         raise
 
 
-def _describe(source: Source, to: str, options: Options) -> tuple[protocol.Metadata, list[_Item]]:
+def _describe(view: TorchView, source: Source, to: str, options: Options) -> tuple[protocol.Metadata, list[_Item]]:
     """Return the metadata of the new checkpoint, without locations, and all items to write."""
-    view = TorchView(source, to)
     seen = view.metadata
     entries: dict[str, Any] = {}
     items: list[_Item] = []

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -91,10 +91,6 @@ class Source:
     def strided(self, chunk: int) -> ArchivedTensor | None:  # noqa: ARG002 - all chunks of native files are row-major
         """Return how a chunk lies in its file that is not stored in row-major order; None for one that only torch reads."""
         return None
-
-    def selected(self, index: Index, chunks: boxes.IntArray) -> Source:  # noqa: ARG002 - the index says it all
-        """Return this checkpoint with an index of some of its tensors; `chunks`: the rows of their chunks in this one."""
-        return replace(self, index=index)
 
     def check(self, tensors: boxes.IntArray) -> None:
         """

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +29,7 @@ from shardkeep.engine.safetensors_source import not_in_file, read_weight_map, si
 from shardkeep.engine.torch_source import Item, ItemFiles, bad_archives, view_of
 from shardkeep.format.boxes import IntArray, concat_ranges, whole
 from shardkeep.format.data_file import checksum_text, digest
-from shardkeep.format.index import Index, build_index, strings_of
+from shardkeep.format.index import build_index, strings_of
 from shardkeep.format.pickles import Opaque
 from shardkeep.format.record import Blob, Record, Totals
 from shardkeep.format.torch_zip import ArchivedState, ArchivedTensor, data_start, read_state
@@ -99,10 +99,6 @@ class TorchFileSource(Source):
     def strided(self, chunk: int) -> ArchivedTensor:
         found = self.tensors[chunk]
         return found._replace(start=self.starts[self.position(chunk)] + found.start)
-
-    def selected(self, index: Index, chunks: IntArray) -> Source:
-        tensors = [self.tensors[row] for row in chunks.tolist()]
-        return replace(self, index=index, tensors=tensors, heads=self.heads[chunks])
 
     def check(self, tensors: IntArray) -> None:
         """Check that these tensors lie inside their files, and are not much larger."""

@@ -272,16 +272,6 @@ class TorchSource(Source):
         key = self.index.keys.raw(self.tensor_of(chunk)).decode()
         return Item(int(self.index.chunks.file[chunk]), offset, nbytes, key)
 
-    def selected(self, index: Index, chunks: IntArray) -> Source:
-        new = {old: row for row, old in enumerate(chunks.tolist())}
-        return replace(
-            self,
-            index=index,
-            items=self.items.take(chunks),
-            descriptors={new[row]: each for row, each in self.descriptors.items() if row in new},
-            archived={new[row]: each for row, each in self.archived.items() if row in new},
-        )
-
     def check(self, tensors: IntArray) -> None:
         """Check that the chunks of these tensors tile them, and lie inside their files."""
         self.locate(tensors)

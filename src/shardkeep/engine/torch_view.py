@@ -21,7 +21,7 @@ from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Box, Boxes
 from shardkeep.format.dtypes import to_torch
 from shardkeep.format.record import RECORD_NAME
-from shardkeep.format.values import decode_tree, decode_value, unflatten
+from shardkeep.format.values import Node, decode_tree, decode_value, unflatten
 from shardkeep.layouts import native
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options
@@ -54,13 +54,13 @@ class _Leaf(NamedTuple):
 
 
 class TorchView:
-    """An opened checkpoint, of any layout, described as torch's metadata do."""
+    """An opened checkpoint, of any layout, or the part of it that `tree` names, described as torch's metadata do."""
 
-    def __init__(self, source: Source, path: PathLike) -> None:
+    def __init__(self, source: Source, path: PathLike, *, tree: Node = None) -> None:
         self._source = source
         self.rows: dict[str, int] = {}
         """The row of each tensor in the index, by the name that torch gives it."""
-        self.metadata = self._describe(path)
+        self.metadata = self._describe(path, decode_tree(source.index.tree) if tree is None else tree)
 
     @classmethod
     def open(cls, store: ReadableStore, path: PathLike) -> TorchView | None:
@@ -72,7 +72,7 @@ class TorchView:
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
         return cls(open_native(store, record, Options()), path)
 
-    def _describe(self, checkpoint_id: PathLike) -> protocol.Metadata:
+    def _describe(self, checkpoint_id: PathLike, tree: Node) -> protocol.Metadata:
         index = self._source.index
         rows = {key: _Leaf(key, row, is_tensor=True) for key, row in index.tensor_rows.items()}
         rows.update({key: _Leaf(key, row, is_tensor=False) for key, row in index.value_rows.items()})
@@ -92,7 +92,7 @@ class TorchView:
                 entries[key] = protocol.BytesStorageMetadata()
                 places[protocol.MetadataIndex(key)] = StoredObject(value)
 
-        traverse_state_dict(unflatten(decode_tree(index.tree), rows.__getitem__), visit, self._is_tensor)
+        traverse_state_dict(unflatten(tree, rows.__getitem__), visit, self._is_tensor)
         meta = protocol.StorageMeta(checkpoint_id=checkpoint_id, save_id=self._source.record.save_id)
         return protocol.Metadata(entries, planner_data=paths, storage_data=places, storage_meta=meta)
 

@@ -158,25 +158,20 @@ def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
             f"{entry.name}: the index went through codecs, which were not opened", file=entry.name
         )
     if entry.nbytes > (most := _most_index_nbytes(entry.stored_nbytes)):
-        raise errors.MalformedFile(
-            f"{entry.name}: an index of {entry.nbytes:,} bytes; at most {most:,} are read of one of its size in the store",
-            hint="do not trust this checkpoint",
-            file=entry.name,
-        )
+        why = f"an index of {entry.nbytes:,} bytes; at most {most:,} are read of one of its size in the store"
+        raise errors.MalformedFile.of(entry.name, why, hint="do not trust this checkpoint")
 
     def read() -> bytes:
         try:
             return store.get(entry.name, limit=entry.nbytes)
         except errors.BlobNotFound as exc:
-            raise errors.WrongSize(f"{entry.name}: the index is missing", file=entry.name) from exc
+            raise errors.WrongSize.of(entry.name, "the index is missing") from exc
 
     def decode(data: bytes) -> Index:
         if len(data) != entry.nbytes:
-            raise errors.WrongSize(
-                f"{entry.name}: {len(data)} bytes, the commit record says {entry.nbytes}", file=entry.name
-            )
+            raise errors.WrongSize.of(entry.name, f"{len(data)} bytes, the commit record says {entry.nbytes}")
         if checksum_of(data, chain) != entry.checksum:
-            raise errors.ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
+            raise errors.ChecksumMismatch.of(entry.name, "the index is not what was saved", offset=0)
         return decode_index(memoryview(data).toreadonly(), where=entry.name)
 
     try:
@@ -196,7 +191,7 @@ def open_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
 
     def load(offset: int, nbytes: int, decode: Callable[[memoryview], T]) -> T:
         if not 0 <= offset <= offset + nbytes <= entry.nbytes:  # before memory is allocated for it
-            raise errors.MalformedFile(f"{entry.name}: the index has sections beyond its end", file=entry.name)
+            raise errors.MalformedFile.of(entry.name, "the index has sections beyond its end")
         return base.decode_or_reread(
             base.read_range(reader, offset, nbytes),
             lambda data: decode(memoryview(data).toreadonly()),
@@ -207,7 +202,7 @@ def open_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
 
     def decode_head(head: memoryview) -> PartialIndex:
         if checksum_text(digest(head)) != expected:
-            raise errors.ChecksumMismatch(f"{entry.name}: the index is not what was saved", file=entry.name, offset=0)
+            raise errors.ChecksumMismatch.of(entry.name, "the index is not what was saved", offset=0)
         return PartialIndex(head, entry.nbytes, load, lambda: read_index(store, record), where=entry.name)
 
     try:
@@ -224,14 +219,11 @@ def open_sized(store: base.ReadableStore, name: str, nbytes: int) -> base.BlobRe
     try:
         reader = store.open(name)
     except errors.BlobNotFound as exc:
-        raise errors.WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name) from exc
+        raise errors.WrongSize.of(name, "the file is missing", hint="restore it from a copy") from exc
     if (found := reader.nbytes) != nbytes:
         reader.close()
-        raise errors.WrongSize(
-            f"{name}: {found} bytes, the commit record says {nbytes}",
-            hint="the file was cut short or changed after the save",
-            file=name,
-        )
+        why = f"{found} bytes, the commit record says {nbytes}"
+        raise errors.WrongSize.of(name, why, hint="the file was cut short or changed after the save")
     return reader
 
 
@@ -375,9 +367,7 @@ def check_signature(record: Record, chains: Sequence[CodecChain]) -> None:
     chain = None if record.index.chain is None else chains[record.index.chain]
     expected = None if chain is None else _mac(record, chain)
     if expected is None or record.mac is None or not hmac.compare_digest(expected, record.mac):
-        raise errors.NotAuthentic(
-            f"{RECORD_NAME}: the commit record is not what was written", hint=_FORGED_HINT, file=RECORD_NAME
-        )
+        raise errors.NotAuthentic.of(RECORD_NAME, "the commit record is not what was written", hint=_FORGED_HINT)
 
 
 def _mac(record: Record, chain: CodecChain) -> str | None:

@@ -80,12 +80,12 @@ def read_header(path: str, opens: ReadableStore | None = None) -> SafetensorsFil
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{path}: the header is not JSON: {error}", file=path) from error
+        raise MalformedFile.of(path, f"the header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise MalformedFile(f"{path}: the header is not a JSON object", file=path)
+        raise MalformedFile.of(path, "the header is not a JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise MalformedFile(f"{path}: __metadata__ is not a map of texts", file=path)
+        raise MalformedFile.of(path, "__metadata__ is not a map of texts")
     data_start = 8 + len(raw)
     parts = {key: _part(path, key, entry, data_start) for key, entry in header.items()}
     _check_whole(path, parts, data_start, total)
@@ -96,17 +96,13 @@ def _raw_header(path: str, reader: BlobReader) -> bytes:
     first = read_range(reader, 0, min(_FIRST_NBYTES, reader.nbytes))
     length = int.from_bytes(first[:8], "little")
     if len(first) > 8 and first[8] != ord("{"):
-        raise MalformedFile(f"{path}: not a safetensors file: its header does not begin with {{", file=path)
+        raise MalformedFile.of(path, "not a safetensors file: its header does not begin with {")
     if len(first) < 8 or length > reader.nbytes - 8:
-        raise WrongSize(
-            f"{path}: {reader.nbytes} bytes, too few for its header of {length}",
-            hint="the file was cut short, or is not a safetensors file",
-            file=path,
-        )
+        why = f"{reader.nbytes} bytes, too few for its header of {length}"
+        raise WrongSize.of(path, why, hint="the file was cut short, or is not a safetensors file")
     if length > MAX_HEADER_NBYTES:
-        raise MalformedFile(
-            f"{path}: a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows", file=path
-        )
+        why = f"a header of {length} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows"
+        raise MalformedFile.of(path, why)
     rest = read_range(reader, len(first), max(0, 8 + length - len(first)))
     return bytes(first + rest)[8 : 8 + length]
 
@@ -121,28 +117,26 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _part(path: str, key: str, entry: Any, data_start: int) -> HeaderTensor:
-    where = f"{path}: tensor {key!r}"
-    details = {"file": path, "key": key}
+    def malformed(why: str, hint: str = "") -> MalformedFile:
+        return MalformedFile.of(path, f"tensor {key!r}{why}", hint=hint, key=key)
+
     try:
         said = msgspec.convert(entry, _HeaderEntry)
     except msgspec.ValidationError as exc:
-        raise MalformedFile(f"{where} is not described as in safetensors files: {exc}", **details) from exc
+        raise malformed(f" is not described as in safetensors files: {exc}") from exc
     shape, (begin, end), dtype = said.shape, said.data_offsets, _BY_SAFETENSORS.get(said.dtype)
     if dtype is None:
-        raise MalformedFile(
-            f"{where} is of dtype {said.dtype!r}, which torch has no type for",
-            hint="is the file newer than this shardkeep?",
-            **details,
+        raise malformed(
+            f" is of dtype {said.dtype!r}, which torch has no type for", "is the file newer than this shardkeep?"
         )
     if dtype.packed > 1:
         if not shape or shape[-1] % dtype.packed:
-            raise MalformedFile(f"{where} of {dtype.safetensors} has shape {shape}: not in whole bytes", **details)
+            raise malformed(f" of {dtype.safetensors} has shape {shape}: not in whole bytes")
         shape = [*shape[:-1], shape[-1] // dtype.packed]
     part = HeaderTensor(dtype, tuple(shape), data_start + begin)
     if part.nbytes != end - begin:
-        raise MalformedFile(
-            f"{where}: shape {shape} of {dtype.name} takes {part.nbytes} bytes, and data_offsets {begin} to {end} do not",
-            **details,
+        raise malformed(
+            f": shape {shape} of {dtype.name} takes {part.nbytes} bytes, and data_offsets {begin} to {end} do not"
         )
     return part
 
@@ -153,18 +147,12 @@ def _check_whole(path: str, parts: Mapping[str, HeaderTensor], data_start: int, 
     for key, part in sorted(parts.items(), key=lambda entry: (entry[1].start, entry[1].nbytes)):
         if part.start != at:
             wrong = "overlaps" if part.start < at else "does not follow"
-            raise MalformedFile(
-                f"{path}: tensor {key!r} at byte {part.start} {wrong} {repr(last) if last else 'the header'}, "
-                f"which ends at {at}",
-                file=path, key=key,
-            )  # fmt: skip
+            before = f"{repr(last) if last else 'the header'}, which ends at {at}"
+            raise MalformedFile.of(path, f"tensor {key!r} at byte {part.start} {wrong} {before}", key=key)
         at, last = part.start + part.nbytes, key
     if at != total:
-        raise WrongSize(
-            f"{path}: {total} bytes, and the header says {at}" + (f" (up to tensor {last!r})" if last else ""),
-            hint="the file was cut short or is not complete yet" if total < at else "",
-            file=path,
-        )
+        why = f"{total} bytes, and the header says {at}" + (f" (up to tensor {last!r})" if last else "")
+        raise WrongSize.of(path, why, hint="the file was cut short or is not complete yet" if total < at else "")
 
 
 # -- writing headers ---------------------------------------------------------------------------------------------------
@@ -266,7 +254,7 @@ def decode_header_state(text: str, *, where: str) -> HeaderState:
     try:
         found = msgspec.json.decode(text, type=HeaderState)
     except (msgspec.MsgspecError, RecursionError) as exc:
-        raise MalformedFile(f"{where}: {STATE_KEY} cannot be read: {exc}", file=where) from exc
+        raise MalformedFile.of(where, f"{STATE_KEY} cannot be read: {exc}") from exc
     if found.version > _VERSION:
         raise UnsupportedVersion(
             f"{where}: {STATE_KEY} is of version {found.version}; this shardkeep reads up to {_VERSION}",

@@ -97,23 +97,19 @@ def read_sums(store: ReadableStore, name: str, sums: Sums) -> bytes | None:
     except BlobNotFound:
         return None
     if checksum_text(digest(data)) != sums.checksum:
-        raise ChecksumMismatch(
-            f"{own}: the digests are not what was saved",
-            hint=f"delete {own} to read {name} without checking it",
-            file=own,
-            offset=0,
-        )
+        hint = f"delete {own} to read {name} without checking it"
+        raise ChecksumMismatch.of(own, "the digests are not what was saved", hint=hint, offset=0)
     try:
         file = msgspec.msgpack.decode(data, type=_SumsFile)
     except msgspec.MsgspecError as exc:
-        raise MalformedFile(f"{own}: not a file of digests: {exc}", file=own) from exc
+        raise MalformedFile.of(own, f"not a file of digests: {exc}") from exc
     if (
         file.algorithm != ALGORITHM
         or not 0 < file.block_nbytes <= _MAX_BLOCK_NBYTES
         or (file.nbytes, file.block_nbytes) != (sums.nbytes, sums.block_nbytes)
         or len(file.digests) != count_blocks(file.nbytes, file.block_nbytes) * DIGEST_NBYTES
     ):
-        raise MalformedFile(f"{own}: these are not the digests of {name}", file=own)
+        raise MalformedFile.of(own, f"these are not the digests of {name}")
     return file.digests
 
 
@@ -159,7 +155,7 @@ def columns_of(data: bytes, *, where: str) -> Columns | None:
     try:
         return msgspec.msgpack.decode(behind, type=Columns) if behind else None
     except msgspec.MsgspecError as exc:
-        raise MalformedFile(f"{where}: malformed columns behind the pickle: {exc}", file=where) from exc
+        raise MalformedFile.of(where, f"malformed columns behind the pickle: {exc}") from exc
 
 
 # -- the decoder -------------------------------------------------------------------------------------------------------
@@ -245,7 +241,7 @@ def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
     except MalformedFile:
         raise
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as exc:
-        raise MalformedFile(f"{where}: not the metadata of a checkpoint: {exc!r}", file=where) from exc
+        raise MalformedFile.of(where, f"not the metadata of a checkpoint: {exc!r}") from exc
 
 
 class _Fields:

@@ -64,13 +64,13 @@ def decode_metadata(data: bytes, *, where: str) -> Metadata:
     """Read metadata that we or torch wrote; `PickleRefused` if they name a class that does not belong there."""
     found = torch_layout.unpickle_metadata(data, _known(), where=where)
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise MalformedFile(f"{where}: not the metadata of a checkpoint, but a {type(found).__name__}", file=where)
+        raise MalformedFile.of(where, f"not the metadata of a checkpoint, but a {type(found).__name__}")
     for name in ("planner_data", "storage_data", "storage_meta", "version"):
         vars(found).setdefault(name, None)  # of an older torch
     try:
         _check_entries(found)
     except (AttributeError, TypeError) as exc:
-        raise MalformedFile(f"{where}: not the metadata of a checkpoint: {exc}", file=where) from exc
+        raise MalformedFile.of(where, f"not the metadata of a checkpoint: {exc}") from exc
     return found
 
 
