@@ -367,16 +367,9 @@ class Checkpoint(Mapping[str, Any]):
             return
         threads, window = _limits(self._store, self._options, coded=file.chain is not None)
         # Headers are read and verified again; digests beside a file without a header were read when it was opened.
-        digests = {} if file.header_nbytes else self.source.digests
-        yield from damage_of_file(
-            self.source.store,
-            self.record.files,
-            number,
-            digests=digests,
-            keys_at=self.source.keys_at,
-            threads=threads,
-            window_nbytes=window,
-        )
+        files = self.source.data_files
+        files = files._replace(digests={}) if file.header_nbytes else files
+        yield from damage_of_file(files, number, threads=threads, window_nbytes=window)
 
 
 class StoredTensor:

@@ -41,9 +41,9 @@ def plans_of_load(monkeypatch, where, state, **changes):
     calls = []
     read_files = engine_fill.read_files
 
-    def spy(store, files, plans, *args, **named):
+    def spy(files, plans, *args, **named):
         calls.append({"files": [plan.file for plan in plans], **named})
-        return read_files(store, files, plans, *args, **named)
+        return read_files(files, plans, *args, **named)
 
     monkeypatch.setattr(engine_fill, "read_files", spy)
     into = {key: torch.zeros_like(value) for key, value in state.items()}

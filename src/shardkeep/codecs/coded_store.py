@@ -52,12 +52,6 @@ _MOST_TABLES = 128
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
 
 
-def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
-    """Return the checksum of plain bytes for the commit record; of secret bytes, that of their MAC, which reveals nothing."""
-    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
-    return checksum_text(digest(data if code is None else code))
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 

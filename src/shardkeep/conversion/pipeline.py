@@ -20,7 +20,7 @@ import torch
 
 from shardkeep.dist.team import Team
 from shardkeep.engine.fill import fill
-from shardkeep.engine.reader import DigestCache, Source, list_keys, read_files
+from shardkeep.engine.reader import DataFiles, DigestCache, Source, list_keys, read_files
 from shardkeep.engine.workers import divide_budget
 from shardkeep.engine.writer import FileJob, Window, file_entry, write_files
 from shardkeep.format.boxes import Box, Boxes, flat_range_to_boxes
@@ -269,7 +269,7 @@ def verify_written(
         return list_keys(hit) or "the header"
 
     plans = [every_block(number, file.job.data_nbytes, window_nbytes=window) for number, file in enumerate(files)]
-    read_files(store, entries, plans, {}, keys_at=keys_at, threads=threads, window_nbytes=window, digests=known)
+    read_files(DataFiles(store, entries, keys_at, known), plans, {}, threads=threads, window_nbytes=window)
 
 
 def limits(options: Options, *stores: object) -> tuple[int, int]:

@@ -17,14 +17,14 @@ from msgspec.structs import replace
 
 from shardkeep.codecs.base import CodecConfig
 from shardkeep.codecs.chain import CodecChain, codec_config
-from shardkeep.codecs.coded_store import EncodingStore, Seal, checksum_of
+from shardkeep.codecs.coded_store import EncodingStore, Seal
 from shardkeep.codecs.keys import CachedKeys, KeyRing, KeySource, key_source
 from shardkeep.engine.writer import FileJob, file_entry
 from shardkeep.errors import CheckpointError, InvalidCodec, StateError
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import MOST_CHAINS, FileEntry, Record, Recorded
 from shardkeep.format.values import Node, join, leaf_keys, part_name
-from shardkeep.layouts.native import check_signature
+from shardkeep.layouts.native import check_signature, checksum_of
 from shardkeep.options import Options, setting
 from shardkeep.plan.save_plan import RankWritePlan
 from shardkeep.storage.base import WritableStore

@@ -89,17 +89,8 @@ def fill(
     threads, window = _limits(source, into, options)
     plans = plan_files(plan.runs, plan.scatters, source.record.files, window_nbytes=window)
     start = int(first_file * len(plans))
-    nbytes = read_files(
-        source.store,
-        source.record.files,
-        plans[start:] + plans[:start],
-        memory,
-        keys_at=source.keys_at,
-        threads=threads,
-        window_nbytes=window,
-        digests=source.digests,
-        keep_cached=True,
-    )
+    plans = plans[start:] + plans[:start]
+    nbytes = read_files(source.data_files, plans, memory, threads=threads, window_nbytes=window, keep_cached=True)
     if spans:
         nbytes += _fill_spans(source, spans, into, options)
     if not opaque or not isinstance(source, torch_source.TorchSource):

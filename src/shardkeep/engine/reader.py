@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from shardkeep.codecs.chain import CodecChain
-from shardkeep.codecs.coded_store import SCRATCH_NBYTES, FrameReader, checksum_of, collecting_damage, read_table
+from shardkeep.codecs.coded_store import SCRATCH_NBYTES, FrameReader, collecting_damage, read_table
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import (
     BlobNotFound,
@@ -40,7 +40,7 @@ from shardkeep.format import boxes, data_file
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, data_sizes, decode_record
 from shardkeep.format.torch_zip import ArchivedTensor
-from shardkeep.layouts.native import open_sized, save_id_of
+from shardkeep.layouts.native import checksum_of, open_sized, save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows, every_block
 from shardkeep.storage import base
@@ -60,10 +60,17 @@ _MOST_NAMED = 4
 T = TypeVar("T")
 KeysAt = Callable[[int, int, int], str]
 """Names the tensors in a byte range (file, start, stop) of a file's data. Called only to explain damage."""
-
-
 DigestCache = dict[FileEntry, bytes]
 """The block digests of files whose headers were verified, so that a header is read once."""
+
+
+class DataFiles(NamedTuple):
+    """The files of a checkpoint, as `read_files` reads them."""
+
+    store: ReadableStore
+    entries: Sequence[FileEntry]
+    keys_at: KeysAt
+    digests: DigestCache
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,10 @@ class Source:
         """Check that what the index says of these tensors is consistent."""
         self.index.check_parts()
         check_tensors(self.index, tensors, data_sizes(self.record), aligned=self.aligned)
+
+    @property
+    def data_files(self) -> DataFiles:
+        return DataFiles(self.store, self.record.files, self.keys_at, self.digests)
 
     def keys_at(self, file: int, at: int, end: int) -> str:
         """Name the tensors in a byte range of a file's data; used only to explain damage."""
@@ -188,14 +199,9 @@ def _read_digests(store: ReadableStore, entry: FileEntry, reader: base.BlobReade
     chain = reader.chain if isinstance(reader, FrameReader) else None
 
     def decode(header: bytearray) -> bytes:
-        found = (
-            data_file.checksum_text(data_file.digest(header))
-            if chain is None or sidecar
-            else checksum_of(header, chain)
-        )
-        _check_checksum(
-            entry.name, "the header has", found, data_file.checksum_text(sidecar[0]) if sidecar else entry.checksum
-        )
+        expected = data_file.checksum_text(sidecar[0]) if sidecar else entry.checksum
+        found = checksum_of(header, None if sidecar else chain)
+        _check_checksum(entry.name, "the header has", found, expected)
         return sidecar[1] if sidecar else data_file.read_block_digests(header, blocks=blocks, where=entry.name)
 
     return _read_and_decode(store, reader, entry.name, entry.header_nbytes, decode)
@@ -206,9 +212,7 @@ def read_sidecar(store: ReadableStore, entry: FileEntry, blocks: int) -> tuple[b
     name = entry.blocks or ""
 
     def decode(data: bytearray) -> tuple[bytes, bytes]:
-        _check_checksum(
-            name, f"the digests of {entry.name} have", data_file.checksum_text(data_file.digest(data)), entry.checksum
-        )
+        _check_checksum(name, f"the digests of {entry.name} have", checksum_of(data, None), entry.checksum)
         return data_file.decode_sidecar(bytes(data), blocks=blocks, where=name)
 
     with closing(open_sized(store, name, data_file.sidecar_nbytes(blocks))) as reader:
@@ -277,15 +281,12 @@ _Task = tuple[_OpenFile, Read, bool]
 
 
 def read_files(
-    store: ReadableStore,
-    files: Sequence[FileEntry],
+    files: DataFiles,
     plans: Sequence[FileReads],
     scattered: Mapping[int, Scattered],
     *,
-    keys_at: KeysAt,
     threads: int,
     window_nbytes: int,
-    digests: DigestCache | None = None,
     damaged: list[int] | None = None,
     keep_cached: bool = False,
 ) -> int:
@@ -294,8 +295,8 @@ def read_files(
     blocks raise an error or, if `damaged` is given, are added to it. `keep_cached`: other processes of this machine may want
     the same bytes, so they are read through the page cache where there is memory for that.
     """
-    copies = Copies(scattered)
-    opened = [_OpenFile(plan, files[plan.file], len(plan.reads)) for plan in plans]
+    copies, store = Copies(scattered), files.store
+    opened = [_OpenFile(plan, files.entries[plan.file], len(plan.reads)) for plan in plans]
     # Every step takes the interpreter lock. With an accelerator there are many threads, so their steps are larger.
     on_accelerator = any(each.accelerator is not None for each in scattered.values())
     step_nbytes = window_nbytes if on_accelerator else _CACHED_STEP_NBYTES
@@ -303,7 +304,7 @@ def read_files(
     def reader_of(file: _OpenFile) -> base.BlobReader:
         with file.lock:
             if file.reader is None:
-                file.reader, of_blocks = _open_or_explain(store, file.entry, digests)
+                file.reader, of_blocks = _open_or_explain(store, file.entry, files.digests)
                 file.digests = memoryview(of_blocks)
             return file.reader
 
@@ -336,7 +337,7 @@ def read_files(
             if bad := _bad_blocks(file.entry, file.digests, part.start, window):
                 bad, same = _reread_blocks(store, file, bad, part.start, window)
                 if bad and damaged is None:
-                    raise damage_of(file.entry, file.reads.file, adjacent_blocks(bad)[0], keys_at, same=same)
+                    raise damage_of(file.entry, file.reads.file, adjacent_blocks(bad)[0], files.keys_at, same=same)
                 if damaged is not None:
                     damaged.extend(bad)
             if not part.address:
@@ -504,33 +505,17 @@ def _copy_elements(scatter: Scatter, first: int, last: int, data: memoryview, ta
         at += nbytes
 
 
-def damage_of_file(
-    store: ReadableStore,
-    files: Sequence[FileEntry],
-    number: int,
-    *,
-    digests: DigestCache,
-    keys_at: KeysAt,
-    threads: int,
-    window_nbytes: int,
-) -> Iterator[CheckpointError]:
+def damage_of_file(files: DataFiles, number: int, *, threads: int, window_nbytes: int) -> Iterator[CheckpointError]:
     """Read a whole file and yield the damage in it; raise if its size is wrong, or its header is damaged."""
-    file = files[number]
+    file, keys_at = files.entries[number], files.keys_at
     # The size must be checked first, because the plan relies on the size in the record.
-    open_checked(store, file, digests)[0].close()
+    open_checked(files.store, file, files.digests)[0].close()
     coded: list[DamagedCheckpoint] = []
     damaged: list[int] = []
-    read_files(
-        collecting_damage(store, coded),  # otherwise verification would stop at the first damaged frame
-        files,
-        [every_block(number, file.data_nbytes, window_nbytes=window_nbytes)],
-        {},
-        keys_at=keys_at,
-        threads=threads,
-        window_nbytes=window_nbytes,
-        digests=digests,
-        damaged=damaged,
-    )
+    # Otherwise verification would stop at the first damaged frame.
+    files = files._replace(store=collecting_damage(files.store, coded))
+    plans = [every_block(number, file.data_nbytes, window_nbytes=window_nbytes)]
+    read_files(files, plans, {}, threads=threads, window_nbytes=window_nbytes, damaged=damaged)
     if not coded:
         yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
         return
@@ -561,27 +546,19 @@ def stored_damage(
     at_once = min(threads, len(blobs))
     each, over = threads // at_once, threading.Event()
 
-    def damage(number: int, blob: Blob) -> Iterator[CheckpointError]:
-        if blob.chain is not None:
-            yield from _few(blob, _coded_damage(store, blob, each if deep else 0, over))
-        elif isinstance(blob, FileEntry) and deep:
-            yield from damage_of_file(
-                store,
-                record.files,
-                number,
-                digests={},
-                keys_at=lambda *_: "tensors that only the encrypted index names",
-                threads=each,
-                window_nbytes=window_nbytes,
-            )
-        elif isinstance(blob, FileEntry):
-            open_checked(store, blob)[0].close()
+    files = DataFiles(store, record.files, lambda *_: "tensors that only the encrypted index names", {})
 
     def look(number: int, blob: Blob) -> list[CheckpointError]:
         try:
-            return list(damage(number, blob))
+            if blob.chain is not None:
+                return list(_few(blob, _coded_damage(store, blob, each if deep else 0, over)))
+            if isinstance(blob, FileEntry) and deep:
+                return list(damage_of_file(files, number, threads=each, window_nbytes=window_nbytes))
+            if isinstance(blob, FileEntry):
+                open_checked(store, blob)[0].close()
         except DamagedCheckpoint as exc:
             return [exc]
+        return []
 
     with ThreadPoolExecutor(at_once, thread_name_prefix="shardkeep-verify") as pool:
         try:

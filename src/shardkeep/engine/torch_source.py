@@ -29,7 +29,16 @@ import numpy.typing as npt
 
 from shardkeep import errors
 from shardkeep.codecs.stream_extensions import ExtensionRegistry, transformed_input
-from shardkeep.engine.reader import DigestCache, FoundCheckpoint, KeysAt, Source, list_keys, read_files, saved_at
+from shardkeep.engine.reader import (
+    DataFiles,
+    DigestCache,
+    FoundCheckpoint,
+    KeysAt,
+    Source,
+    list_keys,
+    read_files,
+    saved_at,
+)
 from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges, ints, segment_starts
 from shardkeep.format.data_file import checksum_text, digest
@@ -130,7 +139,7 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
     """Return the bytes of whole items, verified where their files have digests."""
     check_inside(files.entries, items)
     buffers = [bytearray(item.nbytes) for item in items]
-    threads, window = divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[:2]
+    threads, window = _limits(files, options)
     rows = [
         (item.file, item.offset, item.nbytes, address_of(memoryview(buffer)))
         for item, buffer in zip(items, buffers, strict=True)
@@ -141,17 +150,15 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
     def keys_at(file: int, at: int, end: int) -> str:
         return list_keys(i.key for i in items if i.file == file and i.offset < end and i.offset + i.nbytes > at)
 
-    read_files(
-        files.store,
-        files.entries,
-        plan_files(runs, [], files.entries, window_nbytes=window),
-        {},
-        keys_at=keys_at,
-        threads=threads,
-        window_nbytes=window,
-        digests=files.digests,
-    )
+    plans = plan_files(runs, [], files.entries, window_nbytes=window)
+    data_files = DataFiles(files.store, files.entries, keys_at, files.digests)
+    read_files(data_files, plans, {}, threads=threads, window_nbytes=window)
     return buffers
+
+
+def _limits(files: ItemFiles, options: Options) -> tuple[int, int]:
+    """Return the number of threads, and the size of the window of each."""
+    return divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[:2]
 
 
 def item_batches(
@@ -631,8 +638,6 @@ def bad_archives(
                 found.append(errors.MalformedFile.of(name, why, key=item.key))
             else:
                 parts += [entry._replace(start=item.offset + entry.start) for entry in entries]
-        options = Options()
-        requests = preferred_requests(files.store, options.io_threads)
-        threads, window = divide_budget(requests, options.host_budget_bytes)[:2]
+        threads, window = _limits(files, Options())
         run_workers(parts, check, threads=min(threads, len(parts)) or 1, buffer_nbytes=window)
     yield from found

@@ -25,7 +25,7 @@ from shardkeep import errors
 from shardkeep._version import __version__
 from shardkeep.codecs.base import without_keys
 from shardkeep.codecs.chain import CodecChain
-from shardkeep.codecs.coded_store import checksum_of, put_coded
+from shardkeep.codecs.coded_store import put_coded
 from shardkeep.display import format_count
 from shardkeep.dist.world import collision_hint
 from shardkeep.format import record as record_format
@@ -148,6 +148,12 @@ def _other_files(store: base.SmallFiles) -> str:
     if any(save_id_of(name) for name in names):
         return "only files of a save that did not finish"
     return format_count(len(names), "other file") if names else "the place is empty or does not exist"
+
+
+def checksum_of(data: bytes | bytearray, chain: CodecChain | None) -> str:
+    """Return the checksum of plain bytes for the commit record; of secret bytes, that of their MAC, which reveals nothing."""
+    code = chain.mac(bytes(data)) if chain is not None and chain.is_secret else None
+    return checksum_text(digest(data if code is None else code))
 
 
 def read_index(store: base.ReadableStore, record: Record, chain: CodecChain | None = None) -> Index:
