@@ -25,10 +25,10 @@ from shardkeep.engine.reader import FoundCheckpoint, Source
 from shardkeep.engine.report import Phases, SentPhases, unlogged
 from shardkeep.engine.sources import Identity, find, identity_of, open_identified
 from shardkeep.format.boxes import Boxes, IntArray
-from shardkeep.options import Options
+from shardkeep.options import Options, local_ranks
 from shardkeep.state.describe import Description, describe_leaves
 from shardkeep.state.leaves import materialize, meta_signature, needs_memory, synchronize_devices
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import Store, is_remote, prefetches
 
 T = TypeVar("T")
 _encode = msgspec.msgpack.encode
@@ -192,8 +192,7 @@ class LoadSession:
             began_s = self.phases.now()
             to, made = _find_targets(matched)
             synchronize_devices(into := to[-1])
-            # Ranks that read for themselves begin with different files; those that share begin with the same.
-            first, options = self.world.rank / self.world.size, self.options
+            first, options = _first_file(self.store, self.world), self.options
             if opened.peers and opened.peers.shares:
                 first, options = 0.0, opened.peers.remaining(options)
             nbytes = fill(matched.source, *to, options, first_file=first, complete=self.complete)
@@ -239,6 +238,19 @@ class LoadSession:
 
         answer = self.ranks.agree(phase, run, decide)
         return own[0], answer
+
+
+def _first_file(store: Store, world: World) -> float:
+    """
+    Return where in the list of files this rank begins, from 0 to 1.
+
+    Ranks that share a page cache begin with the same file: while the disk is busy with the next blocks, all of them copy what
+    one of them has read ahead. Other ranks begin with different files.
+    """
+    if not prefetches(store):
+        return world.rank / world.size
+    # Files of a local disk are read by no other machine.
+    return world.rank // local_ranks() * local_ranks() / world.size if is_remote(store) else 0.0
 
 
 def _wants(url: str, matched: MatchedState) -> bytes:
