@@ -14,6 +14,8 @@ from shardkeep.engine import load_session
 from shardkeep.engine.fill import _limits
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES
 from shardkeep.options import Options
+from shardkeep.storage.local import LocalStore
+from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.dcp.sides import quietly
 
 LAYOUTS = ["native", "dcp", "torch", "safetensors"]
@@ -69,6 +71,22 @@ def test_stores_get_the_requests_they_like_and_ranks_begin_with_different_files(
     with mock.patch.object(load_session, "fill", wraps=load_session.fill) as fill:
         sk.load({key: torch.zeros_like(value) for key, value in state.items()}, where)
     assert [call.kwargs["first_file"] for call in fill.call_args_list] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("where", "remote", "expected"),
+    [("disk", False, [0, 0, 0, 0]), ("disk", True, [0, 0, 0.5, 0.5]), ("memory", False, [0, 0.25, 0.5, 0.75])],
+)
+def test_ranks_with_one_page_cache_begin_with_the_same_file(tmp_path, monkeypatch, where, remote, expected):
+    """All of them copy what one has read ahead. Other ranks, and other machines, begin with different files."""
+    place = tmp_path if where == "disk" else sk.MemoryStore()
+    sk.save({"w": torch.ones(5)}, place)
+    monkeypatch.setattr(LocalStore, "remote", remote)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    options = Options(share_reads=False)
+    with mock.patch.object(load_session, "fill", wraps=load_session.fill) as fill:
+        run_thread_ranks(4, lambda world: sk.load({"w": torch.zeros(5)}, place, group=world, options=options))
+    assert sorted(call.kwargs["first_file"] for call in fill.call_args_list) == expected
 
 
 def test_windows_are_larger_on_accelerators(saved):
