@@ -306,6 +306,20 @@ def test_a_resumed_job_counts_from_what_it_restored(tmp_path):
         assert [entry.timeline for entry in sk.Catalog(tmp_path).entries()] == [1, 0, 0, 0]
 
 
+def test_an_abandoned_checkpoint_is_restored_last(tmp_path):
+    """Also if nothing else is left of the branch that the newest one came from by way of another."""
+    with checkpointer(tmp_path, asynchronous=False) as ckpt:
+        for back, step in ((None, 3), (None, 5), (3, 4), (None, 6), (4, 5)):
+            if back is not None:
+                ckpt.restore(back, empty_state())
+            ckpt.save(step, state_at(step))
+        ckpt.delete(4)
+    damage(tmp_path / "step-5")
+    assert [(entry.timeline, entry.step) for entry in sk.Catalog(tmp_path).entries()] == [(2, 5), (0, 3), (1, 6)]
+    with checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore_latest(empty_state()) == 3
+
+
 def test_walks_back_past_what_is_torn_or_damaged(tmp_path):
     """With reasons; damaged checkpoints no longer count, and are not deleted."""
     heard = []

@@ -11,7 +11,6 @@ the newest checkpoint begins: see `Walk`. `KnownEntries` keeps what was read fro
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import Counter
@@ -39,7 +38,14 @@ from shardkeep.format.record import Record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import record_in, save_id_of
 from shardkeep.layouts.torch import METADATA_NAME, is_data, is_metadata
-from shardkeep.manage.entry import Entry, entry_from_record, merge_tiers, newest_first
+from shardkeep.manage.entry import (
+    Entry,
+    current_branch_first,
+    merge_tiers,
+    newest_first,
+    require_readable,
+    with_record,
+)
 from shardkeep.options import Options
 from shardkeep.storage.base import (
     REMOVING_NAME,
@@ -283,16 +289,19 @@ class Catalog:
         if name in self._files:
             return self._look_at_file(name, pins)
         store, step = self.root.place(name), self.naming.step(name)
-        managed = step is not None
-        step = _guess_step(name) if step is None else step
-        about = Entry(name=name, step=step, status="committed", pinned=self._pinned(name, pins), managed=managed)
+        about = Entry(
+            name=name,
+            step=_guess_step(name) if step is None else step,
+            status="committed",
+            pinned=self._pinned(name, pins),
+            managed=step is not None,
+        )
         try:
             try:
                 record = record_in(store)
             except BlobNotFound:
                 return self._without_record(store, about)
-            step = record.step if self._lists_all and record.step is not None else step
-            return entry_from_record(name, step, record, pinned=about.pinned, managed=managed)
+            return with_record(_at_step_of(record, about) if self._lists_all else about, record)
         except CheckpointError as exc:
             return replace(about, status="damaged", reason=exc.message, problem=exc)
 
@@ -330,10 +339,13 @@ class Catalog:
         return _of_torch_or_unfinished(store, infos, about)
 
 
+def _at_step_of(record: Record, about: Entry) -> Entry:
+    return about if record.step is None else replace(about, step=record.step)
+
+
 def _of_another_program(record: Record, about: Entry) -> Entry:
-    step = about.step if record.step is None else record.step
-    found = entry_from_record(about.name, step, record, pinned=about.pinned, managed=False)
-    return replace(found, layout=about.layout, save_id="", record=None)
+    found = with_record(_at_step_of(record, about), record)
+    return replace(found, layout=about.layout, save_id="", record=None, managed=False)
 
 
 def _guess_step(name: str) -> int:
@@ -380,6 +392,7 @@ class Walk:
     def __init__(self, catalogs: Sequence[Catalog]) -> None:
         """List the roots, by tier, and read what may be the newest."""
         self._catalogs = catalogs
+        self.roots = [each.root.url for each in catalogs]
         self._unread: dict[int, list[tuple[int, str]]] = {}
         self._read: dict[int, list[Entry]] = {}
         """What is not yielded yet, by step."""
@@ -412,18 +425,16 @@ class Walk:
                 at += 1
 
     def newest_first(self) -> Iterator[Entry]:
-        """Yield all entries in the order of `newest_first`."""
-        reach: dict[int, float] = {self.newest_timeline: math.inf}
-        abandoned = []
-        for entry in self.by_step():
-            limit = reach.get(entry.timeline, -1)
-            if entry.step > limit:
-                abandoned.append(entry)
-                continue
-            if entry.began_after is not None and entry.began_after[0] < entry.timeline:
-                reach.setdefault(entry.began_after[0], min(limit, entry.began_after[1]))
-            yield entry
-        yield from sorted(abandoned, key=lambda entry: entry.age, reverse=True)
+        """Yield all entries: first the current branch, the highest step first; then abandoned ones."""
+        return current_branch_first(self.by_step(), self.newest_timeline)
+
+    def readable(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Leave out unfinished saves; raise `StorageError` where a record cannot be read at the moment, and may be the newest."""
+        for entry in self.looked_at:
+            require_readable(entry, self.roots)
+        for entry in entries:
+            if entry.status != "unfinished":
+                yield require_readable(entry, self.roots)
 
     def _advance(self) -> None:
         step = -heappop(self._steps)
@@ -457,11 +468,10 @@ class KnownEntries:
     def look(self) -> list[Entry]:
         """List the root, and read what is not known to be committed; return all entries, the newest first."""
         self._pins, names = pinned(self._catalog.root), self._catalog.names()
-        known = {name: self._found[name] for name in names if name in self._found}
         self._found = {
             name: replace(entry, pinned=name in self._pins)
-            for name, entry in known.items()
-            if entry.committed and entry.save_id
+            for name in names
+            if (entry := self._found.get(name)) and entry.committed and entry.save_id
         }
         self.fresh = set()
         entries = self.read_again([name for name in names if name not in self._found])
@@ -499,10 +509,6 @@ class Tiers:
     def entries(self) -> list[Entry]:
         """Return the entries of all roots: of one step the newest save first, and of one save the near copy first."""
         return merge_tiers(replace(entry, tier=tier) for tier, each in enumerate(self.all) for entry in each.entries())
-
-    def walk(self) -> Walk:
-        """Return the entries of all roots, to be read one after the other."""
-        return Walk(self.all)
 
     def find(self, step: int) -> list[Entry]:
         """Return the entries of a step, in the same order."""

@@ -38,7 +38,7 @@ from shardkeep.events import Callback, Event, Listening
 from shardkeep.events import on_event as listen
 from shardkeep.format.record import checked_step
 from shardkeep.manage import schedule
-from shardkeep.manage.catalog import Catalog, Tiers
+from shardkeep.manage.catalog import Catalog, Tiers, Walk
 from shardkeep.manage.decisions import Decision, RankContext
 from shardkeep.manage.entry import Entry, newest_saves, require_readable
 from shardkeep.manage.replicate import ReplicationTerms
@@ -588,15 +588,12 @@ class Checkpointer:
 
     def _newest_first(self) -> Iterator[Entry]:
         """Yield what may be restored, the newest first; raise where a record cannot be read at the moment."""
-        walk = self._tiers.walk()
-        require_readable(walk.looked_at, self._tiers.urls)
-        for entry in walk.newest_first():
-            if entry.status != "unfinished":
-                yield from require_readable([entry], self._tiers.urls)
+        walk = Walk(self._tiers.all)
+        return walk.readable(walk.newest_first())
 
     def _readable_committed(self) -> list[Entry]:
         """Return all copies of the newest save of each step, if the store gives all records."""
-        entries = require_readable(self._tiers.entries(), self._tiers.urls)
+        entries = [require_readable(entry, self._tiers.urls) for entry in self._tiers.entries()]
         return [entry for entry in newest_saves(entries) if entry.committed]
 
     def _best_by(self, metric: str | None, mode: Mode | None) -> KeepBest:

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -92,8 +92,8 @@ class Entry(OneLine):
         return self.timeline, self.save_id
 
 
-def entry_from_record(name: str, step: int, record: Record, *, pinned: bool, managed: bool = True) -> Entry:
-    """Describe a committed checkpoint by its record."""
+def with_record(entry: Entry, record: Record) -> Entry:
+    """Add to an entry what the record of a committed checkpoint says, except for the step."""
     timeline, origin = record.meta.get(TIMELINE), None
     match record.meta.get(BEGAN_AFTER):
         case [int(before), int(after)] if min(before, after) >= 0:
@@ -103,20 +103,16 @@ def entry_from_record(name: str, step: int, record: Record, *, pinned: bool, man
         saved_at = saved_at if saved_at.tzinfo else saved_at.replace(tzinfo=timezone.utc)
     except ValueError:
         saved_at = None
-    return Entry(
-        name=name,
-        step=step,
-        status="committed",
+    return replace(
+        entry,
         layout="native",
         saved_at=saved_at,
         nbytes=record.stored_nbytes,
         metrics=metrics_in(record.meta),
-        pinned=pinned,
         timeline=timeline if type(timeline) is int and timeline > 0 else 0,
         began_after=origin,
         save_id=record.save_id,
         record=record,
-        managed=managed,
     )
 
 
@@ -167,61 +163,64 @@ def _stored_metric(name: Any, value: Any) -> float | str:
 # -- the order of checkpoints -------------------------------------------------------------------------------------
 
 
+def current_branch_first(entries: Iterable[Entry], newest: int) -> Iterator[Entry]:
+    """
+    Yield entries that come by step, the highest first: those of the current branch in this order, then abandoned ones.
+
+    The current branch is the newest timeline, and what it came from. A job that goes back to step 100 while 150 and 200
+    exist, and then saves 110, abandons 150 and 200. If 110 cannot be used, 100 is wanted next, not 200. The records of a
+    timeline say after which timeline and step it began: all of its own steps are higher.
+    """
+    origins: dict[int, tuple[int, int]] = {}
+    abandoned = []
+    for entry in entries:
+        if entry.began_after is not None and entry.began_after[0] < entry.timeline:
+            origins.setdefault(entry.timeline, entry.began_after)
+        timeline, last_step = newest, math.inf
+        while timeline > entry.timeline and timeline in origins:
+            last_step = min(last_step, origins[timeline][1])
+            timeline = origins[timeline][0]
+        if timeline == entry.timeline and entry.step <= last_step:
+            yield entry
+        else:
+            abandoned.append(entry)
+    yield from sorted(abandoned, key=lambda entry: entry.age, reverse=True)
+
+
 def newest_first(entries: Iterable[Entry]) -> list[Entry]:
-    """
-    Order entries: first the newest timeline and the timelines it came from, each by step; then abandoned checkpoints.
+    """Order entries: first the current branch, the highest step first; then abandoned ones."""
 
-    A job that goes back to step 100 while 150 and 200 exist, and then saves 110, abandons 150 and 200. If 110 cannot be
-    used, 100 is wanted next, not 200. The records of a timeline say after which timeline and step it began.
-    """
-    known = list(entries)
-    timeline: int = max((entry.timeline for entry in known), default=0)
-    step = math.inf
-    reach: dict[int, float] = {}
-    """Up to which step each timeline is an ancestor of the newest one; other timelines are left out."""
-    while timeline not in reach:
-        reach[timeline] = step
-        origin = began_after(known, timeline)
-        if origin is not None and origin[0] < timeline:
-            timeline, step = origin[0], min(step, origin[1])
-
-    def order(entry: Entry) -> tuple[bool, int, int, float, str]:
+    def order(entry: Entry) -> tuple[int, int, float, str]:
         # Only where the step is not known does the order depend on a clock.
         saved_s = entry.saved_at.timestamp() if entry.step < 0 and entry.saved_at else 0.0
-        return entry.step <= reach.get(entry.timeline, -1), entry.timeline, entry.step, saved_s, entry.name
+        return entry.step, entry.timeline, saved_s, entry.name
 
-    return sorted(known, key=order, reverse=True)
+    by_step = sorted(entries, key=order, reverse=True)
+    return list(current_branch_first(by_step, max((entry.timeline for entry in by_step), default=0)))
 
 
-def require_readable(entries: Iterable[Entry], roots: Sequence[str]) -> list[Entry]:
+def require_readable(entry: Entry, roots: Sequence[str]) -> Entry:
     """
-    Return the entries if the store gave the record of each, or the record is known to be damaged.
+    Return an entry if the store gave its record, or the record is known to be damaged.
 
     Otherwise, raise `StorageError`: a checkpoint whose record the store fails to give at the moment may be whole, and the
     newest. To go on without it would lose work, so the user has to decide that, by moving it away. `roots` are URLs, by tier.
     """
-    known = list(entries)
-    for entry in known:
-        problem = entry.problem
-        if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
-            where = f"{roots[entry.tier]}/{entry.name}"
-            ways = [
-                problem.hint,
-                "try again when the store answers",
-                f"to go on without this checkpoint, move {where} out of the root",
-                "to go on without the far root, leave promote_to out" if entry.tier else "",
-            ]
-            raise StorageError(
-                f"{where} cannot be read at the moment, and may be the newest checkpoint: {problem.message}",
-                hint="; ".join(filter(None, ways)),
-                **problem.details,
-            ) from problem
-    return known
-
-
-def began_after(entries: Iterable[Entry], timeline: int) -> tuple[int, int] | None:
-    """Return the timeline and step after which a timeline began, if one of its records says so."""
-    return next((entry.began_after for entry in entries if entry.timeline == timeline and entry.began_after), None)
+    problem = entry.problem
+    if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
+        where = f"{roots[entry.tier]}/{entry.name}"
+        ways = [
+            problem.hint,
+            "try again when the store answers",
+            f"to go on without this checkpoint, move {where} out of the root",
+            "to go on without the far root, leave promote_to out" if entry.tier else "",
+        ]
+        raise StorageError(
+            f"{where} cannot be read at the moment, and may be the newest checkpoint: {problem.message}",
+            hint="; ".join(filter(None, ways)),
+            **problem.details,
+        ) from problem
+    return entry
 
 
 def merge_tiers(entries: Iterable[Entry]) -> list[Entry]:

@@ -25,7 +25,7 @@ import xxhash
 from shardkeep.codecs.coded_store import read_table
 from shardkeep.engine.queue import lower_priority
 from shardkeep.engine.reader import open_checked, read_sidecar
-from shardkeep.engine.workers import FollowUpError, divide_budget, run_workers
+from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, digest
 from shardkeep.format.frames import MAGIC
@@ -230,26 +230,25 @@ def _move_files(
     threads = max(base.preferred_requests(each, options.io_threads) for each in stores)
     threads, window_nbytes = divide_budget(threads, options.host_budget_bytes // 2)[:2]
     opened: dict[str, _OpenFile] = {}
-    lock, failed = threading.Lock(), threading.Event()
+    lock = threading.Lock()
 
     def tasks() -> Iterator[tuple[_OpenFile, list[DigestedRange]]]:
         """Open files one after the other, and yield their windows. Only one thread at a time is in here."""
         for expected in files:
             windows = list(expected.windows(window_nbytes))
             pause()  # here, where threads come one at a time, so that it limits all of them together
-            writer = None if target is None else target.create(expected.name, expected.nbytes)
             try:
                 reader = open_sized(source, expected.name, expected.nbytes)
-            except BaseException as error:
-                if writer is None and isinstance(error, WrongSize):  # it was deleted since it was listed
-                    damaged[expected.name] = error
-                    continue
-                if writer is not None:
-                    writer.abandon()
-                raise
-            file = _OpenFile(expected.name, reader, writer, len(windows))
+            except WrongSize as error:
+                if target is not None:
+                    raise
+                damaged[expected.name] = error  # it was deleted since it was listed
+                continue
+            file = _OpenFile(expected.name, reader, None, len(windows))
             with lock:
                 opened[file.name] = file
+            if target is not None:
+                file.writer = target.create(expected.name, expected.nbytes)
             for number, window in enumerate(windows):
                 if number:
                     pause()
@@ -257,33 +256,24 @@ def _move_files(
 
     def work(task: tuple[_OpenFile, list[DigestedRange]], buffer: memoryview) -> bool:
         file, ranges = task
-        try:
-            if not wanted():
-                raise SaveCancelled("copying was cancelled")
-            if file.name not in damaged:
-                try:
-                    _move_ranges(source, file, ranges, buffer)
-                except DamagedCheckpoint as error:
-                    if target is not None:
-                        raise
-                    damaged.setdefault(file.name, error)
+        if not wanted():
+            raise SaveCancelled("copying was cancelled")
+        if file.name not in damaged:
+            try:
+                _move_ranges(source, file, ranges, buffer)
+            except DamagedCheckpoint as error:
+                if target is not None:
+                    raise
+                damaged.setdefault(file.name, error)
+        with lock:
+            file.windows_left -= 1
+            last = not file.windows_left
+        if last:
+            file.reader.close()
+            if file.writer is not None:
+                file.writer.finish()
             with lock:
-                file.windows_left -= 1
-                last = not file.windows_left
-            if last:
-                file.reader.close()
-                if file.writer is not None:
-                    file.writer.finish()
-                with lock:
-                    opened.pop(file.name, None)
-        except BaseException as error:
-            with lock:
-                first = not failed.is_set()
-                failed.set()
-            abandon()  # at once, because another thread may wait for a part that never comes
-            if first:
-                raise
-            raise FollowUpError("another window could not be copied") from error
+                opened.pop(file.name, None)
         return True  # it waited for a disk or a network
 
     def abandon() -> None:
@@ -297,7 +287,8 @@ def _move_files(
             file.reader.close()
 
     try:
-        run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes)
+        # On a failure at once, because another thread may wait for a part that never comes.
+        run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, on_stop=abandon)
     finally:
         abandon()
     return damaged

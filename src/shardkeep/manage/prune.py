@@ -152,7 +152,7 @@ class Pruner:
     def _submit(self, work: Callable[[], object]) -> None:
         with self._lock:
             if not self._closed:
-                self._others.append(self._thread.submit(work))
+                self._others = [each for each in self._others if not each.done()] + [self._thread.submit(work)]
 
     def wait(self) -> None:
         """Wait for everything that was begun. Submits nothing: it may be called while the interpreter shuts down."""

@@ -43,7 +43,7 @@ from shardkeep.layouts import orphans
 from shardkeep.layouts.native import claim_name, read_record
 from shardkeep.manage.catalog import LATEST_NAME, Catalog, KnownEntries, Tiers, is_pinned, pin
 from shardkeep.manage.decisions import PendingTasks, RankContext, at_exit
-from shardkeep.manage.entry import FAR, NEAR, Entry, entry_from_record, newest_first
+from shardkeep.manage.entry import FAR, NEAR, Entry, newest_first, with_record
 from shardkeep.manage.file_copy import copy_files, throttle
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
@@ -288,7 +288,8 @@ class ReplicationCoordinator:
             # Its keys may have been rotated while its files were copied.
             latest, now = _read_record(self._near.root.place(order.name))
             data = latest if (now.save_id, now.at_rest) == (record.save_id, record.at_rest) else data
-        entry = replace(entry_from_record(order.name, order.step, record, pinned=pinned), record=None, tier=FAR)
+        entry = Entry(name=order.name, step=order.step, status="committed", pinned=pinned, tier=FAR)
+        entry = replace(with_record(entry, record), record=None)
         with self._lock:
             newest_timeline = max((each.timeline for each in self._there.values()), default=0)
         self.lease.check()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +35,7 @@ from shardkeep.events import Retried, emit
 from shardkeep.manage import catalog
 from shardkeep.manage.catalog import Walk
 from shardkeep.manage.decisions import PendingTasks, RankContext
-from shardkeep.manage.entry import FAR, NEAR, Entry, build_meta, require_readable
+from shardkeep.manage.entry import FAR, NEAR, build_meta
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
 from shardkeep.manage.replicate import ReplicationTerms, Replicator
@@ -85,45 +85,37 @@ class Timeline:
         return self.after is not None and step > self.after and step not in self.saved
 
 
-def find_timeline(walk: Walk, restored: tuple[int, int] | None, step: int, *, roots: Sequence[str]) -> Timeline:
+def find_timeline(walk: Walk, restored: tuple[int, int] | None, step: int) -> Timeline:
     """
     Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step.
 
     A record that cannot be read at the moment is an error: it may belong to the newest timeline, whose number would be used
     twice.
     """
-    where, highest = " and ".join(roots), walk.newest_timeline
+    where, highest = " and ".join(walk.roots), walk.newest_timeline
 
-    def there() -> Iterator[Entry]:
-        for entry in walk.by_step():
-            if entry.status != "unfinished":
-                yield from require_readable([entry], roots)
+    def began_after(timeline: int) -> tuple[int, int] | None:
+        """Return after which timeline and step a timeline began, if one of its records says so; the first one has no origin."""
+        there = walk.readable(walk.by_step()) if timeline else ()
+        return next((entry.began_after for entry in there if entry.timeline == timeline and entry.began_after), None)
 
-    require_readable(walk.looked_at, roots)
-    newest = next(there(), None)
+    newest = next(walk.readable(walk.by_step()), None)
     if restored is None:
         if newest is not None and step <= newest.step:
             raise CheckpointExists(
                 f"{where} has checkpoints up to step {newest.step}, this job restored none of them and saves step {step}",
                 hint="call restore_latest() or restore(step) first, or choose another root",
             )
-        return Timeline(highest, began_after=_began_after(there(), highest))
+        return Timeline(highest, began_after=began_after(highest))
     if step < restored[1]:
         raise StateError(
             f"{where}: step {step} is to be saved, and step {restored[1]} was restored",
             hint="count steps over the whole run; to go back, restore an earlier step",
         )
-    later = takewhile(lambda entry: entry.step > restored[1], there())
+    later = takewhile(lambda entry: entry.step > restored[1], walk.readable(walk.by_step()))
     if highest > restored[0] or any(entry.age > restored for entry in later):
         return Timeline(highest + 1, after=restored[1], began_after=restored)
-    return Timeline(restored[0], after=restored[1], began_after=_began_after(there(), restored[0]))
-
-
-def _began_after(entries: Iterator[Entry], timeline: int) -> tuple[int, int] | None:
-    """Return after which timeline and step a timeline began, if one of its records says so; the first one has no origin."""
-    if timeline == 0:
-        return None
-    return next((entry.began_after for entry in entries if entry.timeline == timeline and entry.began_after), None)
+    return Timeline(restored[0], after=restored[1], began_after=began_after(restored[0]))
 
 
 # -- the last step of a run ---------------------------------------------------------------------------------------
@@ -352,8 +344,8 @@ class Saves:
             if self.replicator is not None:
                 self.replicator.coordinator.acquire_root()
             restored = None if self._restored is None else (self._restored.timeline, self._restored.step)
-            walk = self._tiers.walk()
-            found.append(timeline := find_timeline(walk, restored, step, roots=self._tiers.urls))
+            walk = Walk(self._tiers.all)
+            found.append(timeline := find_timeline(walk, restored, step))
             if timeline.number > walk.newest_timeline:  # see `Walk`
                 self._catalog.root.delete(catalog.LATEST_NAME)
             for entry in walk.looked_at:  # not in the background: the next save may need the room
@@ -440,29 +432,27 @@ class Saves:
         """Return whether to overwrite a checkpoint of this step; raise `CheckpointExists` where the save must not."""
         coordinator = None if self.replicator is None else self.replicator.coordinator
         is_far = coordinator is not None and coordinator.has(name)
-        if timeline.may_overwrite(step):
-            try:
-                if not (coordinator and coordinator.is_pinned(name)) and not catalog.is_pinned(
-                    self._catalog.root, name
-                ):
-                    return True
-                near = self._catalog.find(step)
-                exists = is_far or (near is not None and near.status != "unfinished")
-            except CheckpointError as error:
-                log.warning("%s: cannot look for pins of step %d: %s", self._root.url, step, error)
-                exists = True
-            if exists:
+        if not timeline.may_overwrite(step):
+            if is_far:
                 raise CheckpointExists(
-                    f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
-                    hint=f"unpin({step}), or save(..., overwrite=True)",
-                    **{PINNED: True},
+                    f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
+                    hint="save(..., overwrite=True) replaces it, or choose other roots",
                 )
-        elif is_far:
+            return False
+        try:
+            pinned = (coordinator and coordinator.is_pinned(name)) or catalog.is_pinned(self._catalog.root, name)
+            near = self._catalog.find(step) if pinned else None
+            refused = pinned and (is_far or (near is not None and near.status != "unfinished"))
+        except CheckpointError as error:
+            log.warning("%s: cannot look for pins of step %d: %s", self._root.url, step, error)
+            refused = True
+        if refused:
             raise CheckpointExists(
-                f"{self._roots[FAR].url}/{name}: a committed checkpoint is already there",
-                hint="save(..., overwrite=True) replaces it, or choose other roots",
+                f"{self._root.url}/{name} is pinned, and is not overwritten by a job that has gone back from it",
+                hint=f"unpin({step}), or save(..., overwrite=True)",
+                **{PINNED: True},
             )
-        return False
+        return True
 
     def delete(self, step: int, not_found: Callable[[int], CheckpointError]) -> None:
         """Delete the checkpoint of a step from all roots, by rank 0; called by all ranks, when all saves have ended."""

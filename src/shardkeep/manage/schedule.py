@@ -89,7 +89,7 @@ class SaveRequests:
         self._file = file
         self._clock = clock.monotonic
         self._every_s = math.inf if every_minutes is None else 60 * every_minutes
-        self.restart_timer()
+        self._saved_s = self._clock()
         self._interval_s = clock.interval_s
         self._looked_s = self._clock() - self._interval_s
         self._stuck = False
