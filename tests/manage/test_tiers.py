@@ -13,7 +13,7 @@ from shardkeep.errors import CheckpointNotFound, NotPromoted, StorageError
 from shardkeep.events import Event, PromotionBegan, PromotionFinished, StepSkipped
 from shardkeep.format.record import Blob, Record, Totals
 from shardkeep.manage.entry import Entry
-from shardkeep.manage.replicate import share_files, to_replicate
+from shardkeep.manage.replicate import to_replicate
 from shardkeep.manage.retention import KeepAll, KeepEvery, KeepLast
 from shardkeep.storage.local import LocalStore
 from tests.manage.scene import Broken, FarRoot, checkpointer, damage, empty_state, state_at, tear, train
@@ -72,15 +72,6 @@ def test_what_is_to_be_promoted(near, far, more, wanted):
     """What is due, is not there as this save or a newer one, and would be kept."""
     found = to_replicate(near, far, **{"policy": KeepAll(), "now": NOW, **more})
     assert [each.step for each in found] == wanted
-
-
-def test_files_are_shared_out_by_size():
-    """Each to one rank, the same on all, and none has much more than the others."""
-    sizes = {f"{size}": size for size in (100, 60, 50, 40, 5, 0)}
-    parts = share_files(sizes, 3)
-    assert sorted(name for part in parts for name in part) == sorted(sizes)
-    assert max(sum(sizes[name] for name in part) for part in parts) == 100
-    assert share_files(sizes, 1) == [["100", "60", "50", "40", "5", "0"]]
 
 
 # -- what is where

@@ -119,14 +119,20 @@ def not_found(store: base.Store) -> errors.CheckpointNotFound:
 
 def record_in(store: base.Store) -> Record:
     """Read and check the commit record; read it again if it arrives damaged. `BlobNotFound` if there is none."""
+    return record_and_bytes_in(store)[0]
+
+
+def record_and_bytes_in(store: base.Store) -> tuple[Record, bytes]:
+    """Read the commit record as `record_in` does, and return its bytes, too."""
     where = f"{store.url}/{RECORD_NAME}"
 
     def read() -> bytes:
         return store.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
 
-    return base.decode_or_reread(
-        read(), lambda data: record_format.decode_record(data, where), read, name=where, same=_perhaps_same
-    )
+    def decode(data: bytes) -> tuple[Record, bytes]:
+        return record_format.decode_record(data, where), data
+
+    return base.decode_or_reread(read(), decode, read, name=where, same=_perhaps_same)
 
 
 def _perhaps_same(first: bytes, second: bytes) -> bool | None:

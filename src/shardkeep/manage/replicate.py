@@ -15,7 +15,6 @@ unless the near copy was deleted or replaced meanwhile.
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -32,15 +31,16 @@ import msgspec
 
 from shardkeep import errors
 from shardkeep.display import format_count, format_seconds, format_size
-from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.team import Team
 from shardkeep.dist.world import World
 from shardkeep.engine.native_save import first_missing
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
 from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
-from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Record, decode_record
+from shardkeep.format.record import RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
-from shardkeep.layouts.native import claim_name, read_record
+from shardkeep.layouts.native import claim_name, read_record, record_and_bytes_in
 from shardkeep.manage.catalog import LATEST_NAME, Catalog, KnownEntries, Tiers, is_pinned, pin
 from shardkeep.manage.decisions import PendingTasks, RankContext, at_exit
 from shardkeep.manage.entry import FAR, NEAR, Entry, newest_first, with_record
@@ -50,7 +50,7 @@ from shardkeep.manage.prune import Pruner
 from shardkeep.manage.retention import Policy, plan
 from shardkeep.manage.schedule import Clock
 from shardkeep.options import Options, decodable
-from shardkeep.storage.base import Root, Store, Version, decode_or_reread, free_nbytes
+from shardkeep.storage.base import Root, Store, Version, free_nbytes
 from shardkeep.storage.cancel import run_with_deadline, spawn_daemon
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 
@@ -214,8 +214,8 @@ class ReplicationCoordinator:
                 held.close()
                 continue
             self._sweep_partial()  # before the free space is checked
-            over = self._prepare(entry, found[1], self._far.root.place(entry.name), held)
-            return ReplicationOrder(name=entry.name, step=entry.step, record=found[0]), over
+            over = self._prepare(entry, found[0], self._far.root.place(entry.name), held)
+            return ReplicationOrder(name=entry.name, step=entry.step, record=found[1]), over
         self._sweep_partial()
         return None
 
@@ -225,11 +225,11 @@ class ReplicationCoordinator:
             self.pruner.sweep_one(name)
             self._partial.discard(name)
 
-    def _record_of(self, entry: Entry) -> tuple[bytes, Record] | None:
-        """Return the near record of an entry; None if it is not of the same save any more."""
+    def _record_of(self, entry: Entry) -> tuple[Record, bytes] | None:
+        """Return the near record of an entry, and its bytes; None if it is not of the same save any more."""
         try:
-            found = _read_record(self._near.root.place(entry.name))
-            if found[1].save_id == entry.save_id:
+            found = record_and_bytes_in(self._near.root.place(entry.name))
+            if found[0].save_id == entry.save_id:
                 return found
             self._to_come.discard(entry.name)
         except errors.DamagedCheckpoint:
@@ -262,7 +262,7 @@ class ReplicationCoordinator:
         """Do not try a damaged checkpoint again; return False if it was only deleted or replaced meanwhile."""
         with suppress(errors.DamagedCheckpoint):
             try:
-                if _read_record(self._near.root.place(order.name))[0] != order.record:
+                if record_and_bytes_in(self._near.root.place(order.name))[1] != order.record:
                     return False
             except errors.BlobNotFound:
                 return False
@@ -286,7 +286,7 @@ class ReplicationCoordinator:
         data = order.record
         with suppress(errors.BlobNotFound, errors.DamagedCheckpoint):
             # Its keys may have been rotated while its files were copied.
-            latest, now = _read_record(self._near.root.place(order.name))
+            now, latest = record_and_bytes_in(self._near.root.place(order.name))
             data = latest if (now.save_id, now.at_rest) == (record.save_id, record.at_rest) else data
         entry = Entry(name=order.name, step=order.step, status="committed", pinned=pinned, tier=FAR)
         entry = replace(with_record(entry, record), record=None)
@@ -329,20 +329,10 @@ class ReplicationCoordinator:
         self._near_pruner.after_replication(order.name)
 
 
-def _read_record(place: Store) -> tuple[bytes, Record]:
-    """Read a commit record and its bytes; a damaged one is read twice."""
-    where = f"{place.url}/{RECORD_NAME}"
-
-    def read() -> bytes:
-        return place.get(RECORD_NAME, limit=MAX_RECORD_NBYTES)
-
-    return decode_or_reread(read(), lambda data: (data, decode_record(data, where)), read, name=where)
-
-
 def _require_record(place: Store, data: bytes) -> None:
     """Check that the record is read back as it was written, before the near copy may be deleted."""
     try:
-        same = _read_record(place)[0] == data
+        same = record_and_bytes_in(place)[1] == data
     except (errors.BlobNotFound, errors.DamagedCheckpoint):
         same = False
     if not same:
@@ -483,11 +473,10 @@ class Replicator:
     def _is_wanted(self) -> bool:
         return self._running_round >= self._cancelled_before
 
-    def _check_wanted(self) -> bytes:
-        """Raise if this round was cancelled; return what a rank contributes to the choice, which is nothing."""
+    def _check_wanted(self) -> None:
+        """Raise if this round was cancelled."""
         if not self._is_wanted():
             raise errors.SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
-        return b""
 
     # -- on the thread -------------------------------------------------------------------------------------------
 
@@ -533,20 +522,22 @@ class Replicator:
         over: Version | None = None
         with ExitStack() as held:
 
-            def choose(payloads: list[bytes]) -> list[bytes]:
+            def choose() -> list[ReplicationOrder]:
                 nonlocal over
                 found, over = self.coordinator.choose(held, newest=newest) or (None, None)
-                return [b"" if found is None else msgspec.msgpack.encode(found)] * len(payloads)
+                return [found] if found else []
 
             try:
                 with rendezvous(world, f"promotion {title} to {self._urls[FAR]}") as meeting:
-                    answer = meeting.agree("choose", self._check_wanted, choose)
-                    if not answer:
+                    team = Team(world, meeting)
+                    self._check_wanted()
+                    orders = team.on_rank_0("choose", choose, list[ReplicationOrder])
+                    if not orders:
                         return False
+                    [order] = orders
                     chosen_s = phases.mark_meeting()
                     phases.add("choose", 0.0, chosen_s)
-                    order = msgspec.msgpack.decode(answer, type=ReplicationOrder)
-                    if self._copy_together(meeting, order, over, phases, world) and world.rank == 0:
+                    if self._copy_together(team, order, over, phases) and team.leads:
                         self.coordinator.clean_up(order, held)
             except BaseException as error:
                 if order is not None or not isinstance(error, errors.SaveCancelled):
@@ -554,23 +545,21 @@ class Replicator:
                 raise
         return True
 
-    def _copy_together(
-        self, meeting: Rendezvous, order: ReplicationOrder, over: Version | None, phases: Phases, world: World
-    ) -> bool:
+    def _copy_together(self, team: Team, order: ReplicationOrder, over: Version | None, phases: Phases) -> bool:
         """Copy and commit one checkpoint; return False if the near copy is gone."""
-        record, about, began_s = order.decoded(), self._about(order, world.rank), phases.now()
+        record, about, began_s = order.decoded(), self._about(order, team.world.rank), phases.now()
         total, files = record.stored_nbytes, len(record.at_rest)
         emit(PromotionBegan, partial(PromotionBegan, **about, bytes_total=total))
-        answer = meeting.agree(
+        answer = team.meeting.agree(
             "copy",
-            lambda: self._copy_share(order, record, phases, world),
+            lambda: self._copy_share(order, record, phases, team),
             lambda shares: self._commit(order, over, phases, shares),
         )
         outcome, seconds = msgspec.msgpack.decode(answer, type=_Share), phases.now() - began_s
         if outcome.damage:
             gone = errors.SaveCancelled(f"{about['source']} was deleted or replaced meanwhile, and is not promoted")
             log.info("%s", gone)
-            self._report_failure(order, gone, seconds, world.rank)
+            self._report_failure(order, gone, seconds, team.world.rank)
             return False
         emit(
             PromotionFinished,
@@ -585,17 +574,17 @@ class Replicator:
                 ranks=phases.all_ranks(),
             ),
         )
-        if world.rank == 0:
+        if team.leads:
             found = f", {format_size(total - outcome.copied)} of them were there" if outcome.copied < total else ""
             what = f"{format_size(total)} in {format_count(files, 'file')}{found}, {format_seconds(seconds)}"
             took = ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds_by_name(phases.spans).items())
             log.info("%s is promoted to %s: %s (%s)", about["source"], about["where"], what, took)
         return True
 
-    def _copy_share(self, order: ReplicationOrder, record: Record, phases: Phases, world: World) -> bytes:
+    def _copy_share(self, order: ReplicationOrder, record: Record, phases: Phases, team: Team) -> bytes:
         """Copy this rank's share of the files; damage of the near copy is reported to rank 0, and not raised."""
         near, far = (each.root.place(order.name) for each in self._catalogs)
-        mine = share_files(record.at_rest, world.size)[world.rank]
+        mine = team.share(sorted(record.at_rest), record.at_rest.__getitem__)
         began_s = phases.now()
         try:
             copied = copy_files(near, far, record, mine, self._options, self._is_wanted, self._pause)
@@ -637,14 +626,3 @@ class Replicator:
     def _about(self, order: ReplicationOrder | None, rank: int) -> dict[str, Any]:
         source, where = (url if order is None else f"{url}/{order.name}" for url in self._urls)
         return {"rank": rank, "source": source, "where": where, "step": None if order is None else order.step}
-
-
-def share_files(sizes: dict[str, int], ranks: int) -> list[list[str]]:
-    """Assign files to ranks by size, the largest first, each to the rank that has least; the same on all ranks."""
-    loads = [(0, rank) for rank in range(ranks)]
-    found: list[list[str]] = [[] for _ in range(ranks)]
-    for name, nbytes in sorted(sizes.items(), key=lambda each: (-each[1], each[0])):
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + nbytes + 1, rank))  # one more, so that empty files are spread, too
-        found[rank].append(name)
-    return found

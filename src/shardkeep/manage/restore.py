@@ -24,6 +24,7 @@ import msgspec
 
 from shardkeep.display import OneLine, format_count
 from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.team import Team
 from shardkeep.dist.world import World
 from shardkeep.engine.report import LoadReport
 from shardkeep.errors import BlobNotFound, CheckpointNotFound, DamagedCheckpoint, StorageError, UnsupportedVersion
@@ -117,17 +118,14 @@ def restore(
     Restore the first candidate that can be loaded; called by all ranks. Return None if there is no candidate.
 
     `what` names in messages what is wanted, and `roots` are the URLs of the roots, by tier. `choose` returns the candidates
-    in order, on rank 0: so many of them, or all. With `may_skip`, damaged candidates are skipped, and it is a `DamagedCheckpoint` if all are;
-    without it, the error of the last one is raised.
+    in order, on rank 0: so many of them, or all. With `may_skip`, damaged candidates are skipped, and it is a
+    `DamagedCheckpoint` if all are; without it, the error of the last one is raised.
     """
     where = " and ".join(roots)
 
     def chosen(most: int | None) -> list[Candidate]:
-        def decide(payloads: list[bytes]) -> list[bytes]:
-            return [msgspec.msgpack.encode(choose(most))] * len(payloads)
-
         with rendezvous(world, f"restore {what} of {where}") as meeting:
-            return msgspec.msgpack.decode(meeting.agree("choose", bytes, decide), type=list[Candidate])
+            return Team(world, meeting).on_rank_0("choose", lambda: choose(most), list[Candidate])
 
     most: int | None = _FEW
     found, choices = chosen(most), 1

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import msgspec
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardkeep.dist.rendezvous import rendezvous
+from shardkeep.dist.team import Team
 from shardkeep.dist.world import World
 from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import SaveReport
@@ -47,6 +48,7 @@ from shardkeep.storage.base import Root, Store
 from shardkeep.storage.cancel import run_with_deadline
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 
+T = TypeVar("T")
 Saved = SaveHandle[SaveReport] | SaveReport
 """The handle of an asynchronous save, or the report of a finished one."""
 
@@ -219,8 +221,6 @@ class Saves:
         self._lease = self._leases[NEAR]
         spared = lambda near: self.replicator.coordinator.unreplicated(near) if self.replicator else ()  # noqa: E731
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=spared)
-        self._session = secrets.token_hex(8)
-        """Rank 0's is used by all ranks."""
         self._in_call = False
         """Whether this rank is inside the call of a save."""
         self.replicator: Replicator | None = None
@@ -323,10 +323,11 @@ class Saves:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    @property
-    def _patient_world(self) -> World:
-        """The ranks, which wait longer for rank 0, because it may have to wait until the lease of a dead job expires."""
-        return replace(self._ranks.world, alone_s=2 * self._ranks.clock.lease_s)
+    def _on_rank_0(self, title: str, work: Callable[[], T], kind: type[T]) -> T:
+        """Do something on rank 0, for which all ranks wait; longer than usual, because the lease of a dead job must expire."""
+        world = replace(self._ranks.world, alone_s=2 * self._ranks.clock.lease_s)
+        with rendezvous(world, title) as meeting:
+            return Team(world, meeting).on_rank_0("begin", work, kind)
 
     @property
     def begun(self) -> bool:
@@ -339,7 +340,7 @@ class Saves:
             return
         found: list[Timeline] = []
 
-        def acquire(payloads: list[bytes]) -> list[bytes]:
+        def acquire() -> str:
             self._lease.acquire()
             if self.replicator is not None:
                 self.replicator.coordinator.acquire_root()
@@ -352,14 +353,13 @@ class Saves:
                 if entry.tier == NEAR and entry.status == "unfinished":
                     self._pruner.sweep_one(entry.name)
             self._pruner.begin()
-            return [self._session.encode()] * len(payloads)
+            return secrets.token_hex(8)
 
-        with rendezvous(self._patient_world, f"begin to save step {step} to {self._root.url}") as meeting:
-            session = meeting.agree("begin", bytes, acquire)
+        session = self._on_rank_0(f"begin to save step {step} to {self._root.url}", acquire, str)
         # Only after the meeting, so that all ranks begin again if one of them failed.
         self._timeline = next(iter(found), Timeline())
         if self.replicator is not None:
-            self.replicator.begin(session.decode())
+            self.replicator.begin(session)
 
     def save(self, given: StepState, *, overwrite: bool) -> Saved:
         """Save, or begin to, after `begin`."""
@@ -458,7 +458,7 @@ class Saves:
         """Delete the checkpoint of a step from all roots, by rank 0; called by all ranks, when all saves have ended."""
         name, root = self._catalog.naming.name(step), self._catalog.root
 
-        def remove(payloads: list[bytes]) -> list[bytes]:
+        def remove() -> None:
             for lease in self._leases:
                 lease.acquire()
             found = [entry for entry in self._tiers.find(step) if entry.status != "unfinished"]
@@ -473,10 +473,8 @@ class Saves:
                 root.put(catalog.LATEST_NAME, f"{newest.name}\n".encode(), replace=True)
             if self.replicator is not None:
                 self.replicator.coordinator.acquire_root()  # it knows what the far root has
-            return [b""] * len(payloads)
 
-        with rendezvous(self._patient_world, f"delete step {step} of {self._root.url}") as meeting:
-            meeting.agree("delete", bytes, remove)
+        self._on_rank_0(f"delete step {step} of {self._root.url}", remove, type(None))
         if self.last_step == step:
             self._last = None  # it may be saved again
 
