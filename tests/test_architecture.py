@@ -122,7 +122,7 @@ def test_the_public_names_are_exactly_those_listed():
     """Everything in `__all__` exists, type checkers see the same names, and `dir` shows nothing else."""
     seen = [node for node in ast.walk(ast.parse(PATHS["shardkeep"].read_text())) if isinstance(node, ast.ImportFrom)]
     typed = {alias.asname for node in seen for alias in node.names if alias.asname == alias.name}
-    assert {*typed, "__version__"} == set(shardkeep.__all__)
+    assert {*typed, *shardkeep.errors.__all__, "__version__"} == set(shardkeep.__all__)
     assert all(getattr(shardkeep, name) is not None for name in shardkeep.__all__)
     assert sorted(dir(shardkeep)) == sorted(shardkeep.__all__)
 

@@ -17,7 +17,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shardkeep import errors
 from shardkeep._version import __version__
+from shardkeep.errors import *  # noqa: F403 - all public errors
 
 if TYPE_CHECKING:  # with `as`, type checkers treat the names as public
     # isort: off
@@ -33,38 +35,6 @@ if TYPE_CHECKING:  # with `as`, type checkers treat the names as public
     from shardkeep.conversion.rotate import rotate_keys as rotate_keys
     from shardkeep.engine.queue import SaveHandle as SaveHandle, SaveProgress as SaveProgress
     from shardkeep.engine.report import LoadReport as LoadReport, SaveReport as SaveReport
-    from shardkeep.errors import (
-        BlobNotFound as BlobNotFound,
-        CheckpointError as CheckpointError,
-        CheckpointExists as CheckpointExists,
-        CheckpointNotFound as CheckpointNotFound,
-        ChecksumMismatch as ChecksumMismatch,
-        DamagedCheckpoint as DamagedCheckpoint,
-        EarlierSaveFailed as EarlierSaveFailed,
-        Failure as Failure,
-        InvalidShards as InvalidShards,
-        KeyCollision as KeyCollision,
-        KeyMissing as KeyMissing,
-        LeaseLost as LeaseLost,
-        MalformedFile as MalformedFile,
-        NotAuthentic as NotAuthentic,
-        NotPromoted as NotPromoted,
-        PickleRefused as PickleRefused,
-        RanksDisagree as RanksDisagree,
-        RanksSilent as RanksSilent,
-        ReplicasDiffer as ReplicasDiffer,
-        RootInUse as RootInUse,
-        SaveCancelled as SaveCancelled,
-        StateError as StateError,
-        StateMismatch as StateMismatch,
-        StorageError as StorageError,
-        StorageFull as StorageFull,
-        UnsupportedLeaf as UnsupportedLeaf,
-        UnsupportedVersion as UnsupportedVersion,
-        WriterDied as WriterDied,
-        WrongKey as WrongKey,
-        WrongSize as WrongSize,
-    )
     from shardkeep.events import on_event as on_event
     from shardkeep.loading import load as load
     from shardkeep.manage.catalog import Catalog as Catalog
@@ -102,12 +72,6 @@ _HOMES = {
     "conversion.rotate": "rotate_keys",
     "engine.queue": "SaveHandle SaveProgress",
     "engine.report": "LoadReport SaveReport",
-    "errors": (
-        "BlobNotFound CheckpointError CheckpointExists CheckpointNotFound ChecksumMismatch DamagedCheckpoint "
-        "EarlierSaveFailed Failure InvalidShards KeyCollision KeyMissing LeaseLost MalformedFile NotAuthentic NotPromoted "
-        "PickleRefused RanksDisagree RanksSilent ReplicasDiffer RootInUse SaveCancelled StateError StateMismatch "
-        "StorageError StorageFull UnsupportedLeaf UnsupportedVersion WriterDied WrongKey WrongSize"
-    ),
     "events": "on_event",
     "loading": "load",
     "manage.catalog": "Catalog",
@@ -127,7 +91,7 @@ _HOMES = {
 """The public names of each module, which is imported when one of them is first used."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - all are strings
+__all__ = ["__version__", *_HOME_OF, *errors.__all__]  # noqa: PLE0604 - all are strings
 
 
 def __getattr__(name: str) -> Any:

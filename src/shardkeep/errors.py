@@ -25,6 +25,15 @@ from typing import Any
 
 from typing_extensions import Self
 
+__all__ = [
+    "BlobNotFound", "CheckpointError", "CheckpointExists", "CheckpointNotFound", "ChecksumMismatch",
+    "DamagedCheckpoint", "EarlierSaveFailed", "Failure", "InvalidShards", "KeyCollision", "KeyMissing",
+    "LeaseLost", "MalformedFile", "NotAuthentic", "NotPromoted", "PickleRefused", "RanksDisagree", "RanksSilent",
+    "ReplicasDiffer", "RootInUse", "SaveCancelled", "StateError", "StateMismatch", "StorageError", "StorageFull",
+    "UnsupportedLeaf", "UnsupportedVersion", "WriterDied", "WrongKey", "WrongSize",
+]  # fmt: skip
+"""What `shardkeep` exports. Type checkers need a literal."""
+
 
 @dataclass(frozen=True)
 class Failure:
