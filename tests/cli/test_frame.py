@@ -1,7 +1,6 @@
 """The frame around all commands: help, mistakes, JSON, exit codes, pipes, and what is imported."""
 
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -19,6 +18,7 @@ from shardkeep.cli import output
 from shardkeep.cli.main import SUMMARIES
 from shardkeep.cli.output import Table, did_you_mean, format_age, format_size, printable, shorten, shorten_name
 from shardkeep.options import available_memory, container_memory
+from tests.support.terminal import terminal
 
 SHARDKEEP = [sys.executable, "-m", "shardkeep"]
 
@@ -180,23 +180,11 @@ def test_ctrl_c_ends_with_130(monkeypatch):
 
 def in_terminal(words, environment):
     """Run a command whose output is a terminal, and return what it wrote there."""
-    leader, follower = pty.openpty()
     env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "PAGER": "cat", **environment}
-    done = subprocess.run(
-        [*SHARDKEEP, *map(str, words)], stdout=follower, stderr=follower, env=env, timeout=60, check=False
-    )
-    os.close(follower)
-    seen = b""
-    while True:
-        try:
-            more = os.read(leader, 65536)
-        except OSError:  # how Linux says that a terminal has no more writers
-            break
-        if not more:
-            break
-        seen += more
-    os.close(leader)
-    return done.returncode, seen.decode()
+    command = [*SHARDKEEP, *map(str, words)]
+    with terminal() as (screen, written):
+        done = subprocess.run(command, stdout=screen, stderr=screen, env=env, timeout=60, check=False)
+    return done.returncode, written[0]
 
 
 def test_colours_only_on_a_terminal_and_not_against_the_users_will(checkpoint, shardkeep):
@@ -269,23 +257,21 @@ def test_ctrl_c_is_for_the_pager(tmp_path):
     sk.save({f"a-key-of-some-length-{n:05}": torch.ones(1) for n in range(3000)}, tmp_path / "ck")
     (tmp_path / "pager.py").write_text(SLOW_PAGER)
     started = tmp_path / "started"
-    leader, follower = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "PAGER": shlex.join([sys.executable, f"{tmp_path}/pager.py", str(started)])}
     words = [*SHARDKEEP, "ls", tmp_path / "ck"]
-    job = subprocess.Popen(words, stdout=follower, stderr=follower, env=env, start_new_session=True)
-    try:
-        while not started.exists():
-            assert job.poll() is None
-            time.sleep(0.02)
-        time.sleep(0.2)  # by now the pipe is full
-        os.killpg(job.pid, signal.SIGINT)
-        assert job.wait(timeout=30) == 0
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-        os.close(follower)
-        os.close(leader)
+    with terminal() as (screen, _):
+        job = subprocess.Popen(words, stdout=screen, stderr=screen, env=env, start_new_session=True)
+        try:
+            while not started.exists():
+                assert job.poll() is None
+                time.sleep(0.02)
+            time.sleep(0.2)  # by now the pipe is full
+            os.killpg(job.pid, signal.SIGINT)
+            assert job.wait(timeout=30) == 0
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
 
 
 @pytest.fixture(scope="module")
@@ -413,10 +399,11 @@ def test_the_limits_of_containers_are_respected(tmp_path, groups, files, limit, 
 def test_doctor_of_a_place_that_cannot_be_used(shardkeep, tmp_path, monkeypatch):
     """A place that refuses to write is reported, with exit code 1; one that does not exist is a mistake."""
 
-    def refuse(store, name, nbytes):
-        raise sk.StorageError("the disk is tired")
+    def refuse(store, name, nbytes=None):
+        raise sk.StorageError("nothing to delete" if nbytes is None else "the disk is tired")
 
     monkeypatch.setattr(sk.LocalStore, "create", refuse)
+    monkeypatch.setattr(sk.LocalStore, "delete", refuse)  # the first failure is the one to report
     answer = shardkeep("doctor", tmp_path)
     assert (answer.code, "the disk is tired" in answer.err, "free space" in answer.out) == (1, True, True)
     assert shardkeep("doctor", tmp_path / "nothing").code == 2

@@ -13,14 +13,12 @@ import functools
 import importlib.metadata
 import io
 import os
-import pty
 import re
 import runpy
 import shlex
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from unittest import mock
 from shardkeep.cli.main import main
 from tests.docs.fences import Command, Fence, commands_of, fences_of
 from tests.support.rank_pool import RankPool
+from tests.support.terminal import terminal
 
 COLUMNS = "80"
 PATIENCE_S = 120
@@ -206,26 +205,13 @@ def run_script(folder: str, script: str, arguments: list[str], port: int | None,
 
 def in_terminal(words: list[str]) -> tuple[int, str]:
     """Run `shardkeep`, writing to a pseudo-terminal; return its exit code and what it printed, remarks last."""
-    parent, child = pty.openpty()
-    pieces: list[bytes] = []
-
-    def read() -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
-            while piece := os.read(parent, 1 << 16):
-                pieces.append(piece)
-
-    reader = threading.Thread(target=read)
-    reader.start()
     remarks = io.StringIO()
-    try:
-        with (
-            mock.patch.dict(os.environ, {"COLUMNS": COLUMNS, "NO_COLOR": "1", "PAGER": "cat"}),
-            os.fdopen(child, "w", encoding="utf-8") as out,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(remarks),
-        ):
-            code = main(words)
-    finally:
-        reader.join()
-        os.close(parent)
-    return code, b"".join(pieces).decode().replace("\r\n", "\n") + remarks.getvalue()
+    with (
+        terminal() as (screen, written),
+        mock.patch.dict(os.environ, {"COLUMNS": COLUMNS, "NO_COLOR": "1", "PAGER": "cat"}),
+        os.fdopen(screen, "w", encoding="utf-8", closefd=False) as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(remarks),
+    ):
+        code = main(words)
+    return code, written[0].replace("\r\n", "\n") + remarks.getvalue()

@@ -1,14 +1,13 @@
 """
 Every error of the troubleshooting page, made to happen: what is printed there is what is raised here.
 
-Each function is called in an empty folder and raises the error it is named after.
+Each entry of `TROUBLES` is called in an empty folder and raises the error of its name.
 """
 
 import os
-import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 
 import shardkeep as sk
-from shardkeep import errors
 from shardkeep.codecs.base import require_module
 from shardkeep.dist.world import World
 from shardkeep.engine.process.client import writer_manager
@@ -51,22 +49,6 @@ def on_ranks(size: int, work: Callable[[World], Any], timeout_s: float = 10.0) -
     raise LookupError(f"rank 0 returned {outcome!r}")
 
 
-def checkpoint_error() -> None:
-    sk.save(state(), "nowhere://bucket/step-10")
-
-
-def state_error() -> None:
-    sk.Checkpointer("runs/a", every_steps=0)
-
-
-def unsupported_leaf() -> None:
-    sk.save({"model": {"w": torch.ones(4)}, "hook": print}, WHERE)
-
-
-def key_collision() -> None:
-    sk.save({"model.weight": torch.ones(4), "model": {"weight": torch.ones(4)}}, WHERE)
-
-
 def invalid_shards() -> None:
     def rank(world: World) -> None:
         piece = sk.ShardedBox(torch.ones(2, 8), offsets=(0 if world.rank == 0 else 3, 0), shape=(5, 8))
@@ -75,20 +57,12 @@ def invalid_shards() -> None:
     on_ranks(2, rank)
 
 
-def replicas_differ() -> None:
-    on_ranks(2, lambda world: sk.save({"model": {"w": torch.ones(4)}, "position": world.rank}, WHERE, group=world))
-
-
 def state_mismatch() -> None:
     saved()
     other = state()
     other["model"]["head"]["weight"] = torch.ones(8, 6)
     other["model"]["embd"] = other["model"].pop("embed")
     sk.load(other, WHERE)
-
-
-def checkpoint_not_found() -> None:
-    sk.load(state(), "runs/a/step-11")
 
 
 def checkpoint_exists() -> None:
@@ -145,19 +119,11 @@ def storage_error() -> None:
     sk.save(state(), WHERE)
 
 
-def blob_not_found() -> None:
-    sk.LocalStore(WHERE).get("notes.txt", limit=100)
-
-
 class Small(sk.LocalStore):
     """A disk that is nearly full."""
 
     def free_nbytes(self) -> int:
         return 100
-
-
-def storage_full() -> None:
-    sk.save(state(), Small(WHERE))
 
 
 def earlier_save_failed() -> None:
@@ -252,18 +218,42 @@ def not_promoted() -> None:
         ckpt.wait(promotions=True)
 
 
-def package_missing() -> None:
-    require_module("no_such_package", package="tensorboard", wanted_by="the TensorBoard report")
-
-
-def _found() -> Iterator[tuple[str, Callable[[], object]]]:
-    for name in vars(errors):
-        function = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-        if function != name and function in globals():
-            yield name, globals()[function]
-
-
-TROUBLES: dict[str, Callable[[], object]] = dict(_found())
+TROUBLES: dict[str, Callable[[], object]] = {
+    "CheckpointError": lambda: sk.save(state(), "nowhere://bucket/step-10"),
+    "StateError": lambda: sk.Checkpointer("runs/a", every_steps=0),
+    "UnsupportedLeaf": lambda: sk.save({"model": {"w": torch.ones(4)}, "hook": print}, WHERE),
+    "KeyCollision": lambda: sk.save({"model.weight": torch.ones(4), "model": {"weight": torch.ones(4)}}, WHERE),
+    "InvalidShards": invalid_shards,
+    "ReplicasDiffer": lambda: on_ranks(
+        2, lambda world: sk.save({"model": {"w": torch.ones(4)}, "position": world.rank}, WHERE, group=world)
+    ),
+    "StateMismatch": state_mismatch,
+    "CheckpointNotFound": lambda: sk.load(state(), "runs/a/step-11"),
+    "CheckpointExists": checkpoint_exists,
+    "UnsupportedVersion": unsupported_version,
+    "PickleRefused": pickle_refused,
+    "DamagedCheckpoint": damaged_checkpoint,
+    "ChecksumMismatch": checksum_mismatch,
+    "WrongSize": wrong_size,
+    "MalformedFile": malformed_file,
+    "StorageError": storage_error,
+    "BlobNotFound": lambda: sk.LocalStore(WHERE).get("notes.txt", limit=100),
+    "StorageFull": lambda: sk.save(state(), Small(WHERE)),
+    "EarlierSaveFailed": earlier_save_failed,
+    "SaveCancelled": save_cancelled,
+    "WriterDied": writer_died,
+    "RanksSilent": ranks_silent,
+    "RanksDisagree": ranks_disagree,
+    "RootInUse": root_in_use,
+    "LeaseLost": lease_lost,
+    "KeyMissing": key_missing,
+    "WrongKey": wrong_key,
+    "NotAuthentic": not_authentic,
+    "NotPromoted": not_promoted,
+    "PackageMissing": lambda: require_module(
+        "no_such_package", package="tensorboard", wanted_by="the TensorBoard report"
+    ),
+}
 
 
 def text_of(name: str) -> str:

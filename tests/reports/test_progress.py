@@ -7,6 +7,7 @@ import pty
 import re
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import shardkeep as sk
 from tests.asynchronous.scene import broken
 from tests.reports import scene
+from tests.support.terminal import start_reading, terminal
 
 pytest.importorskip("rich")
 
@@ -25,43 +27,23 @@ LONG_S = 0.25
 """For a window, so that each is drawn: ten times a second."""
 
 
-def start_reading(master, got):
-    """Read what a terminal gets, until its other side is closed."""
-
-    def drain():
-        with contextlib.suppress(OSError):  # the other side is closed
-            while data := os.read(master, 1 << 16):
-                got.append(data)
-
-    reader = threading.Thread(target=drain)
-    reader.start()
-    return reader
-
-
 @contextlib.contextmanager
-def terminal(**environment):
-    """Let standard error be a terminal of 80 columns; in the end gives what it got, without colours and movements."""
-    master, slave = pty.openpty()
-    got = []
-    reader = start_reading(master, got)
-    before, environment_before = sys.stderr, dict(os.environ)
-    os.environ.update({"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **environment})
+def terminal_for_errors():
+    """Let standard error be a terminal of 80 columns; at the end, give what it got, without colours and movements."""
     shown = []
-    try:
-        with open(slave, "w") as sys.stderr:
-            yield shown
-    finally:
-        sys.stderr = before
-        os.environ.clear()
-        os.environ.update(environment_before)
-        reader.join(60)
-        os.close(master)
-        shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(got).decode()))
+    before = sys.stderr
+    with terminal() as (screen, written), mock.patch.dict(os.environ, TERM="xterm", COLUMNS="80", LINES="24"):
+        try:
+            with open(screen, "w", closefd=False) as sys.stderr:
+                yield shown
+        finally:
+            sys.stderr = before
+    shown.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written[0]))
 
 
 def test_what_training_prints_goes_where_it_would_have_gone(tmp_path):
     """Beside a bar, standard output is what it was, also after a block that diverted it and ended before the save."""
-    with terminal(), sk.show_progress():
+    with terminal_for_errors(), sk.show_progress():
         out = sys.stdout
         with contextlib.redirect_stdout(io.StringIO()) as diverted:
             handle = sk.async_save({"w": torch.ones(SIZE)}, scene.slow_store(str(tmp_path / "ck"), "write_at", LONG_S))
@@ -92,7 +74,7 @@ def test_a_terminal_that_takes_no_more_stops_no_save(tmp_path):
 def save_in_terminal(where, background):
     state = {"w": torch.ones(SIZE)}
     store = scene.slow_store(where, "write_at", LONG_S)
-    with terminal() as shown, sk.show_progress(), scene.logged() as lines:
+    with terminal_for_errors() as shown, sk.show_progress(), scene.logged() as lines:
         if background:
             report = sk.async_save(state, store, options=OPTIONS).result()
         else:
@@ -118,7 +100,7 @@ def test_a_terminal_gets_bars(rank_pool, tmp_path, background, verbs):
 
 
 def fail_in_terminal():
-    with terminal() as shown, scene.logged() as lines:
+    with terminal_for_errors() as shown, scene.logged() as lines:
         with sk.show_progress():
             for save in (sk.save, sk.async_save):
                 with contextlib.suppress(sk.StorageError):
@@ -137,17 +119,10 @@ def test_a_save_that_fails_leaves_no_bar(rank_pool):
 
 
 def save_without_terminal(where, environment):
-    before, environment_before = sys.stderr, dict(os.environ)
-    os.environ.update(environment)
-    sys.stderr = io.StringIO()
-    try:
+    with mock.patch.dict(os.environ, environment), contextlib.redirect_stderr(io.StringIO()) as shown:
         with sk.show_progress():
             sk.save({"w": torch.ones(SIZE)}, where)
-        return sys.stderr.getvalue()
-    finally:
-        sys.stderr = before
-        os.environ.clear()
-        os.environ.update(environment_before)
+        return shown.getvalue()
 
 
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}])
@@ -157,7 +132,7 @@ def test_nothing_is_shown_without_a_terminal(rank_pool, tmp_path, environment):
 
 
 def save_on_ranks(where, closed):
-    with terminal() as shown:
+    with terminal_for_errors() as shown:
         if closed:
             sys.stderr.close()
         with sk.show_progress():

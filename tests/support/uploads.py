@@ -2,9 +2,8 @@
 
 from contextlib import closing
 
-import boto3
-
 from shardkeep.storage.base import innermost
+from tests.support.s3_server import boto_client
 
 
 def unfinished(place: object) -> list[str]:
@@ -13,14 +12,8 @@ def unfinished(place: object) -> list[str]:
     if store.bucket.service != "s3":
         return []
     options, variables = store.bucket.options, store.bucket.environment
-    with closing(
-        boto3.client(
-            "s3",
-            endpoint_url=options.get("endpoint") or variables["AWS_ENDPOINT_URL"],
-            aws_access_key_id=options.get("access_key_id") or variables["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=options.get("secret_access_key") or variables["AWS_SECRET_ACCESS_KEY"],
-            region_name="us-east-1",
-        )
-    ) as client:
+    names = {name: f"AWS_{name.upper()}" for name in ("access_key_id", "secret_access_key", "region")}
+    names["endpoint"] = "AWS_ENDPOINT_URL"
+    with closing(boto_client({name: options.get(name) or variables[each] for name, each in names.items()})) as client:
         found = client.list_multipart_uploads(Bucket=store.bucket.name, Prefix=store.prefix).get("Uploads", [])
     return [each["Key"].removeprefix(store.prefix) for each in found]
