@@ -65,10 +65,11 @@ class OneLine:
         fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self)  # type: ignore[arg-type]  # subclasses are
         found = {each.name: getattr(self, each.name) for each in fields if each.repr}
         given = {name: value for name, value in found.items() if value not in (None, "", [], {}, ())}
-        return html_table(str(self), [(name, _shown(name, value)) for name, value in given.items()])
+        return html_table(str(self), [(name, format_field(name, value)) for name, value in given.items()])
 
 
-def _shown(name: str, value: Any) -> object:
+def format_field(name: str, value: Any) -> object:
+    """Return a value in the unit that the name of its field says; a long list as the number of its items."""
     if isinstance(value, (int, float)) and "bytes" in name:
         return format_size(value)
     if name == "seconds" or name.endswith("_s"):

@@ -229,6 +229,8 @@ def test_an_export_lines_up_with_its_checkpoint(shardkeep, checkpoint, tmp_path)
     sk.export(checkpoint, tmp_path / "hf")
     same = shardkeep("diff", checkpoint, tmp_path / "hf", "--strip-prefix", "model.", "model.layers")
     assert (same.code, "3 keys equal" in same.out) == (0, True), same.out
+    assert "without 'model.': --strip-prefix model." in shardkeep("diff", checkpoint, tmp_path / "hf").out
+    assert "--strip-prefix" not in shardkeep("diff", tmp_path / "hf", checkpoint).out
     exported = dict(load_file(tmp_path / "hf" / "model.safetensors"))
     exported["layers.10.bias"][3] = 1.0
     save_file(exported, tmp_path / "hf" / "model.safetensors")

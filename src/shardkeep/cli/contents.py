@@ -18,7 +18,7 @@ from shardkeep.opening import Checkpoint
 
 VALUE = "value"
 _MAX_VALUE_NBYTES = 1 << 20
-"""Values that take more to read are not listed; only torch's layout keeps values outside of the index."""
+"""Larger values are not listed: torch's layout keeps values outside of the index, so each has to be read."""
 _VALUE_WIDTH = 24
 """Of values in a table: every float fits."""
 _RAW = re.compile(r"u?int[1-7]|bits.*|float4.*")
@@ -46,7 +46,7 @@ class Item:
     """A torch dtype name; "value" if it is not a tensor."""
     shape: tuple[int, ...] = ()
     nbytes: int = 0
-    """Size of the tensor, even if it shares its bytes with another."""
+    """Size of the tensor, even if it shares its bytes with another; of a value, as it is stored."""
     chunks: int = 0
     tied_to: str = ""
     """Key of the tensor whose bytes it shares."""
@@ -77,16 +77,13 @@ def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Iterato
     value_ends = [*index.value_data.ends.tolist(), 0]
     for key in sorted(filter(wanted, checkpoint), key=out.natural_order):
         row = index.tensor_rows.get(key)
-        if row is None:  # torch's layout stores values elsewhere: their size is 0 here
+        if row is None:
             row = index.value_rows[key]
-            yield Item(key, row, VALUE, nbytes=value_ends[row] - value_ends[row - 1])
+            in_index = value_ends[row] - value_ends[row - 1]
+            yield Item(key, row, VALUE, nbytes=in_index or checkpoint.source.value_nbytes(key))
             continue
-        dtype, shape, owner, chunks = (
-            index.dtype(row),
-            index.shape(row),
-            index.tensors.alias[row],
-            index.chunk_rows(row),
-        )
+        dtype, shape, chunks = index.dtype(row), index.shape(row), index.chunk_rows(row)
+        owner = index.tensors.alias[row]
         tied_to = "" if owner == row else index.keys.raw(owner).decode()
         nbytes = math.prod(shape) * dtype.itemsize
         yield Item(key, row, dtype.name, shape, nbytes, chunks=chunks.stop - chunks.start, tied_to=tied_to)
@@ -132,8 +129,8 @@ def brief_value(checkpoint: Checkpoint, item: Item) -> str:
 
 def value_text(checkpoint: Checkpoint, item: Item) -> str:
     """Return a plain value as Python writes it, or the reason why it is not shown, in parentheses."""
-    if (nbytes := checkpoint.source.value_nbytes(item.key)) > _MAX_VALUE_NBYTES:
-        return f"({out.format_size(nbytes)}: `shardkeep show` reads it)"
+    if item.nbytes > _MAX_VALUE_NBYTES:
+        return f"({out.format_size(item.nbytes)}: `shardkeep show` reads it)"
     return out.printable(repr(plain_value(checkpoint, item.key)))
 
 

@@ -263,6 +263,17 @@ def _print_difference(found: Difference, args: argparse.Namespace) -> None:
         print(out.styled(f"no difference: {out.format_count(found.equal_keys, 'key')} {same}", "green"))
     else:
         print(f"{out.styled(f'{found.count:,} differ', 'red')}; {out.format_count(found.equal_keys, 'key')} {same}")
+        if prefix := _prefix_of_all(found):
+            print(out.wrap_lines(f"the names of B are names of A without {prefix!r}: --strip-prefix {prefix}"))
+
+
+def _prefix_of_all(found: Difference) -> str:
+    """Return what all names of B lack to be names of A, as after an export; empty unless there is such a prefix."""
+    if not found.only_in_b or len(found.only_in_b) + len(found.only_in_a) < found.count or found.equal_keys:
+        return ""
+    first = next(iter(found.only_in_b))
+    prefixes = (key.removesuffix(first) for key in found.only_in_a if key.endswith(f".{first}"))
+    return next((each for each in prefixes if all(each + key in found.only_in_a for key in found.only_in_b)), "")
 
 
 def _print_section(

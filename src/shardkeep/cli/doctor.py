@@ -17,6 +17,7 @@ from shardkeep._version import __version__
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.runs import suggest_path
+from shardkeep.display import format_field
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.options import Options, available_memory, container_memory, cores, physical_memory, settings_with
 from shardkeep.storage import base
@@ -61,7 +62,7 @@ def doctor(args: argparse.Namespace) -> int:
         try:
             slow += _examine(root, path, sections["place"])
         except CheckpointError as exc:
-            failed = exc.message
+            failed = str(exc)
     if args.json:
         return out.print_json({**sections, "slow": slow, "failed": failed or None}, 1 if failed else 0)
     sections["what would be slow"] = dict.fromkeys(
@@ -74,7 +75,7 @@ def doctor(args: argparse.Namespace) -> int:
             table.add(name, value) if value else print(out.wrap_lines(out.printable(name), "  "))
         table.print()
     if failed:
-        out.echo_err(out.printable(failed), "red")
+        out.echo_err(out.printable_lines(failed), "red")
     return 1 if failed else 0
 
 
@@ -110,7 +111,7 @@ def _machine() -> Facts:
 
 def _options() -> Facts:
     values = {each.name: getattr(Options(), each.name) for each in fields(Options) if each.name != "keys"}
-    rows = {name: out.format_size(value) if name.endswith("_bytes") else str(value) for name, value in values.items()}
+    rows = {name: str(format_field(name, value)) for name, value in values.items()}
     if not values["staging_bytes"]:
         rows["staging_bytes"] = "0: as much as needed, if the machine has it free"
     if values["share_reads"] is None:
@@ -140,8 +141,11 @@ def _examine(root: base.Root, path: str | None, rows: Facts) -> Iterator[str]:
             with closing(open_files(os.path.join(path, name), os.O_RDONLY, direct=True)) as files:
                 rows["direct I/O"] = "yes" if files.direct is not None else "no"
         rows["commits"] = _commits(root, name)
-    finally:
-        root.delete(name)
+    except CheckpointError:
+        with suppress(CheckpointError):  # the first failure says more
+            root.delete(name)
+        raise
+    root.delete(name)
     if path is None:
         rows["requests at once"] = str(base.preferred_requests(root, Options().io_threads))
         rows["uploads"] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -205,13 +205,16 @@ def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
         _print_names(item.key for item in items)
         return 0
     print(out.titled(out.printable(args.path), f"  {contents.summarize(checkpoint)}", "bold") + "\n")
+    count = len(every)
     if args.tree:
-        _print_tree(checkpoint, items, args)
+        lines = list(_tree_lines(checkpoint, every, args))
+        count = len(lines)
+        print("\n".join(lines[: args.limit] if args.limit > 0 else lines))
     elif args.long:
         _print_long(checkpoint, items)
     else:
         _print_table(checkpoint, items)
-    _print_rest(len(every), args)
+    _print_rest(count, args)
     return 0
 
 
@@ -241,13 +244,14 @@ _Branch = list[tuple[list[str], contents.Item]]
 """The items below a node of the tree, each with the rest of its key, in parts."""
 
 
-def _print_tree(checkpoint: Checkpoint, items: Iterable[contents.Item], args: argparse.Namespace) -> None:
+def _tree_lines(checkpoint: Checkpoint, items: Iterable[contents.Item], args: argparse.Namespace) -> Iterator[str]:
+    """Return the lines of a tree, one for each branch; two in one string if a branch does not fit into one."""
     room = out.terminal_width() or sys.maxsize
 
     def nbytes_of(branch: _Branch) -> int:
         return sum(item.own_nbytes for _, item in branch)
 
-    def print_below(above: _Branch, indent: str, level: int) -> None:
+    def below(above: _Branch, indent: str, level: int) -> Iterator[str]:
         branches: dict[str, _Branch] = {}
         for parts, item in above:
             if parts:
@@ -262,16 +266,15 @@ def _print_tree(checkpoint: Checkpoint, items: Iterable[contents.Item], args: ar
             leaf = next((item for parts, item in branch if not parts), None)
             text = f"{out.format_count(len(branch), 'key')}, {out.format_size(nbytes_of(branch))}"
             text = text if leaf is None else contents.text_of(checkpoint, leaf)
-            below = indent + ("   " if is_last else "│  ")
-            line = f"{indent}{'└─ ' if is_last else '├─ '}{out.printable(shown)}  "
+            inner = indent + ("   " if is_last else "│  ")
+            line, first = f"{indent}{'└─ ' if is_last else '├─ '}{out.printable(shown)}  ", ""
             if len(line) + min(len(text), 30) > room:  # the description gets a line of its own
-                print(line.rstrip())
-                line = below + "  "
-            print(line + out.styled(out.shorten(text, max(30, room - len(line))), "dim"))
+                first, line = line.rstrip() + "\n", inner + "  "
+            yield first + line + out.styled(out.shorten(text, max(30, room - len(line))), "dim")
             if args.depth is None or level < args.depth:
-                print_below(branch, below, level + 1)
+                yield from below(branch, inner, level + 1)
 
-    print_below([(item.key.split("."), item) for item in items], "", 1)
+    return below([(item.key.split("."), item) for item in items], "", 1)
 
 
 # -- latest

@@ -91,14 +91,17 @@ class _Bars:
         self._thread.join(_PATIENCE_S)
 
     def _draw(self) -> None:
-        """Draw a few times a second while there are saves, until `close`."""
+        """Draw a few times a second while there are saves, until `close`, or until the terminal is gone."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._saves or self._closing)
                 if self._closing:
                     return
-            with byte_progress(self._console, auto_refresh=False) as progress:
-                self._draw_saves(progress)
+            try:
+                with byte_progress(self._console, auto_refresh=False) as progress:
+                    self._draw_saves(progress)
+            except (OSError, ValueError):  # disconnected, or standard error was closed
+                return
 
     def _draw_saves(self, progress: Progress) -> None:
         """Draw until no save is left. Between saves, training has the terminal to itself."""
