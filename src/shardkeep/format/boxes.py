@@ -377,8 +377,9 @@ def concat_ranges(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> IntArra
 # points are linearly independent. So boxes tile a tensor exactly if and only if their signed corners, added up, cancel
 # to the corners of the whole. Each coordinate of each axis is replaced by a random number, and a corner by the product
 # of its coordinates' numbers; then the signed sum over all corners of a box is a product, of one difference for each
-# axis. The sums are compared modulo a prime of 61 bits: linear in boxes and in axes, no sorting, no pairs. The chance of a false
-# "yes" is at most axes / 2**61. The random numbers are drawn anew in each call, so no file can be made to collide on purpose.
+# axis. That is done twice, with two numbers for each coordinate, modulo a prime of 31 bits: linear in boxes and in axes, no
+# sorting, no pairs. The chance of a false "yes" is at most (axes / 2**31)**2. The random numbers are drawn anew in each
+# call, so no file can be made to collide on purpose.
 
 _MOST_EXPLAINED = 4096
 
@@ -386,23 +387,38 @@ _MOST_EXPLAINED = 4096
 def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bool_]:
     """Return for each tensor whether its boxes, inside it and not empty, tile it; `tensor`, of each box, is sorted."""
     rng = default_rng()
-    sums = np.ones(len(boxes), np.uint64)
-    expected = np.ones(len(shapes), np.uint64)
+    products = np.ones((2, len(boxes)), np.uint64)
+    expected = np.ones((2, len(shapes)), np.uint64)
     for d in range(boxes.axes):
         offsets, sizes, whole = boxes.offsets[:, d], boxes.sizes[:, d], shapes[:, d]
         if np.array_equal(sizes, whole[tensor]):
             continue  # an axis that every box spans whole says nothing, except that an empty tensor is empty
         weights = multipliers(2, rng)
-        sums = _times(sums, _span(offsets, offsets + sizes, weights))
-        expected = _times(expected, _span(np.zeros_like(whole), whole, weights))
-    expected[np.any(shapes == 0, axis=1)] = 0
-    equal: npt.NDArray[np.bool_] = _add_up(sums, tensor, len(shapes)) == expected
-    return equal
+        products = _folded(products * _span(offsets, offsets + sizes, weights))
+        expected = _folded(expected * _span(np.zeros_like(whole), whole, weights))
+    expected[:, np.any(shapes == 0, axis=1)] = 0
+    sums = np.zeros_like(expected)
+    if len(starts := np.flatnonzero(np.diff(tensor, prepend=-1))):
+        sums[:, tensor[starts]] = np.add.reduceat(products, starts, axis=1)
+    return np.all(sums % _PRIME == expected % _PRIME, axis=0)
 
 
 def _span(low: IntArray, high: IntArray, weights: Hashes) -> Hashes:
-    """Return the difference of the random numbers of two coordinates of one axis, modulo 2**61 - 1."""
-    return _reduced(_reduced(hash_rows([low], weights)) + (_PRIME - _reduced(hash_rows([high], weights))))
+    """Return the differences of the random numbers of two coordinates of one axis, modulo the prime."""
+    return _folded(_numbers(low, weights) + (2 * _PRIME - _numbers(high, weights)))
+
+
+def _numbers(coordinates: IntArray, weights: Hashes) -> Hashes:
+    """Return two random numbers for each coordinate: both halves of a hash."""
+    hashes = hash_rows([coordinates], weights)
+    return np.stack([hashes >> _33, hashes & _PRIME])
+
+
+def _folded(numbers: Hashes) -> Hashes:
+    """Return equal numbers modulo the prime, just above it at most: 2**31 is 1 here."""
+    for _ in range(2):
+        numbers = (numbers & _PRIME) + (numbers >> _31)
+    return numbers
 
 
 def explain_tiling(shape: tuple[int, ...], boxes: list[Box]) -> str:
@@ -418,9 +434,8 @@ def explain_tiling(shape: tuple[int, ...], boxes: list[Box]) -> str:
 
 Hashes = npt.NDArray[np.uint64]
 
-_PRIME = np.uint64(2**61 - 1)
-_61, _32, _29, _3 = np.uint64(61), np.uint64(32), np.uint64(29), np.uint64(3)
-_LOW_32, _LOW_29 = np.uint64(2**32 - 1), np.uint64(2**29 - 1)
+_PRIME = np.uint64(2**31 - 1)
+_31, _33 = np.uint64(31), np.uint64(33)
 
 
 def multipliers(count: int, rng: np.random.Generator) -> Hashes:
@@ -445,33 +460,6 @@ def hash_rows(columns: list[IntArray], weights: Hashes) -> Hashes:
     for column, weight in zip(columns, weights[:-1], strict=True):
         total += column.astype(np.uint64) * weight
     return _mix(total)
-
-
-def _times(a: Hashes, b: Hashes) -> Hashes:
-    """Multiply modulo 2**61 - 1; both are below it."""
-    a_high, a_low, b_high, b_low = a >> _32, a & _LOW_32, b >> _32, b & _LOW_32
-    low, middle = a_low * b_low, a_high * b_low + a_low * b_high
-    # 2**61 is 1 here, so 2**64 is 8, and what stands above bit 29 of the middle counts once.
-    return _reduced(
-        (a_high * b_high << _3) + (middle >> _29) + ((middle & _LOW_29) << _32) + (low & _PRIME) + (low >> _61)
-    )
-
-
-def _add_up(numbers: Hashes, group: IntArray, groups: int) -> Hashes:
-    """Add up the numbers of each group modulo 2**61 - 1; `group` is sorted."""
-    sums = np.zeros((2, groups), np.uint64)
-    starts = np.flatnonzero(np.diff(group, prepend=-1))
-    if len(starts):
-        # In halves: four billion numbers of 32 bits fit 64.
-        for half, part in enumerate((numbers >> _32, numbers & _LOW_32)):
-            sums[half, group[starts]] = np.add.reduceat(part, starts)
-    two_32 = np.full(groups, 1 << 32, np.uint64)
-    return _reduced(_times(_reduced(sums[0]), two_32) + _reduced(sums[1]))
-
-
-def _reduced(numbers: Hashes) -> Hashes:
-    folded: Hashes = (numbers & _PRIME) + (numbers >> _61)
-    return np.where(folded >= _PRIME, folded - _PRIME, folded)
 
 
 # -- index expressions -------------------------------------------------------------------------------------------------
