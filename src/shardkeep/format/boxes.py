@@ -400,7 +400,8 @@ def tiled(shapes: IntArray, tensor: IntArray, boxes: Boxes) -> npt.NDArray[np.bo
     sums = np.zeros_like(expected)
     if len(starts := np.flatnonzero(np.diff(tensor, prepend=-1))):
         sums[:, tensor[starts]] = np.add.reduceat(products, starts, axis=1)
-    return np.all(sums % _PRIME == expected % _PRIME, axis=0)
+    equal: npt.NDArray[np.bool_] = np.all(sums % _PRIME == expected % _PRIME, axis=0)
+    return equal
 
 
 def _span(low: IntArray, high: IntArray, weights: Hashes) -> Hashes:

@@ -24,6 +24,7 @@ from shardkeep.format.index import (
     VALUE_SECTIONS,
     Chunks,
     Index,
+    Strings,
     Table,
     checked_index,
     decoding,
@@ -149,12 +150,10 @@ class PartialIndex(Index):
             place, length = places[PARTS]
             if not _directory_fits(directory, length):
                 raise ValueError("the directory of its parts contradicts itself")
-        self.__dict__ |= {"_table": table, "_start": start, "_nbytes": nbytes, "_where": where, "_place": place}
-        self.__dict__ |= {"_directory": directory, "_load": load, "_load_whole": load_whole}
-        self.__dict__ |= vars(self._checked(0 * directory["chunk_ends"], self._no_chunks))
-        self.__dict__["chunk_ends"] = directory["chunk_ends"]
-        for name in ("chunks", "value_keys", "value_data", "make_tree"):
-            del self.__dict__[name]  # until it is asked for
+        self.__dict__.update(_table=table, _start=start, _nbytes=nbytes, _where=where, _place=place)
+        self.__dict__.update(_directory=directory, _load=load, _load_whole=load_whole)
+        named = self._checked(0 * directory["chunk_ends"], {})
+        self.__dict__.update(keys=named.keys, tensors=named.tensors, chunk_ends=directory["chunk_ends"])
 
     _table: Table
     _start: int
@@ -177,12 +176,23 @@ class PartialIndex(Index):
         columns = self._directory | {"chunk_ends": chunk_ends}
         return checked_index(index_of(texts | self._no_chunks | columns | more), where=self._where)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read what the fields of an index hold when it is first asked for."""
-        if name not in Index.__dataclass_fields__:
-            raise AttributeError(name)
-        self.__dict__[name] = found = getattr(self._whole if name == "chunks" else self._with_values, name)
-        return found
+    # Fields of an index that are read when they are first asked for.
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        return self._whole.chunks
+
+    @cached_property
+    def value_keys(self) -> Strings:
+        return self._with_values.value_keys
+
+    @cached_property
+    def value_data(self) -> Strings:
+        return self._with_values.value_data
+
+    @cached_property
+    def tree(self) -> bytes:
+        return self._with_values.tree
 
     @cached_property
     def _whole(self) -> Index:
