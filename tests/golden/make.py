@@ -1,17 +1,23 @@
 """
-Writes the golden checkpoints of the present format version. Run it once for each version, and never again.
+Writes the golden checkpoints that do not exist yet. What exists is never written again.
 
     python -m tests.golden.make
 """
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 
 import shardkeep as sk
 from shardkeep.codecs.keys import KeyRing
+from shardkeep.format.boxes import segment_starts
+from shardkeep.format.index_parts import PART_ROWS, parts_of
 from shardkeep.format.record import VERSION
+from shardkeep.layouts import native
 from shardkeep.testing.thread_ranks import run_thread_ranks
 
 HERE = Path(__file__).parent
@@ -57,20 +63,62 @@ def rank_state(rank):
     return state
 
 
-def write(where, **how):
-    """Save it from two ranks."""
+def write(where, *, more=dict, **how):
+    """Save it from two ranks, with what `more` returns on both."""
     options = sk.Options(keys=KEYS)
     run_thread_ranks(
         2,
         lambda world: sk.save(
-            rank_state(world.rank), where, step=7, meta={"golden": True}, group=world, options=options, **how
+            {**rank_state(world.rank), **more()},
+            where,
+            step=7,
+            meta={"golden": True},
+            group=world,
+            options=options,
+            **how,
         ),
     )
     print(f"wrote {where}")
 
 
+def table():
+    """Return a tensor with so many rows that chunks of one row each take two parts of an index."""
+    return {"table": torch.arange(2.0 * (PART_ROWS + 500)).reshape(-1, 2)}
+
+
+def write_parts(where):
+    """Save it with the table, then commit an index with a chunk for each row of the table, in parts although it is small."""
+    write(where, more=table)
+    opened = sk.open(where)
+    index, record = opened.index, opened.record
+    row = index.tensor_rows["table"]
+    rows, at = index.shape(row)[0], int(segment_starts(index.chunk_ends)[row])
+    counts = np.ones(len(index.chunks), np.int64)
+    counts[at] = rows
+    chunks = index.chunks.take(np.repeat(np.arange(len(counts)), counts))
+    of_table, number = slice(at, at + rows), np.arange(rows)
+    chunks = replace(chunks, **{name: np.array(column, np.int64) for name, column in vars(chunks).items()})
+    chunks.offsets[of_table, 0], chunks.sizes[of_table, 0] = number, 1
+    chunks.start[of_table] += 8 * number
+    ends = np.array(index.chunk_ends, np.int64)
+    ends[row:] += rows - 1
+    with mock.patch.object(native, "parts_of", partial(parts_of, least_nbytes=0)):
+        native.publish(
+            sk.LocalStore(where), replace(index, chunk_ends=ends, chunks=chunks), save_id=native.new_save_id(),
+            files=record.files, tensor_bytes=record.totals.tensor_bytes, world_size=2, step=7, meta=record.meta,
+            over=sk.LocalStore(where).version("shardkeep.json"),
+        )  # fmt: skip
+    (where / record.index.name).unlink()
+
+
 if __name__ == "__main__":
     if VERSION != 2:
         raise SystemExit("say here what the new version can hold")
-    write(HERE / "v2-coded", codecs=CODECS)
-    write(InOrder(HERE / "v2-apart"))
+    writers = {
+        "v1-parts": write_parts,
+        "v2-coded": partial(write, codecs=CODECS),
+        "v2-apart": lambda where: write(InOrder(where)),
+    }
+    for name, writer in writers.items():
+        if not (HERE / name).exists():
+            writer(HERE / name)

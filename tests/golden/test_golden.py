@@ -5,7 +5,8 @@ import torch
 
 import shardkeep as sk
 from tests.engine.samples import bits
-from tests.golden.make import CODECS, HERE, KEYS, full_state
+from tests.engine.many_chunks import CountingStore
+from tests.golden.make import CODECS, HERE, KEYS, full_state, table
 
 GOLDEN = sorted(path.name for path in HERE.glob("v*"))
 OPTIONS = sk.Options(keys=KEYS)
@@ -25,6 +26,7 @@ def test_golden_checkpoints_read_as_they_were_written(name):
     tree = ck.to_dict()
 
     assert tree.pop("rng") == {0: 0, 1: 10}
+    assert bits(tree.pop("table", table()["table"])) == bits(table()["table"])
     assert bits(tree) == bits(full_state())
     assert tree["model"]["weight"] is tree["model"]["tied"]
     assert (ck.step, ck.meta, ck.record.world_size) == (7, {"golden": True}, 2)
@@ -33,6 +35,17 @@ def test_golden_checkpoints_read_as_they_were_written(name):
     weight = torch.zeros(7, 5)  # a template of another layout
     sk.load({"model": {"weight": weight}}, HERE / name, include="model.weight", options=OPTIONS)
     assert torch.equal(weight, full_state()["model"]["weight"])
+
+
+def test_an_index_in_parts_is_read_in_part():
+    """Of the parts of its golden checkpoint, only the second is read for a row of the second."""
+    opened = sk.open(store := CountingStore(sk.LocalStore(HERE / "v1-parts")))
+    head = opened.record.index.head_nbytes
+
+    assert store.nbytes["skindex"] == head
+    assert torch.equal(opened["table"][4100], table()["table"][4100])
+    assert head < store.nbytes["skindex"] < head + 200
+    assert len(opened["table"].boxes) == len(table()["table"])
 
 
 def test_what_the_second_version_is_for_is_in_its_golden_checkpoints():
