@@ -336,6 +336,35 @@ def test_no_rank_waits_for_a_peer_that_is_lost(rank_pool, tmp_path, how):
         assert outcome.value == [[n + 1.0] for n in range(9)]
 
 
+def test_a_peer_that_sends_a_little_at_a_time_is_lost(tmp_path):
+    """A range has one deadline, however often some of it arrives; it is then read from the store."""
+    data = bytes(range(200)) * 5
+    store = LocalStore(tmp_path)
+    store.put("blob", data)
+    party = peers.Peers(store, World(0, 2), room_nbytes=1 << 20)
+
+    def trickle():
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(peers._ANSWER.pack(True))
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, mock.patch.object(peers, "_LEAST_ANSWER_S", 0.2):
+        other = peers.Offer(b"", "", "127.0.0.1", server.getsockname()[1], b"x" * 16)
+        threading.Thread(target=trickle, daemon=True).start()
+        party.join(msgspec.msgpack.encode(peers.Team([other, other], [0, 1], 0)))
+        with contextlib.closing(party.store.open("blob")) as reader:
+            for at in range(0, len(data), 200):
+                into = bytearray(200)
+                reader.read_into(at, memoryview(into))
+                assert into == data[at : at + 200]
+    assert party._lost == {1}
+    assert party.received_nbytes == 0
+    party.close()
+
+
 @sharing_anyway
 def load_with_options(where, on_ranks):
     state = {"w": torch.zeros(1 << 20)}

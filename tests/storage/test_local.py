@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import shardkeep as sk
+from shardkeep.dist.world import World
+from shardkeep.engine.peers import peers_of
 from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
-from shardkeep.storage import local
-from shardkeep.storage import local as system
+from shardkeep.storage import base, local
 from shardkeep.storage.buffers import ALIGNMENT, aligned_buffer
 from shardkeep.storage.local import LocalStore, open_files
+from shardkeep.testing.faulty_store import FaultyStore
 from shardkeep.testing.store_contract import raises_errno, read_blob, sample, write_blob
 from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_only, no_file_above
 
@@ -334,7 +337,7 @@ def test_a_closed_reader_says_so(store):
 def test_a_lock_that_is_never_let_go_is_an_error_that_passes(store, tmp_path, monkeypatch):
     """A process that was stopped while it held the lock does not block others for ever, and nothing is replaced meanwhile."""
     store.put("a", b"old")
-    monkeypatch.setattr(system, "_LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(local, "_LOCK_TIMEOUT_S", 0.05)
     other = os.open(tmp_path / "store", os.O_RDONLY)
     try:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -355,7 +358,7 @@ def test_a_file_system_without_locks_still_swaps(store, monkeypatch):
         def flock(*_):
             raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(system.fcntl, "flock", flock)
+        monkeypatch.setattr(local.fcntl, "flock", flock)
 
     store.put("a", b"old")
     seen = store.version("a")
@@ -391,3 +394,18 @@ def test_temporary_files_of_other_users_stay(tmp_path, monkeypatch):
     assert left.exists()
     local.clear_temporaries(str(tmp_path))
     assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_remote"),
+    [(0xEF53, False), (0x01021994, False), (0x6969, True), (0x0BD00BD0, True), (0x65735546, True), (0, False)],
+    ids=["ext4", "tmpfs", "NFS", "Lustre", "FUSE", "unknown"],
+)
+def test_reads_from_network_file_systems_are_shared(store, monkeypatch, kind, is_remote):
+    """By default ranks share reads from a file system that is not on a disk of this machine, and from no other."""
+    monkeypatch.setattr(local, "_file_system", lambda _fd: kind)
+    store.put("a", b"1")
+
+    assert base.is_remote(FaultyStore(store)) == is_remote
+    assert (peers_of(store, World(0, 2), sk.Options()) is not None) == is_remote
+    assert peers_of(store, World(0, 2), sk.Options(share_reads=False)) is None

@@ -445,9 +445,17 @@ def _receive(connection: socket.socket, nbytes: int) -> bytearray:
 
 
 def _receive_into(connection: socket.socket, into: memoryview) -> None:
+    """Fill all of `into` within the connection's timeout: a peer that sends a little at a time is as good as lost."""
+    timeout_s = connection.gettimeout()
+    until = time.monotonic() + (timeout_s or 0)
     done = 0
     while done < len(into):
+        if timeout_s is not None:
+            connection.settimeout(max(1e-3, until - time.monotonic()))
         got = connection.recv_into(into[done:])
         if not got:
             raise EOFError
         done += got
+        if timeout_s is not None and done < len(into) and time.monotonic() > until:
+            raise TimeoutError("timed out")
+    connection.settimeout(timeout_s)
