@@ -368,7 +368,8 @@ def explaining_place(store: SmallFiles | Root, own_name: str = "") -> Iterator[N
         yield
     except StorageError as exc:
         if wrong := broken_path(store):
-            raise StorageError(f"{store.url}: cannot save there: {wrong}", errno=exc.errno) from exc
+            # Without the cause, which names files of ours: this is the whole reason.
+            raise StorageError(f"{store.url}: cannot save there: {wrong}", errno=exc.errno) from None
         if own_name and own_name in exc.message:
             exc.args = (exc.message.replace(f"/{own_name}", ""),)
             exc.message = exc.args[0]
