@@ -28,15 +28,6 @@ def decompressed(data, extension=None):
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_data_comes_back(name):
-    """Everything that was compressed is read back; zeros take little space."""
-    file = compressed(DATA[name])
-    if name == "zeros":
-        assert len(file) < 2000
-    assert decompressed(file) == DATA[name]
-
-
-@pytest.mark.parametrize("name", DATA)
 def test_torch_reads_ours_and_we_read_torchs(name):
     """A stream written by either is read by the other."""
     from torch.distributed.checkpoint._extension import ZStandard as Theirs

@@ -161,19 +161,6 @@ def test_without_checksums_on_the_way_up_it_is_noticed_by_a_load(proxy, s3_place
         load_and_compare(trusting, 2)
 
 
-@pytest.mark.parametrize("codecs", [None, ["zstd"]])
-def test_what_comes_damaged_once(s3_server, s3_place, codecs):
-    """One bit of a record and one of an index are others on the way, or half of each is missing: all is loaded, exactly."""
-    with Proxy(s3_server.port) as proxy:
-        place = s3_place(endpoint=proxy.endpoint)
-        sk.save(state_of(1), place, step=1, options=OPTIONS, codecs=codecs)
-        for fault in ("flip_answer", "shorten_answer"):
-            wanted = ("shardkeep.json", "/index-")
-            proxy.rules = [Rule(fault, method="GET", path=path, times=1) for path in wanted]
-            load_and_compare(place, 1)
-            assert proxy.counts.faults[fault] == 2
-
-
 def test_a_run_does_not_go_back_for_a_flipped_bit(s3_server, s3_place):
     """The newest checkpoint is restored though its record comes damaged once, wherever records are read."""
     with Proxy(s3_server.port) as proxy:

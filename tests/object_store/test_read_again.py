@@ -153,6 +153,7 @@ def test_a_second_read_does_not_come_from_the_page_cache(tmp_path, wrap):
         (None, 3, "blocks", 0),
         (None, 3, "skindex", 0),
         (None, 3, "shardkeep.json", 0),
+        (["zstd"], 3, "/index-.*skframes", 0),
         (["zstd"], 3, "-of-.*skframes", 0),
         (None, 300, "safetensors", 1),
         (["zstd"], 300, "-of-.*skframes", 2),
