@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import shardkeep as sk
-from tests.engine.samples import bits
 from tests.engine.many_chunks import CountingStore
+from tests.engine.samples import bits
 from tests.golden.make import CODECS, HERE, KEYS, full_state, table
 
 GOLDEN = sorted(path.name for path in HERE.glob("v*"))
