@@ -128,7 +128,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, at, monkeypatch):
     if at == "finish":
         monkeypatch.setattr(os, "replace", no_replace)
     with pytest.raises((KeyboardInterrupt, OSError)):
-        write_archive(str(path), ARCHIVE, fill)
+        write_archive(destination(path), ARCHIVE, fill)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file.pt"]
 
@@ -140,7 +140,7 @@ def unfinished(folder):
 def writing(path, fill, *args):
     """Start a process that writes an archive."""
     process = multiprocessing.get_context("fork").Process(
-        target=write_archive, args=(str(path), ARCHIVE, lambda parts: fill(parts, *args))
+        target=write_archive, args=(destination(path), ARCHIVE, lambda parts: fill(parts, *args))
     )
     process.start()
     return process
@@ -166,10 +166,10 @@ def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
     assert len(left) == 1, "the second has removed what the first left"
     with monkeypatch.context() as changed:
         changed.setattr("shardkeep.storage.local.host_identity", lambda: "another")
-        write_archive(str(tmp_path / "file.pt"), ARCHIVE, lambda parts: None)
+        write_archive(destination(tmp_path / "file.pt"), ARCHIVE, lambda parts: None)
     assert unfinished(tmp_path) == left
     with pytest.raises(ZeroDivisionError):
-        write_archive(str(tmp_path / "file.pt"), ARCHIVE, lambda parts: 1 // 0)
+        write_archive(destination(tmp_path / "file.pt"), ARCHIVE, lambda parts: 1 // 0)
     assert os.listdir(tmp_path) == ["file.pt"]
 
 
@@ -181,7 +181,7 @@ def test_what_living_processes_write_is_theirs(tmp_path):
     assert here.recv() == "here"
     before = unfinished(tmp_path)
     assert len(before) == 1
-    write_archive(str(path), ARCHIVE, lambda parts: parts[0].into.__setitem__(slice(None), b"1" * 10_000))
+    write_archive(destination(path), ARCHIVE, lambda parts: parts[0].into.__setitem__(slice(None), b"1" * 10_000))
     assert unfinished(tmp_path) == before
     with zipfile.ZipFile(path) as archive:
         assert archive.read("archive/data/0") == b"1" * 10_000

@@ -208,7 +208,7 @@ def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
         if store.get(name, limit=1 << 30) != (data if meant is None else meant):
             raise sk.ChecksumMismatch("other bytes")
 
-    to_file._write_blob(url, len(data), write, check, replace=True, most_held=budget_nbytes // 2)
+    to_file._write_blob(*to_file.file_at(url), len(data), write, check, replace=True, most_held=budget_nbytes // 2)
 
 
 def test_equal_bytes_take_the_place_of_a_file(s3_root):

@@ -41,7 +41,7 @@ from shardkeep.format.dtypes import to_torch
 from shardkeep.format.torch_zip import _STORAGE_OF, ArchiveLayout
 from shardkeep.format.values import decode_value, leaf_keys
 from shardkeep.options import Options
-from shardkeep.storage.base import BlobWriter, ReadableStore, Store, WritableStore, create_over, scheme_of
+from shardkeep.storage.base import BlobWriter, ReadableStore, Store, WritableStore, create_over, local_path, scheme_of
 from shardkeep.storage.local import LocalStore, clear_temporaries, storage_errors, sync_directory, temporary_name
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
@@ -51,9 +51,9 @@ from shardkeep.storage.resolve import open_store
 
 def write_torch_file(to: str, chosen: Selection, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
     """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
-    path = destination(to, make_directory=True)
+    target = destination(to, make_directory=True)
     taken = errors.CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
-    if file_exists(path) and not how.overwrite:
+    if file_exists(*target) and not how.overwrite:
         raise taken
     index = source.index
     state: dict[str, Any] = {}
@@ -75,12 +75,12 @@ def write_torch_file(to: str, chosen: Selection, source: Source, how: pipeline.W
     windows = pipeline.limits(how.options, source.store)
     reader = pipeline.PartReader(source, budget_nbytes=2 * windows[1])
     try:
-        nbytes = write_archive(path, pickle_state(state), reader.fill, how, windows=windows)
+        nbytes = write_archive(target, pickle_state(state), reader.fill, how, windows=windows)
     except errors.StorageError as exc:
         if exc.errno == errno.EEXIST:
             raise taken from exc
         raise
-    return pipeline.Written([os.path.basename(path)], nbytes, reader.infinite)
+    return pipeline.Written([target[1]], nbytes, reader.infinite)
 
 
 def _is_plain(value: Any) -> bool:
@@ -95,7 +95,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def write_archive(
-    path: str,
+    target: tuple[Store, str],
     pickled: Pickled,
     fill: pipeline.Fill,
     how: pipeline.WriteArguments | None = None,
@@ -133,11 +133,11 @@ def write_archive(
     def check(store: ReadableStore, name: str) -> None:
         pipeline.verify_written(store, [replace(file, job=replace(file.job, name=name))], digests, options)
 
-    if is_blob_url(path):
-        most_held = min(_MOST_HELD_NBYTES, options.host_budget_bytes // 2)  # it is held twice for a moment
-        _write_blob(path, layout.nbytes, write, check, replace=overwrite, most_held=most_held)
+    if local_path(target[0]) is not None:
+        _write_local(*target, write, check, replace=overwrite)
     else:
-        _write_local(path, write, check, replace=overwrite)
+        most_held = min(_MOST_HELD_NBYTES, options.host_budget_bytes // 2)  # it is held twice for a moment
+        _write_blob(*target, layout.nbytes, write, check, replace=overwrite, most_held=most_held)
     return layout.nbytes
 
 
@@ -271,50 +271,41 @@ Check = Callable[[ReadableStore, str], None]
 """Reads the file back and raises `DamagedCheckpoint` where it is not what was meant to be written."""
 
 
-def is_blob_url(path: str) -> bool:
-    """Say whether a path is the URL of a file in a store, and not a local file."""
-    return scheme_of(path) not in (None, "file")
-
-
-def file_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of a local file, which may be given as a `file://` URL."""
-    return open_store(path, direct=False).url if isinstance(path, str) and scheme_of(path) else os.fspath(path)
-
-
-def blob_location(url: str) -> tuple[Store, str]:
-    """Return the store of a blob and its name there."""
-    above, _, name = url.rpartition("/")
+def file_at(path: str | os.PathLike[str]) -> tuple[Store, str]:
+    """Return the directory or the store of a file, given by its path or URL, and its name there."""
+    if not isinstance(path, str) or scheme_of(path) in (None, "file"):
+        folder, name = os.path.split(os.path.abspath(open_store(path, direct=False).url))
+        return LocalStore(folder, direct=Options().direct_io, foreign=True), name
+    above, _, name = path.rpartition("/")
     if not name or above.endswith(":/"):
-        raise errors.CheckpointError(f"{url}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
+        raise errors.CheckpointError(f"{path}: no file", hint="give the name of the file: s3://bucket/folder/model.pt")
     return open_store(above, direct=Options().direct_io), name
 
 
-def file_exists(path: str) -> bool:
-    """Say whether a local file or a blob exists."""
-    if not is_blob_url(path):
-        return os.path.exists(path)
-    store, name = blob_location(path)
-    return store.version(name) is not None
+def file_exists(store: Store, name: str) -> bool:
+    """Say whether there is a file of this name."""
+    folder = local_path(store)
+    return store.version(name) is not None if folder is None else os.path.isfile(os.path.join(folder, name))
 
 
-def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> str:
+def destination(path: str | os.PathLike[str], *, make_directory: bool = False) -> tuple[Store, str]:
     """Return where a file goes, links resolved; unless `make_directory`, its directory must be there, as for torch.save."""
-    if isinstance(path, str) and is_blob_url(path):
-        return path
-    where = os.path.realpath(file_path(path))
+    store, name = file_at(path)
+    if (folder := local_path(store)) is None:
+        return store, name
+    where = os.path.realpath(os.path.join(folder, name))
     if not make_directory and not os.path.isdir(os.path.dirname(where)):
         raise errors.NoStorage(f"Parent directory {os.path.dirname(where)} does not exist.", hint="make it first")
     if os.path.isdir(where):
         raise errors.NoStorage(f"{where} is a directory", hint="give the name of the file to write")
-    return where
+    return file_at(where)
 
 
-def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> None:
-    folder, name = os.path.split(path)
+def _write_local(store: Store, name: str, write: Write, check: Check, *, replace: bool) -> None:
+    folder = store.url
     clear_temporaries(folder)  # first: the disk may have no room for both
     temporary = temporary_name("converting")  # no name of a store's own temporary files
-    store = LocalStore(folder, direct=Options().direct_io)
-    written = os.path.join(folder, temporary)
+    written, path = (os.path.join(folder, each) for each in (temporary, name))
     try:
         write(store, temporary)
         check(store, temporary)
@@ -331,8 +322,9 @@ def _write_local(path: str, write: Write, check: Check, *, replace: bool) -> Non
         raise
 
 
-def _write_blob(url: str, nbytes: int, write: Write, check: Check, *, replace: bool, most_held: int) -> None:
-    store, name = blob_location(url)
+def _write_blob(
+    store: Store, name: str, nbytes: int, write: Write, check: Check, *, replace: bool, most_held: int
+) -> None:
     replaces = replace and store.version(name) is not None
     over = create_over(store, name, nbytes) if replaces else None
     if over is not None:

@@ -13,22 +13,20 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count, islice
-from typing import Any
-
-import torch
+from typing import NamedTuple
 
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection
 from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import item_batches
-from shardkeep.engine.torch_view import StoredObject, TorchView
+from shardkeep.engine.torch_view import TorchView
 from shardkeep.errors import CheckpointError, CheckpointExists
 from shardkeep.format.boxes import whole
 from shardkeep.format.torch_zip import frame_tensor
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
-from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
+from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, encode_plain_metadata
 from shardkeep.layouts.torch_publish import Commit
 from shardkeep.options import Options
 from shardkeep.storage.base import Store
@@ -41,8 +39,8 @@ _ALIGNMENT = 4096
 """A tensor's bytes begin at a multiple of this, a page, for direct I/O."""
 
 
-_Item = tuple[protocol.MetadataIndex, memoryview | pipeline.TensorPart]
-"""An object as `torch.save` writes it, or a tensor, and what it is called."""
+_Item = tuple[str, memoryview | pipeline.TensorPart]
+"""A name, and a tensor or an object as `torch.save` writes it."""
 
 
 def write_torch_layout(
@@ -50,17 +48,15 @@ def write_torch_layout(
 ) -> pipeline.Written:
     """Write what was selected of a checkpoint into a place."""
     team, began_s, commit = how.team, time.time(), Commit(store)
-    described: list[protocol.Metadata] = []
 
-    def group() -> list[list[_Item]]:
-        metadata, items = _describe(TorchView(source, store.url, tree=chosen.tree), source, store.url, how.options)
-        described.append(metadata)
+    def describe() -> tuple[_Described, list[list[_Item]]]:
+        described, items = _describe(TorchView(source, store.url, tree=chosen.tree), source, how.options)
         items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
         most_nbytes = _FILE_NBYTES
         if not team.world.solo:  # so many files that all ranks have about as much to write
-            fair_nbytes = sum(item[1].nbytes for item in items) // (_FILES_OF_RANK * team.world.size)
+            fair_nbytes = sum(data.nbytes for _, data in items) // (_FILES_OF_RANK * team.world.size)
             most_nbytes = min(_FILE_NBYTES, max(_SHARED_FILE_NBYTES, fair_nbytes))
-        return list(item_batches(items, lambda item: item[1].nbytes, most_nbytes=most_nbytes))
+        return described, list(item_batches(items, lambda item: item[1].nbytes, most_nbytes=most_nbytes))
 
     def begin() -> list[str]:
         taken = set(names_in(store))
@@ -73,12 +69,12 @@ def write_torch_layout(
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))
         return list(islice((name for name in numbered if name not in taken), len(groups)))
 
-    groups = team.alike(
-        "lay out", group, lambda groups: [(at.fqn, data.nbytes) for each in groups for at, data in each]
+    described, groups = team.alike(
+        "lay out", describe, lambda it: [(name, data.nbytes) for group in it[1] for name, data in group]
     )
-    [metadata] = described
     names = team.on_rank_0("begin", begin, list[str])
-    files = [_lay_out(name, each, metadata.storage_data) for name, each in zip(names, groups, strict=True)]
+    places: list[PlainPlace] = []
+    files = [_lay_out(name, group, places) for name, group in zip(names, groups, strict=True)]
     made, handed_over = list[str](), False
 
     def write() -> dict[str, Sums]:
@@ -96,10 +92,17 @@ def write_torch_layout(
     def publish() -> pipeline.Written:
         nonlocal handed_over
         sums = {name: of_file for of_rank in written for name, of_file in of_rank.items()}
-        set_sums(metadata, sums)
-        data = encode_metadata(metadata)
+        data = encode_plain_metadata(
+            described.entries,
+            described.paths,
+            places,
+            storage_meta=protocol.StorageMeta(checkpoint_id=store.url, save_id=str(uuid.uuid4())),
+            version=protocol.CURRENT_DCP_VERSION,
+            shardkeep_sums={name: tuple(each) for name, each in sorted(sums.items())},
+        )
+        keep = {*names, *(f"{name}{SUMS_SUFFIX}" for name in names)}
         handed_over = True
-        commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=data_files_of(metadata), began_s=began_s)
+        commit.publish(METADATA_NAME, data, sums=sums, own=list(sums), keep=keep, began_s=began_s)
         return pipeline.Written(names, sum(each.nbytes for each in sums.values()), set())
 
     try:
@@ -117,50 +120,43 @@ def write_torch_layout(
         raise
 
 
-def _describe(view: TorchView, source: Source, to: str, options: Options) -> tuple[protocol.Metadata, list[_Item]]:
-    """Return the metadata of the new checkpoint, without locations, and all items to write."""
-    seen = view.metadata
-    entries: dict[str, Any] = {}
+class _Described(NamedTuple):
+    """What `.metadata` says, except where items lie."""
+
+    entries: dict[str, PlainEntry | None]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def _describe(view: TorchView, source: Source, options: Options) -> tuple[_Described, list[_Item]]:
+    """Describe the new checkpoint, and return all items to write."""
+    entries: dict[str, PlainEntry | None] = {}
     items: list[_Item] = []
-    for index, place in seen.storage_data.items():
-        if isinstance(place, StoredObject):
-            entries[index.fqn] = protocol.BytesStorageMetadata()
-            items.append((protocol.MetadataIndex(index.fqn), view.saved_object(place, options).getbuffer()))
-    for key, entry in seen.state_dict_metadata.items():
-        if isinstance(entry, protocol.TensorStorageMetadata):
-            row, box = view.rows[key], whole(tuple(entry.size))
-            chunk = protocol.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            entries[key] = protocol.TensorStorageMetadata(entry.properties, entry.size, [chunk])
-            part = pipeline.TensorPart(key, row, box, source.index.dtype(row))
-            items.append((protocol.MetadataIndex(key, chunk.offsets, 0), part))
-    described = {key: entries[key] for key in seen.state_dict_metadata}  # in the order of the state
-    meta = protocol.StorageMeta(checkpoint_id=to, save_id=str(uuid.uuid4()))
-    metadata = protocol.Metadata(
-        described,
-        planner_data=seen.planner_data,
-        storage_data={},
-        storage_meta=meta,
-        version=protocol.CURRENT_DCP_VERSION,
-    )
-    return metadata, items
+    for key in view.metadata.state_dict_metadata:  # in the order of the state
+        row = view.rows.get(key)
+        if row is None:
+            stored = view.metadata.storage_data[protocol.MetadataIndex(key)]
+            entries[key] = None
+            items.append((key, view.saved_object(stored, options).getbuffer()))
+        else:
+            part = pipeline.TensorPart(key, row, whole(source.index.shape(row)), source.index.dtype(row))
+            entries[key] = (part.dtype.name, False, False), part.box.sizes, [(part.box.offsets, part.box.sizes)]
+            items.append((key, part))
+    return _Described(entries, view.metadata.planner_data), items
 
 
-def _lay_out(
-    name: str, items: Sequence[_Item], places: dict[protocol.MetadataIndex, protocol._StorageInfo]
-) -> pipeline.FileParts:
+def _lay_out(file: str, items: Sequence[_Item], places: list[PlainPlace]) -> pipeline.FileParts:
     """Lay items end to end in a file, each tensor framed as an archive of torch's, and note where each one lies."""
     parts: list[pipeline.Part] = []
     at = 0
-    for index, data in items:
+    for name, data in items:
         own: list[pipeline.Part] = [data]
-        start = None
+        offsets, start = None, -1
         if isinstance(data, pipeline.TensorPart):
             frame = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=_ALIGNMENT)
             own = [memoryview(frame.head), data, memoryview(frame.tail)]
-            start = at + len(frame.head)
+            offsets, start = data.box.offsets, at + len(frame.head)
         nbytes = sum(part.nbytes for part in own)
-        places[index] = protocol._StorageInfo(name, at, nbytes)
-        places[index].shardkeep_data_start = start
+        places.append((name, offsets, 0, file, at, nbytes, start))
         parts += own
         at += nbytes
-    return pipeline.file_parts(name, parts)
+    return pipeline.file_parts(file, parts)

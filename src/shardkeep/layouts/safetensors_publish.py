@@ -122,7 +122,7 @@ def can_rename(store: Store) -> bool:
 def list_model(store: Store) -> ModelDirectory:
     """Find the safetensors files of a place that count; `BlobNotFound` for a local directory that does not exist."""
     path, opens = store.url, cast("ReadableStore", store)
-    if can_rename(store):
+    if local := can_rename(store):
         opens = PathStore(direct=False)
         with storage_errors("cannot list", path):
             names = os.listdir(path)
@@ -130,12 +130,12 @@ def list_model(store: Store) -> ModelDirectory:
         names = [info.name for info in store.list()]
 
     def called(name: str) -> str:
-        return os.path.join(path, name) if can_rename(store) else name
+        return os.path.join(path, name) if local else name
 
     def now(name: str, save_id: str) -> str:
         """Return the name of a file of a complete save, which may not be renamed yet, or may be since the listing."""
         new = unpublished_name(name, save_id)
-        return new if (os.path.exists(called(new)) if can_rename(store) else new in names) else name
+        return new if (os.path.exists(called(new)) if local else new in names) else name
 
     files = {name: name for name in sorted(names) if name.endswith(SUFFIX)}
     index = INDEX_NAME if INDEX_NAME in names else None

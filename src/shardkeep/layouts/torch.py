@@ -120,15 +120,15 @@ T = TypeVar("T")
 _PACKAGE = "torch.distributed.checkpoint"
 _SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
 HOMES: dict[str, tuple[str, ...]] = {
-    name: (f"{_PACKAGE}.{module}", "shardkeep.layouts.torch_values", f"shardkeep.protocol.{earlier}")
-    for module, earlier, names in (
-        ("metadata", "metadata", "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
-        ("metadata", "metadata", "TensorProperties StorageMeta MetadataIndex _MEM_FORMAT_ENCODING"),
-        ("filesystem", "stored_items", "_StorageInfo _StoragePrefix"),
+    name: (f"{_PACKAGE}.{module}", "shardkeep.layouts.torch_values")
+    for module, names in (
+        ("metadata", "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties"),
+        ("metadata", "StorageMeta MetadataIndex _MEM_FORMAT_ENCODING"),
+        ("filesystem", "_StorageInfo _StoragePrefix"),
     )
     for name in names.split()
 }
-"""The modules of each class: torch's, and ours by their present and earlier names, under which torch's writer pickles them."""
+"""The modules of each class: torch's, and ours, under which torch's writer pickles them."""
 
 
 # -- columns behind the pickle -----------------------------------------------------------------------------------------

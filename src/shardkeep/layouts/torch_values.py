@@ -170,9 +170,7 @@ class MetadataIndex:
         return hash((self.fqn, self.offset))
 
 
-# Where an item of a checkpoint lies among the files of torch's layout.
-#
-# Instances travel in `WriteResult.storage_data` and stand in `Metadata.storage_data`, pickled under torch's names.
+# -- where an item lies among the files of torch's layout, for `WriteResult.storage_data` and `Metadata.storage_data` ----
 
 DEFAULT_SUFFIX = ".distcp"
 _metadata_fn = ".metadata"
@@ -215,14 +213,11 @@ class _StoragePrefix:
     prefix: str
 
 
-# What is to be written and read, as plain values: items, and the plans of a rank that are made of them.
-#
-# The kinds of items are equal to torch's members of the same names, with the same hashes: torch's readers and writers
-# compare items of ours with their own enums.
+# -- what is written and read: items, and the plans of a rank that are made of them --------------------------------------
 
 
 class _ItemType(Enum):
-    """An enum whose members are equal to those of torch's enum of the same name."""
+    """An enum whose members are equal to those of torch's enum of the same name, with which torch's code compares them."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is type(self):
@@ -327,9 +322,8 @@ def chunk_nbytes(item: WriteItem) -> int | None:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-# What decides which values of a state are saved and loaded: the interfaces that users implement.
-#
-# `dcp._impl.driver` calls them. Most users extend `DefaultSavePlanner` and `DefaultLoadPlanner`.
+# -- what users implement to decide which values are saved and loaded: mostly by extending `DefaultSavePlanner` and
+#    `DefaultLoadPlanner`. `dcp._impl.driver` calls them.
 
 
 class SavePlanner(abc.ABC):
@@ -412,7 +406,7 @@ class LoadPlanner:
         """Accept `tensor`, which `resolve_tensor` returned for the item, and which has been filled."""
 
 
-# What moves the data of a checkpoint: the interfaces that users implement, and what a writer reports.
+# -- what users implement to move the data of a checkpoint, and what a writer reports -----------------------------------
 
 
 @dataclass(frozen=True)
@@ -511,21 +505,15 @@ class StorageReader(abc.ABC):
 
 @runtime_checkable
 class CheckpointableTensor(Protocol):
-    """
-    A plain tensor that holds shards of a larger one, as torch has them since 2.14.
-
-    Attributes:
-        global_shape: The shape of the whole tensor.
-        global_offsets: Where each shard begins in the whole tensor.
-        local_offsets: Where each shard begins in this tensor.
-        local_sizes: The shape of each shard.
-
-    """
+    """A plain tensor that holds shards of a larger one, as torch has them since 2.14."""
 
     global_shape: tuple[int, ...]
     global_offsets: tuple[tuple[int, ...], ...]
+    """Where each shard begins in the whole tensor."""
     local_offsets: tuple[tuple[int, ...], ...]
+    """Where each shard begins in this tensor."""
     local_sizes: tuple[tuple[int, ...], ...]
+    """The shape of each shard."""
 
 
 def _is_checkpointable_tensor(obj: object) -> TypeGuard[CheckpointableTensor]:
@@ -547,30 +535,15 @@ def _copy_checkpointable_tensor_metadata(src: CheckpointableTensor, dst: torch.T
 
 Classes = Mapping[str, type]
 
-_CLASSES: dict[str, tuple[type, ...]] = {
-    "metadata": (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-        BytesStorageMetadata,
-        StorageMeta,
-        Metadata,
-        MetadataIndex,
-    ),
-    "planner": (
-        WriteItemType,
-        LoadItemType,
-        BytesIOWriteData,
-        TensorWriteData,
-        WriteItem,
-        ReadItem,
-        SavePlan,
-        LoadPlan,
-    ),
-    "storage": (WriteResult,),
+_MODULES = {
+    **dict.fromkeys((ChunkStorageMetadata, TensorProperties, TensorStorageMetadata), "metadata"),
+    **dict.fromkeys((BytesStorageMetadata, StorageMeta, Metadata, MetadataIndex), "metadata"),
+    **dict.fromkeys((WriteItemType, LoadItemType, BytesIOWriteData, TensorWriteData), "planner"),
+    **dict.fromkeys((WriteItem, ReadItem, SavePlan, LoadPlan), "planner"),
+    WriteResult: "storage",
 }
-"""The classes, by the module that torch has them in."""
-OURS: Classes = {kind.__name__: kind for kinds in _CLASSES.values() for kind in kinds}
+"""The module of `torch.distributed.checkpoint` that has the class of each one's name."""
+OURS: Classes = {kind.__name__: kind for kind in _MODULES}
 _PARTIES = {"SavePlanner", "LoadPlanner", "StorageWriter", "StorageReader", "StorageMeta"}
 _LEAVES = {"ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "BytesIOWriteData"}
 """Classes whose fields never need translation."""
@@ -601,8 +574,7 @@ def protocol_classes_of(party: object) -> Classes:
 def _torchs_classes() -> Classes:
     return {
         kind.__name__: getattr(torch_module(f"torch.distributed.checkpoint.{module}"), kind.__name__)
-        for module, kinds in _CLASSES.items()
-        for kind in kinds
+        for kind, module in _MODULES.items()
     }
 
 

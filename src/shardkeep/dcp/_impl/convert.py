@@ -42,9 +42,8 @@ from shardkeep.layouts.torch import metadata_name
 from shardkeep.options import Options
 from shardkeep.state.collectives import Destination, TensorSpec, broadcast_batches, plain_source
 from shardkeep.state.flatten import flatten_state_dict, set_element
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import Store, local_path
 from shardkeep.storage.file_systems import BlobInput, StreamStore
-from shardkeep.storage.local import LocalStore
 
 # -- a checkpoint becomes a file ---------------------------------------------------------------------------------------
 
@@ -65,7 +64,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
         StorageError: the file cannot be written.
 
     """
-    path, options = to_file.destination(torch_save_path), Options()
+    target, options = to_file.destination(torch_save_path), Options()
     store = FileSystemReader(dcp_checkpoint_dir).readable_store()
     alone = _DistWrapper(None, use_dist=False, coordinator_rank=0)  # its errors are those of a load
     source = alone.broadcast("plan", lambda: _find(store).open(options))
@@ -80,7 +79,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     def fill(wanted: list[pipeline.Wanted]) -> None:
         alone.broadcast("read", lambda: reader.fill(wanted))
 
-    to_file.write_archive(path, pickled, fill, windows=(threads, window))
+    to_file.write_archive(target, pickled, fill, windows=(threads, window))
 
 
 def _nested_state(source: Source) -> dict[str, Any]:
@@ -122,13 +121,8 @@ def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
     Every entry of the file is compared with its checksum first. Files in the format of torch before version 1.6 have no
     checksums, and are read into memory, as are files of a store, given by URL.
     """
-    blob = isinstance(path, str) and to_file.is_blob_url(path)
-    where = os.fspath(path) if blob else os.path.abspath(to_file.file_path(path))
-    place, name = (
-        to_file.blob_location(where)
-        if blob
-        else (LocalStore(os.path.dirname(where), foreign=True), os.path.basename(where))
-    )
+    place, name = to_file.file_at(path)
+    where, blob = f"{place.url}/{name}", local_path(place) is None
     files = ItemFiles(place, {})
     try:
         if not blob and not os.path.isfile(where):
@@ -288,8 +282,7 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        where = os.fspath(checkpoint_id)
-        return to_file.file_exists(where) if to_file.is_blob_url(where) else os.path.isfile(where)
+        return to_file.file_exists(*to_file.file_at(checkpoint_id))
 
 
 _Target = tuple[protocol.ReadItem, torch.Tensor, Box]
