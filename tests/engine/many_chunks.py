@@ -9,6 +9,7 @@ import torch
 import shardkeep as sk
 from shardkeep.format.boxes import segment_starts
 from shardkeep.format.index import Chunks
+from shardkeep.format.index_parts import parts_of
 from shardkeep.layouts import native
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.wrapper import ReaderWrapper, StoreWrapper
@@ -43,6 +44,7 @@ def publish(store, index, record):
     native.publish(
         store,
         index,
+        parts_of(index),
         save_id=native.new_save_id(),
         files=record.files,
         tensor_bytes=record.totals.tensor_bytes,

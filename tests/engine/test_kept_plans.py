@@ -3,6 +3,7 @@
 import logging
 import os
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import shardkeep as sk
 from shardkeep import dcp
 from shardkeep.dist.world import World
+from shardkeep.engine.save_session import KeptPlans, kept_plans
 from shardkeep.testing.thread_ranks import run_thread_ranks
 
 TENSORS = 300
@@ -96,6 +98,19 @@ def test_manifests_and_plans_are_sent_once(tmp_path):
     sk.finish_saves()
     assert saves(tmp_path / "later", [lambda rank: state_of(rank, 3)])[0] > MESSAGES_NBYTES
     check(tmp_path / "later/0", 3)
+
+
+def test_large_plans_are_kept_as_far_as_there_is_room():
+    """A plan takes 12 bytes for each chunk, so that 16 million fit; the oldest of several goes, and a larger one is not kept."""
+    store = sk.MemoryStore()
+    run_thread_ranks(RANKS, lambda world: sk.save(state_of(world.rank, 0), store, group=world))
+    [plan] = kept_plans()._plans.values()
+    assert plan.nbytes <= 12 * (RANKS * TENSORS + 1)
+
+    plans = KeptPlans()
+    chunks = [16_384_000, 1000, 7_000_000, 30_000_000]
+    names = [plans.keep_plan(SimpleNamespace(nbytes=12 * each)) for each in chunks]
+    assert [name != b"" and plans.plan(name) is not None for name in names] == [False, True, True, False]
 
 
 def test_what_ranks_have_in_common_is_sent_once(tmp_path):

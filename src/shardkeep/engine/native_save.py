@@ -35,6 +35,7 @@ from shardkeep.format.boxes import Box, Boxes, IntArray, ints, pack, relative, s
 from shardkeep.format.data_file import HeaderEntry, block_nbytes_for, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, strings_of
+from shardkeep.format.index_parts import IndexParts, parts_of
 from shardkeep.format.record import RECORD_NAME, Record, Recorded, checked_meta, checked_step
 from shardkeep.format.values import decode_tree, encode_tree, encode_value
 from shardkeep.layouts import native, orphans
@@ -60,6 +61,8 @@ class PlannedSave:
     files: list[save_plan.DataFilePlan]
     index: Index
     """With values and the tree of this save."""
+    parts: IndexParts
+    """Of the index, which are the same for all saves by this plan."""
     world_size: int
     tensor_nbytes: int
     sidecar: bool
@@ -67,6 +70,11 @@ class PlannedSave:
     codecs: CodecPlan
     replaces: Version | None
     """The version of the commit record that this save replaces."""
+
+    @property
+    def nbytes(self) -> int:
+        """What this takes in memory for each chunk."""
+        return sum(column.nbytes for column in (*self.index.chunks.columns(), *self.parts.values()))
 
 
 def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
@@ -121,9 +129,11 @@ class Coordinator:
         save_plan.check_no_tensors((key for key, _ in values), plan.keys, manifests)
         recorded = [chain.recorded for chain in codecs.chains]
         sidecar = is_sequential(self.store)
+        index = index_of(plan, values, tree)
         planned = PlannedSave(
             files=plan.files,
-            index=index_of(plan, values, tree),
+            index=index,
+            parts=parts_of(index) if codecs.of_index is None else {},
             world_size=len(manifests),
             tensor_nbytes=int(plan.pieces.nbytes.sum()),
             sidecar=sidecar,
@@ -133,7 +143,7 @@ class Coordinator:
         )
         self._claim(planned)
         by_rank = split_by_rank(plan, len(manifests), chains=recorded, sidecar=sidecar)
-        can_be_kept = not codecs.chains and plan.sampled is not None and len(plan.pieces) <= save_plan.MOST_KEPT_ROWS
+        can_be_kept = not codecs.chains and plan.sampled is not None
         return planned, [save_plan.encode(each) for each in by_rank], planned if can_be_kept else None
 
     def plan_again(self, kept: PlannedSave, values: list[bytes], samples: list[bytes]) -> PlannedSave | None:
@@ -182,6 +192,7 @@ class Coordinator:
         record = native.publish(
             self.store,
             planned.index,
+            planned.parts,
             save_id=self.save_id,
             files=[entry for each in written for entry in each.files],
             tensor_bytes=planned.tensor_nbytes,

@@ -122,7 +122,7 @@ class SaveLayout(Protocol):
     def save_id(self) -> str:
         """Names this save; all ranks use that of rank 0."""
 
-    def plan(self, manifests: list[RankManifest]) -> tuple[Any, list[bytes], Any]:
+    def plan(self, manifests: list[RankManifest]) -> tuple[Any, list[bytes], KeptPlan | None]:
         """
         Check the place, and plan the files of all ranks. Return the plan, what is sent of it to each rank, and what is kept of it
         for later saves of the same manifests; None if it is not theirs.
@@ -200,6 +200,13 @@ _SHORT_NBYTES = 2048
 """A common part of this length is sent by each rank, because asking for it would take longer."""
 
 
+class KeptPlan(Protocol):
+    """A layout's plan that serves later saves."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class RankPlan(NamedTuple):
     """After `plan`: what this rank writes, and the plan of all ranks on rank 0."""
 
@@ -218,25 +225,30 @@ class KeptPlans:
 
     _MOST_ANSWERS = 8
     _MOST_PLANS = 3
-    """Of all ranks: each may take a hundred megabytes of rank 0's memory."""
+    _MOST_PLANS_NBYTES = 256 << 20
+    """Of rank 0's memory: a chunk takes 12 bytes in the native layout, and about 100 in torch's."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, tuple[bytes, bytes]] = {}
-        self._plans: dict[bytes, Any] = {}
+        self._plans: dict[bytes, KeptPlan] = {}
 
     def answer(self, key: bytes) -> tuple[bytes, bytes]:
         """Return the name of a plan and rank 0's answer; an empty name if none is kept for this key."""
         return self._answers.get(key, (b"", b""))
 
-    def plan(self, plan_id: bytes) -> Any | None:
+    def plan(self, plan_id: bytes) -> KeptPlan | None:
         return self._plans.get(plan_id)
 
     def keep_answer(self, key: bytes, plan_id: bytes, answer: bytes) -> None:
         _keep(self._answers, key, (plan_id, answer), self._MOST_ANSWERS)
 
-    def keep_plan(self, plan: Any) -> bytes:
-        """Keep a plan, and return its name."""
+    def keep_plan(self, plan: KeptPlan) -> bytes:
+        """Keep a plan in the place of the oldest ones, and return its name; none if it is too large."""
+        if plan.nbytes > self._MOST_PLANS_NBYTES:
+            return b""
         _keep(self._plans, plan_id := secrets.token_bytes(12), plan, self._MOST_PLANS)
+        while sum(each.nbytes for each in self._plans.values()) > self._MOST_PLANS_NBYTES:
+            self._plans.pop(next(iter(self._plans)))
         return plan_id
 
     def clear(self) -> None:

@@ -190,18 +190,20 @@ def encode_index(index: Index, *, parts: Mapping[str, npt.NDArray[np.uint8]] = M
         **vars(index.chunks),
     }
     table: Table = []
-    body = bytearray()
+    body: list[Any] = []
+    at = 0
     for name, column in sections.items():
         is_narrow = column.dtype.itemsize == 1 or column.size == 0
         number_type = None if is_narrow else np.min_scalar_type(int(column.max())).newbyteorder("<")
         narrow = np.ascontiguousarray(column, dtype=number_type)
-        raw = narrow.tobytes()
-        table.append((name, narrow.dtype.str, narrow.shape, len(body), digest(raw)))
-        body += raw
-        body += bytes(-len(body) % _ALIGN)
+        raw = narrow.reshape(-1).view(np.uint8)
+        table.append((name, narrow.dtype.str, narrow.shape, at, digest(raw)))
+        padding = bytes(-raw.nbytes % _ALIGN)
+        body += (raw, padding)
+        at += raw.nbytes + len(padding)
     header = msgspec.msgpack.encode(table)
     start = len(MAGIC) + 4 + len(header)
-    return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), body))
+    return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-start % _ALIGN), *body))
 
 
 PlacedChunk = tuple[Box, int, int]

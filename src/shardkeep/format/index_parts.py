@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 
 Columns = dict[str, npt.NDArray[Any]]
+IndexParts = Mapping[str, npt.NDArray[np.uint8]]
+"""The sections of an index that can be read in parts; none in a small one, nor in one that is encoded as a whole."""
 _OF_TENSORS = ("keys", "key_ends", "dtype", "ndim", "shape", "origin", "alias", "chunk_ends")
 _DIRECTORY = (*_OF_TENSORS, "ends", "digests", "low", "high")
 """The last four have a row for each part."""
@@ -96,8 +98,7 @@ def _unpack(data: memoryview, names: Sequence[str], most_nbytes: int) -> Columns
     return columns
 
 
-def parts_of(index: Index, *, least_nbytes: int = _LEAST_NBYTES) -> dict[str, npt.NDArray[np.uint8]]:
-    """Return the sections of an index that can be read in parts; none for a small one."""
+def parts_of(index: Index, *, least_nbytes: int = _LEAST_NBYTES) -> IndexParts:
     rows, tensors = len(index.chunks), index.tensors
     if (len(tensors) + rows) * 12 + len(index.keys.data) < least_nbytes:
         return {}

@@ -33,7 +33,7 @@ from shardkeep.format.boxes import Box
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.format.index import Index, decode_index, encode_index
-from shardkeep.format.index_parts import PartialIndex, head_nbytes, parts_of
+from shardkeep.format.index_parts import IndexParts, PartialIndex, head_nbytes
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, Totals
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.storage import base
@@ -249,6 +249,7 @@ def _most_index_nbytes(stored_nbytes: int | None) -> int:
 def publish(
     store: base.Store,
     index: Index,
+    parts: IndexParts,
     *,
     save_id: str,
     files: list[FileEntry],
@@ -261,13 +262,13 @@ def publish(
     index_chain: int | None = None,
 ) -> Record:
     """
-    Write the index, then the commit record. The checkpoint exists when this returns, and not before.
+    Write the index with its parts, then the commit record. The checkpoint exists when this returns, and not before.
 
     `over` is the version of the record to replace; without it, there must be none. `index_chain` is the number of the
     chain that the index goes through: one with a secret, if any chain has one.
     """
     chain = None if index_chain is None else chains[index_chain]
-    data = encode_index(index, parts=parts_of(index) if chain is None else {})
+    data = encode_index(index, parts=parts)
     head = head_nbytes(data)
     _check_size("index", data, MAX_INDEX_NBYTES)
     name = index_name(save_id, coded=chain is not None)

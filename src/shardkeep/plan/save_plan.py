@@ -171,8 +171,6 @@ class RankWritePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 MAX_ELEMENTS = 2.0**58
 """Of a tensor, with an axis of size 0 counted as 1: the index holds no more (`format.index`)."""
-MOST_KEPT_ROWS = 1 << 20
-"""A plan of more chunks is not kept from save to save: it would take too much of rank 0's memory."""
 MOST_GROUPS = 8
 """A state with more top-level containers than this goes to one file for each rank."""
 

@@ -41,7 +41,6 @@ from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metada
 from shardkeep.options import decodable
 from shardkeep.plan.save_plan import (
     BUFFER,
-    MOST_KEPT_ROWS,
     PlannedChunks,
     RankManifest,
     SampledReplicas,
@@ -117,6 +116,10 @@ class _Planned:
     states: list[_SentState]
     to_lowest: bool
     sampled: SampledReplicas | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.pieces.columns())
 
 
 @dataclass
@@ -269,8 +272,7 @@ class DefaultSave:
             answers.append(pack(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)])))
         _check_items(keys, items)
         planned = _Planned(keys, tensors, pieces, entries, items, states, self._to_lowest, plan.sampled)
-        can_be_kept = plan.sampled is not None and len(pieces) <= MOST_KEPT_ROWS
-        return planned, answers, planned if can_be_kept else None
+        return planned, answers, None if plan.sampled is None else planned
 
     def plan_again(self, kept: _Planned, values: list[bytes], samples: list[bytes]) -> _Planned | None:
         """Return the plan for a state with the same tensors and names; None if it does not fit."""
