@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -61,7 +62,9 @@ def requests_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], f
     for rank in range(ranks):
         offsets = base.boxes.offsets.copy()
         offsets[:, 0] = 4 * (rank // replicas)
-        request = PlanRequest(digest, first.values, b"", own=(pack(offsets), b""), common=b"" if rank else common)
+        request = PlanRequest(
+            digest, first.values, b"", own=(zlib.compress(pack(offsets), 1), b""), common=b"" if rank else common
+        )
         requests.append(encode(request))
     return requests, best
 

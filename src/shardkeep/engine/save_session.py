@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -172,13 +173,17 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     common: bytes = b""
     """What ranks may have in common (`common_part`). If it is long, only one of them sends it, when rank 0 asks for it."""
     own: tuple[bytes, bytes] | None = None
-    """Its boxes, and their digests if there are any."""
+    """Its boxes, compressed, and their digests if there are any."""
 
     def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
         """Return the manifest, of a request that has boxes, given the common parts by digest."""
-        offsets, digests = self.own or (b"", b"")
+        offsets, digests = self.own or (zlib.compress(b""), b"")
         return msgspec.structs.replace(
-            common[self.digest], row_offsets=offsets, row_digest=digests, values=self.values, samples=self.samples
+            common[self.digest],
+            row_offsets=zlib.decompress(offsets),
+            row_digest=digests,
+            values=self.values,
+            samples=self.samples,
         )
 
 
@@ -190,12 +195,14 @@ class PlanAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     plan_id: bytes = b""
     """The name under which the plan is kept; empty if it is not."""
     body: bytes | None = None
-    """The layout's answer; None if the kept one counts."""
+    """The layout's answer, compressed; None if the kept one counts."""
     incomplete: bool = False
     """Rank 0 needs the boxes of all ranks, and the common parts of these."""
     common_of: list[int] = []
 
 
+_QUICKLY = 1
+"""The level of compression. Offsets of shards of the same tensors repeat, and all ranks' go through one store."""
 _SHORT_NBYTES = 2048
 """A common part of this length is sent by each rank, because asking for it would take longer."""
 
@@ -337,7 +344,8 @@ class SaveSession:
             nonlocal began_s, key, kept_answer, full
             described = describe()
             manifest, common = described.manifest, common_part(described.manifest)
-            own, key = (manifest.row_offsets, manifest.row_digest), self._key(manifest, common)
+            own = zlib.compress(manifest.row_offsets, _QUICKLY), manifest.row_digest
+            key = self._key(manifest, common)
             plan_id, kept_answer = kept_plans().answer(key)
             digest = xxhash.xxh3_128_digest(common)
             full = PlanRequest(digest, manifest.values, described.samples(), plan_id, common, own)
@@ -362,7 +370,8 @@ class SaveSession:
             planned, bodies, kept = self.layout.plan([each.manifest(decoded) for each in requests])
             on_rank_0.append(planned)
             plan_id = b"" if kept is None else kept_plans().keep_plan(kept)
-            return [encode(PlanAnswer(self.layout.save_id, plan_id, body)) for body in bodies]
+            packed = {body: zlib.compress(body, _QUICKLY) for body in dict.fromkeys(bodies)}
+            return [encode(PlanAnswer(self.layout.save_id, plan_id, packed[body])) for body in bodies]
 
         work, decide = self._logged(describing, "local_step"), self._logged(decide, "global_step")
         answer = msgspec.msgpack.decode(ranks.agree("plan", work, decide), type=PlanAnswer)
@@ -373,9 +382,10 @@ class SaveSession:
         self.phases.add("plan", began_s, self.phases.mark_meeting())
         if answer.body is None:
             return RankPlan(kept_answer, answer.save_id, on_rank_0)
+        body = zlib.decompress(answer.body)
         if answer.plan_id:
-            kept_plans().keep_answer(key, answer.plan_id, answer.body)
-        return RankPlan(answer.body, answer.save_id, on_rank_0)
+            kept_plans().keep_answer(key, answer.plan_id, body)
+        return RankPlan(body, answer.save_id, on_rank_0)
 
     def _plan_again(self, requests: list[PlanRequest]) -> Any | None:
         """Return the kept plan for what has changed; None if not all ranks ask for one that rank 0 has, or if it does not fit."""
