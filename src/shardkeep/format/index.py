@@ -196,7 +196,7 @@ def encode_index(index: Index, *, parts: Mapping[str, npt.NDArray[np.uint8]] = M
         is_narrow = column.dtype.itemsize == 1 or column.size == 0
         number_type = None if is_narrow else np.min_scalar_type(int(column.max())).newbyteorder("<")
         narrow = np.ascontiguousarray(column, dtype=number_type)
-        raw = narrow.reshape(-1).view(np.uint8)
+        raw = narrow.reshape(-1).view(np.uint8).data
         table.append((name, narrow.dtype.str, narrow.shape, at, digest(raw)))
         padding = bytes(-raw.nbytes % _ALIGN)
         body += (raw, padding)
