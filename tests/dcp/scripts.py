@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 
 from tests.dcp.sides import quietly
 from tests.engine.samples import all_dtypes, random_tensor, raw_view
-from tests.protocol.samples import Counter, clear_torchs_plans, on_few_ranks
+from tests.protocol.samples import Counter, blank, clear_torchs_plans, on_few_ranks
 from tests.toolkit.samples import grid, in_chunks, mesh_of, numbered, seen, sharded_tensor, spread_out
 from tests.training.samples import Net, adamw, train
 from tests.training.wrappers import WRAPPERS
@@ -129,28 +129,6 @@ def seen_all(value: Any) -> Any:
     return seen(value)
 
 
-def zeroed(value: Any) -> Any:
-    """The same state with nothing in it, in memory of its own."""
-    if isinstance(value, Counter):
-        return Counter()
-    if isinstance(value, dict):
-        return {key: zeroed(each) for key, each in value.items()}
-    if isinstance(value, list) and any(isinstance(each, (dict, torch.Tensor)) for each in value):
-        return [zeroed(each) for each in value]
-    if isinstance(value, DTensor):
-        local = torch.zeros_like(value._local_tensor)
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
-    if hasattr(value, "local_shards"):
-        for shard in value.local_shards():
-            shard.tensor.zero_()
-        return value
-    if isinstance(value, torch.Tensor):
-        return _blank(value)
-    return "blank"
-
-
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(tensor.detach())
     raw_view(made).zero_() if made.numel() else None
@@ -187,7 +165,7 @@ def nested_values(writes: Any, reads: Any, folder: str) -> Any:
         "dotted.key": numbered(1),
         "": numbered(1),
     }
-    return round_trip(writes, reads, folder, state, zeroed(state))
+    return round_trip(writes, reads, folder, state, blank(state))
 
 
 @plain_script
@@ -368,7 +346,7 @@ def one_mesh_dimension(writes: Any, reads: Any, folder: str) -> Any:
         "some ranks": on_few_ranks(numbered(12, 2)),
         "last axis": spread_out(numbered(2, 3, 5), line, Cut(2)),
     }
-    return round_trip(writes, reads, folder, state, zeroed(state))
+    return round_trip(writes, reads, folder, state, blank(state))
 
 
 @script
@@ -382,7 +360,7 @@ def two_mesh_dimensions(writes: Any, reads: Any, folder: str) -> Any:
         "swapped": spread_out(numbered(5, 5), square, Cut(1), Cut(0)),
         "replicated": spread_out(numbered(3), square, Replicate(), Replicate()),
     }
-    return round_trip(writes, reads, folder, state, zeroed(state))
+    return round_trip(writes, reads, folder, state, blank(state))
 
 
 @script
@@ -514,7 +492,7 @@ def _some() -> dict[str, Any]:
 @script
 def a_file_for_each_item(writes: Any, reads: Any, folder: str) -> Any:
     state = _some()
-    found = round_trip(writes, reads, folder, state, zeroed(state), writer={"single_file_per_rank": False})
+    found = round_trip(writes, reads, folder, state, blank(state), writer={"single_file_per_rank": False})
     dist.barrier()
     return found, len([name for name in os.listdir(folder) if name.endswith(".distcp")])
 
@@ -524,8 +502,8 @@ def several_threads(writes: Any, reads: Any, folder: str) -> Any:
     """Fewer than items, and more."""
     state, few = _some(), {"w": numbered(3)}
     return (
-        round_trip(writes, reads, folder, state, zeroed(state), writer={"thread_count": 3, "sync_files": False}),
-        round_trip(writes, reads, f"{folder}-2", few, zeroed(few), writer={"thread_count": 9}),
+        round_trip(writes, reads, folder, state, blank(state), writer={"thread_count": 3, "sync_files": False}),
+        round_trip(writes, reads, f"{folder}-2", few, blank(few), writer={"thread_count": 9}),
     )
 
 
@@ -537,7 +515,7 @@ def nothing_at_all(writes: Any, reads: Any, folder: str) -> Any:
 @script
 def lowest_rank_saves(writes: Any, reads: Any, folder: str) -> Any:
     state = _some()
-    found = round_trip(writes, reads, folder, state, zeroed(state), save_planner={"dedup_save_to_lowest_rank": True})
+    found = round_trip(writes, reads, folder, state, blank(state), save_planner={"dedup_save_to_lowest_rank": True})
     places = reads.FileSystemReader(folder).read_metadata().storage_data
     return found, sorted((index.fqn, place.relative_path) for index, place in places.items() if index.fqn != "d")
 
@@ -546,7 +524,7 @@ def lowest_rank_saves(writes: Any, reads: Any, folder: str) -> Any:
 def own_keys(writes: Any, reads: Any, folder: str) -> Any:
     rank = dist.get_rank()
     state = {"all": numbered(2), "mine": {str(rank): numbered(3) + rank, f"o{rank}": [rank]}}
-    return round_trip(writes, reads, folder, state, zeroed(state))
+    return round_trip(writes, reads, folder, state, blank(state))
 
 
 @script
@@ -556,7 +534,7 @@ def plans_kept(writes: Any, reads: Any, folder: str) -> Any:
     for step in range(3):
         state = {"d": spread_out(numbered(9, 4) + step, mesh_of(dist.get_world_size()), Cut(0)), "step": step}
         quietly(writes.save, state, checkpoint_id=f"{folder}-{step}", planner=planner)
-        into = zeroed(state)
+        into = blank(state)
         quietly(reads.load, into, checkpoint_id=f"{folder}-{step}")
         found.append(seen_all(into))
     clear_torchs_plans()
@@ -602,14 +580,14 @@ def each_alone(writes: Any, reads: Any, folder: str) -> Any:
     rank = dist.get_rank()
     state = {"w": numbered(3) + rank, "rank": rank}
     alone = {"no_dist": True}
-    return round_trip(writes, reads, f"{folder}-{rank}", state, zeroed(state), save=alone, load=alone)
+    return round_trip(writes, reads, f"{folder}-{rank}", state, blank(state), save=alone, load=alone)
 
 
 @script
 def without_collectives(writes: Any, reads: Any, folder: str) -> Any:
     rank = dist.get_rank()
     state = {"w": numbered(3) + rank, "rank": rank}
-    found = round_trip(writes, reads, folder, state, zeroed(state), save={"use_collectives": False})
+    found = round_trip(writes, reads, folder, state, blank(state), save={"use_collectives": False})
     dist.barrier()
     return found, sorted(name for name in os.listdir(folder) if not name.endswith(".sums"))
 
@@ -619,7 +597,7 @@ def over_an_older_one(writes: Any, reads: Any, folder: str) -> Any:
     first = {"w": numbered(4), "gone": 1}
     quietly(reads.save, first, checkpoint_id=folder)
     state = {"w": numbered(5) + 1, "new": 2}
-    found = round_trip(writes, reads, folder, state, zeroed(state))
+    found = round_trip(writes, reads, folder, state, blank(state))
     return found, seen_all(quietly(reads.state_dict_loader._load_state_dict_from_keys, checkpoint_id=folder))
 
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as torchs
 
 from shardkeep.dcp import logger as our_logger
 from shardkeep.dcp import logging_handlers, state_dict_loader, state_dict_saver
-from shardkeep.dcp._impl.driver import _dcp_logger, _dcp_method_logger, _init_logger
+from shardkeep.dcp._impl.driver import _dcp_logger, _init_logger
 from shardkeep.dcp.api import CheckpointException
 
 
@@ -117,20 +117,6 @@ def test_the_logger_is_torchs():
     assert our_logger.logger is their_logger.logger
     assert logging_handlers.DCP_LOGGER_NAME == their_handlers.DCP_LOGGER_NAME == "dcp_logger"
     assert not _dcp_logger.propagate
-
-
-def test_a_decorated_function_keeps_its_face():
-    """Name, words and arguments are those of the function."""
-
-    @_dcp_method_logger(checkpoint_id="here")
-    def add(a, b=2):
-        """Add."""
-        return a + b
-
-    with listening() as heard:
-        assert add(1) == 3
-    assert (add.__name__, add.__doc__) == ("add", "Add.")
-    assert [each["checkpoint_id"] for each in heard.messages] == ["here"] * 2
 
 
 def test_processes_that_only_save_print_their_rank():

@@ -387,52 +387,40 @@ def xor_and_tail(name: str) -> Any:
                 self.raw.write(self.last)
             super().close()
 
+    def extension(name: str, first: Any, last: bytes, back: Any) -> Any:
+        class Transform(kinds.StreamTransformExtension):  # type: ignore[misc,name-defined]
+            @staticmethod
+            def registry_name() -> str:
+                return f"stream.{name}"
+
+            @staticmethod
+            def from_descriptor(version: str) -> Any:
+                return Transform()
+
+            def get_descriptor(self) -> str:
+                return f"stream.{name}/1"
+
+            def transform_to(self, output: Any) -> Any:
+                return Stream(output, first, last)
+
+            def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name
+                return io.BytesIO(back(input.read()))
+
+        return Transform
+
     def xor(data: bytes) -> bytes:
         return bytes(each ^ 0x5A for each in data)
 
-    class Xor(kinds.StreamTransformExtension):  # type: ignore[misc,name-defined]
-        @staticmethod
-        def registry_name() -> str:
-            return "stream.xor"
+    def without_end(data: bytes) -> bytes:
+        if not data.endswith(b"the end"):
+            raise ValueError("no end")
+        return data.removesuffix(b"the end")
 
-        @staticmethod
-        def from_descriptor(version: str) -> Any:
-            return Xor()
-
-        def get_descriptor(self) -> str:
-            return "stream.xor/1"
-
-        def transform_to(self, output: Any) -> Any:
-            return Stream(output, xor, b"")
-
-        def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name
-            return io.BytesIO(xor(input.read()))
-
-    class Tail(Xor):
-        @staticmethod
-        def registry_name() -> str:
-            return "stream.tail"
-
-        @staticmethod
-        def from_descriptor(version: str) -> Any:
-            return Tail()
-
-        def get_descriptor(self) -> str:
-            return "stream.tail/1"
-
-        def transform_to(self, output: Any) -> Any:
-            return Stream(output, bytes, b"the end")
-
-        def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name
-            data = input.read()
-            if not data.endswith(b"the end"):
-                raise ValueError("no end")
-            return io.BytesIO(data.removesuffix(b"the end"))
-
+    both = extension("xor", xor, b"", xor), extension("tail", bytes, b"the end", without_end)
     registry = kinds.ExtensionRegistry()
-    registry.register(Xor)
-    registry.register(Tail)
-    return [Xor(), Tail()], registry
+    for each in both:
+        registry.register(each)
+    return [each() for each in both], registry
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -57,16 +57,3 @@ def test_an_index_that_is_wrong(tmp_path, caplog):
     error = failure_of(loaded, tmp_path / "m", ["layer.9.x"])
     assert "layer.9.x" in str(error)
     assert "'layer.9.x' in" in caplog.text
-
-
-def test_files_of_two_saves_are_told(tmp_path):
-    """Two files that the index names and that are of different saves are an error when both are needed."""
-    mapping = {"layer.0.a": 1, "layer.1.a": 2}
-    state = {key: torch.full((3, 2), float(n - 1)) for key, n in mapping.items()}
-    for name in ("x", "y"):
-        writer = dcp.HuggingFaceStorageWriter(str(tmp_path / name), fqn_to_index_mapping=mapping)
-        quietly(dcp.save, state, storage_writer=writer, no_dist=True)
-    second = "model-00002-of-00002.safetensors"
-    (tmp_path / "x" / second).write_bytes((tmp_path / "y" / second).read_bytes())
-    error = failure_of(loaded, tmp_path / "x", list(mapping))
-    assert "different saves" in str(error)

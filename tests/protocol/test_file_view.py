@@ -94,14 +94,6 @@ def test_a_shard_is_found_by_its_offset(rank_pool):
     assert rank_pool.run(1, find_shards) == [[True] * 6]
 
 
-def test_small_functions():
-    """Shapes are added and subtracted axis by axis, and devices are written as placements have them."""
-    assert utils._element_wise_add((1, 2), [3, 4]) == [4, 6]
-    assert utils._element_wise_sub((1, 2), [3, 4]) == [-2, -2]
-    assert utils._normalize_device_info("cpu", 3) == "cpu"
-    assert utils._normalize_device_info("cuda", 3) == "cuda:3"
-
-
 def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
     """Nothing is printed by default; with the switch on, where the time went."""
 
