@@ -85,7 +85,7 @@ def iterate_state_dict(
         if companion is not None:
             check_leaf(made, companion, path)
             with torch.no_grad():
-                for source, target in zip(_local_tensors(made), _local_tensors(companion), strict=True):
+                for source, target in zip(local_tensors(made), local_tensors(companion), strict=True):
                     copy_bits(target, source, non_blocking=non_blocking)
             return companion
         return made.to(torch.device("cpu")) if cpu_offload else made
@@ -148,11 +148,11 @@ def copy_state_dict(
     )
     if not non_blocking:
         leaves = [leaf for tree in (state_dict, copy_state_dict) for _, leaf in leaves_of(tree, _opens)]
-        synchronize_devices(each for leaf in leaves if isinstance(leaf, torch.Tensor) for each in _local_tensors(leaf))
+        synchronize_devices(each for leaf in leaves if isinstance(leaf, torch.Tensor) for each in local_tensors(leaf))
     return copied
 
 
-def _local_tensors(value: Any) -> list[torch.Tensor]:
+def local_tensors(value: Any) -> list[torch.Tensor]:
     """Return the memory of a tensor of any kind on this rank."""
     if is_sharded_tensor(value):
         return [wait_tensor(shard.tensor) for shard in value.local_shards()]
@@ -270,7 +270,7 @@ def check_leaf(value: Any, companion: Any, path: TreePath) -> None:
     if ours != theirs or (is_dtensor(value) and not same_layout(value, companion)):
         mesh = " over another mesh" if ours == theirs else ""
         _refuse_companion(path, f"is {ours}, its companion {theirs}{mesh}")
-    for tensor in _local_tensors(companion):
+    for tensor in local_tensors(companion):
         if tensor.is_meta:
             _refuse_companion(path, "has a companion on the meta device, which holds no values")
         if tensor.layout is torch.strided and overlaps_itself(tensor):

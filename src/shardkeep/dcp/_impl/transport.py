@@ -35,7 +35,8 @@ from torch.utils import _pytree as pytree
 from shardkeep.display import format_seconds
 from shardkeep.engine.stagers import AsyncStager, StateDictStager, dtensor_over
 from shardkeep.errors import BrokenProtocol, CheckpointError, RanksDisagree, RanksSilent, StorageError, UnsupportedLeaf
-from shardkeep.state.leaves import copy_bits, is_dtensor, is_sharded_tensor, wait_tensor
+from shardkeep.state.leaves import copy_bits, is_dtensor, is_sharded_tensor
+from shardkeep.state.offload import local_tensors
 from shardkeep.storage.local import sync_directory
 
 if TYPE_CHECKING:
@@ -109,17 +110,11 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
 def _describe(name: str, leaf: Any) -> tuple[object, list[torch.Tensor]]:
     if not isinstance(leaf, torch.Tensor):
         return leaf, []
-    leaf = wait_tensor(leaf)
-    if is_dtensor(leaf):
-        data, meta = _prepare_tensor(leaf._local_tensor, name)
-        return _DTensorMeta(meta, leaf._spec), [data]
+    prepared = [_prepare_tensor(part, name) for part in local_tensors(leaf)]
+    parts, metas = [part for part, _ in prepared], [meta for _, meta in prepared]
     if is_sharded_tensor(leaf):
-        shards = leaf.local_shards()
-        pairs = [_prepare_tensor(shard.tensor, name) for shard in shards]
-        described = _ShardedTensorMeta([meta for _, meta in pairs], [s.metadata for s in shards], leaf.metadata())
-        return described, [data for data, _ in pairs]
-    data, meta = _prepare_tensor(leaf, name)
-    return meta, [data]
+        return _ShardedTensorMeta(metas, [shard.metadata for shard in leaf.local_shards()], leaf.metadata()), parts
+    return (_DTensorMeta(metas[0], leaf._spec) if is_dtensor(leaf) else metas[0]), parts
 
 
 def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch.Tensor, _TensorMeta]:
@@ -322,17 +317,15 @@ class PGTransport:
 def _memory_for(path: pytree.KeyPath, leaf: object, target: Any) -> list[torch.Tensor | None]:
     """Return the tensors that a leaf is received into; None for those to be allocated."""
     metas = tensors_of(leaf)
-    if isinstance(leaf, _ShardedTensorMeta):
-        boxes = [(list(each.shard_offsets), list(each.shard_sizes)) for each in leaf.local_shards_shard_metadata]
-        shards = target.local_shards() if isinstance(target, ShardedTensor) else []
-        if boxes != [(list(s.metadata.shard_offsets), list(s.metadata.shard_sizes)) for s in shards]:
-            return [None] * len(metas)
-        return [_fitting(path, meta, shard.tensor) for meta, shard in zip(metas, shards, strict=True)]
-    if isinstance(target, DTensor):
-        target = target._local_tensor
-    if not isinstance(target, torch.Tensor) or isinstance(target, ShardedTensor):
+    here = [shard.metadata for shard in target.local_shards()] if isinstance(target, ShardedTensor) else None
+    there = leaf.local_shards_shard_metadata if isinstance(leaf, _ShardedTensorMeta) else None
+    if not metas or not isinstance(target, torch.Tensor) or _boxes(here) != _boxes(there):
         return [None] * len(metas)
-    return [_fitting(path, meta, target) for meta in metas]
+    return [_fitting(path, meta, each) for meta, each in zip(metas, local_tensors(target), strict=True)]
+
+
+def _boxes(shards: list[ShardMetadata] | None) -> list[Any] | None:
+    return shards and [(list(each.shard_offsets), list(each.shard_sizes)) for each in shards]
 
 
 def _fitting(path: pytree.KeyPath, meta: _TensorMeta, target: torch.Tensor) -> torch.Tensor:
