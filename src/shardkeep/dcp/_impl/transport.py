@@ -110,11 +110,12 @@ def _prepare_state_dict(state_dict: object, device: torch.device) -> tuple[_Stat
 def _describe(name: str, leaf: Any) -> tuple[object, list[torch.Tensor]]:
     if not isinstance(leaf, torch.Tensor):
         return leaf, []
-    prepared = [_prepare_tensor(part, name) for part in local_tensors(leaf)]
+    tensor: Any = leaf
+    prepared = [_prepare_tensor(part, name) for part in local_tensors(tensor)]
     parts, metas = [part for part, _ in prepared], [meta for _, meta in prepared]
     if is_sharded_tensor(leaf):
-        return _ShardedTensorMeta(metas, [shard.metadata for shard in leaf.local_shards()], leaf.metadata()), parts
-    return (_DTensorMeta(metas[0], leaf._spec) if is_dtensor(leaf) else metas[0]), parts
+        return _ShardedTensorMeta(metas, [shard.metadata for shard in tensor.local_shards()], tensor.metadata()), parts
+    return (_DTensorMeta(metas[0], tensor._spec) if is_dtensor(leaf) else metas[0]), parts
 
 
 def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch.Tensor, _TensorMeta]:
