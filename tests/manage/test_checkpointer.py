@@ -443,6 +443,20 @@ def test_a_metric_that_no_save_has_deletes_nothing(tmp_path, caplog):
         assert ckpt.all_steps() == [2, 4, 7]
 
 
+def test_a_metric_that_is_always_nan_deletes_nothing(tmp_path):
+    """Nothing can be compared, and no checkpoint is the best."""
+    with checkpointer(tmp_path, every_steps=1, keep_best="loss") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.step(step, state_at(step), metrics={"loss": float("nan")})
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2, 3]
+        with pytest.raises(sk.CheckpointNotFound, match="no checkpoint has a number for 'loss'"):
+            ckpt.restore_best(empty_state())
+        ckpt.step(4, state_at(4), metrics={"loss": 9.0})
+        ckpt.wait()
+        assert ckpt.all_steps() == [4]
+
+
 @pytest.mark.parametrize(
     ("metric", "mode"),
     [("val/loss", "min"), ("evalLoss", "min"), ("test_perplexity", "min"), ("mean_squared_error", "min"),

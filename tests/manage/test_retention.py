@@ -63,8 +63,10 @@ def kept_by(policy, mine, committed):
         return mine.saved_at is None or mine.saved_at > NOW - timedelta(seconds=policy.seconds)
     assert isinstance(policy, KeepBest)
     own = mine.metrics.get(policy.metric)
+    if all(math.isnan(each.metrics.get(policy.metric, math.nan)) for each in committed):
+        return True
     if own is None:
-        return policy.keep_missing or not any(policy.metric in each.metrics for each in committed)
+        return policy.keep_missing
     if math.isnan(own):
         return False
     better = 0

@@ -159,7 +159,7 @@ def unpin(root: Deletes, name: str) -> None:
 
 def map_in_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: str) -> Iterator[R]:
     """Apply `work` to all items, on so many threads; on this one if the interpreter shuts down, and starts no more."""
-    if threads < 2:
+    if len(items) < 2:
         yield from map(work, items)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix=name) as pool:
@@ -226,19 +226,19 @@ class Catalog:
         pins = pinned(self.root)
         yield from sorted(self.read(self.names(), pins), key=lambda entry: entry.step, reverse=True)
 
-    def names(self) -> list[str]:
-        """Return the names of what may be a checkpoint, without reading it."""
+    def names(self) -> dict[str, int | None]:
+        """Return the names of what may be a checkpoint, without reading it, and the steps that the template finds in them."""
         if not self._lists_all:
-            return [name for name in self.root.places() if self.naming.step(name) is not None]
+            return {name: step for name in self.root.places() if (step := self.naming.step(name)) is not None}
         files = (info.name for info in with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
         self._files = {name for name in files if not name.startswith(_PIN_PREFIX)}
-        return [*(name for name in self.root.places() if not name.startswith(".")), *self._files]
+        names = [*(name for name in self.root.places() if not name.startswith(".")), *self._files]
+        return {name: self.naming.step(name) for name in names}
 
-    def read(self, names: Sequence[str], pins: Collection[str] | None = None) -> list[Entry]:
+    def read(self, names: Iterable[str], pins: Collection[str] | None = None) -> list[Entry]:
         """Read the entries of these names, without empty directories; `pins` are names that are pinned, if that is known."""
-        look = partial(self._look, pins=pins)
-        threads = _THREADS if len(names) > 1 else 1
-        return [entry for entry in map_in_threads(look, names, threads, "shardkeep-catalog") if entry is not None]
+        found = map_in_threads(partial(self._look, pins=pins), list(names), _THREADS, "shardkeep-catalog")
+        return [entry for entry in found if entry is not None]
 
     def entries(self) -> list[Entry]:
         """
@@ -400,8 +400,7 @@ class Walk:
         for tier, each in enumerate(catalogs):
             hint = each.hinted()
             now = []
-            for name in each.names():
-                step = each.naming.step(name)
+            for name, step in each.names().items():
                 if step is None or hint is None or step > hint.step:
                     now.append(name)
                 elif step < hint.step:
@@ -484,7 +483,7 @@ class KnownEntries:
         for name in names:
             self._found.pop(name, None)
         # Without records: they name all files, and some roots have thousands of checkpoints of thousands of files.
-        read = self._catalog.read(list(names), self._pins)
+        read = self._catalog.read(names, self._pins)
         self._found |= {entry.name: replace(entry, record=None) for entry in read}
         return newest_first(self._found.values())
 

@@ -462,12 +462,14 @@ class Checkpointer:
 
         def choose(_: int | None) -> list[Entry]:
             found = self._readable_committed()
-            known = {name for entry in found for name in entry.metrics}
-            if found and best.metric not in known:
+            ranked = best.ranked(found)
+            if found and not ranked:
+                known = {name for entry in found for name in entry.metrics}
                 where, have = " and ".join(self._tiers.urls), ", ".join(sorted(known)) or "none"
+                what = "a number for" if best.metric in known else "the metric"
                 hint = f"they have {have}; restore_latest() needs no metric"
-                raise CheckpointNotFound(f"{where}: no checkpoint has the metric {best.metric!r}", hint=hint)
-            return best.ranked(found)
+                raise CheckpointNotFound(f"{where}: no checkpoint has {what} {best.metric!r}", hint=hint)
+            return ranked
 
         return self._restore(state, f"the best checkpoint by {best.metric}", choose, load_options)
 

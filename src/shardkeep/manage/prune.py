@@ -31,12 +31,12 @@ from shardkeep.manage.catalog import LATEST_NAME, Catalog, KnownEntries, is_pinn
 from shardkeep.manage.entry import Entry, newest_first
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.retention import KeepAll, Policy, plan
-from shardkeep.storage.base import REMOVING_NAME, is_commit_marker, is_remote
+from shardkeep.storage.base import REMOVING_NAME, is_commit_marker
 
 log = logging.getLogger("shardkeep")
 
 _DELETES = 8
-"""How many checkpoints are deleted at a time from a store that mostly waits for the network."""
+"""How many checkpoints are deleted at a time: most of that time is spent waiting for the disk or the network."""
 _PLACES = 64
 """How many directories are swept before a save may have its turn."""
 
@@ -213,8 +213,7 @@ class Pruner:
             if not unread:
                 break
             entries = self._known.read_again(unread)
-        threads = _DELETES if is_remote(self._root) and len(to_delete) > 1 else 1
-        done = map_in_threads(self._delete, to_delete, threads, "shardkeep-delete")
+        done = map_in_threads(self._delete, to_delete, _DELETES, "shardkeep-delete")
         deleted |= {entry.name for entry, is_gone in zip(to_delete, done, strict=True) if is_gone}
         return entries
 
@@ -265,12 +264,11 @@ class Pruner:
         self._carefully(name, sweep)
 
     def _carefully(self, name: str, work: Callable[[], None]) -> None:
-        """Work on a directory that is not in use, while the lease is held; report a failure."""
+        """Work on a directory that is not in use; report a failure, and raise nothing but LeaseLost."""
         with self.locks.deleting(name) as free:
             if not free or self._resumed(name):
                 return
             try:
-                self.lease.check()
                 work()
             except LeaseLost:
                 raise
@@ -282,6 +280,7 @@ class Pruner:
         store = self._root.place(entry.name)
         if not entry.save_id or not {save_id_of(info.name) for info in store.list()} - {None, entry.save_id}:
             return
+        self.lease.check()
         found = orphans.survey(store, self.lease.gone)
         # The record is read by name, because a listing may miss it; and after the survey, because what is dead by then and
         # not in the record never will be.
@@ -289,6 +288,7 @@ class Pruner:
 
     def _sweep(self, name: str) -> None:
         """Remove what dead saves left in a directory without a checkpoint; and the directory if it is empty."""
+        self.lease.check()
         store = self._root.place(name)
         found = orphans.survey(store, self.lease.gone)
         # After the survey: a save that had ended by then, and is not committed now, never will be.

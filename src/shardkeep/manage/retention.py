@@ -130,7 +130,8 @@ class KeepBest(Policy):
     """
     Keeps the `k` best by a metric; of equals the newest. NaN is never the best.
 
-    A checkpoint that was saved without the metric cannot be compared, and is kept.
+    A checkpoint that was saved without the metric cannot be compared, and is kept. If no checkpoint has a number for the
+    metric, all are kept.
 
     Args:
         metric: the name of a metric that is passed to `step` or `save`.
@@ -163,15 +164,14 @@ class KeepBest(Policy):
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
         """Return the `k` best, and those that cannot be compared."""
-        missing = {entry.name for entry in entries if self.metric not in entry.metrics}
-        # A metric that no checkpoint has is probably misspelt: nothing may be deleted because of it.
-        kept = missing if self.keep_missing or len(missing) == len(entries) else set()
-        return kept | {entry.name for entry in self.ranked(entries)[: self.k]}
+        best = {entry.name for entry in self.ranked(entries)[: self.k]}
+        if not best:  # the metric is probably misspelt, or its computation broken: nothing may be deleted because of it
+            return {entry.name for entry in entries}
+        return best | {entry.name for entry in entries if self.keep_missing and self.metric not in entry.metrics}
 
     def relies_on(self, entries: Sequence[Entry]) -> set[str]:
-        """Return the `k` best, and one that has the metric, so that it is not misspelt."""
-        named = [entry.name for entry in entries if self.metric in entry.metrics][:1]
-        return {*named, *(entry.name for entry in self.ranked(entries)[: self.k])}
+        """Return the `k` best."""
+        return {entry.name for entry in self.ranked(entries)[: self.k]}
 
 
 def compared_metrics(policy: Policy | None) -> set[str]:
