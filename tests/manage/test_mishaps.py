@@ -198,7 +198,7 @@ def test_deletes_keep_up_with_saves(tmp_path, asynchronous):
 def test_a_pin_holds_while_others_are_deleted(tmp_path):
     """A pin that is set while others are deleted keeps its checkpoint; a pin that comes too late is refused."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
-        train(ckpt, range(1, 6))
+        train(ckpt, range(1, 13))
     begun, pinned = threading.Event(), threading.Event()
 
     def before(where, verb, *args):
@@ -209,21 +209,21 @@ def test_a_pin_holds_while_others_are_deleted(tmp_path):
     root = Hooked(LocalStore(tmp_path), before)
     with checkpointer(root, keep_last=1) as ckpt:
         ckpt.restore_latest(empty_state())
-        ckpt.save(6, state_at(6))
+        ckpt.save(13, state_at(13))
         assert begun.wait(30)
-        ckpt.pin(3)
+        ckpt.pin(12)
         pinned.set()
         ckpt.wait()
-        assert ckpt.all_steps() == [3, 6]
+        assert ckpt.all_steps() == [12, 13]
 
     def too_late(where, verb, *args):
         if verb == "put":
-            LocalStore(tmp_path).remove("step-6")
+            LocalStore(tmp_path).remove("step-13")
 
     late = Hooked(LocalStore(tmp_path), too_late)
     with checkpointer(late) as ckpt, pytest.raises(sk.CheckpointNotFound):
-        ckpt.pin(6)
-    assert not (tmp_path / "pin.step-6").exists()
+        ckpt.pin(13)
+    assert not (tmp_path / "pin.step-13").exists()
 
 
 def leave(root, name, host, save):
