@@ -375,7 +375,7 @@ class Machine(RuleBasedStateMachine):
         order = [(step, self.made[step]) for step in ranked(list(self.made.values()), mode)]
         assert self.job.ckpt.best_step("loss", mode) == (order[0][0] if order else None)
         if self.made and not order:
-            with pytest.raises(sk.CheckpointNotFound, match="no checkpoint has (the metric|a number for) 'loss'"):
+            with pytest.raises(sk.CheckpointNotFound, match=r"no checkpoint has (the metric|a number for) 'loss'"):
                 self.job.ckpt.restore_best(blank(), "loss", mode)
             return
         self.restore(order, lambda state: self.job.ckpt.restore_best(state, "loss", mode))
