@@ -91,7 +91,7 @@ def load(
     load_filter = LoadFilter(include, exclude, rename, cast)
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
         target = NativeTarget(state, load_filter, world, store.url, allow_pickle, strict)
-        session = LoadSession(target, store, world, ranks, phases, options)
+        session = LoadSession(target, store, world, ranks.agree, phases, options)
         matched, bytes_read, received = session.load(session.open())
     summary = msgspec.msgpack.decode(matched.answer, type=LoadSummary)
     report = replace(

@@ -50,7 +50,7 @@ def write_torch_layout(
     team, began_s, commit = how.team, time.time(), Commit(store)
 
     def describe() -> tuple[_Described, list[list[_Item]]]:
-        described, items = _describe(TorchView(source, store.url, tree=chosen.tree), source, how.options)
+        described, items = _describe(TorchView(source, tree=chosen.tree), source, how.options)
         items.sort(key=lambda item: isinstance(item[1], pipeline.TensorPart))  # objects first
         most_nbytes = _FILE_NBYTES
         if not team.world.solo:  # so many files that all ranks have about as much to write
@@ -131,17 +131,16 @@ def _describe(view: TorchView, source: Source, options: Options) -> tuple[_Descr
     """Describe the new checkpoint, and return all items to write."""
     entries: dict[str, PlainEntry | None] = {}
     items: list[_Item] = []
-    for key in view.metadata.state_dict_metadata:  # in the order of the state
+    for key in view.paths:  # in the order of the state
         row = view.rows.get(key)
         if row is None:
-            stored = view.metadata.storage_data[protocol.MetadataIndex(key)]
             entries[key] = None
-            items.append((key, view.saved_object(stored, options).getbuffer()))
+            items.append((key, view.saved_object(key, options).getbuffer()))
         else:
             part = pipeline.TensorPart(key, row, whole(source.index.shape(row)), source.index.dtype(row))
             entries[key] = (part.dtype.name, False, False), part.box.sizes, [(part.box.offsets, part.box.sizes)]
             items.append((key, part))
-    return _Described(entries, view.metadata.planner_data), items
+    return _Described(entries, view.paths), items
 
 
 def _lay_out(file: str, items: Sequence[_Item], places: list[PlainPlace]) -> pipeline.FileParts:

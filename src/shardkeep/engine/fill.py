@@ -24,7 +24,7 @@ from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, divide_budget
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
-from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole, widen
+from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole, widen, within
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.record import Blob, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor
@@ -200,9 +200,7 @@ def _fill_decoded(
 
 
 def _check_box(box: Box, shape: Ints, item: torch_source.Item, file: str) -> None:
-    if len(shape) != len(box.sizes) or any(
-        o + n > full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
-    ):
+    if not within(shape, box):
         raise MalformedFile(
             f"{item.key!r}: {box.sizes} at {box.offsets} was asked of a chunk that is stored as {shape}",
             hint="the metadata do not belong to these files",

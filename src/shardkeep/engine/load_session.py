@@ -47,11 +47,8 @@ class MatchedState(NamedTuple):
     """Rank 0's, after it has compared what all ranks found."""
 
 
-class Ranks(Protocol):
-    """How ranks agree, as `dist.rendezvous.Rendezvous`."""
-
-    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
-        """Run `work` on every rank and `decide` on rank 0, and return what was decided for this rank."""
+Agree = Callable[[str, Callable[[], bytes], Callable[[list[bytes]], list[bytes]]], bytes]
+"""Runs a phase: work on every rank, then a decision on rank 0; returns what was decided for this rank."""
 
 
 class LoadTarget(Protocol):
@@ -107,7 +104,7 @@ class LoadSession:
     target: LoadTarget
     store: Store
     world: World
-    ranks: Ranks
+    agree: Agree
     phases: Phases
     options: Options
     complete: bool = True
@@ -236,7 +233,7 @@ class LoadSession:
             own.append(result)
             return payload
 
-        answer = self.ranks.agree(phase, run, decide)
+        answer = self.agree(phase, run, decide)
         return own[0], answer
 
 

@@ -55,6 +55,7 @@ log = logging.getLogger("shardkeep")
 _NUMBERED_STATE = re.compile(r"(.+)\.state\.\d+\.\w+")
 """Optimizer state under the number of its parameter, as `optimizer.state_dict()` has it."""
 
+_KINDS = (numbers.Number, np.bool_), (str,), (bytes, bytearray), (list, tuple), (AbstractSet,)
 _MOST_LISTED = 50
 
 
@@ -331,15 +332,8 @@ def compare_kinds(key: str, mine: Any, stored: Any) -> list[str]:
     return [f"{key}: {_with_article(mine)} in the state, {_with_article(stored)} in the checkpoint"]
 
 
-def _kind(value: Any) -> str:
-    kinds: dict[str, tuple[type, ...]] = {
-        "number": (numbers.Number, np.bool_),
-        "str": (str,),
-        "bytes": (bytes, bytearray),
-        "sequence": (list, tuple),
-        "set": (AbstractSet,),
-    }
-    return next((kind for kind, types in kinds.items() if isinstance(value, types)), "other")
+def _kind(value: Any) -> tuple[type, ...]:
+    return next((kind for kind in _KINDS if isinstance(value, kind)), ())
 
 
 def _with_article(value: Any) -> str:

@@ -391,12 +391,8 @@ def _bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memor
     expected = digests[first * data_file.DIGEST_NBYTES :][: len(found)]
     if found == expected:
         return []
-    starts = range(0, len(found), data_file.DIGEST_NBYTES)
-    return [
-        first + i
-        for i, at in enumerate(starts)
-        if found[at:][: data_file.DIGEST_NBYTES] != expected[at:][: data_file.DIGEST_NBYTES]
-    ]
+    starts, size = range(0, len(found), data_file.DIGEST_NBYTES), data_file.DIGEST_NBYTES
+    return [first + i for i, at in enumerate(starts) if found[at : at + size] != expected[at : at + size]]
 
 
 def adjacent_blocks(blocks: Iterable[int]) -> list[range]:

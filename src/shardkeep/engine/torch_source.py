@@ -408,19 +408,13 @@ def _comparable(said: _Contents) -> tuple[Any, ...]:
     tensor = np.repeat(np.arange(len(index.keys)), ends - segment_starts(ends))
     columns = [tensor, *chunks.offsets.T, *chunks.sizes.T, chunks.start, said.items.offset, said.items.nbytes]
     order = np.lexsort(columns[::-1])
-    rows = [np.asarray(column, np.int64)[order].tolist() for column in columns]
-    return (
-        *(
-            index.keys.all(),
-            index.value_keys.all(),
-            tensors.dtype.tolist(),
-            tensors.ndim.tolist(),
-            tensors.shape.tolist(),
-        ),
-        *(rows, [said.files[file] for file in chunks.file[order].tolist()]),
-        {key: (place.file, place.offset, place.nbytes) for key, place in said.objects.items()},
-        *(dict(said.paths), {name: tuple(sums) for name, sums in said.sums.items()}, said.save_id),
-    )
+    forms = [column.tolist() for column in (tensors.dtype, tensors.ndim, tensors.shape)]
+    places = [np.asarray(column, np.int64)[order].tolist() for column in columns]
+    files = [said.files[file] for file in chunks.file[order].tolist()]
+    objects = {key: (place.file, place.offset, place.nbytes) for key, place in said.objects.items()}
+    sums = {name: tuple(each) for name, each in said.sums.items()}
+    names = index.keys.all(), index.value_keys.all(), dict(said.paths)
+    return names, forms, places, files, objects, sums, said.save_id
 
 
 def _open(store: ReadableStore, record: Record, said: _Contents, options: Options) -> TorchSource:

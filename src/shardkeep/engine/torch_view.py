@@ -40,65 +40,65 @@ class StoredChunk(NamedTuple):
     offset: int
 
 
-class StoredObject(NamedTuple):
-    """An object that is assembled when it is read, in `Metadata.storage_data`."""
-
-    value: Any
-    """The object, with a `_Leaf` in place of each stored value."""
-
-
 class _Leaf(NamedTuple):
     key: str
     row: int
     is_tensor: bool
+    origin: int = 0
+    """1 for a numpy array, which torch saves as an object."""
 
 
 class TorchView:
-    """An opened checkpoint, of any layout, or the part of it that `tree` names, described as torch's metadata do."""
+    """An opened checkpoint, of any layout, or the part of it that `tree` names, by the names of torch's flattening."""
 
-    def __init__(self, source: Source, path: PathLike, *, tree: Node = None) -> None:
+    def __init__(self, source: Source, *, tree: Node = None) -> None:
         self._source = source
         self.rows: dict[str, int] = {}
-        """The row of each tensor in the index, by the name that torch gives it."""
-        self.metadata = self._describe(path, decode_tree(source.index.tree) if tree is None else tree)
+        """The row of each tensor in the index."""
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        """Of each tensor and object, the keys and positions in the nested state, in its order."""
+        self.objects: dict[str, Any] = {}
+        """The other values, with a `_Leaf` in place of each stored value."""
+        index = source.index
+        leaves = {key: _Leaf(key, row, is_tensor=False) for key, row in index.value_rows.items()}
+        for (key, row), origin in zip(index.tensor_rows.items(), index.tensors.origin.tolist(), strict=True):
+            leaves[key] = _Leaf(key, row, is_tensor=True, origin=origin)
+
+        def visit(path: tuple[str | int, ...], value: Any) -> None:
+            key = ".".join(map(str, path))
+            if key in self.paths:
+                raise MalformedFile(f"two values are called {key!r} by torch's rules", key=key)
+            self.paths[key] = path
+            if _is_tensor(value):
+                self.rows[key] = value.row
+            else:
+                self.objects[key] = value
+
+        nested = unflatten(decode_tree(index.tree) if tree is None else tree, leaves.__getitem__)
+        traverse_state_dict(nested, visit, _is_tensor)
 
     @classmethod
-    def open(cls, store: ReadableStore, path: PathLike) -> TorchView | None:
+    def open(cls, store: ReadableStore) -> TorchView | None:
         """Open a native checkpoint; None if there is no commit record."""
         try:
             store.open(RECORD_NAME).close()
         except FileNotFoundError:
             return None
         record = native.read_record(store)  # type: ignore[arg-type]  # it lists only where there is none
-        return cls(open_native(store, record, Options()), path)
+        return cls(open_native(store, record, Options()))
 
-    def _describe(self, checkpoint_id: PathLike, tree: Node) -> protocol.Metadata:
-        index = self._source.index
-        rows = {key: _Leaf(key, row, is_tensor=True) for key, row in index.tensor_rows.items()}
-        rows.update({key: _Leaf(key, row, is_tensor=False) for key, row in index.value_rows.items()})
+    def describe(self, checkpoint_id: PathLike) -> protocol.Metadata:
+        """Return torch's metadata, with an object for each chunk. The places of objects are None: see `saved_object`."""
         entries: dict[str, Any] = {}
-        paths: dict[str, Any] = {}
         places: dict[protocol.MetadataIndex, Any] = {}
-
-        def visit(path: tuple[str | int, ...], value: Any) -> None:
-            key = ".".join(map(str, path))
-            if key in entries:
-                raise MalformedFile(f"two values are called {key!r} by torch's rules", key=key)
-            paths[key] = path
-            if self._is_tensor(value):
-                entries[key] = self._tensor(key, value.row, places)
-                self.rows[key] = value.row
+        for key in self.paths:
+            if key in self.rows:
+                entries[key] = self._tensor(key, self.rows[key], places)
             else:
                 entries[key] = protocol.BytesStorageMetadata()
-                places[protocol.MetadataIndex(key)] = StoredObject(value)
-
-        traverse_state_dict(unflatten(tree, rows.__getitem__), visit, self._is_tensor)
+                places[protocol.MetadataIndex(key)] = None
         meta = protocol.StorageMeta(checkpoint_id=checkpoint_id, save_id=self._source.record.save_id)
-        return protocol.Metadata(entries, planner_data=paths, storage_data=places, storage_meta=meta)
-
-    def _is_tensor(self, value: Any) -> bool:
-        # Torch saves a numpy array as an object.
-        return isinstance(value, _Leaf) and value.is_tensor and int(self._source.index.tensors.origin[value.row]) == 0
+        return protocol.Metadata(entries, planner_data=self.paths, storage_data=places, storage_meta=meta)
 
     def _tensor(self, key: str, row: int, places: dict[protocol.MetadataIndex, Any]) -> protocol.TensorStorageMetadata:
         index = self._source.index
@@ -124,10 +124,10 @@ class TorchView:
             if filled is not target:
                 target.copy_(filled)
 
-    def saved_object(self, place: StoredObject, options: Options) -> io.BytesIO:
+    def saved_object(self, key: str, options: Options) -> io.BytesIO:
         """Return an object as `torch.save` writes it."""
         stream = io.BytesIO()
-        torch.save(self._filled(place.value, options), stream)
+        torch.save(self._filled(self.objects[key], options), stream)
         stream.seek(0)
         return stream
 
@@ -137,9 +137,13 @@ class TorchView:
             return decode_value(index.value_data.raw(value.row), key=value.key, allow_pickle=options.allow_pickle)
         if isinstance(value, _Leaf):
             [tensor] = read_whole(self._source, np.asarray(index.tensors.alias, np.int64)[[value.row]], options)
-            return tensor.numpy() if int(index.tensors.origin[value.row]) == 1 else tensor
+            return tensor.numpy() if value.origin == 1 else tensor
         if isinstance(value, (list, tuple)):
             return type(value)([self._filled(each, options) for each in value])
         if isinstance(value, dict):
             return type(value)((key, self._filled(each, options)) for key, each in value.items())
         return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, _Leaf) and value.is_tensor and value.origin == 0

@@ -86,7 +86,7 @@ def _nested_state(source: Source) -> dict[str, Any]:
     """Return the state of a checkpoint, nested as it was saved, with a `TensorPart` for each tensor."""
     index = source.index
     source.check(np.arange(len(index.keys)))
-    stored = StoredNames(source, "")
+    stored = StoredNames(source)
     values: dict[str, Any] = stored.load_objects(sorted(stored.objects))
     for key, row in stored.tensors.items():
         values[key] = pipeline.TensorPart(key, row, whole(index.shape(row)), index.dtype(row))

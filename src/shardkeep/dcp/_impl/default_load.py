@@ -91,7 +91,7 @@ class DefaultTarget:
 
     def prepare(self, source: Source) -> StoredNames:
         """Find the names that torch's flattening gives what is stored."""
-        return StoredNames(source, self.reader.path)
+        return StoredNames(source)
 
     @cached_property
     def _flat(self) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
@@ -159,8 +159,8 @@ class DefaultTarget:
 class StoredNames:
     """The names of what a checkpoint holds, as torch's flattening gives them."""
 
-    def __init__(self, source: Source, path: file_systems.PathLike) -> None:
-        self._opened = opened = source if isinstance(source, TorchSource) else TorchView(source, path)
+    def __init__(self, source: Source) -> None:
+        self._opened = opened = source if isinstance(source, TorchSource) else TorchView(source)
         self.tensors: dict[str, int]
         """The row of each tensor in the index."""
         self.paths: Mapping[str, tuple[str | int, ...]]
@@ -168,17 +168,14 @@ class StoredNames:
         if isinstance(opened, TorchSource):
             self.tensors, self.paths, self.objects = opened.index.tensor_rows, opened.paths, set(opened.objects)
         else:
-            self.tensors, self.paths = opened.rows, opened.metadata.planner_data
-            self.objects = self.paths.keys() - self.tensors.keys()
+            self.tensors, self.paths, self.objects = opened.rows, opened.paths, set(opened.objects)
 
     def load_objects(self, names: list[str]) -> dict[str, Any]:
         """Unpickle objects; classes that are not known to be safe are refused."""
         options, source, made = Options(), self._opened, dict[str, Any]()
         if isinstance(source, TorchView):
-            places = source.metadata.storage_data
             for name in names:
-                stream = source.saved_object(places[protocol.MetadataIndex(name)], options)
-                made[name] = load_object(stream, key=name)
+                made[name] = load_object(source.saved_object(name, options), key=name)
             return made
         items = {name: source.files.item(source.objects[name], name) for name in names}
         for some in item_batches(names, lambda name: items[name].nbytes):

@@ -655,7 +655,7 @@ def _load_by_default(
     """Load in the engine's session; False if there is no checkpoint of all ranks that it can open."""
     target = DefaultTarget(state, reader, cast("DefaultLoadPlanner | None", planner))
     phases, store, log_step = Phases(), reader.open_store(), step_logger(reader, ranks.group)
-    session = LoadSession(target, store, ranks._world, ranks, phases, Options(), complete=False, logged=log_step)
+    session = LoadSession(target, store, ranks._world, ranks.agree, phases, Options(), complete=False, logged=log_step)
     try:
         opened = session.open(find_committed)
     except CheckpointException as failed:

@@ -147,7 +147,7 @@ def _read_native(
     tensors: list[protocol.ReadItem] = []
     for request in plan.items:
         if request.type == protocol.LoadItemType.BYTE_IO:
-            planner.load_bytes(request, view.saved_object(places[request.storage_index], Options()))
+            planner.load_bytes(request, view.saved_object(request.storage_index.fqn, Options()))
         else:
             tensors.append(request)
 
@@ -233,10 +233,10 @@ class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
             metadata = read_metadata(store, name, where=str(self.fs.concat_path(self.path, name)))
             self._native = None
         except BlobNotFound:
-            self._native = TorchView.open(store, self.path) if kwargs.get("rank") is None else None
+            self._native = TorchView.open(store) if kwargs.get("rank") is None else None
             if self._native is None:
                 raise
-            metadata = self._native.metadata
+            metadata = self._native.describe(self.path)
         if metadata.storage_meta is None:
             metadata.storage_meta = protocol.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
