@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.errors import MalformedFile
-from shardkeep.format.boxes import ITEMSIZES, Box, grid, intersect, matrix_of, slices
+from shardkeep.format.boxes import ITEMSIZES, Box, distinct, grid, intersect, matrix_of, slices
 from shardkeep.format.dtypes import DTYPES, by_code
 from shardkeep.format.index import build_index, decode_index, encode_index
 from shardkeep.plan.load_plan import (
@@ -24,6 +24,14 @@ from shardkeep.plan.load_plan import (
 CODES = [next(row.code for row in DTYPES if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
 FAR = 1 << 20
 """Distance between the memories of two destinations, so that an address tells which it is."""
+
+
+@given(st.lists(st.integers(0, 9)), st.sampled_from(["u1", "<u4", "<i8"]))
+def test_distinct_numbers_are_those_of_numpy(numbers, code):
+    """In order, of any integers, and none of none."""
+    column = np.array(numbers, code)
+    assert np.array_equal(distinct(column), np.unique(column))
+    assert distinct(column).dtype == column.dtype
 
 
 def cells(box):

@@ -24,7 +24,19 @@ from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, divide_budget
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
-from shardkeep.format.boxes import AxisSlice, Box, Boxes, IntArray, Ints, slices, strides_of, whole, widen, within
+from shardkeep.format.boxes import (
+    AxisSlice,
+    Box,
+    Boxes,
+    IntArray,
+    Ints,
+    distinct,
+    slices,
+    strides_of,
+    whole,
+    widen,
+    within,
+)
 from shardkeep.format.dtypes import DType, by_code, known_to_torch, of_torch, to_torch
 from shardkeep.format.record import Blob, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor
@@ -63,7 +75,7 @@ def fill(
     only torch could decode.
     """
     index, sizes = source.index, data_sizes(source.record)
-    source.locate(np.unique(np.asarray(index.tensors.alias, np.int64)[tensor]))
+    source.locate(distinct(np.asarray(index.tensors.alias, np.int64)[tensor]))
     codes = np.asarray(index.tensors.dtype)[tensor].tolist()
     known = known_to_torch()
     address = [

@@ -140,7 +140,7 @@ class LoadSession:
             said = [msgspec.msgpack.decode(each, type=tuple[list[str], bool]) for each in payloads]
             self.target.check_begun([names for names, _ in said])
             on_rank_0.append(find(store))
-            identity = identity_of(on_rank_0[0].record)
+            identity = identity_of(on_rank_0[0].record, len(payloads))
             return [_encode((identity, any(communicates for _, communicates in said)))] * len(payloads)
 
         with self.phases.phase("open"):

@@ -92,14 +92,15 @@ Identity = tuple[str, str, bytes]
 Format, checksum of the index, and the record of a native checkpoint, as JSON because msgpack cannot hold every `meta`; empty if
 it is large.
 """
-_MOST_SENT_NBYTES = 64 << 10
-"""A longer record, of many files, is read from the store by each rank: rank 0 would have to send it to all of them."""
+_MOST_SENT_NBYTES, _MOST_SENT_IN_ALL_NBYTES = 64 << 10, 64 << 20
+"""A record that is longer, or that goes to too many ranks for its size, is read from the store by each rank."""
 
 
-def identity_of(record: Record) -> Identity:
-    """Return what rank 0 sends to the other ranks, so that all of them open the checkpoint that it found."""
+def identity_of(record: Record, ranks: int) -> Identity:
+    """Return what rank 0 sends to all ranks, so that they open the checkpoint that it found."""
     encoded = msgspec.json.encode(record) if record.format == NATIVE else b""
-    return record.format, record.index.checksum, encoded if len(encoded) <= _MOST_SENT_NBYTES else b""
+    most = min(_MOST_SENT_NBYTES, _MOST_SENT_IN_ALL_NBYTES // ranks)
+    return record.format, record.index.checksum, encoded if len(encoded) <= most else b""
 
 
 def open_identified(store: Store, identity: Identity, options: Options) -> Source:

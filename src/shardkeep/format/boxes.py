@@ -269,6 +269,12 @@ ITEMSIZES = np.zeros(256, np.int64)
 ITEMSIZES[[row.code for row in dtypes.DTYPES]] = [row.itemsize for row in dtypes.DTYPES]
 
 
+def distinct(numbers: IntArray) -> IntArray:
+    """Return the different numbers, in order. `np.unique` would import numpy.ma, which takes longer than a small load."""
+    ordered = np.sort(numbers)
+    return ordered[np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))]
+
+
 class Rows:
     """A dataclass whose fields are arrays of one length: the columns of a table."""
 

@@ -32,6 +32,7 @@ from shardkeep.format.boxes import (
     Ints,
     Rows,
     concat_ranges,
+    distinct,
     strides_of,
     tiled,
 )
@@ -239,7 +240,7 @@ def _as_int64(chunks: Chunks) -> Boxes:
 
 
 def tensor_nbytes(index: Index, tensors: IntArray) -> int:
-    owners = np.unique(index.tensors.alias[tensors])
+    owners = distinct(index.tensors.alias[tensors])
     elements = np.asarray(index.tensors.shape, np.int64)[owners].prod(axis=1)
     return int((elements * ITEMSIZES[index.tensors.dtype[owners]]).sum())
 
@@ -294,7 +295,7 @@ def plan_files(
     by_file: dict[int, list[Scatter]] = {}
     for scatter in scatters:
         by_file.setdefault(scatter.file, []).append(scatter)
-    wanted = sorted({*np.unique(runs.file).tolist(), *by_file})
+    wanted = sorted({*distinct(runs.file).tolist(), *by_file})
     low = np.searchsorted(runs.file, wanted, "left").tolist()
     high = np.searchsorted(runs.file, wanted, "right").tolist()
     return [
