@@ -11,31 +11,13 @@ import pytest
 import shardkeep as sk
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.record import RECORD_NAME
+from shardkeep.testing.faulty_store import FaultyStore
 from tests.damage import doors
 from tests.damage.bounds import bounded
 from tests.damage.forge import change, json_text, seal_header, seal_record
 from tests.damage.subjects import QUICK, state, store_of
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Spy:
-    """A store that notes every name it is asked for."""
-
-    def __init__(self, store):
-        self._store = store
-        self.asked = []
-
-    def __getattr__(self, verb):
-        call = getattr(self._store, verb)
-        if not callable(call):
-            return call
-
-        def noted(*args, **kwargs):
-            self.asked.extend(args[:1])
-            return call(*args, **kwargs)
-
-        return noted
 
 
 NAMES = {
@@ -71,12 +53,12 @@ def test_names_that_are_no_names(subject, forgery, which, name):
     (forgery.record["index"] if which == "index" else forgery.record["files"][0])["name"] = name
     forgery.record["index"] |= {"nbytes": 100, "checksum": "xxh3_128:" + "0" * 32}
     record = seal_record(json_text(forgery.record))
-    spy = Spy(store_of({**subject.blobs, RECORD_NAME: record}))
+    spy = FaultyStore(store_of({**subject.blobs, RECORD_NAME: record}))
 
     answers = doors.try_all(spy, subject, f"{which} named {name[:50]!r}")
 
     assert all(isinstance(error, sk.MalformedFile) for error in answers.all)
-    assert set(spy.asked) == {RECORD_NAME}
+    assert {each.partition(" ")[2] for each in spy.operations} == {RECORD_NAME}
 
 
 CASES = {}

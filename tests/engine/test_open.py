@@ -11,33 +11,11 @@ from shardkeep.cli.main import main
 from shardkeep.engine import fill as slicing
 from shardkeep.options import Options
 from shardkeep.storage.memory import MemoryStore
+from shardkeep.testing.faulty_store import FaultyStore
 from tests.damage.forge import take_apart
 from tests.damage.subjects import Subject, blobs_of, store_of
+from tests.engine.many_chunks import CountingStore
 from tests.engine.samples import bits
-
-
-class WatchedStore(sk.LocalStore):
-    """Counts opens, header reads and bytes of data files; fails reads where told to."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.opens = self.headers = self.nbytes = 0
-        self.fails = False
-
-    def open(self, name):
-        reader = super().open(name)
-        inner = reader.read_into
-        self.opens += 1
-
-        def counted(offset, into, **hints):
-            if self.fails and offset:
-                raise sk.StorageError(f"{name}: no", errno=errno.EIO)
-            self.headers += offset == 0
-            self.nbytes += len(into)
-            inner(offset, into, **hints)
-
-        reader.read_into = counted
-        return reader
 
 
 @pytest.fixture
@@ -143,11 +121,11 @@ def test_a_large_step_reads_only_what_it_needs(tmp_path, shape, step, most_nbyte
     """Large rows picked with a step are read one by one, and eight elements of 16 MiB cost eight blocks."""
     full = torch.randn(shape)
     sk.save({"w": full}, tmp_path / "ck")
-    store = WatchedStore(tmp_path / "ck")
+    store = CountingStore(sk.LocalStore(tmp_path / "ck"))
 
     assert bits(sk.open(store)["w"][::step]) == bits(full[::step])
 
-    assert store.nbytes <= most_nbytes
+    assert store.nbytes["safetensors"] <= most_nbytes
 
 
 def test_opening_reads_no_tensor_data(place):
@@ -164,24 +142,24 @@ def test_to_dict_reads_all_tensors_together(tmp_path):
     """Hundreds of tensors cost a few opens and one read of each header, not one of each for every tensor."""
     state = {"m": {f"t{i}": torch.full((3,), float(i)) for i in range(300)}, "o": {"x": torch.ones(2)}, "n": 3}
     sk.save(state, tmp_path / "ck")
-    store = WatchedStore(tmp_path / "ck")
+    store = CountingStore(sk.LocalStore(tmp_path / "ck"))
 
     found = sk.open(store).to_dict()
 
     assert bits(found) == bits(state)
-    assert store.headers == 2
-    assert store.opens <= 4
+    assert store.calls.count("open safetensors") <= 4
+    assert store.calls.count("read safetensors") == 4
 
 
 def test_slices_read_a_header_once(tmp_path):
     """A checked header is kept with the checkpoint."""
     sk.save({"w": torch.arange(10.0)}, tmp_path / "ck")
-    store = WatchedStore(tmp_path / "ck")
+    store = CountingStore(sk.LocalStore(tmp_path / "ck"))
     checkpoint = sk.open(store)
 
     assert [checkpoint["w"][i].item() for i in range(5)] == [0, 1, 2, 3, 4]
 
-    assert store.headers == 1
+    assert store.calls.count("read safetensors") == 1 + 5
 
 
 def test_tied_leaves_of_two_kinds_come_back_as_their_own_kind():
@@ -274,10 +252,8 @@ def test_verify_lists_damaged_ranges(tmp_path, blocks, ranges, more):
 
 def test_verify_does_not_call_a_failing_disk_damage(place):
     """An I/O error says nothing about what is stored: it comes through as itself."""
-    store = WatchedStore(place)
-    store.fails = True
     with pytest.raises(sk.StorageError) as caught:
-        sk.open(store).verify()
+        sk.open(FaultyStore(sk.LocalStore(place), at=1, verbs=["read_into"], lasting=True)).verify()
     assert caught.value.errno == errno.EIO
 
 
