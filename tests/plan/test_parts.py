@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import shardkeep as sk
-from shardkeep.engine.native_save import data_file_names, file_names, make_manifest, split_by_rank
+from shardkeep.engine.native_save import data_name, make_manifest, split_by_rank
 from shardkeep.format.record import BLOB_NAME
 from shardkeep.layouts import native
 from shardkeep.plan import save_plan as parts
@@ -79,14 +79,14 @@ def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
     for rank in range(len(ranks)):
         assert sum(each.part > 0 for each in plan.files if each.rank == rank) <= parts.MOST_PARTS + len(ranks[rank])
 
-    names = data_file_names(plan.files, SAVE_ID, len(ranks))
+    names = [data_name(file, file.rank, len(ranks), SAVE_ID) for file in plan.files]
     assert len(set(names)) == len(names)
     for name, each in zip(names, plan.files, strict=True):
         assert BLOB_NAME.fullmatch(name)
         assert native.save_id_of(name) == SAVE_ID
         assert ("-part" in name, f"-{each.rank:05d}-of-" in name) == (each.part > 0, True)
     orders = enumerate(split_by_rank(plan, len(ranks)))
-    assert [name for rank, each in orders for name in file_names(each, rank, len(ranks), SAVE_ID)] == names
+    assert [data_name(file, rank, len(ranks), SAVE_ID) for rank, each in orders for file in each.files] == names
 
 
 def test_parts_have_the_blocks_of_the_whole():

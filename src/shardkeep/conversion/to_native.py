@@ -19,7 +19,7 @@ from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection, selection_contents
 from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
-from shardkeep.engine.native_save import Coordinator, PlannedSave, boxes_of, file_names, make_manifest
+from shardkeep.engine.native_save import Coordinator, PlannedSave, boxes_of, data_name, make_manifest
 from shardkeep.engine.reader import Source
 from shardkeep.engine.save_session import WrittenFiles
 from shardkeep.engine.sources import open_native
@@ -54,7 +54,7 @@ def write_native(
 
     def write() -> tuple[WrittenFiles, set[int]]:
         orders = msgspec.msgpack.decode(answer, type=RankWritePlan)
-        names = file_names(orders, team.world.rank, team.world.size, save_id)
+        names = [data_name(file, team.world.rank, team.world.size, save_id) for file in orders.files]
         coding = FileCodecs(orders, names, keys)
         files = _files(index, [(row, rows[row]) for row in filled], orders, names, save_id)
         digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)

@@ -78,7 +78,7 @@ class PlannedSave:
 
 
 def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
-    pieces = plan.pieces_by_tensor()
+    pieces = plan.pieces.take(np.lexsort((*plan.pieces.offsets.T[::-1], plan.pieces.tensor)))
     columns = [_narrowed(column) for column in (pieces.offsets, pieces.sizes, pieces.file, pieces.start)]
     index = Index(
         keys=strings_of(key.encode() for key in plan.keys),
@@ -174,7 +174,7 @@ class Coordinator:
     def collect(self, planned: PlannedSave, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
         by_name = {entry.name: entry for each in written for entry in each.files}
-        files = [by_name[name] for name in data_file_names(planned.files, self.save_id, len(written))]
+        files = [by_name[data_name(file, file.rank, len(written), self.save_id)] for file in planned.files]
         pairs = zip(files, planned.files, strict=True)
         ranks = {name: file.rank for entry, file in pairs for name, _ in entry.at_rest}
         sizes = {name: nbytes for entry in files for name, nbytes in entry.at_rest}
@@ -321,11 +321,7 @@ def _nbytes(store: Store, name: str) -> int | None:
         return None
 
 
-def data_file_names(files: list[save_plan.DataFilePlan], save_id: str, world_size: int) -> list[str]:
-    return [_data_name(file, file.rank, world_size, save_id) for file in files]
-
-
-def _data_name(file: save_plan.DataFilePlan | save_plan.PlannedFile, rank: int, world_size: int, save_id: str) -> str:
+def data_name(file: save_plan.DataFilePlan | save_plan.PlannedFile, rank: int, world_size: int, save_id: str) -> str:
     return native.data_name(file.group, rank, world_size, save_id, part=file.part, coded=file.chain is not None)
 
 
@@ -365,11 +361,6 @@ def split_by_rank(
             )
         )
     return plans
-
-
-def file_names(plan: save_plan.RankWritePlan, rank: int, world_size: int, save_id: str) -> list[str]:
-    """Return the names of the files that a rank writes."""
-    return [_data_name(file, rank, world_size, save_id) for file in plan.files]
 
 
 class NativeSave(Coordinator):
@@ -448,7 +439,7 @@ class NativeSave(Coordinator):
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
-        names = file_names(plan, self._world.rank, self._world.size, save_id)
+        names = [data_name(file, self._world.rank, self._world.size, save_id) for file in plan.files]
         jobs = make_file_jobs(described.description, plan, names, save_id)
         codecs = FileCodecs(plan, names, self._cached_keys)
         return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)

@@ -247,10 +247,6 @@ class CheckpointPlan:
     sampled: SampledReplicas | None
     """None if replicas have diverged: the plan is not that of other saves then."""
 
-    def pieces_by_tensor(self) -> PlannedChunks:
-        """Return the chunks in the order of the index: by tensor, then by offsets."""
-        return self.pieces.take(np.lexsort((*self.pieces.offsets.T[::-1], self.pieces.tensor)))
-
 
 @dataclass(frozen=True)
 class _Merged:
@@ -464,13 +460,15 @@ def _assign_writers(
     load = np.bincount(unique.rank, weights=nbytes[lone], minlength=world_size).astype(np.int64)
     held, sizes = shards.take(members), nbytes[members[first]]
     lowest = merged.buffer[held.tensor[first]] | (sizes <= SMALL_NBYTES) | to_lowest
-    sampled: SampledReplicas | None = _find_sampled(held, first)
+    count = np.diff(first, append=len(members))
+    kept = np.flatnonzero(held.digest)
+    _, starts = np.unique(np.repeat(np.arange(len(first)), count)[kept], return_index=True)
+    sampled: SampledReplicas | None = SampledReplicas(held.take(kept), starts)
     if len(differing := _find_differing(held, first)):
         _warn_or_raise(_difference(merged, held, first, differing), warn)
         lowest[differing], sampled = True, None
     leaders = held.take(first[lowest])
     load += np.bincount(leaders.rank, weights=sizes[lowest], minlength=world_size).astype(np.int64)
-    count = np.diff(first, append=len(members))
     split = _share_replicas(held, first[~lowest], count[~lowest], sizes[~lowest], load, whole=whole)
     columns = zip(unique.columns(), leaders.columns(), split.columns(), strict=True)
     written = Shards(*map(np.concatenate, columns))
@@ -525,14 +523,6 @@ def _find_differing(members: Shards, first: IntArray) -> IntArray:
     differs[group[(members.digest != lowest) & (members.digest != 0) & (lowest != 0)]] = True
     found = np.flatnonzero(differs)
     return found[np.argsort(members.tensor[first[found]], kind="stable")]
-
-
-def _find_sampled(members: Shards, first: IntArray) -> SampledReplicas:
-    """Return the members of groups that have samples."""
-    group = np.repeat(np.arange(len(first)), np.diff(first, append=len(members)))
-    kept = np.flatnonzero(members.digest)
-    _, starts = np.unique(group[kept], return_index=True)
-    return SampledReplicas(members.take(kept), starts)
 
 
 _MOST_NAMED = 3
@@ -718,18 +708,12 @@ def divide_into_parts(
     for each in np.flatnonzero((wanted > 1) & (most > 1)).tolist():
         rows = np.flatnonzero(slot == each)
         rows = rows[np.argsort(tensor[rows], kind="stable")]
-        part[rows] = _divide_evenly(nbytes[rows], int(wanted[each]))
+        for parts in range(int(wanted[each]), 1, -1):  # fewer if large chunks leave too little for the others
+            divided = divide_chunks(nbytes[rows], parts)
+            if np.bincount(divided, weights=nbytes[rows], minlength=parts).min() >= PART_NBYTES:
+                part[rows] = divided
+                break
     return part
-
-
-def _divide_evenly(nbytes: IntArray, parts: int) -> IntArray:
-    """Divide into at most `parts` parts, fewer if large chunks leave too little for the others."""
-    while parts > 1:
-        part = divide_chunks(nbytes, parts)
-        if np.bincount(part, weights=nbytes, minlength=parts).min() >= PART_NBYTES:
-            return part
-        parts -= 1
-    return np.zeros(len(nbytes), np.int64)
 
 
 def divide_chunks(nbytes: IntArray, parts: int) -> IntArray:
