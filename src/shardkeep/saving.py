@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from shardkeep.dist.rendezvous import Rendezvous
@@ -324,10 +325,12 @@ def start_in_session(
         del state
         inside.callback(described.clear)
         optimizers = described[0].optimizers
-        with phases.phase("stage"):
-            pieces, order = described[0].description.pieces, session.order(described[0])
-            snapshot = take_snapshot(pieces, staging=staging, optimizers=optimizers, order=order)
-            del pieces
+        with phases.phase("stage"), collector_paused():
+            description, order = described[0].description, partial(session.order, described[0])
+            snapshot = take_snapshot(
+                description.pieces, staging=staging, optimizers=optimizers, order=order, derived=description.derived
+            )
+            del description, order
         memory = process.memory if process else staging_memory()
         background = BackgroundWrite(snapshot, handle, memory, options, events)
         inside.enter_context(background.releasing())

@@ -27,7 +27,15 @@ from shardkeep.dist.rendezvous import Rendezvous
 from shardkeep.dist.world import World, collision_hint
 from shardkeep.engine.codecs import CodecPlan, Codecs, FileCodecs, keys_for, plan_codecs
 from shardkeep.engine.report import Phases
-from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveArguments, WrittenFiles
+from shardkeep.engine.save_session import (
+    CommittedSave,
+    DescribedState,
+    Labels,
+    RankFiles,
+    SaveArguments,
+    WrittenFiles,
+    kept_plans,
+)
 from shardkeep.engine.tensors import host_address, sample_replicas, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES, Scattered
 from shardkeep.engine.writer import FileJob
@@ -388,8 +396,9 @@ class NativeSave(Coordinator):
         request, world = self._request, self._world
         try:
             objects = Objects(state, rank=world.rank, world_size=world.size)
+            flattened = objects.flattened
         except errors.CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
-            objects = Objects({}, rank=world.rank, world_size=world.size)
+            objects, flattened = Objects({}, rank=world.rank, world_size=world.size), None
         differing = frozenset[str]()
         if objects and world.size > 1:  # ranks meet only then
             with phases.phase("plan"):
@@ -406,7 +415,13 @@ class NativeSave(Coordinator):
                 labels, in_place_of = prepared[0] if prepared else prepare()
                 if objects.communicates:
                     in_place_of |= objects.states(differing, communicating=True)
-                description = describe(state, rank=world.rank, in_place_of=in_place_of)
+                description = describe(
+                    state,
+                    rank=world.rank,
+                    in_place_of=in_place_of,
+                    flattened=flattened,
+                    kept=kept_plans().descriptions,
+                )
                 flags: npt.NDArray[np.uint8] | None = None
                 samples: Callable[[], bytes] = bytes
                 if world.size > 1:
@@ -473,17 +488,22 @@ def make_manifest(
     flags: npt.NDArray[np.uint8] | None = None,
 ) -> save_plan.RankManifest:
     """Encode a description; a plain value that has no safe form raises an error that names it."""
-    d = description
+    d, tree = description, encode_tree(description.tree)
+    flags = np.zeros(len(d.keys), np.uint8) if flags is None else flags
+    manifest: save_plan.RankManifest
+    # Kept with the columns, of which the manifest has nothing but these two besides.
+    known, manifest = d.derived.get("manifest", (None, None))
+    if known != (tree, flags.tobytes()):
+        manifest = save_plan.manifest_of(
+            d, groups=file_groups(d.tree, d.keys), flags=flags, alias=d.alias, tree=tree, values=b""
+        )
+        d.derived["manifest"] = (tree, flags.tobytes()), manifest
     values = [encode_value(value, key=key, allow_pickle=allow_pickle) for key, value in d.values.items()]
-    return save_plan.manifest_of(
-        d,
-        groups=file_groups(d.tree, d.keys),
-        flags=np.zeros(len(d.keys), np.uint8) if flags is None else flags,
-        alias=d.alias,
+    return msgspec.structs.replace(
+        manifest,
+        values=save_plan.encode((list(d.values), values)),
         check_replicas=check_replicas,
         row_digest=_digests(description) if check_replicas else b"",
-        tree=encode_tree(d.tree),
-        values=save_plan.encode((list(d.values), values)),
     )
 
 

@@ -31,7 +31,7 @@ from shardkeep.engine.writer import FileJob
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, decodable, per_process
 from shardkeep.plan.save_plan import RankManifest, common_part, encode
-from shardkeep.state.describe import Description
+from shardkeep.state.describe import Description, KeptDescriptions
 from shardkeep.storage.base import Store, keep_cached
 from shardkeep.storage.cancel import run_with_deadline
 
@@ -224,7 +224,7 @@ class RankPlan(NamedTuple):
 
 class KeptPlans:
     """
-    The plans of the last saves. A state with the same tensors as before is not described to rank 0 again, nor planned.
+    What is kept of the last saves. A state with the same tensors as before is not described to rank 0 again, nor planned.
 
     Each rank keeps rank 0's answer by the digest of what it answers, and rank 0 keeps the plan. Both know its name. If all
     ranks ask for the same plan by name, the manifests of none have changed.
@@ -236,31 +236,28 @@ class KeptPlans:
     """Of rank 0's memory: a chunk takes 12 bytes in the native layout, and about 100 in torch's."""
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, tuple[bytes, bytes]] = {}
-        self._plans: dict[bytes, KeptPlan] = {}
-
-    def answer(self, key: bytes) -> tuple[bytes, bytes]:
-        """Return the name of a plan and rank 0's answer; an empty name if none is kept for this key."""
-        return self._answers.get(key, (b"", b""))
-
-    def plan(self, plan_id: bytes) -> KeptPlan | None:
-        return self._plans.get(plan_id)
+        self.descriptions = KeptDescriptions()
+        self.answers: dict[bytes, tuple[bytes, bytes]] = {}
+        """The name of a plan and rank 0's answer, by the digest of the manifest."""
+        self.plans: dict[bytes, KeptPlan] = {}
+        """By name."""
 
     def keep_answer(self, key: bytes, plan_id: bytes, answer: bytes) -> None:
-        _keep(self._answers, key, (plan_id, answer), self._MOST_ANSWERS)
+        _keep(self.answers, key, (plan_id, answer), self._MOST_ANSWERS)
 
     def keep_plan(self, plan: KeptPlan) -> bytes:
         """Keep a plan in the place of the oldest ones, and return its name; none if it is too large."""
         if plan.nbytes > self._MOST_PLANS_NBYTES:
             return b""
-        _keep(self._plans, plan_id := secrets.token_bytes(12), plan, self._MOST_PLANS)
-        while sum(each.nbytes for each in self._plans.values()) > self._MOST_PLANS_NBYTES:
-            self._plans.pop(next(iter(self._plans)))
+        _keep(self.plans, plan_id := secrets.token_bytes(12), plan, self._MOST_PLANS)
+        while sum(each.nbytes for each in self.plans.values()) > self._MOST_PLANS_NBYTES:
+            self.plans.pop(next(iter(self.plans)))
         return plan_id
 
     def clear(self) -> None:
-        self._answers.clear()
-        self._plans.clear()
+        self.descriptions.clear()
+        self.answers.clear()
+        self.plans.clear()
 
 
 def _keep(kept: dict[bytes, T], key: bytes, value: T, most: int) -> None:
@@ -323,7 +320,7 @@ class SaveSession:
     def order(self, described: DescribedState) -> list[int]:
         """Return the rows of a state in the order in which they will probably be written: that of the last save."""
         manifest = described.manifest
-        plan_id, answer = kept_plans().answer(self._key(manifest, common_part(manifest)))
+        plan_id, answer = kept_plans().answers.get(self._key(manifest, common_part(manifest)), (b"", b""))
         return self.layout.order(answer) if plan_id else []
 
     def _key(self, manifest: RankManifest, common: bytes) -> bytes:
@@ -346,7 +343,7 @@ class SaveSession:
             manifest, common = described.manifest, common_part(described.manifest)
             own = zlib.compress(manifest.row_offsets, _QUICKLY), manifest.row_digest
             key = self._key(manifest, common)
-            plan_id, kept_answer = kept_plans().answer(key)
+            plan_id, kept_answer = kept_plans().answers.get(key, (b"", b""))
             digest = xxhash.xxh3_128_digest(common)
             full = PlanRequest(digest, manifest.values, described.samples(), plan_id, common, own)
             began_s = self.phases.now()
@@ -390,7 +387,7 @@ class SaveSession:
     def _plan_again(self, requests: list[PlanRequest]) -> Any | None:
         """Return the kept plan for what has changed; None if not all ranks ask for one that rank 0 has, or if it does not fit."""
         names = {each.plan_id for each in requests}
-        kept = kept_plans().plan(names.pop()) if len(names) == 1 else None
+        kept = kept_plans().plans.get(names.pop()) if len(names) == 1 else None
         if kept is None:
             return None
         return self.layout.plan_again(kept, [each.values for each in requests], [each.samples for each in requests])

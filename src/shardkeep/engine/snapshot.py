@@ -23,8 +23,8 @@ import os
 import sys
 import threading
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +55,22 @@ _copy_small = _signature(ctypes.cast(copy_memory, ctypes.c_void_p).value or 0)
 
 Events = dict[torch.device, torch.Event]
 
-ArenaSlot = tuple[int, int, torch.dtype, torch.Size]
-"""A row, where in the arena it begins, its dtype and its shape."""
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Where tensors in host memory are copied to; equal memory is copied once. It holds no tensor."""
+
+    rows: list[int]
+    """The tensors."""
+    starts: list[int]
+    """Where each begins in the arena."""
+    forms: list[tuple[torch.dtype, torch.Size]]
+    """The dtype and shape of each, which the caller may change before tensors over the arena are made."""
+    small: tuple[list[int], list[int], list[int]]
+    """Of each small copy: where in the arena it begins, the address of its source, and its size."""
+    large: list[tuple[int, int]]
+    """Of each other copy: the row of its source, and where in the arena it begins."""
+    nbytes: int
 
 
 _ROOM = 0.5
@@ -83,10 +97,10 @@ class DeviceSnapshot:
     """Whether that cannot change until it is copied; else the call must wait."""
     arena: Buffer | None = None
     """The host memory of the copies."""
-    in_arena: list[ArenaSlot] = field(default_factory=list)
-    """Which tensors are in the arena, and where; with their dtype and shape at the call."""
-    copied_nbytes: int = 0
-    """How much of the arena they take."""
+    layout: ArenaLayout | None = None
+    """Which tensors are in the arena, and where."""
+    derived: dict[str, Any] = field(default_factory=dict)
+    """Of the description of these tensors."""
     lent: list[torch.Tensor] = field(default_factory=list)
     """Tensors in host memory that were not copied. This list keeps their memory alive until it has been read."""
     refused: bool = False
@@ -99,30 +113,24 @@ class DeviceSnapshot:
         Called once, in the call, after `take_snapshot`, whose copies on devices go on meanwhile. The caller gives the arena back,
         also after a failure.
         """
-        rows, optimizers, self.optimizers = self.on_host, self.optimizers, ()
-        sources = [self.found[row] for row in rows]
-        keys = memory_keys(sources)
-        starts, copies, nbytes = _lay_out(sources, keys)
-        if nbytes > most_nbytes:
-            loose = set(rows_outside_optimizers(self.found, rows, optimizers))
-            fits = _fitting(sources, keys, [row in loose for row in rows], most_nbytes)
-            rows, sources = [rows[at] for at in fits], [sources[at] for at in fits]
-            starts, copies, nbytes = _lay_out(sources, [keys[at] for at in fits])
-        if rows:
+        optimizers, self.optimizers = self.optimizers, ()
+        layout: ArenaLayout | None = self.derived.get("arena")
+        if layout is None or layout.rows != self.on_host:
+            layout = self.derived["arena"] = _lay_out(self.found, self.on_host)
+        if layout.nbytes > most_nbytes:
+            loose = set(rows_outside_optimizers(self.found, self.on_host, optimizers))
+            layout = _lay_out(self.found, _fitting(self.found, self.on_host, loose, most_nbytes))
+        if layout.rows:
             try:
-                self.arena = arenas.take(nbytes, most_nbytes)
+                self.arena, self.layout = arenas.take(layout.nbytes, most_nbytes), layout
             except (OSError, MemoryError) as error:
-                log.warning("no memory for a copy of %s of the state: %s", format_size(nbytes), error)
-                self.refused, rows = True, []
-        if self.arena is not None:
-            _copy_all(copies, self.arena, threads)
-            # Now: the caller may change the shape of its tensors before `tensors` is used.
-            dtypes, shapes = [source.dtype for source in sources], [source.shape for source in sources]
-            self.in_arena = list(zip(rows, starts, dtypes, shapes, strict=True))
-            self.copied_nbytes = nbytes
-        if len(rows) == len(self.on_host):
+                log.warning("no memory for a copy of %s of the state: %s", format_size(layout.nbytes), error)
+                self.refused = True
+            else:
+                _copy_all(self.found, layout, self.arena, threads)
+        left = sorted(set(self.on_host).difference(self.layout.rows if self.layout else ()))
+        if not left:
             return
-        left = sorted(set(self.on_host).difference(rows))
         self.guarded = self.guarded and not rows_outside_optimizers(self.found, left, optimizers)
         for row in left:
             # Detached: the caller may give its tensor other memory, or another shape, before this one is read.
@@ -138,11 +146,12 @@ class DeviceSnapshot:
         Tensors over the arena are made when this is first used, which is not in the call: for a small tensor, making a view takes
         longer than copying its bytes.
         """
-        if self.arena is not None:
+        if self.arena is not None and self.layout is not None:
             whole = self.arena.tensor[: self.arena.tensor.numel() // ALIGNMENT * ALIGNMENT]
             by_dtype: dict[torch.dtype, torch.Tensor] = {}
             made: dict[int, torch.Tensor] = {}
-            for row, start, dtype, shape in self.in_arena:
+            layout = self.layout
+            for row, start, (dtype, shape) in zip(layout.rows, layout.starts, layout.forms, strict=True):
                 if start not in made:
                     if dtype not in by_dtype:
                         by_dtype[dtype] = whole.view(dtype)
@@ -153,59 +162,65 @@ class DeviceSnapshot:
         return self.found
 
 
-def _lay_out(
-    sources: Sequence[torch.Tensor], keys: Sequence[Hashable]
-) -> tuple[list[int], list[tuple[int, int, torch.Tensor]], int]:
-    """Return the place of each tensor in an arena, each copy (offset, size, source), and the size; equal memory goes once."""
+def _lay_out(tensors: Sequence[torch.Tensor], rows: list[int]) -> ArenaLayout:
+    """Lay out copies of the tensors in these rows."""
+    sources = [tensors[row] for row in rows]
     places: dict[Hashable, int] = {}
     starts: list[int] = []
-    copies: list[tuple[int, int, torch.Tensor]] = []
+    small: tuple[list[int], list[int], list[int]] = ([], [], [])
+    large: list[tuple[int, int]] = []
     end = 0
-    for source, key in zip(sources, keys, strict=True):
+    for row, source, key in zip(rows, sources, memory_keys(sources), strict=True):
         start = places.setdefault(key, end)
         starts.append(start)
-        if start == end:
-            nbytes = source.nbytes
-            copies.append((start, nbytes, source))
-            end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
-    return starts, copies, end
+        if start < end:
+            continue
+        nbytes = source.nbytes
+        if nbytes <= _SMALL_NBYTES and source.is_contiguous():
+            for column, value in zip(small, (start, source.data_ptr(), nbytes), strict=True):
+                column.append(value)
+        else:
+            large.append((row, start))
+        end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
+    forms = [(source.dtype, source.shape) for source in sources]
+    return ArenaLayout(rows, starts, forms, small, large, end)
 
 
-def _fitting(
-    sources: Sequence[torch.Tensor], keys: Sequence[Hashable], loose: Sequence[bool], most_nbytes: int
-) -> list[int]:
-    """Return which tensors fit: first those that may change at any time, and small ones before large ones."""
-    sizes = [-(-source.nbytes // ALIGNMENT) * ALIGNMENT for source in sources]
+def _fitting(tensors: Sequence[torch.Tensor], rows: list[int], loose: Container[int], most_nbytes: int) -> list[int]:
+    """Return which rows fit: first those that may change at any time, and small ones before large ones."""
+    keys = dict(zip(rows, memory_keys([tensors[row] for row in rows]), strict=True))
     taken: set[Hashable] = set()
     fits: list[int] = []
     free = most_nbytes
-    for at in sorted(range(len(sources)), key=lambda at: (not loose[at], sources[at].nbytes)):
-        nbytes = 0 if keys[at] in taken else sizes[at]
+    for row in sorted(rows, key=lambda row: (row not in loose, tensors[row].nbytes)):
+        nbytes = 0 if keys[row] in taken else -(-tensors[row].nbytes // ALIGNMENT) * ALIGNMENT
         if nbytes <= free:
             free -= nbytes
-            taken.add(keys[at])
-            fits.append(at)
+            taken.add(keys[row])
+            fits.append(row)
     return sorted(fits)
 
 
-def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, threads: int) -> None:
+def _copy_all(tensors: Sequence[torch.Tensor], layout: ArenaLayout, arena: Buffer, threads: int) -> None:
     base = arena.address
+    starts, addresses, sizes = layout.small
+    deque(map(_copy_small, map(base.__add__, starts), addresses, sizes), maxlen=0)
     batches: list[list[tuple[int, int, int]]] = [[]]
     room = _BATCH_NBYTES
-    for start, nbytes, source in copies:
+    for row, start in layout.large:
+        source = tensors[row]
+        nbytes = source.nbytes
         if not source.is_contiguous():
             scattered_memory(source, source.dtype).read(0, nbytes, arena.view[start : start + nbytes])
-        elif nbytes <= _SMALL_NBYTES:
-            _copy_small(base + start, source.data_ptr(), nbytes)
-        else:
-            address, target, at = source.data_ptr(), base + start, 0
-            while at < nbytes:
-                part = min(room, nbytes - at)
-                batches[-1].append((target + at, address + at, part))
-                at, room = at + part, room - part
-                if not room:
-                    batches.append([])
-                    room = _BATCH_NBYTES
+            continue
+        address, target, at = source.data_ptr(), base + start, 0
+        while at < nbytes:
+            part = min(room, nbytes - at)
+            batches[-1].append((target + at, address + at, part))
+            at, room = at + part, room - part
+            if not room:
+                batches.append([])
+                room = _BATCH_NBYTES
     if len(batches) <= 2:
         list(itertools.starmap(copy_memory, itertools.chain(*batches)))
         return
@@ -216,12 +231,17 @@ def _copy_all(copies: list[tuple[int, int, torch.Tensor]], arena: Buffer, thread
 
 
 def take_snapshot(
-    tensors: Sequence[torch.Tensor], *, staging: str, optimizers: Sequence[Optimizer], order: Sequence[int] = ()
+    tensors: Sequence[torch.Tensor],
+    *,
+    staging: str,
+    optimizers: Sequence[Optimizer],
+    order: Callable[[], Sequence[int]] = tuple,
+    derived: dict[str, Any] | None = None,
 ) -> DeviceSnapshot:
     """
     Queue the copies on devices; `DeviceSnapshot.copy_on_host` copies what lies in host memory.
 
-    `order` are the tensors in the order in which they will be written, if that is known.
+    `order` returns the tensors in the order in which they will be written, if that is known. `derived` is that of their description.
 
     `staging` says which tensors on accelerators are copied on the device. "device": all. "host": none. "overlap": those outside the
     memory of optimizers, if there are optimizers; else none. "auto": all if there is room for it on the device, else those
@@ -229,10 +249,11 @@ def take_snapshot(
     what finds no room in host memory; otherwise the call waits.
     """
     on_host = [at for at, tensor in enumerate(tensors) if tensor.is_cpu]
-    taken = DeviceSnapshot(list(tensors), on_host, optimizers if staging == "overlap" else ())
+    derived = {} if derived is None else derived
+    taken = DeviceSnapshot(list(tensors), on_host, optimizers if staging == "overlap" else (), derived=derived)
     if len(on_host) < len(tensors):
         on_device = [at for at, tensor in enumerate(tensors) if not tensor.is_cpu]
-        _copy_on_device(taken, on_device, staging, optimizers, order)
+        _copy_on_device(taken, on_device, staging, optimizers, order())
     return taken
 
 

@@ -31,7 +31,7 @@ from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import FileJob, Window, gather, windows_in_turn, write_files
 from shardkeep.errors import SaveCancelled
 from shardkeep.format.boxes import IntArray
-from shardkeep.options import Options, available_memory, cores, local_ranks
+from shardkeep.options import Options, available_memory, collector_paused, cores, local_ranks
 from shardkeep.storage.base import WritableStore
 from shardkeep.storage.buffers import copy_memory
 from shardkeep.storage.cancel import CancelScope
@@ -348,8 +348,9 @@ class BackgroundWrite:
         limit = max(0, self._limit_nbytes)
         taken = max(windows, self._memory.windows.nbytes_in_use)  # by this save, or by those before it
         most_nbytes = max(limit - taken, int(limit * _FOR_SMALL_TENSORS))
-        snapshot.copy_on_host(self._memory.arenas, most_nbytes, self._options.io_threads)
-        copied = snapshot.copied_nbytes
+        with collector_paused():
+            snapshot.copy_on_host(self._memory.arenas, most_nbytes, self._options.io_threads)
+        copied = snapshot.layout.nbytes if snapshot.layout else 0
         # The arena may be larger than the copy, if it was kept from an earlier save.
         arena_nbytes = snapshot.arena.view.nbytes if snapshot.arena else 0
         self._limit_nbytes = 0 if snapshot.refused else limit - arena_nbytes

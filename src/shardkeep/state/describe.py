@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,15 @@ from shardkeep.format.boxes import Boxes, IntArray, Ints, matrix_of
 from shardkeep.format.dtypes import of_torch
 from shardkeep.format.values import Container, Node, leaf_keys, part_name
 from shardkeep.state.flatten import flatten
-from shardkeep.state.leaves import OrdinaryLeaf, TensorLeaf, describe_leaf, describe_ordinary, is_tensor
+from shardkeep.state.leaves import (
+    OrdinaryLeaf,
+    OrdinaryLeaves,
+    TensorLeaf,
+    describe_all_ordinary,
+    describe_leaf,
+    describe_ordinary,
+    is_tensor,
+)
 from shardkeep.state.names import all_modules
 from shardkeep.state.objects import is_tensor_or_object
 
@@ -45,6 +53,35 @@ class Description:
     boxes: Boxes
     pieces: list[torch.Tensor]
     """For each row, the memory of its box."""
+    derived: dict[str, Any] = field(default_factory=dict)
+    """What the steps of a save have derived from the columns, by name; kept with them (`KeptDescriptions`)."""
+
+
+class KeptDescriptions:
+    """
+    The columns of the last states, so that describing a state with the same tensors as before costs a comparison.
+
+    They are used again if all tensors are ordinary, as before, and have the same names, addresses, shapes, dtypes and devices. No
+    tensor is kept.
+    """
+
+    _MOST = 2
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[OrdinaryLeaves, Description]] = []
+
+    def find(self, keys: list[str], leaves: OrdinaryLeaves) -> Description | None:
+        return next((columns for known, columns in self._kept if known == leaves and columns.keys == keys), None)
+
+    def keep(self, leaves: OrdinaryLeaves, description: Description) -> None:
+        known = leaves._replace(
+            shapes=[tuple(shape) for shape in leaves.shapes]
+        )  # the cycle collector visits no tuples
+        columns = replace(description, tree=None, values={}, leaves={}, pieces=[])
+        self._kept = [(known, columns), *self._kept][: self._MOST]
+
+    def clear(self) -> None:
+        self._kept = []
 
 
 def describe(
@@ -52,28 +89,46 @@ def describe(
     *,
     rank: int,
     in_place_of: Mapping[str, Any] | None = None,
+    flattened: tuple[dict[str, Any], Node] | None = None,
     filling: bool = False,
     selected: Callable[[str], bool] | None = None,
+    kept: KeptDescriptions | None = None,
 ) -> Description:
-    """Describe a state to save, or, if `filling`, one to load into, with plain states `in_place_of` objects by flat name."""
-    flat, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
+    """
+    Describe a state to save, or, if `filling`, one to load into, with plain states `in_place_of` objects by flat name; `flattened`
+    is the state's leaves and skeleton, if they are known.
+    """
+    flat, tree = flattened or flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}
     plain = torch.Tensor
     tensors = {key: leaf for key, leaf in flat.items() if type(leaf) is plain or is_tensor(leaf)}
     values = {key: leaf for key, leaf in flat.items() if key not in tensors} if len(tensors) < len(flat) else {}
-    return describe_leaves(tensors, tree=tree, values=values, filling=filling)
+    return describe_leaves(tensors, tree=tree, values=values, filling=filling, kept=kept)
 
 
 def describe_leaves(
-    tensors: dict[str, Any], *, tree: Node = None, values: dict[str, Any] | None = None, filling: bool = False
+    tensors: dict[str, Any],
+    *,
+    tree: Node = None,
+    values: dict[str, Any] | None = None,
+    filling: bool = False,
+    kept: KeptDescriptions | None = None,
 ) -> Description:
-    """Describe tensor leaves."""
-    leaves = list(tensors.values())
-    found = [
-        describe_ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
-        for key, leaf in tensors.items()
-    ]
+    """Describe tensor leaves; with what was `kept` of the same ones, if that is given, and keep it."""
+    keys, leaves = list(tensors), list(tensors.values())
+    found: Sequence[OrdinaryLeaf | TensorLeaf]
+    if (ordinary := describe_all_ordinary(leaves)) is not None:
+        plain = torch.Tensor
+        held = [leaf.detach() if leaf.requires_grad or type(leaf) is not plain else leaf for leaf in leaves]
+        if kept is not None and (columns := kept.find(keys, ordinary)) is not None:
+            return replace(columns, tree=tree, values=values or {}, leaves=tensors, pieces=held)
+        found = list(zip(ordinary.dtypes, ordinary.shapes, ordinary.starts, held, strict=True))
+    else:
+        found = [
+            describe_ordinary(leaf) or describe_leaf(key, leaf, allow_meta=filling, writable=filling)
+            for key, leaf in tensors.items()
+        ]
     # Those that needed a closer look: in most states none.
     closer = {at: each for at, each in enumerate(found) if type(each) is TensorLeaf}
     dtypes, shapes = [each[0] for each in found], [each[1] for each in found]
@@ -83,11 +138,11 @@ def describe_leaves(
     origin = np.zeros(len(leaves), np.uint8)
     origin[[at for at in closer if isinstance(leaves[at], np.ndarray)]] = 1
     row_tensor, boxes, pieces = _rows(found, closer, shape)
-    return Description(
+    description = Description(
         tree=tree,
         values=values or {},
         leaves=tensors,
-        keys=list(tensors),
+        keys=keys,
         dtype=np.array([codes[dtype] for dtype in dtypes], np.uint8),
         ndim=np.array(list(map(len, shapes)), np.uint8),
         shape=shape,
@@ -97,6 +152,9 @@ def describe_leaves(
         boxes=boxes,
         pieces=pieces,
     )
+    if kept is not None and ordinary is not None:
+        kept.keep(ordinary, description)
+    return description
 
 
 def _rows(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -179,6 +180,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 
 # Looked up once and not for every leaf.
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_IS_NESTED, _LAYOUT, _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("is_nested", "layout", "dtype", "shape", "device"))
 _TRACING_HINT = "save the tensor outside of tracing and fake modes"
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: masked and record arrays hold more than elements
 
@@ -204,7 +206,7 @@ class TensorLeaf(NamedTuple):
     """Equal for two leaves that view the same memory in the same way; None without memory."""
 
 
-OrdinaryLeaf = tuple[torch.dtype, torch.Size, int, torch.Tensor]
+OrdinaryLeaf = tuple[torch.dtype, Ints, int, torch.Tensor]
 """A contiguous tensor that is not sharded: dtype, shape, the address of its first byte, the piece."""
 
 
@@ -266,6 +268,35 @@ def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
     if dtype.is_complex and obj.is_conj():
         return None
     return dtype, shape, pointer, obj.detach() if obj.requires_grad or kind is not _TENSOR else obj
+
+
+class OrdinaryLeaves(NamedTuple):
+    """What describes many ordinary tensors, as lists; equal for the same shapes and types in the same memory."""
+
+    starts: list[int]
+    shapes: Sequence[Ints]
+    dtypes: list[torch.dtype]
+    devices: list[torch.device]
+
+
+def describe_all_ordinary(leaves: Sequence[Any]) -> OrdinaryLeaves | None:
+    """Return what `describe_ordinary` finds of each leaf, without a call of Python for each; None if one is not ordinary."""
+    if not set(map(type, leaves)) <= _PLAIN:
+        return None
+    if any(map(_IS_NESTED, leaves)) or not set(map(_LAYOUT, leaves)) <= {_STRIDED}:
+        return None
+    starts, dtypes = list(map(_TENSOR.data_ptr, leaves)), list(map(_DTYPE, leaves))
+    kinds = set(dtypes)
+    if (
+        not all(map(_TENSOR.is_contiguous, leaves))
+        or any(map(_TENSOR.is_neg, leaves))
+        or not (all(starts) and all(map(_TENSOR.numel, leaves)))
+        or any(map(_TENSOR.storage_offset, leaves))
+        or not kinds <= known_to_torch().keys()
+        or (any(kind.is_complex for kind in kinds) and any(map(_TENSOR.is_conj, leaves)))
+    ):
+        return None
+    return OrdinaryLeaves(starts, list(map(_SHAPE, leaves)), dtypes, list(map(_DEVICE, leaves)))
 
 
 def materialize(key: str, obj: Any) -> Any:

@@ -86,8 +86,11 @@ class Objects:
     def __init__(self, state: Mapping[str, Any], *, rank: int, world_size: int) -> None:
         """Find the objects; none of their methods is called yet."""
         self._rank = rank
-        leaves, _ = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
-        found = {name: leaf for name, leaf in leaves.items() if is_object(leaf)}
+        leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
+        kinds = set(filter(_is_stateful, set(map(type, leaves.values()))))
+        found = {name: leaf for name, leaf in leaves.items() if type(leaf) in kinds} if kinds else {}
+        self.flattened = None if found else (leaves, tree)
+        """The leaves of a state without objects, and its skeleton."""
         modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
         self.modules = list(modules.values())
         self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]

@@ -1,0 +1,167 @@
+"""A state with the same tensors as before is described by a comparison, which notices every change that matters."""
+
+import weakref
+from collections import OrderedDict
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep as sk
+from shardkeep.state import describe
+from shardkeep.state.leaves import describe_all_ordinary, describe_ordinary
+from tests.asynchronous.scene import PATIENCE_S
+from tests.asynchronous.test_snapshots import many_shapes, tensors_of
+from tests.engine.samples import all_dtypes, bits, random_tensor
+
+SAVES = {
+    "save": sk.save,
+    "async_save": lambda state, where: sk.async_save(state, where).result(PATIENCE_S),
+}
+
+
+def state():
+    return {
+        "model": {"w": torch.arange(16.0).view(4, 4), "v": torch.arange(16.0, 32.0).view(4, 4), "z": torch.ones(6)},
+        "complex": torch.arange(4.0) + 1j,
+        "step": 1,
+    }
+
+
+def put(key, make):
+    """A change that puts another tensor, made of the old one, in its place."""
+
+    def change(state):
+        state["model"][key] = make(state["model"][key])
+
+    return change
+
+
+def in_place(make):
+    """A change of the tensor object itself."""
+    return lambda state: make(state["model"]["w"])
+
+
+def swapped(state):
+    model = state["model"]
+    model["w"], model["v"] = model["v"], model["w"]
+
+
+CHANGES = {
+    "values": in_place(lambda w: w.neg_()),
+    "another tensor": put("w", torch.clone),
+    "another shape in place": in_place(lambda w: w.resize_(2, 8)),
+    "fewer elements in place": in_place(lambda w: w.resize_(2, 4)),
+    "strides in place": in_place(lambda w: w.t_()),
+    "other memory in place": in_place(lambda w: w.set_(torch.full((4, 4), 7.0))),
+    "data of another shape": in_place(lambda w: setattr(w, "data", w.data.view(16))),
+    "data of other strides": in_place(lambda w: setattr(w, "data", w.data.t())),
+    "other data": in_place(lambda w: setattr(w, "data", torch.full((4, 4), 7.0))),
+    "requires gradients": in_place(lambda w: w.requires_grad_()),
+    "same memory, another shape": put("w", lambda w: w.view(2, 8)),
+    "same memory, other strides": put("w", torch.Tensor.t),
+    "same memory, another dtype": put("w", lambda w: w.view(torch.int32)),
+    "same memory, negative": put("w", torch._neg_view),
+    "same memory, other offset": put("w", lambda w: w[1:]),
+    "same memory, expanded": put("w", lambda w: w[0].expand(4, 4)),
+    "same memory, an array": put("w", torch.Tensor.numpy),
+    "same memory, a parameter": put("w", torch.nn.Parameter),
+    "same memory, a shard": put("w", lambda w: sk.ShardedBox(w, offsets=(0, 0), shape=(4, 4))),
+    "same memory, per rank": put("w", sk.PerRank),
+    "no elements": put("w", lambda w: w[:0]),
+    "a plain value": put("w", lambda w: 5),
+    "conjugate": lambda state: state.update(complex=state["complex"].conj()),
+    "tied": lambda state: state["model"].update(v=state["model"]["w"]),
+    "swapped": swapped,
+    "renamed": lambda state: state["model"].update(x=state["model"].pop("z")),
+    "removed": lambda state: state["model"].pop("w"),
+    "added": lambda state: state["model"].update(x=torch.zeros(3)),
+    "another order": lambda state: state["model"].update(w=state["model"].pop("w")),
+    "another container": lambda state: state.update(other={"z": state["model"].pop("z")}),
+    "another kind of container": lambda state: state.update(model=OrderedDict(state["model"])),
+    "an empty container": lambda state: state.update(empty={}),
+    "another value": lambda state: state.update(step=2),
+    "another kind of value": lambda state: state.update(step=1.0),
+    "no tensors": lambda state: [state.pop("model"), state.pop("complex")],
+}
+
+
+@pytest.mark.parametrize("how", SAVES)
+@pytest.mark.parametrize("kind", CHANGES)
+def test_every_change_is_noticed(kind, how):
+    """After a save of a state that has changed since, the checkpoint is the one of a process that knows nothing."""
+    changed, fresh, again = state(), sk.MemoryStore(), sk.MemoryStore()
+    for _ in range(2):
+        SAVES[how](changed, sk.MemoryStore())
+    CHANGES[kind](changed)
+    SAVES[how](changed, again)
+    sk.finish_saves()
+    SAVES[how](changed, fresh)
+    found, wanted = sk.open(again), sk.open(fresh)
+    assert bits(found.to_dict()) == bits(wanted.to_dict())
+    assert found.to_dict().keys() == wanted.to_dict().keys()
+    for store in (again, fresh):
+        sk.open(store).verify()
+    names = [sorted(info.name.split("-")[0] for info in store.list()) for store in (again, fresh)]
+    assert names[0] == names[1]
+    sizes = [
+        sorted(info.nbytes for info in store.list() if info.name.endswith(".safetensors")) for store in (again, fresh)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_what_cannot_be_saved_any_more_is_refused():
+    """Memory that was freed, and a tensor without any, are errors of the second save as of the first."""
+    for spoil in (lambda w: w.untyped_storage().resize_(0), lambda w: setattr(w, "data", w.data.to("meta"))):
+        saved = state()
+        sk.async_save(saved, sk.MemoryStore()).result(PATIENCE_S)
+        try:
+            spoil(saved["model"]["w"])
+        except RuntimeError:  # torch does not allow this change in place
+            saved["model"]["w"] = saved["model"]["w"].to("meta")
+        with pytest.raises(sk.UnsupportedLeaf, match=r"model\.w"):
+            sk.async_save(saved, sk.MemoryStore())
+
+
+def test_the_second_save_compares():
+    """Columns are made once, until `finish_saves`."""
+    saved = state()
+    with mock.patch.object(describe, "_rows", wraps=describe._rows) as made:
+        for _ in range(3):
+            sk.async_save(saved, sk.MemoryStore()).result(PATIENCE_S)
+        assert made.call_count == 1
+        sk.finish_saves()
+        sk.async_save(saved, sk.MemoryStore()).result(PATIENCE_S)
+        assert made.call_count == 2
+
+
+def test_what_is_kept_holds_no_tensor():
+    """The memory of a state is freed with it, whatever is kept for the next save."""
+    saved = state()
+    sk.async_save(saved, sk.MemoryStore()).result(PATIENCE_S)
+    watched = [weakref.ref(tensor) for tensor in saved["model"].values()]
+    saved.clear()
+    assert [ref() for ref in watched] == [None] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_many_leaves_are_described_as_one_is():
+    """Lists of leaves are ordinary if each leaf is, and say the same of it."""
+    leaves = [*tensors_of(many_shapes()), torch.eye(3).to_sparse(), torch.empty(2, device="meta")]
+    leaves += [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(2)), np.ones(3), 5]
+    leaves += [
+        torch.nested.nested_tensor([torch.ones(2)]),
+        torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
+    ]
+    leaves += [random_tensor((3, 2), dtype) for dtype in all_dtypes()]
+    ordinary = []
+    for leaf in leaves:
+        one, many = describe_ordinary(leaf), describe_all_ordinary([leaf])
+        assert (one is None) == (many is None), leaf
+        if one is not None and many is not None:
+            dtype, shape, start, _ = one
+            assert many == ([start], [shape], [dtype], [leaf.device])
+            ordinary.append(leaf)
+    assert len(ordinary) >= 10
+    assert describe_all_ordinary(ordinary) is not None
