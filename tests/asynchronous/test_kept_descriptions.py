@@ -7,6 +7,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardkeep as sk
 from shardkeep.state import describe
@@ -157,11 +160,66 @@ def test_many_leaves_are_described_as_one_is():
     leaves += [random_tensor((3, 2), dtype) for dtype in all_dtypes()]
     ordinary = []
     for leaf in leaves:
-        one, many = describe_ordinary(leaf), describe_all_ordinary([leaf])
+        one, many = describe_ordinary(leaf), describe_all_ordinary([leaf], [])
         assert (one is None) == (many is None), leaf
         if one is not None and many is not None:
             dtype, shape, start, _ = one
-            assert many == ([start], [shape], [dtype], [leaf.device])
+            assert many == ([start], [shape], [dtype], [leaf.device], [])
             ordinary.append(leaf)
     assert len(ordinary) >= 10
-    assert describe_all_ordinary(ordinary) is not None
+    assert describe_all_ordinary(ordinary, []) is not None
+
+
+def placements_change(folder):
+    """Save one local tensor as parts of different DTensors, then each again in a process that knows nothing."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh, grid = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (size, 1))
+    local = torch.arange(16.0).view(4, 4) + 100 * rank
+    same = torch.arange(16.0).view(4, 4)
+
+    def of(local, mesh, *placements, shape=None):
+        stride = None if shape is None else (shape[1], 1)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    versions = {
+        "rows": lambda: of(local, mesh, Shard(0)),
+        "columns": lambda: of(local, mesh, Shard(1)),
+        "replicas": lambda: of(same, mesh, Replicate()),
+        "rows of a grid": lambda: of(local, grid, Shard(0), Shard(1)),
+        "uneven rows": lambda: of(local[: 4 - rank], mesh, Shard(0), shape=(4 * size - sum(range(size)), 4)),
+        "plain": lambda: sk.PerRank(local),
+        "no rows": lambda: of(local[: int(rank == 0)], mesh, Shard(0), shape=(1, 4)),
+    }
+    found = {}
+    for known in ("kept", "fresh"):
+        for name, make in versions.items():
+            if known == "fresh":
+                sk.finish_saves()
+            sk.async_save({"w": make()}, f"{folder}/{known}-{name}").result(PATIENCE_S)
+            found[known, name] = bits(sk.open(f"{folder}/{known}-{name}").to_dict())
+    return [name for name in versions if found["kept", name] != found["fresh", name]], len(
+        set(map(str, found.values()))
+    )
+
+
+def test_another_placement_of_the_same_memory_is_noticed(rank_pool, tmp_path):
+    """A local tensor that becomes another part of another DTensor is saved as that."""
+    assert rank_pool.run(2, placements_change, str(tmp_path)) == [([], 6)] * 2  # rows of a grid of one column are rows
+
+
+def shards_again(folder):
+    """Save DTensors several times; return how often their columns were made."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = torch.nn.Parameter(distribute_tensor(torch.arange(80.0).view(8, 10), mesh, [Shard(0)]))
+    with mock.patch.object(describe, "_rows", wraps=describe._rows) as made:
+        for step in range(3):
+            with torch.no_grad():
+                weights.add_(1)
+            sk.async_save({"w": weights}, f"{folder}/{step}").result(PATIENCE_S)
+    wanted = [torch.equal(sk.open(f"{folder}/{n}")["w"][:], torch.arange(80.0).view(8, 10) + n + 1) for n in range(3)]
+    return made.call_count, wanted
+
+
+def test_the_second_save_of_shards_compares(rank_pool, tmp_path):
+    """DTensors of the same layout in the same memory are described once, and saved with the values of each call."""
+    assert rank_pool.run(2, shards_again, str(tmp_path)) == [(1, [True] * 3)] * 2

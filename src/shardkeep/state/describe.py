@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,12 @@ from shardkeep.state.leaves import (
     describe_leaf,
     describe_ordinary,
     is_tensor,
+    local_tensors,
 )
 from shardkeep.state.names import all_modules
 from shardkeep.state.objects import is_tensor_or_object
+
+_SHAPE = attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class KeptDescriptions:
     """
     The columns of the last states, so that describing a state with the same tensors as before costs a comparison.
 
-    They are used again if all tensors are ordinary, as before, and have the same names, addresses, shapes, dtypes and devices. No
-    tensor is kept.
+    They are used again if all tensors, or the local tensors of DTensors, are ordinary, as before, and have the same names, addresses,
+    shapes, dtypes, devices and specs. No tensor is kept.
     """
 
     _MOST = 2
@@ -118,11 +122,14 @@ def describe_leaves(
     """Describe tensor leaves; with what was `kept` of the same ones, if that is given, and keep it."""
     keys, leaves = list(tensors), list(tensors.values())
     found: Sequence[OrdinaryLeaf | TensorLeaf]
-    if (ordinary := describe_all_ordinary(leaves)) is not None:
+    local, specs = local_tensors(leaves)
+    held: list[torch.Tensor] = []
+    if (ordinary := describe_all_ordinary(local, specs)) is not None:
         plain = torch.Tensor
-        held = [leaf.detach() if leaf.requires_grad or type(leaf) is not plain else leaf for leaf in leaves]
+        held = [leaf.detach() if leaf.requires_grad or type(leaf) is not plain else leaf for leaf in local]
         if kept is not None and (columns := kept.find(keys, ordinary)) is not None:
             return replace(columns, tree=tree, values=values or {}, leaves=tensors, pieces=held)
+    if ordinary is not None and not specs:
         found = list(zip(ordinary.dtypes, ordinary.shapes, ordinary.starts, held, strict=True))
     else:
         found = [
@@ -152,7 +159,8 @@ def describe_leaves(
         boxes=boxes,
         pieces=pieces,
     )
-    if kept is not None and ordinary is not None:
+    # Not if a rank holds several boxes of a local tensor: `held` are the local tensors.
+    if kept is not None and ordinary is not None and list(map(_SHAPE, pieces)) == list(map(_SHAPE, held)):
         kept.keep(ordinary, description)
     return description
 

@@ -277,9 +277,20 @@ class OrdinaryLeaves(NamedTuple):
     shapes: Sequence[Ints]
     dtypes: list[torch.dtype]
     devices: list[torch.device]
+    specs: list[Any]
+    """Of DTensors, of which all the others describe the local tensors; empty if there are none."""
 
 
-def describe_all_ordinary(leaves: Sequence[Any]) -> OrdinaryLeaves | None:
+def local_tensors(leaves: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+    """Return the leaves with the local tensors of DTensors in their place, and their specs; no specs if there are no DTensors."""
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if sharded not in set(map(type, leaves)):
+        return leaves, []
+    local = [leaf._local_tensor if type(leaf) is sharded else leaf for leaf in leaves]
+    return local, [leaf._spec if type(leaf) is sharded else None for leaf in leaves]
+
+
+def describe_all_ordinary(leaves: Sequence[Any], specs: list[Any]) -> OrdinaryLeaves | None:
     """Return what `describe_ordinary` finds of each leaf, without a call of Python for each; None if one is not ordinary."""
     if not set(map(type, leaves)) <= _PLAIN:
         return None
@@ -296,7 +307,7 @@ def describe_all_ordinary(leaves: Sequence[Any]) -> OrdinaryLeaves | None:
         or (any(kind.is_complex for kind in kinds) and any(map(_TENSOR.is_conj, leaves)))
     ):
         return None
-    return OrdinaryLeaves(starts, list(map(_SHAPE, leaves)), dtypes, list(map(_DEVICE, leaves)))
+    return OrdinaryLeaves(starts, list(map(_SHAPE, leaves)), dtypes, list(map(_DEVICE, leaves)), specs)
 
 
 def materialize(key: str, obj: Any) -> Any:
