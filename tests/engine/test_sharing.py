@@ -435,6 +435,25 @@ def test_a_shelf_is_bounded():
     assert most[0] <= 300
 
 
+def test_a_shelf_that_peers_hold_is_not_waited_for(tmp_path):
+    """While others are slow to take all that there is memory for, a rank reads its own ranges from the store."""
+    store = LocalStore(tmp_path)
+    store.put("blob", bytes(range(200)))
+    party = peers.Peers(store, World(0, 2), room_nbytes=100)
+    other = peers.Offer(b"", "", "127.0.0.1", 1, b"x" * 16)
+    party.join(msgspec.msgpack.encode(peers.Team([other, other], [0, 1], 0)))
+    into = bytearray(200)
+    with (
+        mock.patch.object(peers, "_LEAST_ANSWER_S", 0.05),
+        party._shelf.lend(peers._Range("slow", 0, 100), lambda _: None),
+        contextlib.closing(party.store.open("blob")) as reader,
+    ):
+        for at in (0, 100):
+            reader.read_into(at, memoryview(into)[at : at + 100])
+    assert into == bytes(range(200))
+    party.close()
+
+
 # On an accelerator
 
 

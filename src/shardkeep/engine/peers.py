@@ -107,7 +107,7 @@ class _Held:
 
 
 class _NotFetchedError(Exception):
-    """Another thread could not fetch a range."""
+    """Another thread could not fetch a range, or there is no memory for it."""
 
 
 class _Shelf:
@@ -122,7 +122,11 @@ class _Shelf:
     @contextmanager
     def lend(self, wanted: _Range, fetch: Callable[[memoryview], None]) -> Iterator[memoryview]:
         with self._changed:
-            self._changed.wait_for(lambda: wanted in self._held or self._make_room(wanted.nbytes))
+            # Peers that take what they asked for too slowly may hold all of the memory.
+            if not self._changed.wait_for(
+                lambda: wanted in self._held or self._make_room(wanted.nbytes), _LEAST_ANSWER_S
+            ):
+                raise _NotFetchedError
             is_first = wanted not in self._held
             if is_first:
                 self._held[wanted] = _Held(aligned_buffer(wanted.nbytes))
