@@ -1,4 +1,4 @@
-"""Keys and endpoints of Azure and Google, by options and by the variables that everybody uses; wrong ones say what to set."""
+"""Keys and endpoints of Azure and Google, by options and by the usual variables; the errors of wrong ones say what to set."""
 
 import base64
 import errno
@@ -80,8 +80,8 @@ def test_an_account_in_the_url(azure_server, monkeypatch):
     assert works(url, account_key=key, endpoint=azure_server.endpoint)
 
 
-def test_azurite_as_it_is_started_by_itself(monkeypatch):
-    """The emulator has an account and a key that all know; where it is can be said."""
+def test_azurite_with_its_defaults(monkeypatch):
+    """The emulator has a public account and key; its address can be set."""
     place = open_place("az://box/x", use_emulator=True)
     assert isinstance(place, ObjectStore)
     assert place.bucket.server == ("az", "http://127.0.0.1:10000/devstoreaccount1", "devstoreaccount1")
@@ -93,7 +93,7 @@ def test_azurite_as_it_is_started_by_itself(monkeypatch):
     assert "AZURE_STORAGE_ENDPOINT" in error.hint
 
 
-def test_rights_that_lack(azure_server):
+def test_missing_permissions(azure_server):
     """A signature that may only read reads, and is refused where it writes."""
     url = azure_server.url("read-only")
     open_place(url, **azure_server.options).put("a", b"x")
@@ -207,7 +207,7 @@ def test_google_by_token_and_without(google_server, monkeypatch):
         ({"application_credentials": "/nowhere.json"}, "/nowhere.json"),
     ],
 )
-def test_google_keys_that_are_none(options, message):
+def test_invalid_google_keys(options, message):
     """They are refused when the place is opened, with what to set."""
     with pytest.raises(CheckpointError, match=message) as caught:
         open_place("gs://box/x", **options)
@@ -218,7 +218,7 @@ def test_google_keys_that_are_none(options, message):
 
 KEYS = {"az": {"account_key": WRONG}, "gs": {"bearer_token": WRONG}, "s3": {"secret_access_key": WRONG}}
 NAMES = {"az": "AZURE_STORAGE_ACCOUNT_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS", "s3": "AWS_SECRET_ACCESS_KEY"}
-NOBODY = {
+KEYLESS = {
     "az": {"msi_endpoint": "http://127.0.0.1:1/metadata/identity/oauth2/token"},
     "gs": {"client_options": {"allow_http": True}},
     "s3": {"metadata_endpoint": "http://127.0.0.1:1"},
@@ -251,11 +251,11 @@ def test_wrong_keys(cloud):
 
 
 def test_no_keys_at_all(cloud, monkeypatch, tmp_path):
-    """That is said, and not that an address of the machine's role cannot be reached."""
+    """The error says so, and not that the address of the machine's role cannot be reached."""
     monkeypatch.setenv("HOME", str(tmp_path))
     url = cloud.url("keyless")
     options = {key: value for key, value in cloud.options.items() if key in {"endpoint", "account_name"}}
-    error = said(lambda: open_place(url, retries=0, **options, **NOBODY[url[:2]]).get("a", limit=1))
+    error = said(lambda: open_place(url, retries=0, **options, **KEYLESS[url[:2]]).get("a", limit=1))
     assert "no keys to sign requests with" in error.message
     assert NAMES[url[:2]] in error.hint
 

@@ -152,7 +152,7 @@ def test_items_one_after_another_in_one_file():
         assert transformed_input(registry(), descriptors, view).read() == data
 
 
-def test_a_full_disk_is_told_at_the_latest_by_close():
+def test_a_full_disk_is_reported_by_close_at_the_latest():
     """An error of the file reaches who writes, also one that comes when the last layer is flushed."""
 
     class Full(Raw):

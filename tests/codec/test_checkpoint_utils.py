@@ -130,10 +130,10 @@ def meet(fail):
 @pytest.mark.parametrize("fail", [None, 1])
 def test_a_folder_for_all_ranks(rank_pool, fail):
     """It is one folder, there until the last rank is done with it; a rank that fails does not hold the others."""
-    told = rank_pool.run(3, meet, fail)
-    places = {each[0] for each in told if each != "failed"}
+    found = rank_pool.run(3, meet, fail)
+    places = {each[0] for each in found if each != "failed"}
     assert len(places) == 1
-    assert [each[1] for each in told if each != "failed"] == [["0", "1", "2"]] * (3 if fail is None else 2)
+    assert [each[1] for each in found if each != "failed"] == [["0", "1", "2"]] * (3 if fail is None else 2)
     assert not os.path.exists(os.path.dirname(places.pop()))
 
 

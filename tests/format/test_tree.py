@@ -284,7 +284,7 @@ def test_random_columns_raise_only_our_errors(found):
 
 
 def test_what_is_a_key():
-    """Keys are told by exact type."""
+    """Keys are distinguished by exact type."""
     good = ["", 0, -(2**63), 2**64 - 1, True, 1.5, None, b"", (), (1, ("a", None))]
     bad = [2**64, -(2**63) - 1, [], {}, frozenset(), ..., 1j, (1, [2]), msgspec.UNSET, (2**64,)]
 

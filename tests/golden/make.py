@@ -22,7 +22,7 @@ from shardkeep.testing.thread_ranks import run_thread_ranks
 
 HERE = Path(__file__).parent
 KEYS = KeyRing([bytes(range(32))])
-"""No secret: it opens what lies beside it for everybody to read."""
+"""No secret: anyone may read the checkpoints that it opens."""
 CODECS = {"model": ["float", "zstd", "aes"], "optim": ["lz4"], "array": ["zstd:3"]}
 
 

@@ -1,4 +1,4 @@
-"""Of several writers one wins: in threads, in processes, when answers are lost, and where conditions are ignored."""
+"""One of several concurrent writers wins: in processes, when answers are lost, and on services that ignore conditions."""
 
 import errno
 import json
@@ -87,14 +87,14 @@ def test_two_processes(s3_place, s3_server, tmp_path, kind):
 
 
 class _Careless(ObjectStore):
-    """A service that says that all is well, and looks at no condition."""
+    """A service that ignores conditions and reports success."""
 
     def send(self, name, data, *, create=False, over=None):
         super().send(name, data)
 
 
-def test_a_service_that_ignores_conditions_is_found_out(s3_place):
-    """It is probed once, leaves nothing behind, and warns once; a name that is taken is still refused."""
+def test_a_service_that_ignores_conditions_is_detected(s3_place):
+    """The probe runs once, leaves nothing behind, and one warning is given; a name that is taken is still refused."""
     store = s3_place(settle_s=0.01, requests=9)
     small = _Careless(store.bucket, store.prefix, store.url)
     with pytest.warns(UserWarning, match="does not check the conditions of puts"):
@@ -110,14 +110,14 @@ def test_a_service_that_ignores_conditions_is_found_out(s3_place):
 
 
 class _HalfCareful(ObjectStore):
-    """A service that checks whether there is one, and not which one."""
+    """A service that checks whether an object exists, but not its version."""
 
     def send(self, name, data, *, create=False, over=None):
         super().send(name, data, create=create)
 
 
-def test_each_condition_is_tried_out_by_itself(s3_place):
-    """A service may check one and ignore the other: of two who swap the same version one is refused all the same."""
+def test_each_condition_has_its_own_probe(s3_place):
+    """A service may check one condition and ignore the other: of two writers that replace one version, one is refused."""
     store = s3_place(settle_s=0.01, requests=10)
     small = _HalfCareful(store.bucket, store.prefix, store.url)
     with warnings.catch_warnings():
@@ -136,8 +136,8 @@ def test_each_condition_is_tried_out_by_itself(s3_place):
     assert sorted(careful.bucket.probed.values()) == [True, True]
 
 
-def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place):
-    """By the next that tries them; and one that is deleted by another meanwhile is not taken for an ignored condition."""
+def test_the_probe_of_a_killed_process_is_deleted(s3_place):
+    """The next probe deletes it. If another process deletes the object of a probe, the condition does not count as ignored."""
     store = s3_place(requests=12)
     store.put("shardkeep.probe", b"1", replace=True)
 
@@ -156,8 +156,8 @@ def test_what_a_killed_process_tried_conditions_with_goes_away(s3_place):
     assert list(store.list()) == []
 
 
-def test_who_is_overtaken_without_conditions_is_told(s3_place):
-    """Another's bytes a moment later mean that the other has won."""
+def test_without_conditions_a_put_that_was_overwritten_is_an_error(s3_place):
+    """If another writer's bytes are there a moment later, the other writer has won."""
     store = s3_place(conditional_puts=False, settle_s=0.0)
     store.bucket.warned.add("conditions")
 
@@ -172,7 +172,7 @@ def test_who_is_overtaken_without_conditions_is_told(s3_place):
 
 
 class _LosesAnswers(ObjectStore):
-    """Does what it is asked, and fails to say so, once."""
+    """Serves the first request, but loses its answer."""
 
     lost = 0
 
@@ -202,8 +202,8 @@ def test_a_lost_answer_is_no_failure(s3_place, swap):
 @pytest.mark.parametrize(
     ("retry_s", "retried", "times"), [(60.0, False, 4), (60.0, True, 1), (1e-9, False, 1)], ids=["4", "retried", "late"]
 )
-def test_a_put_is_not_tried_for_longer_than_was_said(s3_place, monkeypatch, retry_s, retried, times):
-    """What the library tried again for all its time, or what came after that time, is given up."""
+def test_a_put_is_not_retried_beyond_its_limits(s3_place, monkeypatch, retry_s, retried, times):
+    """What the client library has retried, and what fails after `retry_s`, is not retried."""
     store = s3_place(conditional_puts=True, retry_s=retry_s)
     sent = []
 
@@ -218,8 +218,8 @@ def test_a_put_is_not_tried_for_longer_than_was_said(s3_place, monkeypatch, retr
     assert sent == ["a"] * times
 
 
-def test_conditions_are_tried_out_again_where_an_answer_is_lost(s3_place):
-    """What passes while it is tried out is no reason for a put to fail."""
+def test_a_probe_whose_answer_is_lost_is_repeated(s3_place):
+    """A transient failure of the probe does not fail the put."""
     store = s3_place(requests=12)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
     assert small.checks_conditions(None)
@@ -240,7 +240,7 @@ def test_what_is_gone_cannot_be_replaced(s3_place):
         small.put("a", b"mine", over=Version("tag"))
 
 
-def test_fsspec_says_what_it_cannot_do(tmp_path):
+def test_fsspec_has_no_conditions(tmp_path):
     """A file system whose puts look and then put is treated as one without conditions, with a warning."""
     _shared.cache_clear()  # it warns once
     root = FsspecStore(LocalFileSystem(), str(tmp_path), "local://x", settle_s=0.01)

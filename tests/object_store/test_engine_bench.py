@@ -6,7 +6,7 @@ BENCH = Path(__file__).parent.parent.parent / "bench"
 
 
 def test_a_tiny_round(s3_server, monkeypatch):
-    """Everybody saves and loads the same bytes, bit for bit, and we are compared with the others."""
+    """All contenders save and load the same bytes, and the results are compared."""
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.delenv("BENCH_S3FS", raising=False)
     import s3

@@ -21,9 +21,9 @@ def said(call):
     return caught.value
 
 
-def test_an_unknown_key_is_told_from_a_wrong_one(s3_place):
+def test_an_unknown_key_and_a_wrong_secret_have_different_errors(s3_place):
     """The service's own words are there."""
-    error = said(lambda: s3_place(access_key_id="nobody", secret_access_key=SECRET).get("a", limit=9))
+    error = said(lambda: s3_place(access_key_id="unknown", secret_access_key=SECRET).get("a", limit=9))
     assert "InvalidAccessKeyId" in error.message
     assert "unknown there" in error.hint
 

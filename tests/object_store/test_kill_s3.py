@@ -50,10 +50,10 @@ def test_killed_at_any_request(s3_server, s3_place, monkeypatch):
                 else:
                     until(functools.partial(proxy.has_seen, rng.randrange(A_SAVE * 2)))
                 fork.kill()
-                told = fork.said()
+                reported = fork.said()
             ck = sk.open(place)
             ck.verify()
-            latest = max([latest, *told])
+            latest = max([latest, *reported])
             assert ck.step in (latest, latest + 1)
             latest = ck.step
             load_and_compare(place, latest)

@@ -77,8 +77,8 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(s3_place, monk
     root.drop_empty("step-1")
 
 
-def test_a_store_says_how_it_likes_to_be_used(s3_place):
-    """Also through one that tries again."""
+def test_preferences_of_a_store(s3_place):
+    """They are the same through a store that retries."""
     store = RetryingStore(s3_place(requests=7, part_bytes=6 << 20), RetryPolicy(1))
     assert is_sequential(store)
     assert preferred_requests(store, 2) == 7
@@ -89,7 +89,7 @@ def test_a_store_says_how_it_likes_to_be_used(s3_place):
 
 
 def test_a_url_and_the_environment_are_enough(s3_server, s3_place, monkeypatch, tmp_path):
-    """Keys and endpoint are found where everybody keeps them; a place is the same by any way of naming it."""
+    """Keys and endpoint come from the usual variables; a place is the same however it is named."""
     mine = s3_place()
     write_blob(mine.place("step-1"), "a", b"abc")
     for name, value in s3_server.environment.items():
@@ -128,8 +128,8 @@ def test_keys_of_a_profile(s3_server, s3_place, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert open_place(mine.url, **where).get("a", limit=1) == b"x"
-    with pytest.raises(CheckpointError, match="'nobody' gives no keys"):
-        open_place(mine.url, profile="nobody", **where)
+    with pytest.raises(CheckpointError, match="'absent' gives no keys"):
+        open_place(mine.url, profile="absent", **where)
 
 
 _FORKS = """
@@ -158,8 +158,8 @@ for url in (before, other):
 """
 
 
-def test_a_forked_process_is_told_and_does_not_hang(s3_server, s3_place):
-    """With the parent's connections or with its own; a store that was not used yet works in a child."""
+def test_a_forked_process_raises_and_does_not_hang(s3_server, s3_place):
+    """Through the parent's connections or through new ones; a store that was not used yet works in a child."""
     first, other = s3_place(), s3_place()
     done = subprocess.run(
         [sys.executable, "-c", _FORKS, first.url, other.url],

@@ -1,4 +1,4 @@
-"""Large blobs go up in parts, from the writer's own memory, in any order; what is not finished is never seen."""
+"""Multipart uploads: parts in any order, sent from the caller's memory; a blob that is not finished never appears."""
 
 import contextlib
 import errno
@@ -62,7 +62,7 @@ def test_memory_may_be_used_again_at_once(small_parts, threads, first):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_any_order_comes_to_an_end(small_parts, threads):
-    """One thread that writes backwards, or several at random, with more parts than requests, wait for nothing for ever."""
+    """One thread that writes backwards, or several at random, with more parts than requests, do not deadlock."""
     data = sample(9 * PART)
     order = windows(len(data), PART // 2 + 1) if threads > 1 else windows(len(data), PART)
     random.Random(0).shuffle(order) if threads > 1 else order.reverse()
@@ -117,7 +117,7 @@ def test_gaps_and_second_thoughts_are_refused(small_parts, boto):
 
 
 def test_an_interrupted_write_spoils_its_blob(small_parts, monkeypatch):
-    """Memory that was lent when Ctrl-C came may change: nothing that may have been sent from it is ever an object."""
+    """The caller may reuse its memory after Ctrl-C, so nothing that was sent from it ever becomes an object."""
     writer = small_parts.create("a", 3 * PART)
 
     def interrupted(*_):
@@ -142,8 +142,8 @@ def test_an_interrupted_write_spoils_its_blob(small_parts, monkeypatch):
         ({"endpoint": "http://127.0.0.1:1", "retries": 1}, "refused", errno.ECANCELED),
     ],
 )
-def test_an_upload_that_fails_is_told_to_every_write(s3_place, options, message, number):
-    """With its reason, and never as something that passes: to write again mends nothing. No request is kept."""
+def test_every_write_raises_the_failure_of_its_upload(s3_place, options, message, number):
+    """The error has the reason and is never transient, because a retry of the write would not help. No slot stays taken."""
     store = s3_place(part_bytes=PART, requests=2, **options)
     store.version = lambda _: None  # so that it is the upload that fails
     writer, bucket = ObjectWriter(store, "a", 4 * PART), store.bucket
@@ -164,8 +164,8 @@ def test_parts_grow_with_the_blob(s3_place):
     assert policy.part_bytes_for(5 << 40) % MIB == 0
 
 
-def test_uploads_share_the_room_for_copies(s3_server, s3_place):
-    """However many blobs are written in small pieces to a store that stalls, few parts are copied beyond their room."""
+def test_uploads_share_the_budget_for_copies(s3_server, s3_place):
+    """However many blobs are written in small pieces to a store that stalls, few parts are copied beyond the budget."""
     uploads, requests = 4, 4
     taken = [0] * uploads
     with Proxy(s3_server.port) as proxy:
@@ -195,7 +195,7 @@ def test_uploads_share_the_room_for_copies(s3_server, s3_place):
 
 @pytest.mark.parametrize("order", ["backwards", "shuffled"])
 def test_no_upload_waits_for_itself(s3_place, order):
-    """Where others have all the room, a thread that writes pieces in any order still comes to an end."""
+    """If other uploads have used up the budget, a thread that writes pieces in any order still finishes."""
     place = s3_place(part_bytes=PART, requests=2)
     others = place.bucket.budget.take(2 * PART)
     data = sample(6 * PART + 99)

@@ -5,7 +5,7 @@ Writing: bytes are cut into frames, which the calling thread encodes. Only then 
 other in the order in which they were encoded; a header that is written last costs nothing extra. A table ends the blob.
 
 Reading: only frames that contain the wanted bytes are fetched. Stored bytes are verified before they are decoded, so that
-damage can be told apart from a wrong key, and no codec sees bytes that were not written.
+damage can be distinguished from a wrong key, and no codec sees bytes that were not written.
 """
 
 from __future__ import annotations

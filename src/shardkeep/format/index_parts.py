@@ -265,11 +265,11 @@ class PartialIndex(Index):
         return part
 
     def check_parts(self) -> None:
-        whole, told = self._whole, self._directory
-        parts = self._with_chunks(np.arange(len(told["ends"])), told["low"], told["high"])
+        whole, stored = self._whole, self._directory
+        parts = self._with_chunks(np.arange(len(stored["ends"])), stored["low"], stored["high"])
         true = _unpack(parts_of(whole, least_nbytes=0)[DIRECTORY].data, _DIRECTORY, 2 * self._nbytes)
         # Packed bytes, and so where they end, differ from one version of zlib to the next.
-        same = all(np.array_equal(true[name], told[name]) for name in (*_OF_TENSORS, "low", "high"))
+        same = all(np.array_equal(true[name], stored[name]) for name in (*_OF_TENSORS, "low", "high"))
         if not same or not all(map(np.array_equal, parts.chunks.columns(), whole.chunks.columns())):
             raise MalformedFile(f"{self._where}: the parts of the index and its columns differ", file=self._where)
 

@@ -438,7 +438,7 @@ def _dtype_parts(dtype: np.dtype[Any]) -> Any:
         return ["struct", dtype.itemsize, dtype.isalignedstruct, fields]
     if dtype.char in "gG":
         return ["long double", int(np.finfo(dtype).nmant), dtype.str]
-    # Two C types can share one numpy string (long, long long); the character tells them apart.
+    # Two C types can share one numpy string (long, long long); the character distinguishes them.
     same = np.dtype(dtype.str).char == dtype.char
     return dtype.str if same else dtype.str[0] + dtype.char
 

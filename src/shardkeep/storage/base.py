@@ -257,7 +257,7 @@ def delete_contents(store: Store) -> None:
     Delete all blobs of a place.
 
     The commit marker goes first, so that an interrupted removal never leaves what looks like a checkpoint. The removal
-    mark stays until everything else is gone, so that an interrupted removal can be told apart from data loss.
+    mark stays until everything else is gone, so that an interrupted removal can be distinguished from data loss.
     """
     names = {info.name for info in store.list()}
     if not names:
