@@ -51,6 +51,18 @@ def test_the_head_of_a_blob_comes_with_its_opening(s3_place):
         reader.read_into(0, memoryview(into))
 
 
+def test_the_head_of_a_blob_is_fetched_once(proxy, s3_place):
+    """A longer read that begins in it, as that of a long header, asks for the rest."""
+    store, data = s3_place(endpoint=proxy.endpoint), sample(2 * HEAD_BYTES)
+    store.put("a", data)
+    proxy.rules = []
+    into = bytearray(len(data) - 10)
+    with closing(store.open("a")) as reader:
+        reader.read_into(10, memoryview(into))
+    assert into == data[10:]
+    assert (len(proxy.counts.requests), proxy.counts.received) == (2, len(data))
+
+
 def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(s3_place, monkeypatch):
     """The record alone, then all the rest at once, then the mark; other places and the root's own blobs stay."""
     root = s3_place()

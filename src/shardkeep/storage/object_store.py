@@ -54,10 +54,9 @@ class ObjectReader:
         if self._closed:
             raise self._error(offset, "is closed", errno.EINVAL)
         base.check_within(f"{self._url}/{self._name}", self._name, offset, len(view), self.nbytes)
-        if self.cached(offset, len(view)):
-            view[:] = self._head[offset : offset + len(view)]
-        else:
-            self._read(offset, view)
+        held = self._head[offset : offset + len(view)]
+        view[: len(held)] = held
+        self._read(offset + len(held), view[len(held) :])
 
     def _read(self, offset: int, view: memoryview) -> None:
         """Read everything; after every answer that brings some bytes, the count of retries begins again."""
