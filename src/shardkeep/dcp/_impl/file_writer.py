@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import io
+import itertools
 import os
 import queue
 import time
@@ -100,69 +101,53 @@ def lay_out(
     Tensors are `framed` as archives of `torch.save`, or plain bytes. `together_nbytes`: of this file and those beside it,
     whose blocks are of one size, because many small blocks keep many threads waiting.
     """
-    sources: list[Data] = []
-    address: list[int] = []
-    sizes: list[int] = []
+    rows: list[_Row] = []
     scattered: dict[int, Scattered] = {}
     placed: list[WrittenItem] = []
     at = 0
     for item in items:
-        nbytes, begin, tail = item.nbytes, None, None
+        begin, nbytes = None, item.nbytes
         end = at + nbytes
         if isinstance(item, torch.Tensor):
-            begin, where = at, host_address(item)
-            if framed:
-                head, tail = _frame(item, at)
-                sources.append(head.bytes)
-                address.append(head.address)
-                sizes.append(len(head.bytes))
-                begin = at + len(head.bytes)
-                end = begin + nbytes + len(tail.bytes)
+            head, tail = _frame(item, at) if framed else (_NOTHING, _NOTHING)
+            begin, end, where = at + head[2], end + head[2] + tail[2], host_address(item)
             if nbytes and not where:
-                scattered[len(sources)] = scattered_memory(item, item.dtype)
+                scattered[len(rows) + framed] = scattered_memory(item, item.dtype)
+            parts = [head, (item, where, nbytes), tail]
         else:
-            where = address_of(item)
-        if nbytes:
-            sources.append(item)
-            address.append(where)
-            sizes.append(nbytes)
-        if tail is not None:
-            sources.append(tail.bytes)
-            address.append(tail.address)
-            sizes.append(len(tail.bytes))
+            parts = [(item, address_of(item), nbytes)]
+        rows += [part for part in parts if part[2]]
         placed.append(WrittenItem(at, end - at, begin))
         at = end
-    ends = np.cumsum(np.array(sizes, np.int64))
+    sizes = np.array([nbytes for _, _, nbytes in rows], np.int64)
     job = FileJob(
         name=name,
         header=bytearray(),
         data_nbytes=at,
         block_nbytes=block_nbytes_for(max(at, together_nbytes)),
-        start=ends - sizes,
-        address=np.array(address, np.int64),
+        start=np.cumsum(sizes) - sizes,
+        address=np.array([address for _, address, _ in rows], np.int64),
         scattered=scattered,
-        owners=[None if row in scattered else each for row, each in enumerate(sources)],
+        owners=[None if row in scattered else source for row, (source, _, _) in enumerate(rows)],
     )
     return job, placed
 
 
-class _Bytes(NamedTuple):
-    """Bytes, and where they are in memory as long as they are kept."""
-
-    bytes: memoryview
-    address: int
+_Row = tuple[Data, int, int]
+"""Bytes of a file: what holds them, where they are in memory as long as that is kept, and how many."""
+_NOTHING: _Row = (memoryview(b""), 0, 0)
 
 
-def _frame(tensor: torch.Tensor, at: int) -> tuple[_Bytes, _Bytes]:
+def _frame(tensor: torch.Tensor, at: int) -> tuple[_Row, _Row]:
+    """Return what comes before and after a tensor's bytes in its archive."""
     alignment = _LARGE_ALIGNMENT if tensor.nbytes >= _LARGE_NBYTES else _ALIGNMENT
     return _frame_at(tensor.dtype, tuple(tensor.shape), at % alignment, alignment)
 
 
 @lru_cache(maxsize=4096)
-def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[_Bytes, _Bytes]:
-    made = [memoryview(each) for each in frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment)]
-    head, tail = [_Bytes(each, address_of(each)) for each in made]
-    return head, tail
+def _frame_at(dtype: torch.dtype, shape: Ints, at: int, alignment: int) -> tuple[_Row, _Row]:
+    head, tail = (memoryview(each) for each in frame_tensor(of_torch(dtype), shape, at=at, alignment=alignment))
+    return (head, address_of(head), len(head)), (tail, address_of(tail), len(tail))
 
 
 class HashingStream:
@@ -223,11 +208,11 @@ def write_stream(
         offset = out.nbytes
         stream, descriptors = transforms.transform_save_stream(planned, out)
         if isinstance(item, torch.Tensor):
-            head, tail = [each.bytes for each in _frame(item, offset)] if framed else (b"", b"")
-            stream.write(head)
+            head, tail = _frame(item, offset) if framed else (_NOTHING, _NOTHING)
+            stream.write(head[0])
             for part in windows_of(item, WINDOW_NBYTES):
                 stream.write(part)
-            stream.write(tail)
+            stream.write(tail[0])
         else:
             stream.write(item)
         if stream is not out:
@@ -531,14 +516,10 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
 
     def new_names(self, prefix: str, count: int) -> list[str]:
         """Return names for data files: an existing file belongs to a checkpoint that stays until this save is committed."""
-        names: list[str] = []
-        number = self._commit().first_number()
-        while len(names) < count:
-            name = f"{prefix}{number}{protocol.DEFAULT_SUFFIX}"
-            number += 1
-            if not self.fs.exists(self.fs.concat_path(self.path, name)):
-                names.append(name)
-        return names
+        numbers = itertools.count(self._commit().first_number())
+        names = (f"{prefix}{number}{protocol.DEFAULT_SUFFIX}" for number in numbers)
+        new = (name for name in names if not self.fs.exists(self.fs.concat_path(self.path, name)))
+        return list(itertools.islice(new, count))
 
     @property
     def writes_archives_unchanged(self) -> bool:

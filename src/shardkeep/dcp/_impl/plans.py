@@ -416,14 +416,8 @@ def _create_read_item_for_byteio(
     storage_offset: int,
     length: int,
 ) -> protocol.ReadItem:
-    return protocol.ReadItem(
-        type=protocol.LoadItemType.BYTE_IO,
-        dest_index=dest_index,
-        dest_offsets=torch.Size((dest_offset,)),
-        storage_index=storage_index,
-        storage_offsets=torch.Size((storage_offset,)),
-        lengths=torch.Size((length,)),
-    )
+    boxes = dest_index, (dest_offset,), storage_index, (storage_offset,), (length,)
+    return dataclasses.replace(_create_read_item_for_tensor(*boxes), type=protocol.LoadItemType.BYTE_IO)
 
 
 def _create_read_item_for_tensor(
@@ -433,14 +427,8 @@ def _create_read_item_for_tensor(
     storage_offsets: Sequence[int],
     lengths: Sequence[int],
 ) -> protocol.ReadItem:
-    return protocol.ReadItem(
-        type=protocol.LoadItemType.TENSOR,
-        dest_index=dest_index,
-        dest_offsets=torch.Size(dest_offsets),
-        storage_index=storage_index,
-        storage_offsets=torch.Size(storage_offsets),
-        lengths=torch.Size(lengths),
-    )
+    target, source = (dest_index, torch.Size(dest_offsets)), (storage_index, torch.Size(storage_offsets))
+    return protocol.ReadItem(protocol.LoadItemType.TENSOR, *target, *source, torch.Size(lengths))
 
 
 # -- plans and metadata of a flat state dict ---------------------------------------------------------------------------
