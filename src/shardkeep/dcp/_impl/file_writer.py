@@ -20,7 +20,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import IO, Any, NamedTuple, cast
 
@@ -360,10 +359,7 @@ def write_streams(
     try:
         run_workers(plans, write, threads=max(1, min(writer.thread_count, len(plans))), buffer_nbytes=0)
     except BaseException:
-        for plan in plans:
-            for path in (plan.path, f"{os.fspath(plan.path)}{SUMS_SUFFIX}"):
-                with suppress(Exception):  # of any class; the error that is raised matters more
-                    writer.fs.rm_file(path)
+        writer._commit().remove([plan.name + suffix for plan in plans for suffix in ("", SUMS_SUFFIX)])
         raise
     return [result for plan in plans for result in results[plan.name]]
 

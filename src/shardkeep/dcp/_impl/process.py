@@ -17,7 +17,7 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -238,25 +238,25 @@ class SaverProcess(rpc.ChildProcess):
     def wait_until_ready(self) -> None:
         """Wait until the process has imported what it needs; raises SaverDied if it ended, or takes too long."""
         if not self._ready:
-            try:
-                self.call(lambda _pipe, _ready: None, rpc.WaitPolicy(Options().timeout_s))
-            except SaverDied as error:
-                raise SaverDied(f"{error.message} in step 'start'", hint=_KIND.if_not_started) from error
+            self._in_step("start", lambda _pipe, _ready: None, hint=_KIND.if_not_started)
             self._ready = True
 
     def ask(self, step: str, *given: Any, more_s: float = 0.0) -> Any:
         """Run a step in the process, with `more_s` more seconds; return its result, or raise its error or SaverDied."""
         message = pickle.dumps((step, given))
-        try:
-            reply = self.call(
-                lambda pipe, ready: rpc.send(pipe, message, ready), rpc.WaitPolicy(Options().timeout_s), more_s=more_s
-            )
-        except SaverDied as error:
-            raise SaverDied(f"{error.message} in step {step!r}", hint=error.hint) from error
+        reply = self._in_step(step, lambda pipe, ready: rpc.send(pipe, message, ready), more_s=more_s)
         result: _StepResult = pickle.loads(reply)
         if result.error is not None:
             raise result.error from FromSaver(result.trace)
         return result.value
+
+    def _in_step(
+        self, step: str, send: Callable[[socket.socket, Any], None], *, more_s: float = 0, hint: str = ""
+    ) -> bytes:
+        try:
+            return self.call(send, rpc.WaitPolicy(Options().timeout_s), more_s=more_s)
+        except SaverDied as error:
+            raise SaverDied(f"{error.message} in step {step!r}", hint=hint or error.hint) from error
 
 
 class RemoteSave:
