@@ -377,8 +377,8 @@ class Replicator:
     ) -> None:
         """`root` is the far root without retries, and `lease` its lease."""
         self._running_round = 0
-        self._cancelled_before = 0
-        """Rounds with lower numbers are cancelled."""
+        self._begun = self._cancelled_before = 0
+        """Of rounds: how many were begun, and the number below which they are cancelled."""
         retrying = RetryingStore(root, replace(retry_policy, wanted=self._is_wanted))
         far = Catalog(retrying, tiers.near.naming.template)
         self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, ranks.clock)
@@ -415,6 +415,7 @@ class Replicator:
             return
         # A daemon thread: Python does not wait for it at exit, so that a store that does not answer cannot block the exit.
         arguments = (self.rounds.count, self._futures[-1:], saved, name, newest, self._world)
+        self._begun = self.rounds.count + 1  # before the thread begins: `cancel` may come from it
         try:
             future = spawn_daemon(partial(self._run_round, *arguments), "shardkeep-promote")
         except RuntimeError as error:  # the interpreter is shutting down
@@ -448,7 +449,7 @@ class Replicator:
 
     def cancel(self) -> None:
         """Cancel all rounds that were begun; a later round finds what was copied."""
-        self._cancelled_before = self.rounds.count
+        self._cancelled_before = self._begun
 
     def stop(self) -> None:
         """Begin no more rounds, and wait a little for cancelled ones; one that waits for the store is abandoned."""
