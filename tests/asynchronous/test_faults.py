@@ -51,8 +51,6 @@ def test_every_operation_that_can_fail(place, fault):
 
 
 def test_a_failure_that_is_not_ours():
-    """Whatever is raised by a store of the user's own, of any class, is told as it is."""
-
     def divide(verb, name):
         if verb == "create":
             raise ZeroDivisionError(name)

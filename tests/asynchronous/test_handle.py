@@ -81,7 +81,6 @@ def test_staged_waits():
 
 
 def test_progress():
-    """Phases come in order, bytes only grow, and in the end all of them are written."""
     where = HeldStore(sk.MemoryStore(), "list", "put")
     handle = sk.async_save({"w": torch.zeros(3 << 20)}, where, options=OPTIONS)
     assert where.reached.wait(PATIENCE_S)
@@ -110,7 +109,6 @@ def test_progress():
     [(False, full(2), "finish"), (True, full(2), "finish"), (True, {"step": 1}, "list")],
 )
 def test_cancel_before_the_commit(place, before, state, held_verb):
-    """A cancelled save ends with SaveCancelled and leaves only what was there, with tensors or without."""
     if before:
         sk.save(full(1), place)
     there = sorted((info.name, info.nbytes) for info in sk.LocalStore(place).list())

@@ -141,7 +141,6 @@ def waited_for(state, where, room, staging):
 
 
 def test_the_step_of_an_optimizer_waits():
-    """The call returns, forward and backward go on, and the step waits until writers have read what was not copied."""
     model, optimizer = trained()
     wanted = bits_of(model, optimizer)
     where = HeldStore(sk.MemoryStore())
@@ -162,7 +161,6 @@ def test_the_step_of_an_optimizer_waits():
 
 
 def test_a_fork_steps_on_its_own():
-    """A process that was forked while its parent's save reads the state changes other memory, and waits for nothing."""
     model = nn.Linear(3, 3)
     model(torch.ones(3)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters())
@@ -256,7 +254,6 @@ def test_memory_that_the_caller_lets_go_of_is_kept_until_it_is_read():
 
 
 def test_saves_in_flight_share_the_room():
-    """Two saves at a time copy no more than there is room for together, and neither takes the other's bytes."""
     sk.finish_saves()
     wheres = [HeldStore(sk.MemoryStore(), "list"), HeldStore(sk.MemoryStore(), "list")]
     tensors = {f"t{n}": torch.full((100_000,), 1.0) for n in range(10)}

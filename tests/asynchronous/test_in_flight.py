@@ -60,7 +60,6 @@ def test_a_later_save_may_end_first():
 
 
 def test_two_saves_to_one_place():
-    """While a save writes to a place another one to it is refused, and the first goes through."""
     where = held()
     first = sk.async_save(full(1), where, max_in_flight=2)
     assert where.reached.wait(PATIENCE_S)
@@ -73,7 +72,6 @@ def test_two_saves_to_one_place():
 
 
 def test_one_place_over_and_over(place):
-    """With one save in flight at a time, calls in a row to one place each replace the one before."""
     for step in range(10):
         sk.async_save(full(step), place, step=step, overwrite=True)
     sk.finish_saves()
@@ -145,7 +143,6 @@ def train_and_save(folder, most):
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_beside_collectives_and_calls_that_wait(rank_pool, tmp_path, most):
-    """Real ranks save while they train, save and load with their own collectives: nothing is mixed up."""
     assert rank_pool.run(3, train_and_save, str(tmp_path), most) == [3 * 80.0] * 3
     for step in range(8):
         tree = sk.open(str(tmp_path / str(step))).to_dict()
@@ -214,7 +211,6 @@ def cancel_on(folder, ranks):
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_cancelled_on_some_ranks(rank_pool, tmp_path, ranks):
-    """A save that any rank gives up is given up on all, and leaves nothing."""
     found = rank_pool.run(2, cancel_on, str(tmp_path), ranks)
     assert found == [("SaveCancelled", [True] * (rank in ranks), "cancelled") for rank in range(2)]
     assert list(sk.LocalStore(str(tmp_path / "ck")).list()) == []

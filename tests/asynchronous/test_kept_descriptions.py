@@ -140,7 +140,6 @@ def test_the_second_save_compares():
 
 
 def test_what_is_kept_holds_no_tensor():
-    """The memory of a state is freed with it, whatever is kept for the next save."""
     saved = state()
     sk.async_save(saved, sk.MemoryStore()).result(PATIENCE_S)
     watched = [weakref.ref(tensor) for tensor in saved["model"].values()]
@@ -203,7 +202,6 @@ def placements_change(folder):
 
 
 def test_another_placement_of_the_same_memory_is_noticed(rank_pool, tmp_path):
-    """A local tensor that becomes another part of another DTensor is saved as that."""
     assert rank_pool.run(2, placements_change, str(tmp_path)) == [([], 6)] * 2  # rows of a grid of one column are rows
 
 

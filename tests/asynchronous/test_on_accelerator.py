@@ -169,7 +169,6 @@ def test_a_step_waits_for_a_save_that_is_held():
 
 
 def test_steps_are_free_after_a_failure():
-    """A save that fails, or is cancelled, at any moment lets the optimizer step."""
     model = Net().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -188,7 +187,6 @@ def test_steps_are_free_after_a_failure():
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype(dtype):
-    """Tensors of any type that the device can hold arrive bit for bit."""
     state = {
         "plain": random_tensor((400, 12), dtype, seed=1).to(DEVICE),
         "scalar": random_tensor((1,), dtype, seed=3)[0].to(DEVICE),
@@ -247,7 +245,6 @@ def test_a_row_is_staged_alone():
 
 
 def test_device_memory_is_given_back():
-    """Overlap takes no memory on the device; a copy on it is gone when the save is over."""
     module = torch.get_device_module(DEVICE)
     state = {"w": torch.ones(50 << 20, device=DEVICE)}
     for way in ("overlap", "device"):
@@ -309,7 +306,6 @@ def test_work_on_another_stream():
 
 
 def test_a_hundred_saves():
-    """Host, pinned and device memory and threads are the same after a hundred saves."""
     module = torch.get_device_module(DEVICE)
     model = Net().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -110,7 +110,6 @@ def test_any_name_that_the_system_allows(place, monkeypatch):
 
 
 def test_it_writes_what_threads_write(place):
-    """Files have the same bytes, but for the id of their save."""
     found = []
     for writer in ("process", "thread"):
         where = f"{place}-{writer}"
@@ -181,7 +180,6 @@ def test_killed_while_a_request_is_under_way(place, number):
 
 
 def test_killed_with_a_file_half_written(place, monkeypatch):
-    """What was written of the failed save is removed, and the checkpoint that was there before is as it was."""
     save(full(1), place).result(PATIENCE_S)
     before = names(place)
     ask, half_written = WriterProcess.ask, []
@@ -227,7 +225,6 @@ def test_all_saves_in_flight_fail_with_it(place):
 
 
 def test_an_error_in_the_process_is_raised_here(place):
-    """A write that fails there is a StorageError with its errno and its name, and the process goes on."""
     pid = started_child(place)
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
     handle = save(large(), f"{place}-2")
@@ -274,7 +271,6 @@ def test_a_cancelled_save_leaves_nothing(place, hangs):
 
 
 def test_a_cancel_does_not_end_what_another_save_needs(place):
-    """Two saves share a process that is slow: one is cancelled, the other has its checkpoint."""
     pid = started_child(place)
     stop(pid)
     cancelled, other = (save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2))

@@ -79,5 +79,4 @@ def save_quietly(folder):
 
 
 def test_no_collective_no_process_no_port(rank_pool, tmp_path):
-    """In calls and after them, no collective and no group is made, nothing listens and no process is started."""
     assert rank_pool.run(2, save_quietly, str(tmp_path)) == [([], 0, 0, {(True, True)})] * 2

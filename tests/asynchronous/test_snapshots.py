@@ -68,7 +68,6 @@ def test_everything_is_changed_right_after_staged(place):
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype(dtype):
-    """Tensors of any type, also as views, without elements or with one, are kept bit for bit while they change."""
     where = held()
     base = random_tensor((40, 12), dtype, seed=1)
     state = {
@@ -96,7 +95,6 @@ def copies(dtype):
 
 
 def test_every_kind_of_leaf(place):
-    """A state with one of every kind of leaf is saved as a call that waits saves it."""
     state = rich_state()
     sk.save(state, place)
     handle = sk.async_save(state, where := sk.MemoryStore())
@@ -114,7 +112,6 @@ def test_conjugates_and_negatives_are_not_taken_for_what_they_are_views_of():
 
 
 def test_values_that_change_after_the_call():
-    """Plain values, lists and dicts of the state may change after the call too."""
     where = held()
     state = {"step": 1, "seen": [1, 2], "nested": {"lr": 0.5}, "w": torch.zeros(3)}
     handle = sk.async_save(state, where)
@@ -139,7 +136,6 @@ def test_only_its_own_bytes_of_a_view_are_copied():
 
 
 def test_large_tensors_are_copied_whole():
-    """Tensors that are large enough to be copied by several threads at once arrive whole."""
     state = {"a": torch.randint(0, 1 << 60, (5 << 20,)), "b": torch.arange(17 << 20, dtype=torch.uint8)}
     wanted = bits({key: tensor.clone() for key, tensor in state.items()})
     where = HeldStore(sk.MemoryStore())

@@ -95,7 +95,6 @@ def test_finish_saves_takes_hooks_away():
 
 
 def test_a_state_in_host_memory_needs_no_hook():
-    """Where all was copied in the call, optimizers are left alone."""
     model, optimizer = trained()
     sk.async_save({"model": model, "optimizer": optimizer}, sk.MemoryStore()).result(PATIENCE_S)
     assert hooks_of(optimizer) == 0
@@ -146,7 +145,6 @@ def test_closures_scalers_and_schedulers():
 
 
 def test_optimizers_are_not_kept_alive():
-    """A hook and a gate hold no optimizer."""
     gates = StepBarriers()
     model, optimizer = trained()
     gates.put(StepBarrier(), [optimizer])

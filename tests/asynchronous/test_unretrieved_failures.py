@@ -46,7 +46,6 @@ def test_the_next_call_raises_it(then, caplog):
 
 @pytest.mark.parametrize("then", ["async_save", "save"])
 def test_the_call_that_raises_saves_all_the_same(then):
-    """The call that raises has made its save, or begun it, and hands it out with the error."""
     fail_unasked()
     where = sk.MemoryStore()
     call = {"save": sk.save, "async_save": sk.async_save}[then]
@@ -60,14 +59,12 @@ def test_the_call_that_raises_saves_all_the_same(then):
 
 
 def test_a_save_that_fails_at_once_is_not_an_earlier_one():
-    """A call never raises the failure of the save that it has begun itself."""
     for _ in range(20):
         sk.async_save(full(1), broken()).exception(PATIENCE_S)
 
 
 @pytest.mark.parametrize("ask", ["result", "exception", "context", "cancel"])
 def test_what_was_asked_for_is_not_raised_again(ask):
-    """Whoever knows of a failure is not told again."""
     handle = sk.async_save(full(1), broken())
     if ask == "cancel":
         handle.cancel()

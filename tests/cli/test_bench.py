@@ -48,7 +48,6 @@ def test_too_large_a_checkpoint_is_refused(shardkeep, tmp_path):
 
 
 def test_an_interrupted_measurement_leaves_nothing(tmp_path):
-    """Ctrl-C ends the command, and the files go."""
     words = [sys.executable, "-m", "shardkeep.cli.main", "bench", str(tmp_path), "--gb", "0.5", "--rounds", "1000"]
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -10,7 +10,6 @@ from tests.exchange.samples import in_any_order
 
 @pytest.mark.parametrize("layout", ["native", "dcp", "safetensors"])
 def test_a_checkpoint_is_converted_there_and_back(shardkeep, checkpoint, tmp_path, layout):
-    """Through any layout and back, the checkpoint holds what it held; the answer says how much that was."""
     there = shardkeep("convert", checkpoint, tmp_path / "there", "--to", layout)
     assert (there.code, "7 tensors" in there.out, f"as {layout}" in there.out) == (0, True, True)
     back = shardkeep("convert", tmp_path / "there", tmp_path / "back", "--json")  # to native, as sk.convert
@@ -19,7 +18,6 @@ def test_a_checkpoint_is_converted_there_and_back(shardkeep, checkpoint, tmp_pat
 
 
 def test_names_are_dropped(shardkeep, checkpoint, tmp_path):
-    """--drop leaves names out, and one that matches nothing is an error."""
     assert shardkeep("convert", checkpoint, tmp_path / "a", "--to", "safetensors", "--drop", "optim").code == 0
     assert not [key for key in sk.open(tmp_path / "a") if key.startswith("optim")]
     wrong = shardkeep("convert", checkpoint, tmp_path / "b", "--to", "native", "--drop", "optimum")

@@ -101,7 +101,6 @@ def test_norms_are_numpys(shardkeep, tmp_path):
 
 @pytest.mark.parametrize(("rtol", "atol"), [(0.0, 0.0), (0.0, 1e-3), (1e-2, 0.0), (1e-3, 1e-4), (1e-6, 1e-6)])
 def test_tolerances_are_torchs(shardkeep, tmp_path, rtol, atol):
-    """What is close is what torch.isclose says, NaN and infinities included; without tolerances bits decide."""
     one = torch.tensor([0.0, -0.0, 1.0, 1.0, 1e-4, math.nan, math.inf, math.inf, -math.inf, math.nan, 5.0])
     other = torch.tensor([0.0, 0.0, 1.0005, 1.02, 0.0, math.nan, math.inf, -math.inf, 1.0, 1.0, 5.0])
     exact = ~torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
@@ -123,7 +122,6 @@ def test_whole_numbers_are_exact(shardkeep, tmp_path):
 
 
 def test_keys_shapes_dtypes_and_values(shardkeep, tmp_path):
-    """Keys of one side, other shapes and dtypes, tensors against values and other values each have their place."""
     one = {"gone": torch.ones(2), "shape": torch.ones(2, 3), "type": torch.ones(4), "kind": 5, "step": 1, "same": "x"}
     other = {
         "new": torch.ones(2),
@@ -153,7 +151,6 @@ def test_keys_shapes_dtypes_and_values(shardkeep, tmp_path):
     "words", [["--rtol", "-1"], ["--atol", "nan"], ["--atol", "inf"], ["nothing.like.this"]], ids=lambda words: words[0]
 )
 def test_nonsense_is_refused(shardkeep, run_dir, words):
-    """Negative tolerances and patterns that fit nothing are errors: neither may pass for equality."""
     assert shardkeep("diff", run_dir / "step-10", run_dir / "step-20", *words).code == 2
 
 
@@ -198,7 +195,6 @@ def save_sharded(path, changed):
 
 
 def test_across_numbers_of_ranks(rank_pool, shardkeep, tmp_path):
-    """Four ranks' checkpoint equals one rank's, chunk by chunk; a changed element in one rank's part is found."""
     rank_pool.run(4, save_sharded, str(tmp_path / "four"), changed=False)
     rank_pool.run(4, save_sharded, str(tmp_path / "changed"), changed=True)
     sk.save({"w": torch.arange(40.0 * 6).reshape(40, 6), "step": 1}, tmp_path / "one")
@@ -242,7 +238,6 @@ def test_an_export_lines_up_with_its_checkpoint(shardkeep, checkpoint, tmp_path)
 
 
 def test_large_unsigned_numbers_are_compared_exactly(shardkeep, tmp_path):
-    """Two uint64 that are equal as float64 differ, with their exact distance."""
     large = np.array([2**64 - 1, 5], dtype=np.uint64)
     a, b = pair(tmp_path, {"n": torch.from_numpy(large)}, {"n": torch.from_numpy(large - np.array([1, 0], np.uint64))})
     answer = shardkeep("diff", a, b, "--json")

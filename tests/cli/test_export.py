@@ -12,7 +12,6 @@ from tests.engine.samples import bits
 
 
 def test_a_model_is_exported(shardkeep, checkpoint, tmp_path):
-    """The words on the command line reach the export: names, dtype and file sizes; the answer says what was written."""
     answer = shardkeep(
         "export", checkpoint, tmp_path / "hf", "--dtype", "bf16", "--shard-size", "3kB",
         "--rename", r"s/^layers\./h./", "--exclude", "*.bias",
@@ -31,7 +30,6 @@ def test_a_model_is_exported(shardkeep, checkpoint, tmp_path):
 
 
 def test_one_json_document_is_printed(shardkeep, checkpoint, tmp_path):
-    """With --json, stdout is one document that has the files, the ties and what was left out."""
     answer = shardkeep("export", checkpoint, tmp_path / "m.pt", "--format", "torch", "--json")
     assert answer.code == 0
     assert answer.json["files"] == ["m.pt"]
@@ -54,7 +52,6 @@ def test_what_cannot_be_done_ends_with_two(shardkeep, checkpoint, tmp_path):
 
 
 def test_values_that_are_left_out_are_told(shardkeep, checkpoint, tmp_path):
-    """Plain values that a Hugging Face model cannot hold are named on stderr."""
     answer = shardkeep("export", checkpoint, tmp_path / "hf", "--prefix", "")
     assert answer.code == 0
     assert "left out" in answer.err

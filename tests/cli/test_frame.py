@@ -33,7 +33,6 @@ def test_alone_it_names_every_command(shardkeep):
 
 @pytest.mark.parametrize("name", sorted(SUMMARIES))
 def test_every_command_has_help_with_examples(shardkeep, name, monkeypatch):
-    """`--help` of each command succeeds, fits 80 columns and has examples."""
     monkeypatch.setenv("COLUMNS", "80")
     answer = shardkeep(name, "--help")
     assert answer.code == 0
@@ -70,7 +69,6 @@ def place_of_examples(tmp_path_factory):
 
 @pytest.mark.parametrize("words", list(example_lines()))
 def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, monkeypatch, words):
-    """Every example line does what it says, in a directory that has what it speaks of."""
     shutil.copytree(place_of_examples, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     os.makedirs("out")
@@ -104,7 +102,6 @@ def test_mistakes_are_explained(shardkeep, words, said):
 
 
 def test_errors_are_json_too(shardkeep, tmp_path):
-    """With --json, what went wrong is one document on stdout, and in words on stderr."""
     answer = shardkeep("ls", tmp_path / "nothing", "--json")
     assert answer.code == 2
     assert answer.json["error"]["kind"] == "CheckpointNotFound"
@@ -235,7 +232,6 @@ def test_output_is_not_paged(checkpoint, capfd, monkeypatch, words, environment,
 
 
 def test_a_pager_that_is_closed_early_is_no_error(checkpoint, capfd, monkeypatch):
-    """The user may quit the pager before all was written."""
     monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
     monkeypatch.setenv("PAGER", "true")
     monkeypatch.setenv("TERM", "xterm")
@@ -329,7 +325,6 @@ def test_long_work_shows_a_progress_bar(checkpoint):
 
 
 def test_errors_fit_the_terminal(run_dir):
-    """A long error is broken at words, with its hint below it."""
     code, seen = in_terminal(["show", run_dir / "step-30", "model.layers.10.weihgt"], {"NO_COLOR": "1"})
     assert code == 2
     assert max(map(len, seen.splitlines())) <= 80
@@ -410,7 +405,6 @@ def test_doctor_of_a_place_that_cannot_be_used(shardkeep, tmp_path, monkeypatch)
 
 
 def test_letters_a_terminal_lacks_are_spelt_out(checkpoint):
-    """Output that is ASCII alone gets escapes instead of an error."""
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(
         [*SHARDKEEP, "ls", checkpoint, "--tree"], capture_output=True, env=env, timeout=60, check=False
@@ -440,7 +434,6 @@ def test_small_texts():
 
 
 def test_tables_leave_out_what_is_empty(capsys):
-    """A column that is empty in every row is not drawn, and numbers stand to the right."""
     table = Table(("key", "note", "size"), right={"size"})
     table.add("a", "", "1")
     table.add("bb", "", "100", note="remark")

@@ -81,7 +81,6 @@ def test_files_do_not_depend_on_the_processes(shardkeep, large, tmp_path, words)
 
 @pytest.mark.parametrize("layout", ["native", "dcp"])
 def test_layouts_of_ranks_hold_the_same(large, tmp_path, layout):
-    """In layouts whose files are those of ranks, all of the state comes back."""
     run("convert", large, tmp_path / "to", "--to", layout, "--jobs", "3")
     assert in_any_order(sk.open(tmp_path / "to").to_dict()) == in_any_order(sk.open(large).to_dict())
     assert sk.open(tmp_path / "to").verify().files >= 1
@@ -96,7 +95,6 @@ def test_a_bucket_is_written_by_several_processes(large, s3_root):
 
 
 def test_an_error_of_any_process_is_that_of_the_command(large, tmp_path):
-    """What one process finds damaged ends the command with 2, and nothing is written."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for name, data in files_in(large).items():
@@ -141,7 +139,6 @@ def test_ctrl_c_ends_all_and_leaves_nothing(large, tmp_path, whom):
 
 
 def test_processes_end_with_the_command(large, tmp_path):
-    """If the command itself is killed, the other processes end, too."""
     (tmp_path / "tmp").mkdir()
     process, children = stopped_in_the_middle(large, tmp_path / "to", tmp_path / "tmp")
     process.kill()

@@ -58,7 +58,6 @@ def test_a_run_as_json(shardkeep, run_dir):
 
 
 def test_keys_with_shape_dtype_and_size(shardkeep, checkpoint):
-    """A checkpoint is a table of its keys; tied tensors say so, values are shown."""
     answer = shardkeep("ls", checkpoint)
     rows = {line.split()[0]: line.split()[1:] for line in answer.out.splitlines() if line}
     assert rows["model.layers.0.weight"] == ["bfloat16", "[32,", "32]", "2.05", "kB", "1"]
@@ -114,7 +113,6 @@ def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
 
 
 def test_long_says_where_every_chunk_is(shardkeep, checkpoint):
-    """`--long` gives box, file and offset of every chunk, and the bytes there are the tensor."""
     document = shardkeep("ls", checkpoint, "optim.exp_avg", "--long", "--json").json
     [item] = document["items"]
     [chunk] = item["chunks"]
@@ -125,7 +123,6 @@ def test_long_says_where_every_chunk_is(shardkeep, checkpoint):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_of_other_programs(shardkeep, tmp_path):
-    """Torch's and Hugging Face's checkpoints are listed like our own."""
     weight = torch.arange(12.0).reshape(3, 4)
     dcp.save({"model": {"w": weight}, "step": 7}, checkpoint_id=tmp_path / "dcp")
     (tmp_path / "hf").mkdir()
@@ -184,7 +181,6 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     ],
 )
 def test_names_of_other_trainers_are_recognised(names, template):
-    """What the checkpoints of a run are called is found out from their names."""
     assert guess_template(names) == template
 
 
@@ -320,7 +316,6 @@ def test_du_is_in_proportion(shardkeep, tmp_path):
 
 
 def test_du_lists_layers_of_one_size_in_natural_order(shardkeep, tmp_path):
-    """Layer 2 comes before layer 10, as in `ls`."""
     sk.save({"layers": {str(at): torch.zeros(8) for at in range(12)}}, tmp_path / "ck")
     lines = shardkeep("du", tmp_path / "ck").out.partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines[1:]] == [f"layers.{at}" for at in range(12)]
@@ -347,7 +342,6 @@ def test_cat_prints_what_is_stored(shardkeep, checkpoint):
 
 
 def test_a_run_is_no_checkpoint(shardkeep, run_dir):
-    """cat and sk.open of a run name a checkpoint of it; of a checkpoint's own file, its directory."""
     answer = shardkeep("cat", run_dir)
     assert (answer.code, f"it is a run; its latest checkpoint is {run_dir}/step-30" in answer.err) == (2, True)
     [data, *_] = (run_dir / "step-10").glob("model-*.safetensors")

@@ -47,7 +47,6 @@ def run_url(request):
     ],
 )
 def test_looking(shardkeep, run_url, words, said):
-    """What looks at a run or a checkpoint."""
     answer = shardkeep(*(word.format(run=run_url) for word in words))
     assert answer.code == 0, answer.err
     assert said.format(run=run_url) in answer.out
@@ -77,7 +76,6 @@ def test_what_is_not_there(shardkeep, run_url):
 
 @pytest.mark.parametrize("command", ["ls", "bench"])
 def test_a_bucket_that_is_not_there(shardkeep, bucket_url, command):
-    """It is named, before anything is done."""
     answer = shardkeep(command, "s3://no-such-bucket/run")
     assert answer.code == 2
     assert "no-such-bucket" in answer.err
@@ -85,7 +83,6 @@ def test_a_bucket_that_is_not_there(shardkeep, bucket_url, command):
 
 
 def test_differences(shardkeep, run_url):
-    """Two checkpoints in a bucket are compared."""
     answer = shardkeep("diff", f"{run_url}/step-10", f"{run_url}/step-20")
     assert answer.code == 1
     assert "model.embed.weight" in answer.out
@@ -148,7 +145,6 @@ def test_bench(shardkeep, bucket_url):
 
 
 def test_bench_that_fails_leaves_nothing(shardkeep, bucket_url, monkeypatch):
-    """Objects of a contender that fails are deleted; other objects stay."""
     url = f"{bucket_url}/failing"
     sk.open_place(url).put("mine", b"x")
 

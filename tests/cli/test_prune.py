@@ -71,7 +71,6 @@ def test_refusals(shardkeep, run_dir, words, said):
 
 @pytest.mark.parametrize(("typed", "kept"), [("y", [30]), ("n", [10, 20, 30]), ("", [10, 20, 30])])
 def test_it_asks_on_a_terminal(shardkeep, run_dir, monkeypatch, typed, kept):
-    """On a terminal a yes is asked for, and anything else is a no."""
     monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
     monkeypatch.setattr("builtins.input", lambda prompt: typed)
     answer = shardkeep("prune", run_dir, "--keep-last", "1")
@@ -115,7 +114,6 @@ def test_other_names_are_left_alone(shardkeep, run_dir):
 
 
 def test_a_checkpointer_deletes_only_its_own(run_dir):
-    """The retention of a Checkpointer neither counts nor deletes checkpoints of other names."""
     for name in ("best", "final", "epoch=0-step=2", "iter_0000003"):
         sk.save({"w": torch.ones(3)}, run_dir / name, step=99)
     with sk.Checkpointer(run_dir, every_steps=1, keep_last=1) as checkpointer:
@@ -186,7 +184,6 @@ def test_a_step_that_is_saved_anew_is_not_deleted(shardkeep, run_dir):
 
 
 def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monkeypatch):
-    """A save that starts between the question and the answer is not touched, and is reported."""
     save_id = new_save_id()
     place = sk.Catalog(run_dir).root.place("step-10")
     monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
@@ -198,7 +195,6 @@ def test_a_save_that_began_while_it_asked_is_left_alone(shardkeep, run_dir, monk
 
 
 def test_files_that_go_before_the_commit_fail_the_save(run_dir, monkeypatch):
-    """A save fails if its files are deleted just before the commit."""
     root = sk.Catalog(run_dir).root
     publish = native.publish
 
@@ -228,7 +224,6 @@ def test_what_else_lies_beside_a_checkpoint_is_not_deleted_with_it(shardkeep, ru
 
 
 def test_checkpoints_of_torch_are_pruned(shardkeep, run_dir):
-    """All files of a checkpoint of torch's layout are its own: nothing keeps it from going."""
     sk.convert(run_dir / "step-10", run_dir / "step-5", "dcp")
     assert shardkeep("prune", run_dir, "--keep-every", "10", "--yes").code == 0
     assert steps(run_dir) == [10, 20, 30]
@@ -244,7 +239,6 @@ def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
 
 
 def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
-    """A checkpoint that was saved anew between the question and the yes is not the one that was to go."""
     monkeypatch.setattr(output, "is_terminal", lambda stream=None: True)
 
     def answer_late(prompt):
@@ -275,7 +269,6 @@ def test_a_failed_delete_is_told(shardkeep, run_dir, monkeypatch):
 
 
 def test_an_empty_run_has_nothing_to_prune(shardkeep, tmp_path):
-    """A run without checkpoints is no error, one that does not exist is."""
     (tmp_path / "empty").mkdir()
     answer = shardkeep("prune", tmp_path / "empty", "--keep-last", "1")
     assert (answer.code, answer.out.strip()) == (0, "nothing to delete")
@@ -283,7 +276,6 @@ def test_an_empty_run_has_nothing_to_prune(shardkeep, tmp_path):
 
 
 def test_a_removal_cut_short_is_ended(shardkeep, run_dir):
-    """What is left of a removal goes."""
     shutil.copytree(run_dir / "step-30", run_dir / "step-40")
     (run_dir / "step-40" / "shardkeep.json").unlink()
     (run_dir / "step-40" / "shardkeep.removing").touch()

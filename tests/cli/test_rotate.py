@@ -115,7 +115,6 @@ def test_verify_tells_a_wrong_key_from_none(shardkeep, checkpoint, tmp_path, key
 
 
 def test_an_edited_record_is_not_signed_anew(run_of_secrets, keys):
-    """Rotation refuses a record that was edited, because it would sign it."""
     from shardkeep.format.record import decode_record, encode_record
 
     path = run_of_secrets / "step-1" / "shardkeep.json"
@@ -156,7 +155,6 @@ def test_a_copy_that_is_not_encrypted_is_told(shardkeep, checkpoint, tmp_path, k
 
 @pytest.mark.parametrize("words", [("convert", "--to", "native"), ("export", "--format", "native", "--prefix", "")])
 def test_codecs_by_name(shardkeep, checkpoint, tmp_path, keys, words):
-    """`--codecs` of convert and export makes a checkpoint that only the key opens."""
     command, *options = words
     answer = shardkeep(command, checkpoint, tmp_path / "out", *options, "--codecs", "float,aes")
     assert answer.code == 0, answer.err

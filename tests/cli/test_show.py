@@ -67,7 +67,6 @@ def test_statistics_are_numpys(shardkeep, tmp_path, monkeypatch, dtype):
 
 
 def test_histogram_is_numpys(shardkeep, checkpoint):
-    """Bars count what numpy counts between the same edges."""
     values = state_of(30)["optim"]["exp_avg"].double().numpy()
     found = shardkeep("show", checkpoint, "optim.exp_avg", "--json").json["histogram"]
     expected, _ = np.histogram(values, bins=12, range=(found["low"], found["high"]))
@@ -75,7 +74,6 @@ def test_histogram_is_numpys(shardkeep, checkpoint):
 
 
 def test_few_whole_numbers_have_a_bar_each(shardkeep, checkpoint):
-    """Booleans are two bars, not a range of fractions."""
     mask = state_of(30)["optim"]["mask"]
     found = shardkeep("show", checkpoint, "optim.mask", "--json").json["histogram"]
     assert found["counts"] == [int((~mask).sum()), int(mask.sum())]
@@ -83,7 +81,6 @@ def test_few_whole_numbers_have_a_bar_each(shardkeep, checkpoint):
 
 @pytest.mark.parametrize("index", ["3:7, ::2", "-1", "...", "[0, 5:9]", "..., -3:", "2:2", ":, 4", "62:, 30:"])
 def test_slices_are_torchs(shardkeep, checkpoint, index):
-    """`--slice` picks what the same expression picks of the tensor in Python."""
     values = state_of(30)["optim"]["exp_avg"]
     inner = index.strip("[]")
     expected = eval(f"values[{inner}]", {"values": values})
@@ -102,7 +99,6 @@ def test_bad_slices_are_refused(shardkeep, checkpoint, index):
 
 @given(st.lists(st.one_of(st.integers(-9, 9), st.slices(9)), max_size=4))
 def test_written_slices_are_read_back(parts):
-    """Whatever index is written as in Python is parsed to the same index."""
     text = ", ".join(
         f"{part.start or ''}:{part.stop if part.stop is not None else ''}:{part.step or ''}"
         if isinstance(part, slice)
@@ -116,7 +112,6 @@ def test_written_slices_are_read_back(parts):
 
 
 def test_an_index_too_many_is_no_index():
-    """A trailing comma is a mistake of the writer, not an empty index."""
     with pytest.raises(UsageError):
         parse_slice("1,")
 
@@ -141,7 +136,6 @@ def test_people_see_where_and_what(shardkeep, checkpoint):
 
 
 def test_a_key_that_is_not_there(shardkeep, checkpoint):
-    """A misspelt key or prefix is guessed at."""
     assert "did you mean model.embed.weight" in shardkeep("show", checkpoint, "model.embd.weight").err
     assert "did you mean model.layers, model.head" in shardkeep("show", checkpoint, "model.layer").err
 
@@ -160,7 +154,6 @@ def test_a_prefix_shows_all_below_it(shardkeep, checkpoint):
 
 
 def test_a_prefix_shows_alarms(shardkeep, tmp_path):
-    """NaN and infinities below a prefix are counted, and values are shown."""
     sk.save({"m": {"a": torch.tensor([1.0, math.nan, math.inf]), "lr": 0.5}}, tmp_path / "ck")
     lines = shardkeep("show", tmp_path / "ck", "m").out.splitlines()
     assert lines[1].split() == ["key", "dtype", "shape", "min", "max", "mean", "std", "NaN", "Inf"]
@@ -170,7 +163,6 @@ def test_a_prefix_shows_alarms(shardkeep, tmp_path):
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.tensor(2.5), torch.full((3,), math.nan)], ids=repr)
 def test_odd_tensors(shardkeep, tmp_path, tensor):
-    """Empty tensors, scalars and nothing but NaN have statistics, and no histogram."""
     sk.save({"t": tensor}, tmp_path / "ck")
     document = shardkeep("show", tmp_path / "ck", "t", "--json").json
     assert document["statistics"]["count"] == tensor.numel()
@@ -180,7 +172,6 @@ def test_odd_tensors(shardkeep, tmp_path, tensor):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_tensors_of_torchs_checkpoints(shardkeep, tmp_path):
-    """A DCP checkpoint is shown like our own, values too."""
     dcp.save({"w": torch.arange(6.0), "step": 3}, checkpoint_id=tmp_path / "dcp")
     found = shardkeep("show", tmp_path / "dcp", "w", "--json").json["statistics"]
     assert (found["min"], found["max"], found["mean"]) == (0, 5, 2.5)

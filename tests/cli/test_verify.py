@@ -37,7 +37,6 @@ def test_a_good_run_is_sound(shardkeep, run_dir):
 
 
 def test_every_byte_is_read(shardkeep, checkpoint):
-    """Every byte of every data file is read and counted."""
     counted = []
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     sk.open(CountingStore(LocalStore(checkpoint), counted.append)).verify()
@@ -88,7 +87,6 @@ def test_damage_that_shows_without_reading(shardkeep, run_dir, checkpoint, how):
 
 
 def test_unfinished_saves_are_no_damage(shardkeep, run_dir):
-    """Files of a killed or running save are reported as unfinished, not as damage."""
     (run_dir / "step-40").mkdir()
     shutil.copy(data_file(run_dir / "step-30"), run_dir / "step-40")
     answer = shardkeep("verify", run_dir)
@@ -172,7 +170,6 @@ def test_latest_in_a_script(run_dir):
 
 
 def test_what_is_no_checkpoint_is_not_verified(shardkeep, tmp_path):
-    """A place that does not exist, is empty, or holds something else or an unfinished save alone, is not a pass."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "step-5").mkdir(parents=True)
     (tmp_path / "run" / "step-5" / f"model-00000-of-00001-{'a' * 20}.safetensors").touch()

@@ -56,7 +56,6 @@ def test_of_machines_that_commit_at_once_one_wins(rank_pool, cloud, cloud_place)
 
 
 def test_large_blobs_go_up_in_parts(cloud_place):
-    """In parts, backwards, ending early; one that is abandoned is never seen, and its name is free."""
     place = cloud_place(part_bytes=PART, requests=4)
     data = sample(3 * PART + 12345)
     cuts = [*range(0, len(data), PART), len(data)]

@@ -94,7 +94,6 @@ def test_azurite_with_its_defaults(monkeypatch):
 
 
 def test_missing_permissions(azure_server):
-    """A signature that may only read reads, and is refused where it writes."""
     url = azure_server.url("read-only")
     open_place(url, **azure_server.options).put("a", b"x")
     where = {"endpoint": azure_server.endpoint, "account_name": azure_server.options["account_name"]}
@@ -183,7 +182,6 @@ def test_google_by_service_account(
 
 
 def test_google_by_token_and_without(google_server, monkeypatch):
-    """A token by variable or option, which comes first; an emulator that is named by its host asks for no keys."""
     url = google_server.url("tokens")
     assert works(url, **google_server.options)
     for name, value in google_server.environment.items():

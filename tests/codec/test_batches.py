@@ -102,7 +102,6 @@ class FailsAtOnce(Breaks):
     ],
 )
 def test_a_failure_names_its_frame(codec, what):
-    """What fails in the middle of a batch is said of the frame it failed on."""
     chain = CodecChain([{"name": "breaks"}], [codec])
     places = [FramePlace("f", number, 4 * number, 4) for number in range(3)]
     with pytest.raises(CodecFailed, match=rf"the codec 'breaks' failed on frame {what}"):

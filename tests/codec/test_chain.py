@@ -40,7 +40,6 @@ def test_what_is_written_is_read(kinds):
 
 @pytest.mark.parametrize("name", DATA)
 def test_large_data_and_every_way_to_read(name):
-    """All at once, in tiny and in odd pieces, and into a buffer: the same bytes, and then the end."""
     data = DATA[name]
     file, descriptors = written([Xor, ZStandard], data, piece=1 << 20)
 
@@ -106,7 +105,6 @@ def test_torchs_own_extension_and_registry_are_taken():
 
 
 def test_a_tensor_saved_and_loaded_through_three():
-    """`torch.save` writes to the stream, and `torch.load` reads from it."""
     import torch
 
     tensor = torch.arange(100_000)
@@ -137,7 +135,6 @@ def test_streams_that_can_seek_still_can():
 
 
 def test_items_one_after_another_in_one_file():
-    """Each item's stream ends before the next begins, and each is read from its own part of the file."""
     from shardkeep.dcp._impl.file_reader import _create_file_view
 
     raw, places = Raw(), []

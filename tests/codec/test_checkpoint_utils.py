@@ -138,7 +138,6 @@ def test_a_folder_for_all_ranks(rank_pool, fail):
 
 
 def test_a_level_for_one_test():
-    """The logger has the level inside, and the one it had before afterwards, also when the test fails."""
     logger = logging.getLogger("torch.distributed.checkpoint")
 
     def look(self, fail=False):

@@ -69,7 +69,6 @@ def test_a_frame_at_another_place(codecs, place):
 
 
 def test_a_frame_of_another_checkpoint():
-    """With the same key, name and place, what one checkpoint encrypted another does not take."""
     one, other = chain_of(["aes"]), chain_of(["aes"])
     assert coded(one, DATA) != coded(one, DATA)  # each time with another nonce
     edited = CodecChain.opened([{**one.recorded[0], "salt": other.recorded[0]["salt"]}], keys=KEYS)
@@ -114,7 +113,6 @@ def test_wrong_and_missing_keys():
 
 
 def test_unknown_codecs():
-    """A codec or a version that is not known here is named, with what to do."""
     with pytest.raises(UnknownCodec, match=r"no codec named 'zip'; the codecs are aes,.* float, lz4,") as caught:
         CodecChain.begin(["zip"])
     assert "register_codec" in caught.value.hint
@@ -220,7 +218,6 @@ HEADERS = [
 
 @pytest.mark.parametrize("number", range(len(HEADERS)))
 def test_hostile_headers(number):
-    """A header that makes no sense in any of its numbers is refused."""
     with pytest.raises(DamagedFrame, match=r"frame 3 of save-1/0\.skframes|codec 'float' cannot read frame 3"):
         decoded(chain_of(["float"]), HEADERS[number], 1000)
 

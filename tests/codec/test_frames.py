@@ -18,7 +18,6 @@ from tests.codec.frames import KEYS, KINDS, NAMES, coded, decoded, frames, numbe
 @settings(max_examples=300, deadline=None)
 @given(codecs=st.lists(st.sampled_from(NAMES), max_size=4), data=frames(), offset=st.integers(0, 1 << 60))
 def test_any_frame_through_any_chain(codecs, data, offset):
-    """What was coded by one chain is decoded by another that was opened from its record."""
     chain = CodecChain.begin(codecs, keys=KEYS)
     stored = coded(chain, data, offset=offset)
     assert len(stored) <= chain.bound(len(data))
@@ -51,7 +50,6 @@ def test_the_order_is_that_of_the_list():
 
 
 def test_no_codecs_no_copies():
-    """An empty chain gives back what it was given, and has no secret."""
     chain = CodecChain.begin([])
     data = memoryview(b"abc")
     assert chain.encode(data, [place_of(data)]) == [data]
@@ -60,7 +58,6 @@ def test_no_codecs_no_copies():
 
 
 def test_many_threads_on_one_chain():
-    """Frames are coded and decoded by many threads at once, out of order, with the result of one thread."""
     chain = CodecChain.begin(["float", "zstd", "aes"], keys=KEYS)
     plain = [numbers(kind, 20_000 + at, seed=at) for at, kind in enumerate(KINDS * 4)]
 
@@ -94,7 +91,6 @@ def test_what_is_said_of_codecs_and_what_is_recorded():
 
 
 def test_numpy_arrays_and_other_memory_are_taken():
-    """Whatever has bytes can be coded: read-only memory, arrays of numbers."""
     chain = CodecChain.begin(["float", "aes"], keys=KEYS)
     array = np.arange(1000, dtype=np.float32)
     array.setflags(write=False)

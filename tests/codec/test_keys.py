@@ -114,7 +114,6 @@ def test_a_function_that_gives_no_key(given, named):
 
 
 def test_fresh_keys():
-    """Every checkpoint has a data key of its own, and every key that is made is another one."""
     assert len(KeyRing.from_text(f"{new_key()}\n{new_key()}\n").ids) == 2
     unwrapped = set()
     for _ in range(3):
@@ -167,7 +166,6 @@ class Short(Service):
 
 
 def test_a_service_that_gives_no_data_key():
-    """A data key of the wrong size is not used."""
     recorded = CodecChain.begin(["aes"], keys=Service()).recorded
     with pytest.raises(WrongKey, match="16 bytes"):
         CodecChain.opened(recorded, keys=Short())

@@ -76,8 +76,6 @@ def test_a_codec_that_breaks_its_word(fresh):
 
 
 def test_what_cannot_be_registered(fresh):
-    """Something else than a config, a name that is none, and the name of one of ours."""
-
     class Zstd(CodecConfig, frozen=True):
         name = "zstd"
 
@@ -127,7 +125,6 @@ def test_a_codec_of_a_package(fresh, tmp_path, monkeypatch):
 
 
 def test_entry_points_do_not_replace_ours(fresh, monkeypatch):
-    """A package cannot change what "zstd" means."""
     entry = EntryPoint("zstd", "tests.codec.frames:Shout", known.GROUP)
     monkeypatch.setattr(known, "entry_points", lambda **_: [entry])
     assert find_codec("zstd").__module__ == "shardkeep.codecs.compression"

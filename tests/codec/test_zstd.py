@@ -29,7 +29,6 @@ def decompressed(data, extension=None):
 
 @pytest.mark.parametrize("name", DATA)
 def test_torch_reads_ours_and_we_read_torchs(name):
-    """A stream written by either is read by the other."""
     from torch.distributed.checkpoint._extension import ZStandard as Theirs
 
     if not Theirs.is_available():
@@ -66,14 +65,12 @@ def test_frames_one_after_another_are_one_stream():
 
 @pytest.mark.parametrize("cut", [1, 5, 100, 150_000, -1])
 def test_a_stream_cut_short_is_an_error(cut):
-    """A file that ends inside a frame is damaged, and is never taken for a shorter one."""
     file = compressed(NOISE[:200_000])
     with pytest.raises(MalformedFile, match="ends inside a frame"):
         decompressed(file[:cut])
 
 
 def test_what_is_not_zstd_is_an_error():
-    """Other bytes, and bytes behind the last frame, are damage."""
     for file in (b"not zstd at all", compressed(b"abc") + b"garbage behind it"):
         with pytest.raises(MalformedFile, match="damaged, or is not zstd"):
             decompressed(file)
@@ -126,6 +123,5 @@ def test_descriptors():
 
 
 def test_it_travels_to_other_processes():
-    """A storage writer is pickled with its extensions for a save in another process."""
     again = pickle.loads(pickle.dumps(ZStandard()))
     assert decompressed(compressed(b"abc", again)) == b"abc"

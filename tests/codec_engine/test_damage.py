@@ -99,7 +99,6 @@ def test_any_file_that_was_cut_short_is_found(cut):
 
 @pytest.mark.parametrize("chain", [["aes"], None])
 def test_a_missing_file_is_named(chain):
-    """Data, digests beside them or index: the error says which."""
     store = saved(chain)
     for name, good in blobs_of(store).items():
         store.delete(name)

@@ -56,7 +56,6 @@ def test_a_generous_codec_behind_float(frames, says):
 
 
 def test_a_frame_that_becomes_too_large():
-    """More than a frame may be is an error of the save that names file and offset."""
     with pytest.raises(StorageError, match=r"made 5242880 bytes of a frame of 1048576 at offset \d+"):
         sk.save({"w": torch.ones(MIB)}, MemoryStore(), codecs=[Stretch(5, 5)])
 

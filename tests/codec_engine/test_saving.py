@@ -151,7 +151,6 @@ def test_what_was_to_be_encrypted_is_nowhere_in_the_clear(state, top):
 
 @pytest.mark.parametrize("codecs", [{"a": ["aes"]}, {"b": ["aes"]}, {"a": ["lz4"], "b": ["aes"]}])
 def test_tied_tensors_are_encrypted_if_that_was_asked_for_any_of_them(codecs):
-    """They are written once, under one of their names."""
     store, tied = sk.MemoryStore(), secret()
     state = {"a": {"w": tied}, "b": {"w": tied, "own": torch.ones(3)}}
     sk.save(state, store, codecs=codecs, options=OPTIONS)
@@ -160,7 +159,6 @@ def test_tied_tensors_are_encrypted_if_that_was_asked_for_any_of_them(codecs):
 
 
 def test_a_tensor_that_is_nowhere_in_the_state_is_not_written():
-    """A key whose codecs cannot be determined is an error; it is not written uncoded."""
     begun = plan_codecs({"a": ["zstd"]}, tree=lambda: Container("dict", (("a", None), ("b", None))), keys=None)
     assert begun.chain_of(["a", "b"], np.arange(2)) == [0, None]
     with pytest.raises(sk.StateError, match=r"'a\.w'"):
@@ -187,7 +185,6 @@ def test_one_encrypted_part_makes_the_index_secret():
 
 
 def test_more_groups_than_files_are_cut_by_chain():
-    """With many top-level keys all is one group, but each chain has files of its own."""
     store = sk.MemoryStore()
     state = {f"k{i}": {"w": torch.full((4,), float(i))} for i in range(12)}
     sk.save(state, store, codecs={"k3": ["zstd"], "k11": ["lz4"]})
@@ -334,7 +331,6 @@ def test_windows_of_a_large_file_are_parts_of_its_upload():
 
 
 def test_a_failed_save_in_order_leaves_nothing():
-    """Neither data nor the digests beside them, whatever fails."""
     at = 0
     while True:
         inner = InOrderStore()

@@ -28,7 +28,6 @@ def lengths(data, seed):
 
 @pytest.mark.parametrize("which", ["record", "index"])
 def test_every_truncation_of_record_and_index(subject, which):
-    """A record or an index cut to any length is refused, and named."""
     name = RECORD_NAME if which == "record" else subject.index_name
     data = subject.blobs[name]
     for length in lengths(data, 0):
@@ -49,7 +48,6 @@ def test_truncations_of_data_files(subject):
 
 @pytest.mark.parametrize("tail", [b"\0", b"\n", b" ", b"}", b"\xff" * 4096])
 def test_bytes_appended(subject, tail):
-    """One more byte at the end of any file is refused."""
     for name, data in subject.blobs.items():
         doors.assert_refused(subject.with_blob(name, data + tail), subject, f"{tail[:4]!r} appended", naming=name)
 
@@ -68,14 +66,12 @@ def test_files_missing(subject):
 
 
 def test_nothing_there():
-    """An empty place is not found, rather than damaged."""
     answers = doors.try_all(store_of({}), one_rank(), "empty")
 
     assert all(isinstance(error, sk.CheckpointNotFound) for error in answers.all)
 
 
 def test_files_swapped(subject):
-    """Any two files under each other's names are refused."""
     names = sorted(subject.blobs)
     for at, first in enumerate(names):
         for second in names[at + 1 :]:
@@ -148,7 +144,6 @@ def test_record_and_index_of_another_save():
 
 
 def test_files_nobody_names_are_harmless(subject):
-    """Leftovers beside a checkpoint, whatever they are called, change nothing."""
     extra = {"notes.txt": b"x", "index-0123456789abcdef0123.skindex": b"", "claim-0123456789abcdef0123.json": b"{"}
 
     answers = doors.try_all(store_of({**subject.blobs, **extra}), subject, "leftovers")

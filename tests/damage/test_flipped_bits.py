@@ -140,7 +140,6 @@ def test_data_bytes(subject):
 
 
 def test_verify_lists_every_damaged_file(subject):
-    """Damage in several files is one error that names them all."""
     blobs = dict(subject.blobs)
     for entry in subject.record.files:
         blobs[entry.name] = flipped(blobs[entry.name], entry.nbytes - 1, 3)
@@ -167,7 +166,6 @@ def test_what_is_not_damaged_still_loads():
 
 
 def test_damage_reaches_every_rank():
-    """Three ranks load a checkpoint with one damaged file: all raise the same damage, naming the file."""
     subject = three_ranks()
     entry = next(file for file in subject.record.files if file.name.startswith("optim-00001"))
     store = subject.with_blob(entry.name, flipped(subject.blobs[entry.name], entry.nbytes - 1, 0))

@@ -71,7 +71,6 @@ def test_the_watch_sees_a_file_outside(place):
 
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/null", "/proc/self/mem", "nowhere", "."])
 def test_links_to_odd_things(place, target):
-    """Links to devices, to nothing and to a directory are refused like any other."""
     for name in all_names():
         shutil.copy(place / "outside" / name, place / "ck" / name)
         (place / "ck" / name).unlink()
@@ -111,7 +110,6 @@ NAMES = ["../outside/{}", "./{}", "sub/../{}", "{}/", "../../{}", "{}/../../outs
 
 @pytest.mark.parametrize("which", ["index", "file", "absolute"])
 def test_names_that_lead_outside(place, forgery, which):
-    """A record that names a sound file outside of the checkpoint is refused, and that file is not touched."""
     forgery.keep_index(one_rank())
     entry = forgery.record["index"] if which == "index" else forgery.record["files"][0]
     real = entry["name"]
@@ -138,7 +136,6 @@ def _assert_refused_unread(place, what, naming):
 
 
 def test_ten_gigabytes_of_nothing(place):
-    """Any file grown to 10 GB of holes is refused by its size, without being read."""
     for name in all_names():
         path = place / "ck" / name
         _sparse(path)

@@ -182,7 +182,6 @@ def test_a_newer_version_says_to_upgrade(subject, forgery, version):
 
 @pytest.mark.parametrize("version", [0, -1, -(2**70), True])
 def test_versions_that_never_were(subject, forgery, version):
-    """A version below the first one is no version."""
     forgery.record["version"] = version
 
     answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
@@ -303,7 +302,6 @@ CLAIMS = {
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_a_forged_claim_stops_no_save(subject, claim):
-    """A claim that says nonsense is one of a save nobody knows: saves, overwrites and loads beside it go on."""
     store = store_of({**subject.blobs, "claim-0123456789abcdef0123.json": claim})
 
     sk.save(state(), store, overwrite=True, options=QUICK)

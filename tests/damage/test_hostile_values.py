@@ -94,7 +94,6 @@ def test_a_pickle_does_not_run(subject, forgery, tmp_path, where):
 
 
 def test_a_pickle_in_the_tree_does_not_run(subject, tmp_path):
-    """The tree is a value too, and its pickles are refused."""
     path = tmp_path / "boom"
     for data in _pickles(str(path)).values():
         forgery = take_apart(subject)

@@ -144,7 +144,6 @@ def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_pickled_is_said(tmp_path):
-    """A writer with a lock in it cannot go to another process; the one that is there serves on."""
     writer = Mine(tmp_path / "a")
     writer.lock = threading.Lock()
     future = quietly(async_save, {"w": numbered(3)}, storage_writer=writer, async_checkpointer_type=PROCESS)
@@ -357,5 +356,4 @@ def from_a_daemon(folder):
 
 
 def test_a_process_that_cannot_be_started_says_what_to_do(rank_pool, tmp_path):
-    """A daemonic process has no children: the error says so, and names the other way."""
     assert "AsyncCheckpointerType.THREAD" in rank_pool.run(1, from_a_daemon, str(tmp_path), init=False)[0]

@@ -182,7 +182,6 @@ def test_a_planner_that_stores_something_else_gets_a_copy_in_host_memory(tmp_pat
 
 
 def test_one_stager_over_many_saves(tmp_path):
-    """A stager is used again and again, and every checkpoint has the values of its own time."""
     stager = DefaultStager(StagingOptions(use_async_staging=True))
     weights = torch.zeros(1000)
     responses = []
@@ -244,7 +243,6 @@ class Unsure(DefaultStager):
 
 
 def test_a_copy_that_turns_out_bad_is_not_saved(tmp_path):
-    """What `synchronize_staging` raises comes out of the call, and no checkpoint appears."""
     with pytest.raises(MemoryError, match="copy failed"):
         quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path), async_stager=Unsure())
     quietly(async_save, {"w": numbered(2)}, storage_writer=writer_to(tmp_path / "next")).result(30)
@@ -520,7 +518,6 @@ def save_spread(folder, use_collectives, kind):
 
 @pytest.mark.parametrize(("ranks", "use_collectives"), [(2, True), (3, True), (2, False)])
 def test_spread_states(rank_pool, tmp_path, ranks, use_collectives):
-    """All kinds of tensors, saved from all ranks while they are being changed."""
     assert all(rank_pool.run(ranks, save_spread, tmp_path, use_collectives, AsyncCheckpointerType.THREAD))
 
 
@@ -541,7 +538,6 @@ def busy(folder):
 
 
 def test_training_goes_on_meanwhile(rank_pool, tmp_path):
-    """Collectives of the same group and synchronous saves do not meet the asynchronous ones."""
     found = rank_pool.run(3, busy, str(tmp_path))
     assert found == [[["all", "rank 0", "rank 1", "rank 2"]] * 6] * 3
     for kind in ("sync", "async"):
@@ -624,5 +620,4 @@ def on_groups(folder):
 
 
 def test_groups_do_not_wait_for_each_other(rank_pool, tmp_path):
-    """Each group has its own lane and its own keys."""
     assert rank_pool.run(2, on_groups, str(tmp_path)) == [["left", "right", "w", "w"]] * 2

@@ -120,7 +120,6 @@ def test_the_logger_is_torchs():
 
 
 def test_processes_that_only_save_print_their_rank():
-    """`_init_logger` has the root logger print at INFO, with the rank in front."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:

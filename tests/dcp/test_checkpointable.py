@@ -72,7 +72,6 @@ def test_meta_tensors_keep_what_they_hold(tmp_path):
     ],
 )
 def test_descriptions_that_cannot_be(tmp_path, name, value, message):
-    """They are refused, and nothing is written."""
     tensor = filled(0)
     setattr(tensor, name, value)
     with pytest.raises(dcp.CheckpointException, match=message):
@@ -81,7 +80,6 @@ def test_descriptions_that_cannot_be(tmp_path, name, value, message):
 
 
 def test_a_whole_of_another_size(tmp_path):
-    """What counts is the shape of the whole tensor."""
     quietly(dcp.save, {"w": torch.zeros(7, 4)}, checkpoint_id=tmp_path)
     with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
         quietly(dcp.load, {"w": holding(0)}, checkpoint_id=tmp_path)

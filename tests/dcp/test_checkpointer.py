@@ -40,7 +40,6 @@ def test_what_it_saves_it_loads(tmp_path, way):
 
 
 def test_it_keeps_what_it_was_given(tmp_path):
-    """Its attributes are torch's."""
     options = {"coordinator_rank": 1, "no_dist": True, "load_planner": torchs.DefaultLoadPlanner()}
     assert set(vars(made(tmp_path, **options))) == set(vars(made(tmp_path, Theirs, **options)))
     assert made(tmp_path, **options).coordinator_rank == 1

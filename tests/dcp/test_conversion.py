@@ -124,7 +124,6 @@ def test_torch_loads_the_file_in_every_way(tmp_path, how):
 
 
 def test_the_file_does_not_depend_on_the_windows(tmp_path, monkeypatch):
-    """Byte for byte the same, whether everything fits a window or headers, tensors and the directory are cut."""
     quietly(save, plain_state(), checkpoint_id=tmp_path / "ck")
     made = []
     for blocks in (1, 3, 100):
@@ -164,7 +163,6 @@ def test_tensors_inside_objects_keep_their_memory_shared(tmp_path):
 
 
 def test_the_pickle_of_a_state_is_torchs(tmp_path):
-    """Real tensors, parameters and storages are pickled as torch.save does it."""
     shared = numbered(6)
     state = {
         "a": shared[2:],
@@ -263,7 +261,6 @@ def save_native(folder):
 
 @pytest.mark.parametrize("window", [1, None], ids=["small windows", "one window"])
 def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, window):
-    """What `shardkeep.save` wrote on three ranks, nested as it was."""
     if window:
         small_windows(monkeypatch, window)
     rank_pool.run(3, save_native, str(tmp_path / "ck"))
@@ -273,7 +270,6 @@ def test_a_native_checkpoint_becomes_a_file(rank_pool, tmp_path, monkeypatch, wi
 
 
 def test_what_was_at_the_destination_is_replaced_through_links(tmp_path):
-    """As torch.save does it, and a link stays a link."""
     quietly(save, {"w": numbered(5)}, checkpoint_id=tmp_path / "ck")
     (tmp_path / "real.pt").write_bytes(b"old")
     (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
@@ -372,7 +368,6 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_the_names_are_torchs():
-    """Every name of torch's module is here, and the readers and planners can be pickled."""
     assert set(theirs.__all__) <= set(dir(ours))
     reader = pickle.loads(pickle.dumps(ours.BroadcastingTorchSaveReader("a", 1)))
     assert (reader.checkpoint_id, reader.coordinator_rank) == ("a", 1)

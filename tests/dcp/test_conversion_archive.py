@@ -54,7 +54,6 @@ def write_sparse(path, layout, sizes, values):
 
 
 def test_storages_of_more_than_four_gigabytes_and_beyond_them(tmp_path):
-    """Sizes and offsets that need 8 bytes are found by torch and by zipfile."""
     sizes = [5 << 30, 3, 1 << 32, 7, (1 << 32) - 1]
     state = {str(number): TensorPart(str(number), 0, whole((nbytes,)), U8) for number, nbytes in enumerate(sizes)}
     pickled = pickle_state(state)
@@ -73,7 +72,6 @@ def test_storages_of_more_than_four_gigabytes_and_beyond_them(tmp_path):
 
 
 def test_more_storages_than_two_bytes_can_count(tmp_path):
-    """Seventy thousand tensors in one file."""
     count = 70_000
     pickled = pickle_state({"all": [TensorPart("x", 0, whole((1,)), U8) for _ in range(count)]})
     number_of = {id(storage): number for number, storage in enumerate(pickled.storages)}

@@ -195,7 +195,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_raise(rank_pool, tmp_path, fault):
-    """Whatever is wrong with the file or on one rank: every rank raises the same, and none waits."""
     key, size, planner, words = FAULTS[fault]
     path = spoilt(tmp_path, fault)
     outcomes = rank_pool.run(3, failure, path, {key: torch.zeros(size)}, planner)

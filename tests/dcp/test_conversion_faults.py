@@ -87,7 +87,6 @@ def test_a_flipped_bit_in_a_data_file(tmp_path):
 
 @pytest.mark.parametrize("left", [None, 0, 700, -1])
 def test_a_data_file_that_is_gone_or_was_cut_short(tmp_path, left):
-    """At any place."""
     path = data_file(checkpoint_in(tmp_path / "ck"))
     data = path.read_bytes()
     path.unlink() if left is None else path.write_bytes(data[:left])
@@ -96,7 +95,6 @@ def test_a_data_file_that_is_gone_or_was_cut_short(tmp_path, left):
 
 @pytest.mark.parametrize("left", [0, 10, -60])
 def test_metadata_that_were_cut_short(tmp_path, left):
-    """No pickle is trusted to be whole."""
     path = checkpoint_in(tmp_path / "ck") / ".metadata"
     path.write_bytes(path.read_bytes()[:left])
     fails_to_torch(tmp_path, CheckpointError, match=".metadata")
@@ -137,8 +135,6 @@ def test_chunks_that_do_not_make_the_tensor(tmp_path, change, words):
 
 @pytest.mark.parametrize("size", [(-2, -150), (0, -1), (1 << 40, 1 << 40)])
 def test_sizes_that_no_tensor_has(tmp_path, size):
-    """Negative ones, and more than any file can hold."""
-
     def change(metadata):
         metadata.state_dict_metadata["w"].size = torch.Size(size)
 
@@ -148,7 +144,6 @@ def test_sizes_that_no_tensor_has(tmp_path, size):
 
 @pytest.mark.parametrize("path", [("a", 10**12), ("a", -1)])
 def test_paths_that_no_state_has(tmp_path, path):
-    """A forged path does not fill the memory."""
     forged(tmp_path / "ck", lambda metadata: metadata.planner_data.update(w=path))
     fails_to_torch(tmp_path, MalformedFile, match="'w' cannot be at")
 
@@ -176,7 +171,6 @@ def test_an_object_of_an_unknown_class(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(tmp_path):
-    """What was at the destination is still there, and nothing beside it."""
     checkpoint_in(tmp_path / "ck", {"w": torch.zeros(100_000)})
     (tmp_path / "file.pt").write_bytes(OLD)
     before = everything_in(tmp_path)
@@ -212,14 +206,12 @@ def fails_to_dcp(tmp_path, expected, *, match=None):
 
 
 def test_an_absent_file(tmp_path):
-    """FileNotFoundError, as from torch."""
     assert isinstance(fails_to_dcp(tmp_path, CheckpointNotFound), FileNotFoundError)
 
 
 @pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
 def test_a_file_that_was_cut_short(tmp_path, share, form):
-    """At any place."""
     path = tmp_path / "file.pt"
     torch.save({"w": numbered(2000), "v": numbered(10)}, path, _use_new_zipfile_serialization=form)
     data = path.read_bytes()
@@ -326,7 +318,6 @@ def test_other_files(tmp_path, kind):
 
 
 def test_a_destination_that_cannot_be_written(tmp_path):
-    """A file where the directory should be: the error is that of a save, and the file stays."""
     torch.save({"w": numbered(3)}, tmp_path / "file.pt")
     (tmp_path / "ck").write_bytes(OLD)
     before = everything_in(tmp_path)

@@ -369,7 +369,6 @@ def test_files_of_metadata_that_cannot_be_read_stay(place: str) -> None:
 
 
 def test_two_saves_at_once(place: str) -> None:
-    """Two threads save to one place again and again: each save is whole or raises, and one of them is there."""
     done: list[int] = []
     refused: list[BaseException] = []
 
@@ -413,7 +412,6 @@ def test_an_old_checkpoint_is_asked_for_once_it_is_gone(place: str) -> None:
 
 
 def test_metadata_are_read_in_their_own_size(place: str) -> None:
-    """Reading metadata, in a save that overwrites and in a load, takes no more memory than their size."""
     asked = []
 
     class Greedy(io.FileIO):
@@ -443,7 +441,6 @@ def test_metadata_are_read_in_their_own_size(place: str) -> None:
 
 
 def test_streams_that_take_less_than_they_are_given(place: str) -> None:
-    """Metadata larger than what a stream takes at once are written whole."""
     state = {f"layer.{n}.weight": torch.full((2,), float(n)) for n in range(1700)}
     quietly(dcp.save, state, storage_writer=writer_of(Faulty(-1))(place), no_dist=True)
     assert os.path.getsize(os.path.join(place, ".metadata")) > 200_000
@@ -453,8 +450,6 @@ def test_streams_that_take_less_than_they_are_given(place: str) -> None:
 
 
 def test_a_file_that_cannot_be_made_durable_fails_the_save(place: str) -> None:
-    """A disk that fails in fsync is told, also where files are streams."""
-
     def fail(name: str, call: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

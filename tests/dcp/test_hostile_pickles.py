@@ -65,7 +65,6 @@ def test_metadata_change_no_class(decode, kind):
 
 
 def test_metadata_change_no_member_of_an_enumeration():
-    """The members are there once for all: a pickle gets none of them."""
     call = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\0\x85R"
     with pytest.raises(MalformedFile):
         decode_metadata(b"\x80\x04" + call + b"}X\x06\0\0\0_name_K\x01sb0N.", where=".metadata")
@@ -93,7 +92,6 @@ def test_tensors_inside_objects(dtype):
 
 @pytest.mark.parametrize("beside", [dt.timedelta(3), pathlib.Path("x"), np.arange(3), torch.ones(2)])
 def test_safe_classes_beside_plain_values(beside):
-    """A class that the user told torch to be safe is read together with what torch itself would refuse."""
     with pytest.raises(PickleRefused, match="Mine"):
         again([Mine(3), beside])
     with torch.serialization.safe_globals([Mine]):

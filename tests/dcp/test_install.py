@@ -286,7 +286,6 @@ def test_a_script_run_by_us(script, tmp_path, how):
 
 @pytest.mark.parametrize("arguments", [(), ("-x",), ("-m",)])
 def test_nothing_to_run(arguments, capsys):
-    """Without a script it says how it is used, and installs nothing."""
     from shardkeep.dcp_install import finder
     from shardkeep.dcp_install import run as run_script
 
@@ -395,7 +394,6 @@ def test_saves_that_outlive_a_script_run_by_us(script, tmp_path, how, kind):
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path, monkeypatch, target, as_module, said):
-    """A module, a folder or a file that is not there, or has nothing to run."""
     from shardkeep.dcp_install import run_as_main
 
     (tmp_path / "nothing_here").mkdir()

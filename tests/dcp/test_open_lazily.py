@@ -54,7 +54,6 @@ def test_an_object_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_many_small_objects_are_read_together(tmp_path: Path) -> None:
-    """A thousand objects, asked for one by one in the order of their names, are read in a few reads."""
     objects = {f"o{n}": {"value": n} for n in range(1000)}
     quietly(dcp.save, objects, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             no_dist=True)  # fmt: skip
@@ -152,7 +151,6 @@ def test_columns_say_what_the_pickle_says(tmp_path: Path, rank_pool) -> None:
 
 
 def test_what_only_torch_reads_has_no_columns(tmp_path: Path) -> None:
-    """A quantized tensor, which torch alone decodes, and an empty one are found through the pickle."""
     made = quietly(torch.quantize_per_tensor, torch.arange(6.0), 0.5, 0, torch.qint8)
     for name, odd in (("quantized", made), ("empty", torch.zeros(0, 3))):
         folder = tmp_path / name

@@ -139,7 +139,6 @@ def test_objects_under_numbers(folder: str) -> None:
 
 
 def test_modules_are_reached_through_the_package() -> None:
-    """After one import, our package has every submodule that torch's has then: scripts write `dcp.staging`."""
     listed = "sorted(k for k, v in vars(dcp).items() if isinstance(v, types.ModuleType))"
     code = f"import types; import torch.distributed.checkpoint as dcp; print({listed})"
     names = ast.literal_eval(warm_python("-c", code).stdout)

@@ -180,7 +180,6 @@ def test_which_file_system_a_place_is_in(root, tmp_path):
 
 
 def test_files_of_dead_saves_are_swept():
-    """A save removes data files that no metadata name if they are older than it by more than clocks may differ."""
     store = MemoryStore()
     for name in ("__0_1.distcp", "__0_2.distcp", "mine.distcp"):
         store.put(name, b"x")
@@ -210,7 +209,6 @@ class NotesBudgets(MemoryStore):
 
 
 def test_a_save_to_a_store_keeps_to_the_memory_budget(monkeypatch):
-    """`dcp.save` bounds what uploads buffer as `sk.save` does."""
     monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(96 << 20))
     state = {str(n): torch.zeros(3 << 20) for n in range(4)}
     ours, native = NotesBudgets(), NotesBudgets()
@@ -223,7 +221,6 @@ def test_a_save_to_a_store_keeps_to_the_memory_budget(monkeypatch):
 
 
 def test_conversions_by_url(root):
-    """Files of torch.save become checkpoints and back, all in a store; a damaged file is found out."""
     made = io.BytesIO()
     torch.save(state_of(9), made)
     store = open_place(f"{root}/files")

@@ -98,7 +98,6 @@ def test_the_last_save_counts_whatever_its_layout(tmp_path):
 
 
 def test_two_commits_of_a_save_that_died(tmp_path):
-    """Where both layouts have a commit, both readers take the later one."""
     sk.save({"w": torch.zeros(2)}, tmp_path / "a")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "b")
     for each in (tmp_path / "b").iterdir():
@@ -111,8 +110,6 @@ def test_two_commits_of_a_save_that_died(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["shards/__0_", "run=7 rank 0_"])
 def test_file_names_of_other_writers(tmp_path, prefix):
-    """Files that a writer of somebody else's named in its own way are read through every door."""
-
     class Named(dcp.FileSystemWriter):
         def prepare_global_plan(self, plans):
             from dataclasses import replace
@@ -128,7 +125,6 @@ def test_file_names_of_other_writers(tmp_path, prefix):
 
 
 def test_checkpoints_of_links(tmp_path):
-    """A checkpoint whose files are links to others, as in a cache, is read through both doors."""
     dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path / "blobs")
     (tmp_path / "links").mkdir()
     for each in (tmp_path / "blobs").iterdir():
@@ -167,7 +163,6 @@ def save_alone(folder):
 
 
 def test_ranks_on_their_own_do_not_take_each_other_for_an_older_save(rank_pool, tmp_path):
-    """Without collectives and without overwriting, a slower rank is not stopped by what a faster one has just saved."""
     assert rank_pool.run(3, save_alone, str(tmp_path / "ck")) == [0.0, 1.0, 2.0]
 
 
@@ -245,7 +240,6 @@ def test_metadata_that_cannot_be_read_are_not_replaced_by_older_ones(rank_pool, 
 
 @pytest.mark.parametrize("start", ["memory://{}", "file://{}"])
 def test_elsewhere_too_the_last_save_counts(tmp_path, start):
-    """On any file system, what all ranks save comes before what ranks saved for themselves."""
     where = start.format(tmp_path)
     dcp.save({"w": torch.ones(2)}, storage_writer=FsspecWriter(where), use_collectives=False)
     into = {"w": torch.zeros(2)}
@@ -290,5 +284,4 @@ def save_twice(folder, failing):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failed_save_removes_nothing_of_the_one_before(rank_pool, tmp_path, failing):
-    """A rank that wrote nothing for the failed save does not take back what it wrote for the one before."""
     assert rank_pool.run(2, save_twice, str(tmp_path), failing) == [(True, True)] * 2

@@ -32,7 +32,6 @@ def saved(tmp_path):
 @pytest.mark.parametrize("planner", [theirs.DefaultLoadPlanner, ours.DefaultLoadPlanner])
 @pytest.mark.parametrize("reader", [ours.FileSystemReader, Renaming])
 def test_tensors_and_objects_are_loaded(saved, reader, planner):
-    """With torch's planner and with ours, also all that a checkpoint holds."""
     state = {"w": torch.zeros(4), "o": {"x": 0}}
     quietly(theirs.load, state, storage_reader=reader(saved / "ck"), planner=planner())
     assert (state["w"].tolist(), state["o"]) == ([0, 1, 2, 3], {"x": (1, 2)})
@@ -72,7 +71,6 @@ def test_digests_are_compared(saved):
 
 
 def test_others_are_given_ours(saved):
-    """A script that asks a reader itself, and our own load."""
     reader = ours.FileSystemReader(saved / "ck")
     assert type(reader.read_metadata()) is Metadata
     seen = []

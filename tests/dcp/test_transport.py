@@ -112,7 +112,6 @@ def zeros_like_plain():
 
 
 def test_what_arrives_is_written_into_place(rank_pool):
-    """Tensors of the receiver's own state are filled, however they lie in memory."""
     _, (got, same) = rank_pool.run(2, hand_over, plain_state, zeros_like_plain)
     assert got == seen(plain_state())
     assert same is True
@@ -248,5 +247,4 @@ def unpaired(folder):
 
 
 def test_an_odd_number_of_ranks_has_no_pairs(rank_pool, tmp_path):
-    """Said at once; with torch's they wait for each other."""
     rank_pool.run(3, unpaired, str(tmp_path))

@@ -41,7 +41,6 @@ def test_recipes_are_short(title):
 
 
 def test_a_store(tmp_path):
-    """The store passes the contract suite, as its test says."""
     (tmp_path / "logged.py").write_text(RECIPES["storage/logged.py"])
     test = RECIPES["tests/storage/test_logged.py"].replace("shardkeep.storage.logged", "logged")
     (tmp_path / "test_logged.py").write_text(test)
@@ -62,7 +61,6 @@ def test_a_codec(recipe, tmp_path):
 
 
 def test_a_command(recipe, tmp_path, monkeypatch, capsys):
-    """The command is found by its name, prints its result, and has help."""
     recipe("cli/count.py")
     monkeypatch.setitem(main._MODULES, "count", "count")
     monkeypatch.setitem(main.SUMMARIES, "count", "count parameters")

@@ -51,7 +51,6 @@ def test_runs_of_bytes_are_read_and_written_where_boxes_are(data):
 
 
 def test_memory_that_is_no_run_has_none():
-    """A strided tensor, and one of another dtype than the stored one, are filled by boxes only."""
     whole, data = Box((0, 0), (3, 4)), memoryview(bytearray(48))
     assert not TorchScattered(torch.zeros(4, 3).t(), torch.float32).write_chunk((3, 4), whole, whole, data, 0)
     assert not TorchScattered(torch.zeros(3, 4), torch.float16).write_chunk((3, 4), whole, whole, data, 0)

@@ -54,7 +54,6 @@ def test_one_tensor_takes_kilobytes_of_a_large_index():
 
 
 def test_a_load_reads_the_parts_of_its_boxes():
-    """A rank that fills one tensor reads the head, one part and the values; nothing else of the index."""
     store = CountingStore(store_of(many_chunks()))
     state = {"model": {"layers.050.weight": torch.zeros(ROWS, 3)}}
 
@@ -244,7 +243,6 @@ def test_what_is_damaged_on_the_way_is_read_again(at, caplog):
 
 
 def test_an_index_that_is_gone_or_cut_is_named():
-    """A missing index, and one of another size, raise `WrongSize` with its name."""
     blobs = many_chunks()
     entry, data = index_of(blobs)
     for changed in ({}, {entry.name: data[:-64]}):

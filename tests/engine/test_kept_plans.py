@@ -164,8 +164,6 @@ def test_a_change_on_one_rank_is_planned(tmp_path, changed):
 
 
 def test_a_tensor_that_moves_to_another_rank_is_planned(tmp_path):
-    """Boxes count, not only names and shapes."""
-
     def state(rank, step):
         place = (rank + step // 2) % RANKS
         box = sk.ShardedBox(torch.full((2,), float(10 * step + place)), offsets=(2 * place,), shape=(2 * RANKS,))
@@ -207,8 +205,6 @@ def test_replicas_that_diverge_later_are_reported(tmp_path, caplog):
 
 
 def test_values_that_differ_later_are_refused(tmp_path):
-    """A plain value is compared between ranks in every save."""
-
     def state(rank, step):
         return {"w": torch.ones(3), "epoch": step if step < 2 else step + rank}
 
@@ -220,7 +216,6 @@ def test_values_that_differ_later_are_refused(tmp_path):
 
 
 def test_codecs_are_planned_anew(tmp_path):
-    """A plan without codecs does not serve a save with them, nor the other way round."""
     state = {"w": torch.arange(1000.0)}
     for number, codecs in enumerate([None, ["zstd"], None, None]):
         sk.save(state, tmp_path / str(number), codecs=codecs)
@@ -231,7 +226,6 @@ def test_codecs_are_planned_anew(tmp_path):
 
 
 def test_a_place_that_is_taken_is_refused_as_ever(tmp_path):
-    """A kept plan skips no check of the place."""
     state = {"w": torch.ones(3)}
     for number in range(2):
         sk.save(state, tmp_path / str(number))
@@ -249,7 +243,6 @@ def test_a_place_that_is_taken_is_refused_as_ever(tmp_path):
     )
 )
 def test_any_order_of_states_and_saves(plan):
-    """States that alternate, through both APIs: each checkpoint holds what was saved into it."""
     with tempfile.TemporaryDirectory() as where:
         for number, (shape, more, how) in enumerate(plan):
             state = {f"t{n}": torch.full((shape, 2 + n), float(number)) for n in range(2 + more)} | {"number": number}

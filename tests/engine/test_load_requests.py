@@ -64,7 +64,6 @@ def test_tied_meta_tensors_are_what_each_asked_for(tmp_path):
     ],
 )
 def test_arguments_that_make_no_sense_are_named(saved, argument, value):
-    """A wrong argument is an error of ours that names it, and the state is as it was."""
     state = zeros()
     with pytest.raises(sk.StateError, match=argument):
         sk.load(state, saved, **{argument: value})
@@ -101,7 +100,6 @@ def test_patterns_that_can_be_gone_through_once_hold_to_the_end(saved):
     ],
 )
 def test_views_that_overlap_themselves_are_refused(tmp_path, view):
-    """A destination with two elements in one place cannot be filled."""
     sk.save({"x": torch.arange(8.0).reshape(2, 4)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="share memory"):
         sk.load({"x": view()}, tmp_path / "ck")
@@ -147,7 +145,6 @@ def test_excluded_leaves_may_be_anything(saved, leaf):
 
 
 def test_a_pattern_for_one_rank_is_no_error_on_the_others(tmp_path):
-    """A pattern is used if any rank has a name for it."""
     sk.save({"x": torch.ones(2)}, tmp_path / "ck")
 
     def load(world):
@@ -213,7 +210,6 @@ def test_the_dry_run_changes_nothing_that_the_real_one_changes(tmp_path):
     ],
 )
 def test_a_value_of_another_kind_is_a_mismatch(tmp_path, stored, mine, line):
-    """Strictly, a value is not replaced by one of another kind."""
     sk.save({"v": stored}, tmp_path / "ck")
     state = {"v": mine}
     with pytest.raises(sk.StateMismatch) as caught:
@@ -266,7 +262,6 @@ def test_state_of_ranks_that_are_gone_is_left_over_under_any_name(tmp_path):
     ],
 )
 def test_a_box_is_checked_when_it_is_made(changed, named):
-    """A `ShardedBox` of wrong parts is an error of ours that names the argument."""
     right = {"local": torch.ones(2), "offsets": (0,), "shape": (2,)}
     assert sk.ShardedBox(**right).shape == (2,)
     with pytest.raises(sk.StateError, match=named):
@@ -274,8 +269,6 @@ def test_a_box_is_checked_when_it_is_made(changed, named):
 
 
 def test_each_accelerator_is_waited_for_once(monkeypatch):
-    """`settle` waits for every device that is an accelerator, and for nothing else."""
-
     class Fake:
         def __init__(self, device):
             self.device = torch.device(device)

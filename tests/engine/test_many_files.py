@@ -51,7 +51,6 @@ class Watched(MemoryStore):
 
 
 def test_files_are_written_at_the_same_time():
-    """Four threads that each have a window to write have windows of four files, not of one."""
     begun = []
     together = threading.Barrier(4, timeout=20)
 
@@ -70,7 +69,6 @@ def test_files_are_written_at_the_same_time():
 
 
 def test_one_thread_writes_one_file_after_another():
-    """Where nothing can be written at the same time, a file is done before the next one is begun."""
     store = Watched()
     write_files(store, [job(name, 3 * WINDOW) for name in "abc"], threads=1, window_nbytes=WINDOW)
     assert store.most_open == 1

@@ -36,7 +36,6 @@ def zeros():
 
 
 def test_report_says_what_was_loaded(saved):
-    """The report carries the record's step and meta."""
     report = sk.load(zeros(), saved)
     assert (report.step, report.meta, report.missing, report.unexpected) == (7, {"run": "a"}, [], [])
     assert (report.tensors, report.bytes_filled) == (3, 3 * 6 * 4)
@@ -67,7 +66,6 @@ def test_all_differences_come_in_one_error_before_anything_changes(saved):
 
 
 def test_not_strict_loads_what_fits_and_reports_the_rest(saved):
-    """What the checkpoint lacks stays as it was; what nothing asked for is listed."""
     state = {"model": {"layers.0.w": torch.zeros(2, 3), "extra": torch.full((2,), 9.0)}}
 
     report = sk.load(state, saved, strict=False)
@@ -304,7 +302,6 @@ def test_an_optimizer_stored_by_number_says_how_to_load_it(tmp_path):
 
 
 def test_one_memory_cannot_take_two_tensors(saved):
-    """A state that ties what the checkpoint has as two different tensors is an error that says how to choose."""
     one = torch.zeros(2, 3)
     state = zeros()
     state["model"] = {"layers.0.w": one, "layers.1.w": one}
@@ -375,7 +372,6 @@ def test_overwriting_is_an_opt_in(saved):
 
 
 def test_more_ranks_than_saved_per_rank_state_is_a_clear_error(tmp_path):
-    """Per-rank state of a rank that never saved is missing, and the hint says why."""
     run_thread_ranks(2, lambda w: sk.save({"r": sk.PerRank(w.rank * 10)}, tmp_path / "ck", group=w))
 
     def load(world):

@@ -50,7 +50,6 @@ def state_of(kind, nbytes):
 
 @pytest.mark.parametrize("kind", ["contiguous", "strided"])
 def test_saving_and_loading_stay_within_the_budget(tmp_path, kind):
-    """However large the state, contiguous, strided or cast, memory beyond it is at most the budget and a little."""
     budget = 32 * MIB
     options = sk.Options(io_threads=4, host_budget_bytes=budget)
     slack = 24 * MIB  # threads' stacks and arenas, the index, the allocator's own
@@ -62,7 +61,6 @@ def test_saving_and_loading_stay_within_the_budget(tmp_path, kind):
 
 
 def test_nothing_grows_over_a_hundred_saves(tmp_path):
-    """Memory, threads and file descriptors are flat over many saves and loads, with several ranks too."""
     state = {f"w{i}": torch.randn(64, 1024) for i in range(16)}
 
     def once():

@@ -60,7 +60,6 @@ def memory(request, monkeypatch):
 
 
 def test_state_on_an_accelerator_comes_back_bit_for_bit(tmp_path, memory):
-    """Contiguous, strided and small tensors of every dtype go from the device to disk, and back to it or the CPU."""
     state = sample(device(0), whole_dtypes())
     sk.save(state, tmp_path)
     target = empty_like(state)
@@ -95,7 +94,6 @@ def test_a_load_comes_between_what_the_caller_queued_before_and_after(tmp_path, 
 
 
 def test_what_is_converted_is_converted_right(tmp_path, memory):
-    """A load with another dtype gives the numbers that torch's own conversion gives."""
     full = torch.randn(700, 900, device=device(0))
     sk.save({"w": full}, tmp_path)
     target = {"w": torch.zeros(700, 900, dtype=torch.bfloat16, device=device(0))}

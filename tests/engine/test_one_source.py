@@ -90,7 +90,6 @@ def test_ranks_with_one_page_cache_begin_with_the_same_file(tmp_path, monkeypatc
 
 
 def test_windows_are_larger_on_accelerators(saved):
-    """A destination on an accelerator is filled in windows of 16 MiB, whatever the layout."""
     where, _ = saved
     source = sk.open(where).source
     assert (
@@ -100,7 +99,6 @@ def test_windows_are_larger_on_accelerators(saved):
 
 
 def test_starts_are_byte_offsets(saved):
-    """`index.chunks.start` is where a chunk's bytes lie in its file's data, in every layout."""
     where, state = saved
     source = sk.open(where).source
     source.locate(np.arange(len(source.index.keys)))
@@ -113,7 +111,6 @@ def test_starts_are_byte_offsets(saved):
 
 
 def test_axes_in_another_order_and_slices_of_them(tmp_path):
-    """A tensor that torch stored with permuted axes is read into place, whole and in part."""
     whole = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
     quietly(theirs.save, {"w": whole}, checkpoint_id=str(tmp_path / "ck"), no_dist=True)
     opened = sk.open(tmp_path / "ck")

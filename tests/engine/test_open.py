@@ -38,7 +38,6 @@ def place(tmp_path):
 
 
 def test_it_is_a_mapping_of_flat_names(opened):
-    """Keys, length, membership and lookups behave as a dict's."""
     assert list(opened) == sorted(opened.keys()) == ["a", "half", "n", "w"]
     assert len(opened) == 4
     assert "w" in opened
@@ -152,7 +151,6 @@ def test_to_dict_reads_all_tensors_together(tmp_path):
 
 
 def test_slices_read_a_header_once(tmp_path):
-    """A checked header is kept with the checkpoint."""
     sk.save({"w": torch.arange(10.0)}, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
     checkpoint = sk.open(store)
@@ -196,7 +194,6 @@ STEPS = [
 @pytest.mark.parametrize("band", [64, 1 << 10, 1 << 20])
 @pytest.mark.parametrize("apart", [256, 64 << 10])
 def test_steps_give_what_torch_gives_whatever_the_band(tmp_path, monkeypatch, band, apart):
-    """A slice is the same in one piece, in bands, and row by row."""
     full = torch.arange(30 * 9 * 33, dtype=torch.int32).reshape(30, 9, 33)
     sk.save({"w": full}, tmp_path / "ck")
     monkeypatch.setattr(slicing, "_BAND_NBYTES", band)
@@ -259,7 +256,6 @@ def test_verify_does_not_call_a_failing_disk_damage(place):
 
 @pytest.mark.parametrize("name", ["shardkeep.json", "index-*"])
 def test_verify_reads_record_and_index_again(place, name):
-    """Damage to them after they were opened is found."""
     checkpoint = sk.open(place)
     checkpoint.verify()
     (path,) = place.glob(name)

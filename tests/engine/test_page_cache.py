@@ -99,7 +99,6 @@ def read_from_disk(where):
 
 
 def test_a_disk_is_read_once_for_all_ranks(rank_pool, tmp_path):
-    """Four replicas of one machine make the disk read every byte once."""
     sk.save({"w": torch.ones(NBYTES // 4)}, tmp_path / "ck", options=sk.Options(keep_cached=False))
     os.sync()
     local.drop_from_cache(map(str, (tmp_path / "ck").iterdir()))

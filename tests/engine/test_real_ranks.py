@@ -139,7 +139,6 @@ def local_of(value):
     ],
 )
 def test_parallel_models_load_into_each_other(rank_pool, tmp_path, saved, writers, loaded, readers):
-    """FSDP2, TP, HSDP and FSDP2 over TP (strided shards) read each other's checkpoints."""
     assert rank_pool.run(writers, save_model, tmp_path / "ck", saved) == [8] * writers
     assert rank_pool.run(readers, load_model, tmp_path / "ck", loaded) == [True] * readers
 
@@ -158,7 +157,6 @@ def load_outside(where):
 
 
 def test_ranks_outside_the_mesh_take_part(rank_pool, tmp_path):
-    """Ranks that hold nothing write nothing, and get nothing."""
     written = rank_pool.run(4, save_outside, tmp_path / "ck")
     assert [nbytes > 0 for nbytes in written] == [True, True, False, False]
     assert rank_pool.run(3, load_outside, tmp_path / "ck") == [None, [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
@@ -173,7 +171,6 @@ def sharded_there_and_back(where):
 
 
 def test_sharded_tensors(rank_pool, tmp_path):
-    """ShardedTensor with uneven shards, there and back, and as a whole."""
     assert rank_pool.run(2, sharded_there_and_back, tmp_path / "ck") == [36.0, 174.0]
     assert torch.equal(sk.open(tmp_path / "ck")["w"][...], numbered(7, 3))
 
@@ -195,7 +192,6 @@ def save_in_halves(where):
 
 
 def test_subgroups_save_beside_each_other(rank_pool, tmp_path):
-    """A subgroup's ranks meet each other only, at the same time as another's."""
     assert rank_pool.run(4, save_in_halves, tmp_path) == [([2.0, 2.0, 3.0, 3.0], 1)] * 4
     assert sk.open(tmp_path / "0").to_dict()["rank"] == {0: 0, 1: 1}
 

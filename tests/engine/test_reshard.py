@@ -108,7 +108,6 @@ def test_any_layout_loads_into_any_other(case):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_slice_reads_what_torch_would_give(data):
-    """`ck[key][index]` equals the same index of the full tensor, however it is stored."""
     shape = data.draw(st.lists(st.integers(1, 12), max_size=3).map(tuple))
     full = random_tensor(shape, torch.float32)
     layout = data.draw(layouts(shape))
@@ -151,7 +150,6 @@ def test_large_replicas_are_split_and_nothing_is_written_twice(tmp_path):
 
 
 def test_one_row_costs_about_one_row(tmp_path):
-    """Loading a row of a large tensor reads the blocks it lies in, not the tensor."""
     full = torch.randn(4096, 4096)
     sk.save({"w": full}, tmp_path / "ck")
     row = torch.zeros(1, 4096)

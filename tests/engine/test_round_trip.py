@@ -46,7 +46,6 @@ def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path):
 
 
 def test_loading_into_strided_memory_touches_nothing_else(tmp_path):
-    """A non-contiguous destination is filled in place, and what lies between its elements stays."""
     saved = torch.randn(40, 30)
     sk.save({"w": saved}, tmp_path / "ck")
     base = torch.full((80, 90), 7.0)
@@ -72,7 +71,6 @@ def test_autograd_notices_that_a_tensor_was_filled(tmp_path):
 
 
 def test_cast_is_opt_in_and_reported(tmp_path):
-    """A dtype that differs is an error unless the name may be cast."""
     saved = torch.randn(100, 10)
     sk.save({"a": {"w": saved}, "b": {"w": saved}}, tmp_path / "ck")
     state = {"a": {"w": torch.zeros(100, 10, dtype=torch.bfloat16)}, "b": {"w": torch.zeros(100, 10)}}
@@ -119,7 +117,6 @@ def test_whole_tensors_load_with_safetensors_as_they_are(tmp_path):
 
 
 def test_either_group_of_files_can_be_dropped(tmp_path):
-    """With the optimizer's files deleted, the model still loads."""
     state = {"model": {"w": torch.randn(4)}, "optim": {"m": torch.randn(4)}}
     sk.save(state, tmp_path / "ck")
     [optim] = (tmp_path / "ck").glob("optim-*")
@@ -150,7 +147,6 @@ def test_pickle_is_an_opt_in_at_both_ends(tmp_path):
 
 
 def test_numpy_arrays_are_filled_in_place(tmp_path):
-    """Arrays come back as arrays, in the memory they have."""
     saved = np.random.default_rng(0).normal(size=(50, 3))
     sk.save({"a": saved}, tmp_path / "ck")
     mine = np.zeros((50, 3))
@@ -162,7 +158,6 @@ def test_numpy_arrays_are_filled_in_place(tmp_path):
 
 
 def test_empty_states(tmp_path):
-    """Nothing at all, and nothing but empty containers, are checkpoints too."""
     for number, state in enumerate(({}, {"a": {}, "b": []})):
         sk.save(state, tmp_path / str(number))
         assert sk.open(tmp_path / str(number)).to_dict() == state

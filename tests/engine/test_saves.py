@@ -49,7 +49,6 @@ def test_a_step_that_is_no_number_is_refused_before_anything_changes(tmp_path, s
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7])
 def test_every_whole_number_is_a_step(tmp_path, step):
-    """A numpy integer and a torch scalar are taken as the number they are."""
     report = sk.save({"x": torch.ones(3)}, tmp_path, step=step)
     assert type(report.step) is int
     assert sk.open(tmp_path).record.step == 7
@@ -173,8 +172,6 @@ def test_names_that_are_one_memory_wherever_they_are_held_are_written_once(tmp_p
 
 
 def test_names_that_are_tied_on_one_rank_only_are_stored_apart(tmp_path):
-    """Where another rank holds two memories under the names, both are written."""
-
     def main(world):
         one, other = full(), full() + 1
         a, b = (one, one) if world.rank == 0 else (one, other)
@@ -310,8 +307,6 @@ def test_an_interrupt_while_threads_are_started_waits_for_those_that_are(monkeyp
 
 
 def test_a_failed_write_removes_its_finished_files():
-    """Files that were finished before another one failed are removed too."""
-
     class Full(MemoryStore):
         def create(self, name, nbytes):
             if name == "b":
@@ -337,8 +332,6 @@ def test_what_is_no_place_is_refused(where):
 
 
 def test_a_bad_place_on_one_rank_reaches_all_at_once(tmp_path):
-    """The other ranks do not wait for the deadline."""
-
     def main(world):
         sk.save({"x": torch.ones(3)}, "s3://bucket" if world.rank else tmp_path, group=world)
 

@@ -174,13 +174,11 @@ def load_by_dcp(where):
 
 
 def test_the_drop_in_shares_too(rank_pool, tmp_path):
-    """`dcp.load` goes through the same session."""
     quietly(dcp.save, {"w": torch.ones(3 << 20), "b": torch.ones(1000)}, checkpoint_id=tmp_path / "ck", no_dist=True)
     assert min(rank_pool.run(3, load_by_dcp, tmp_path / "ck")) > 0
 
 
 def test_a_subgroup_shares_by_its_own_ranks(rank_pool, tmp_path):
-    """Ranks 3 and 1 of four load together."""
     nbytes = replicas(tmp_path / "ck")
     heard = rank_pool.run(4, load_replicas, tmp_path / "ck", shared(), group_of=[1, 3])
     assert heard[0] is None
@@ -231,7 +229,6 @@ def load_torchs(where):
 
 
 def test_checkpoints_of_torchs_layout(rank_pool, tmp_path):
-    """What torch saved is shared as what we saved."""
     state = {"w": torch.randn(3000, 100), "b": torch.randn(7), "step": 3}
     quietly(theirs.save, state, checkpoint_id=tmp_path / "ck", no_dist=True)
     heard = rank_pool.run(3, load_torchs, tmp_path / "ck")
@@ -278,7 +275,6 @@ def change_on_the_way(where):
 
 
 def test_what_a_network_changes_is_read_from_the_store(rank_pool, tmp_path):
-    """What comes from a peer is verified as what comes from the store, and read from there if it is wrong."""
     sk.save({"a": torch.full((1 << 20,), 1.0), "b": torch.full((1 << 20,), 2.0)}, tmp_path / "ck")
     assert rank_pool.run(2, change_on_the_way, tmp_path / "ck") == [[[1.0], [2.0]]] * 2
 
@@ -384,7 +380,6 @@ def test_ranks_that_were_asked_to_share_do(rank_pool, tmp_path, backend, on_rank
 
 
 def test_only_the_team_is_answered(tmp_path):
-    """A connection without the token, or with another one, gets nothing."""
     store = LocalStore(tmp_path)
     store.put("blob", b"secret")
     party = peers.Peers(store, World(0, 2), room_nbytes=1 << 20)

@@ -48,7 +48,6 @@ def pieces_of(data, nbytes, before, size):
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_strided_copies_fill_what_boxes_fill(data):
-    """Whatever chunk, box, target memory and pieces it comes in, every byte is the same."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     dtype = data.draw(st.sampled_from(DTYPES))
     chunk = random_tensor(shape, dtype, seed=data.draw(st.integers(0, 9)))
@@ -103,7 +102,6 @@ def test_elements_that_windows_cut_are_put_together(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_stripes_are_where_the_elements_are(data):
-    """The runs of stripes are the elements of the box in both memories, and none are found only if axes stay."""
     shape, into = (tuple(data.draw(st.lists(st.integers(1, 5), min_size=3, max_size=3))) for _ in range(2))
     sizes = tuple(data.draw(st.integers(1, min(a, b))) for a, b in zip(shape, into, strict=True))
     found = stripes(sizes, strides_of(shape), strides_of(into))
