@@ -59,7 +59,7 @@ def load_distributed(where, seed):
 def test_a_long_record_is_read_by_every_rank(rank_pool, tmp_path):
     """Rank 0 sends a commit record neither whole nor in part if it is long, or goes to many ranks: they read it themselves."""
     rank_pool.run(2, save_distributed, tmp_path / "short", 1)
-    assert [bool(identity_of(sk.open(tmp_path / "short").record, ranks)[2]) for ranks in (2, 1_000_000)] == [True, False]
+    assert [bool(identity_of(sk.open(tmp_path / "short").record, ranks)[2]) for ranks in (2, 10**6)] == [True, False]
     rank_pool.run(2, save_distributed, tmp_path / "ck", 1, meta={"note": "x" * 100_000})
     assert identity_of(sk.open(tmp_path / "ck").record, 2)[2] == b""
     assert rank_pool.run(2, load_distributed, tmp_path / "ck", 2) == [True, True]
@@ -194,21 +194,6 @@ def save_in_halves(where):
 def test_subgroups_save_beside_each_other(rank_pool, tmp_path):
     assert rank_pool.run(4, save_in_halves, tmp_path) == [([2.0, 2.0, 3.0, 3.0], 1)] * 4
     assert sk.open(tmp_path / "0").to_dict()["rank"] == {0: 0, 1: 1}
-
-
-def meta_model(where):
-    """A DTensor template without memory."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    full = torch.arange(30.0).reshape(10, 3)
-    sk.save({"w": distribute_tensor(full, mesh, [Shard(0)])}, where)
-    state = {"w": distribute_tensor(torch.empty(10, 3, device="meta"), mesh, [Shard(1)])}
-    sk.load(state, where)
-    return torch.equal(state["w"].full_tensor(), full)
-
-
-def test_dtensors_on_meta_are_materialised(rank_pool, tmp_path):
-    """A meta DTensor becomes a real one of the same placements."""
-    assert rank_pool.run(2, meta_model, tmp_path / "ck") == [True, True]
 
 
 class OwnFiles(dcp.FileSystemWriter):

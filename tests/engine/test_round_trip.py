@@ -27,37 +27,6 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
     assert bits(tree) == bits(state)
 
 
-def test_tied_tensors_are_written_once_and_come_back_tied(tmp_path):
-    """Two names of one memory are one chunk on disk, and one tensor again."""
-    weight = torch.randn(64, 64)
-    report = sk.save({"a": weight, "b": weight.detach(), "c": weight.clone()}, tmp_path / "ck")
-
-    ck = sk.open(tmp_path / "ck")
-    tree = ck.to_dict()
-
-    assert report.bytes_total == 2 * weight.nbytes
-    assert tree["a"] is tree["b"]
-    assert tree["c"] is not tree["a"]
-    meta = {key: torch.empty(64, 64, device="meta") for key in "abc"}
-    sk.load(meta, tmp_path / "ck")
-    assert meta["a"] is meta["b"]
-    assert meta["c"] is not meta["a"]
-    assert all(torch.equal(meta[key], weight) for key in "abc")
-
-
-def test_loading_into_strided_memory_touches_nothing_else(tmp_path):
-    saved = torch.randn(40, 30)
-    sk.save({"w": saved}, tmp_path / "ck")
-    base = torch.full((80, 90), 7.0)
-    view = base[::2, 30:60]
-
-    sk.load({"w": view}, tmp_path / "ck")
-
-    assert torch.equal(view, saved)
-    base[::2, 30:60] = 7.0
-    assert torch.equal(base, torch.full((80, 90), 7.0))
-
-
 def test_autograd_notices_that_a_tensor_was_filled(tmp_path):
     """Backward through a tensor that was loaded over raises, as after any in-place change."""
     weight = torch.randn(3, requires_grad=True)

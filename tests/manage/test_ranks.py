@@ -62,25 +62,6 @@ def test_all_ranks_save_the_same_steps(tmp_path, rank_pool, signalled, asked, ah
     assert sk.Catalog(tmp_path).latest().step == saved[2]
 
 
-def signal_to_all(root):
-    saved = []
-    with checkpointer(root, signals=("SIGUSR1",)) as ckpt:
-        for step in range(1, 30):
-            torch.distributed.barrier()
-            if step == 5 + rank():  # later on some ranks
-                os.kill(os.getpid(), signal.SIGUSR1)
-            if ckpt.step(step, state_at(step)) is not None:
-                saved.append(step)
-    return saved
-
-
-def test_a_signal_to_all_ranks_is_one_signal(tmp_path, rank_pool):
-    """It reaches them at different steps, and one save is made."""
-    results = rank_pool.run(4, signal_to_all, tmp_path)
-    assert all(result == results[0] for result in results)
-    assert len(results[0]) == 1
-
-
 def resume(root):
     state = empty_state()
     with checkpointer(root, every_steps=2, keep_last=2) as ckpt:
@@ -148,27 +129,6 @@ def pure(root):
 def test_steps_that_say_it_themselves_need_no_talk(tmp_path, rank_pool):
     """No key is written for a step that is not saved."""
     assert rank_pool.run(2, pure, tmp_path) == [([2, 4], 0)] * 2
-
-
-def keys_left(root):
-    from torch.distributed import distributed_c10d as c10d
-
-    store = c10d._get_default_store()
-    counts = []
-    with checkpointer(root, every_steps=50) as ckpt:
-        for step in range(1, 60):
-            ckpt.step(step, state_at(step))
-            if step in (5, 45):
-                torch.distributed.barrier()
-                time.sleep(0.05)  # the last reader deletes
-                counts.append(store.num_keys())
-                torch.distributed.barrier()
-    return counts[1] - counts[0]
-
-
-def test_decisions_are_deleted_again(tmp_path, rank_pool):
-    """Forty decisions later the store has no more keys."""
-    assert max(rank_pool.run(3, keys_left, tmp_path)) <= 2  # a gloo barrier may leave keys of its own
 
 
 def different(root):

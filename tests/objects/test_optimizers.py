@@ -235,15 +235,9 @@ def test_several_optimizers_and_modules(tmp_path):
 def test_a_renamed_layer_takes_its_moments_along(tmp_path):
     """`rename` reaches the names inside optimizer state, and hyper-parameters follow."""
     model, optimizer = trained_and_saved(lambda ps: torch.optim.Adam(ps, lr=0.02), tmp_path)
-
-    class Renamed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.start = nn.Linear(4, 6)
-            self.second = nn.Linear(6, 2)
-            self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    other = Renamed()
+    other = Net()
+    other.start = other.first
+    del other.first
     fresh = torch.optim.Adam(trainable(other))
     sk.load(
         {"model": other, "optim": fresh}, tmp_path / "c", rename=[(r"^(model|optim\.state)\.first\.", r"\1.start.")]

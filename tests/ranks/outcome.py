@@ -40,27 +40,13 @@ def ask(meeting, phase, work, decide=echo):
     try:
         answer = meeting.agree(phase, work, decide)
     except CheckpointError as error:
-        return Outcome(
-            time.monotonic() - began,
-            None,
-            type(error).__name__,
-            error.message,
-            error.hint,
-            error.details,
-            error.by_rank,
-            repr(error.__cause__) if error.__cause__ else "",
-        )
+        cause = repr(error.__cause__) if error.__cause__ else ""
+        said = (type(error).__name__, error.message, error.hint, error.details, error.by_rank, cause)
+        return Outcome(time.monotonic() - began, None, *said)
     return Outcome(time.monotonic() - began, answer)
 
 
-def ask_once(
-    work,
-    decide=echo,
-    *,
-    timeout_s=5.0,
-    title="save to a",
-    phase="write",
-):
+def ask_once(work, decide=echo, *, timeout_s=5.0, title="save to a", phase="write"):
     """Make one call of one phase."""
     with rendezvous(current_world(timeout_s=timeout_s), title) as meeting:
         return ask(meeting, phase, work, decide)

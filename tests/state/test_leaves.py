@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardkeep.errors import InvalidShards, UnsupportedLeaf
@@ -537,23 +536,6 @@ def test_materialize_refuses_what_it_cannot_make() -> None:
         materialize("a.b", wrapper)
 
 
-def on_a_part_of_the_ranks() -> tuple[Any, ...]:
-    """A DTensor on the first two ranks of four; the others have none of it."""
-    mesh = DeviceMesh("cpu", [0, 1])
-    leaf = describe_leaf("k", distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
-    return leaf.shape, [(piece.offsets, piece.tensor.tolist()) for piece in leaf.pieces], leaf.alias is None
-
-
-def test_ranks_outside_the_mesh(rank_pool: RankPool) -> None:
-    """A rank outside a DTensor's mesh knows its shape and holds no piece, and neither does one whose shard is empty."""
-    assert rank_pool.run(4, on_a_part_of_the_ranks) == [
-        ((5,), [((0,), [0.0, 1.0, 2.0])], False),
-        ((5,), [((3,), [3.0, 4.0])], False),
-        ((5,), [], True),
-        ((5,), [], True),
-    ]
-
-
 def pending() -> tuple[Any, ...]:
     """Collectives still under way, alone and inside a DTensor, and a partial sum."""
     mesh = init_device_mesh("cpu", (2,))
@@ -570,25 +552,3 @@ def pending() -> tuple[Any, ...]:
 def test_pending_collectives(rank_pool: RankPool) -> None:
     """What a collective will bring is waited for; what was never reduced is refused."""
     assert rank_pool.run(2, pending) == [([0.0, 1.0], True, [2.0, 2.0])] * 2
-
-
-def loaded_from_meta() -> tuple[Any, ...]:
-    """A model built on meta, sharded unevenly, given memory and filled."""
-    mesh = init_device_mesh("cpu", (4,))
-    with torch.device("meta"):
-        layer = nn.Linear(2, 5, bias=False)
-    fully_shard(layer, mesh=mesh)
-    made = materialize("k", layer.weight)
-    for piece in describe_leaf("k", made, writable=True).pieces:
-        piece.tensor.fill_(dist.get_rank())
-    return (
-        isinstance(made, nn.Parameter),
-        made.placements == layer.weight.placements,
-        made._local_tensor.stride() == layer.weight._local_tensor.stride(),
-        made.full_tensor()[:, 0].tolist(),
-    )
-
-
-def test_materialize_under_fsdp(rank_pool: RankPool) -> None:
-    """A parameter FSDP sharded on meta gets memory on every rank, the empty shards included."""
-    assert rank_pool.run(4, loaded_from_meta) == [(True, True, True, [0.0, 0.0, 1.0, 1.0, 2.0])] * 4

@@ -180,19 +180,6 @@ def test_views_keep_the_written_order() -> None:
     assert possible_cuts("k", spec, (4, 2)) == [[Cut(0, 0, 2), Cut(1, 0)]]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_recorded_shard_order(order: Ints) -> None:
-    """Where torch recorded another order than left to right, cuts are made in that order."""
-    mesh = (2, 3, 2)
-    placements = (Shard(0), Shard(0), Shard(0))
-    for rows, at in itertools.product((0, 1, 7, 12, 25), coordinates(mesh)):
-        full = numbered((rows,))
-        local = in_order(full, mesh, at, [(m, 0) for m in order])
-        spec = spec_of((rows,), mesh, at, placements, shard_order=((0, order),))
-
-        check(full, local, dtensor_boxes("k", spec, tuple(local.shape)))
-
-
 def test_shard_order_of_each_dimension() -> None:
     """Each tensor dimension has an order of its own."""
     mesh, shape = (2, 2, 2, 2), (7, 9)
@@ -203,11 +190,6 @@ def test_shard_order_of_each_dimension() -> None:
         spec = spec_of(shape, mesh, at, placements, shard_order=((0, (2, 1)), (1, (3, 0))))
 
         check(full, local, dtensor_boxes("k", spec, tuple(local.shape)))
-
-
-def test_negative_dimensions() -> None:
-    """A dimension counted from the end is the same dimension."""
-    assert possible_cuts("k", spec_of((4, 6), (2,), (1,), (Shard(-1),)), (2,)) == [[Cut(0, 1)]]
 
 
 def test_huge_dimensions_cost_nothing() -> None:

@@ -145,17 +145,6 @@ def test_a_full_disk_stops_a_write(tiny, monkeypatch):
     assert list(tiny.list()) == []
 
 
-@pytest.mark.parametrize("replace", [True, False])
-def test_a_full_disk_keeps_the_old_blob(tiny, replace):
-    """A put that does not fit leaves the old bytes, and no temporary file."""
-    tiny.put("a", b"old")
-    with pytest.raises(StorageFull):
-        tiny.put("a", bytes(16 * MIB), replace=replace)
-
-    assert tiny.get("a", limit=3) == b"old"
-    assert os.listdir(tiny.url) == ["a"]
-
-
 @linux_only
 @pytest.mark.parametrize("verb", ["create", "put"])
 def test_file_size_limit(store, verb):
