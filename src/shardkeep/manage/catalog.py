@@ -2,11 +2,8 @@
 The checkpoints of a root, found by their commit records alone: no index, data file or torch is needed.
 
 A `Checkpointer` manages the checkpoints whose names its template gives. `Catalog` without a template lists all others, too.
-
 The commit records are authoritative. The `latest` file of a root is for people and scripts, and says where the search for
-the newest checkpoint begins: see `Walk`. `KnownEntries` keeps what was read from look to look.
-
-`Naming` maps steps to names and back. `Catalog` reads one root, and `Tiers` reads a near and a far root as one.
+the newest checkpoint begins: see `Walk`.
 """
 
 from __future__ import annotations
@@ -23,41 +20,17 @@ from functools import cached_property, partial
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
+from shardkeep import errors
 from shardkeep.display import format_size, html_table
 from shardkeep.engine.safetensors_source import find_safetensors
 from shardkeep.engine.torch_file_source import find_torch_file, find_torch_model
-from shardkeep.errors import (
-    BlobNotFound,
-    CheckpointError,
-    MalformedFile,
-    StateError,
-    UnsupportedLeaf,
-    UnsupportedVersion,
-)
 from shardkeep.format.record import Record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import record_in, save_id_of
 from shardkeep.layouts.torch import METADATA_NAME, is_data, is_metadata
-from shardkeep.manage.entry import (
-    Entry,
-    current_branch_first,
-    merge_tiers,
-    newest_first,
-    require_readable,
-    with_record,
-)
+from shardkeep.manage.entry import Entry, current_branch_first, merge_tiers, newest_first, require_readable, with_record
 from shardkeep.options import Options
-from shardkeep.storage.base import (
-    REMOVING_NAME,
-    BlobInfo,
-    Deletes,
-    ReadableStore,
-    Root,
-    SmallFiles,
-    Store,
-    is_name,
-    with_any_names,
-)
+from shardkeep.storage import base
 from shardkeep.storage.resolve import open_root
 
 T = TypeVar("T")
@@ -72,16 +45,13 @@ _STEP_IN_NAME = re.compile(
     r"(?:.*(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?([0-9]{1,18})(?:\.\w+)?", re.IGNORECASE
 )
 """Names by which other programs give a step: checkpoint-500, iter_0000200, epoch=3-step=300.ckpt."""
-_FILE_SUFFIXES = (".ckpt", ".pt", ".pth")
-"""Of files of `torch.save` that are listed. Files named .bin hold anything."""
+_FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of files of `torch.save` that are listed. Files named .bin hold anything
 DEFAULT_TEMPLATE = "step-{step}"
 _PIN_PREFIX = "pin."
 LATEST_NAME = "latest"
 """The file of a root that names its newest checkpoint."""
-_MAX_NBYTES = 4096
-"""Of a pin, and of the file `latest`."""
-_THREADS = 16
-"""How many records are read at a time: most of that time is spent waiting for the disk or the network."""
+_MAX_NBYTES = 4096  # of a pin, and of the file `latest`
+_THREADS = 16  # how many records are read at a time: most of that time is spent waiting for the disk or the network
 _MAX_STRANGERS = 3
 
 
@@ -95,13 +65,12 @@ class Naming:
         """Raise `StateError` if the template does not contain the step once, or gives names that no store accepts."""
         self.template = template
         found = _TEMPLATE.fullmatch(template) if isinstance(template, str) else None
-        if found is None or not is_name(template.format(step=_MAX_STEP)):
-            raise StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
+        if found is None or not base.is_name(template.format(step=_MAX_STEP)):
+            raise errors.StateError(f"template is {template!r}", hint=_TEMPLATE_HINT)
         before, after = map(re.escape, found.groups())
         self._pattern = re.compile(f"{before}([0-9]{{1,251}}){after}")
 
     def name(self, step: int) -> str:
-        """Return the name of a step's checkpoint."""
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
@@ -114,7 +83,7 @@ class Naming:
 def template_of(name: str) -> str | None:
     """Guess the template of a name by its last number."""
     found = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", name)
-    if found is None or not is_name(name):
+    if found is None or not base.is_name(name):
         return None
     before, digits, after = found.groups()
     width = f":0{len(digits)}d" if digits.startswith("0") and len(digits) > 1 else ""
@@ -131,29 +100,27 @@ def guess_template(names: Iterable[str]) -> str:
     return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
 
 
-def pinned(root: SmallFiles) -> set[str]:
+def pinned(root: base.SmallFiles) -> set[str]:
     """Return the names of pinned checkpoints, which are kept whatever the policies say."""
     return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
 
-def is_pinned(root: ReadableStore, name: str) -> bool:
+def is_pinned(root: base.ReadableStore, name: str) -> bool:
     """Return whether a checkpoint is pinned right now."""
     try:
         root.get(_PIN_PREFIX + name, limit=_MAX_NBYTES)
-    except BlobNotFound:
+    except errors.BlobNotFound:
         return False
-    except MalformedFile:  # the pin file was edited
+    except errors.MalformedFile:  # the pin file was edited
         return True
     return True
 
 
-def pin(root: SmallFiles, name: str) -> None:
-    """Pin a checkpoint, by a file of its own in the root."""
+def pin(root: base.SmallFiles, name: str) -> None:
     root.put(_PIN_PREFIX + name, b"", replace=True)
 
 
-def unpin(root: Deletes, name: str) -> None:
-    """Leave a checkpoint to the policies again."""
+def unpin(root: base.Deletes, name: str) -> None:
     root.delete(_PIN_PREFIX + name)
 
 
@@ -189,7 +156,7 @@ class Catalog:
 
     """
 
-    def __init__(self, root: str | os.PathLike[str] | Root, template: str | None = None) -> None:
+    def __init__(self, root: str | os.PathLike[str] | base.Root, template: str | None = None) -> None:
         """
         Open a root for reading.
 
@@ -204,8 +171,7 @@ class Catalog:
         """
         self.root = open_root(root, direct=Options().direct_io)
         self._lists_all = template is None
-        self._files: set[str] = set()
-        """Single files, at the last listing."""
+        self._files: set[str] = set()  # single files, at the last listing
         if template is not None:
             self.naming = Naming(template)
 
@@ -230,7 +196,7 @@ class Catalog:
         """Return the names of what may be a checkpoint, without reading it, and the steps that the template finds in them."""
         if not self._lists_all:
             return {name: step for name in self.root.places() if (step := self.naming.step(name)) is not None}
-        files = (info.name for info in with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
+        files = (info.name for info in base.with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
         self._files = {name for name in files if not name.startswith(_PIN_PREFIX)}
         names = [*(name for name in self.root.places() if not name.startswith(".")), *self._files]
         return {name: self.naming.step(name) for name in names}
@@ -253,21 +219,19 @@ class Catalog:
         return next((entry for entry in Walk([self]).newest_first() if entry.committed), None)
 
     def find(self, step: int) -> Entry | None:
-        """Return the entry of a step."""
         found = self.get(self.naming.name(step))
         if found is None and self._lists_all:
             found = next((entry for entry in self.entries() if entry.step == step), None)
         return found
 
     def get(self, name: str) -> Entry | None:
-        """Return the entry of a name."""
         if self._lists_all and name.endswith(_FILE_SUFFIXES) and (file := self._look_at_file(name)):
             return file
         return self._look(name)
 
     def hinted(self) -> Entry | None:
         """Return the committed checkpoint that the file `latest` names, if the template gives its name."""
-        with suppress(CheckpointError, UnicodeDecodeError):
+        with suppress(errors.CheckpointError, UnicodeDecodeError):
             name = self.root.get(LATEST_NAME, limit=_MAX_NBYTES).decode().strip()
             step = self.naming.step(name)
             entry = None if step is None else self._look(name)
@@ -299,10 +263,10 @@ class Catalog:
         try:
             try:
                 record = record_in(store)
-            except BlobNotFound:
+            except errors.BlobNotFound:
                 return self._without_record(store, about)
             return with_record(_at_step_of(record, about) if self._lists_all else about, record)
-        except CheckpointError as exc:
+        except errors.CheckpointError as exc:
             return replace(about, status="damaged", reason=exc.message, problem=exc)
 
     def _pinned(self, name: str, pins: Collection[str] | None) -> bool:
@@ -320,13 +284,13 @@ class Catalog:
         )
         try:
             file = find_torch_file(self.root.place(name))
-        except (UnsupportedLeaf, UnsupportedVersion):  # no dict of names, or from before torch 1.6
+        except (errors.UnsupportedLeaf, errors.UnsupportedVersion):  # no dict of names, or from before torch 1.6
             return None
-        except CheckpointError as exc:
+        except errors.CheckpointError as exc:
             return replace(about, status="damaged", reason=exc.message, problem=exc)
         return None if file is None else _of_another_program(file.record, about)
 
-    def _without_record(self, store: Store, about: Entry) -> Entry | None:
+    def _without_record(self, store: base.Store, about: Entry) -> Entry | None:
         """Describe a directory without a commit record; None for one that has nothing to do with checkpoints."""
         infos = {info.name: info for info in store.list()}
         if self._lists_all and METADATA_NAME not in infos:
@@ -356,10 +320,10 @@ def _guess_step(name: str) -> int:
 
 def _is_of_save(name: str) -> bool:
     """Return whether a file is written by saves of a checkpoint, and by little else."""
-    return name == REMOVING_NAME or save_id_of(name) is not None or is_data(name) or is_metadata(name)
+    return name == base.REMOVING_NAME or save_id_of(name) is not None or is_data(name) or is_metadata(name)
 
 
-def _of_torch_or_unfinished(store: Store, infos: Mapping[str, BlobInfo], entry: Entry) -> Entry:
+def _of_torch_or_unfinished(store: base.Store, infos: Mapping[str, base.BlobInfo], entry: Entry) -> Entry:
     metadata = infos.get(METADATA_NAME)
     if metadata is not None and metadata.nbytes:
         ours = [info.nbytes for info in infos.values() if is_data(info.name) or is_metadata(info.name)]
@@ -371,7 +335,7 @@ def _of_torch_or_unfinished(store: Store, infos: Mapping[str, BlobInfo], entry: 
     reasons = (
         (found.living, f"process {found.living.pid if found.living else 0} is writing it"),
         (found.elsewhere, "a process of another machine may be writing it"),
-        (REMOVING_NAME in infos, "its removal was cut short"),
+        (base.REMOVING_NAME in infos, "its removal was cut short"),
         (found.dead, "its writer is gone"),
         (True, "it has no commit record"),
     )
@@ -394,8 +358,7 @@ class Walk:
         self._catalogs = catalogs
         self.roots = [each.root.url for each in catalogs]
         self._unread: dict[int, list[tuple[int, str]]] = {}
-        self._read: dict[int, list[Entry]] = {}
-        """What is not yielded yet, by step."""
+        self._read: dict[int, list[Entry]] = {}  # what is not yielded yet, by step
         self._done: list[Entry] = []
         for tier, each in enumerate(catalogs):
             hint = each.hinted()
@@ -459,10 +422,8 @@ class KnownEntries:
         self._catalog = catalog
         self._found: dict[str, Entry] = {}
         self._pins: set[str] = set()
-        self.fresh: set[str] = set()
-        """The names that were read since the last look began."""
-        self.empty: list[str] = []
-        """Directories without anything in them, at the last look."""
+        self.fresh: set[str] = set()  # the names that were read since the last look began
+        self.empty: list[str] = []  # directories without anything in them, at the last look
 
     def look(self) -> list[Entry]:
         """List the root, and read what is not known to be committed; return all entries, the newest first."""
@@ -488,7 +449,6 @@ class KnownEntries:
         return newest_first(self._found.values())
 
     def forget(self, name: str) -> None:
-        """Read an entry again at the next look."""
         self._found.pop(name, None)
 
 
@@ -501,8 +461,7 @@ class Tiers:
 
     def __init__(self, near: Catalog, far: Catalog | None = None) -> None:
         self.near = near
-        self.all = [near] if far is None else [near, far]
-        """The catalogs, by tier."""
+        self.all = [near] if far is None else [near, far]  # the catalogs, by tier
         self.urls = [each.root.url for each in self.all]
 
     def entries(self) -> list[Entry]:
@@ -520,6 +479,5 @@ class Tiers:
             pin(each.root, name)
 
     def unpin(self, name: str) -> None:
-        """Unpin a checkpoint in all roots."""
         for each in self.all:
             unpin(each.root, name)

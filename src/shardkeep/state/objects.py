@@ -89,8 +89,7 @@ class Objects:
         leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
         kinds = set(filter(_is_stateful, set(map(type, leaves.values()))))
         found = {name: leaf for name, leaf in leaves.items() if type(leaf) in kinds} if kinds else {}
-        self.flattened = None if found else (leaves, tree)
-        """The leaves of a state without objects, and its skeleton."""
+        self.flattened = None if found else (leaves, tree)  # the leaves of a state without objects, and its skeleton
         modules = {name: leaf for name, leaf in found.items() if isinstance(leaf, nn.Module)}
         self.modules = list(modules.values())
         self.optimizers = [leaf for leaf in found.values() if isinstance(leaf, Optimizer)]
@@ -142,8 +141,11 @@ class Objects:
     def templates(self, stored: StoredState, selected: Selected, *, communicating: bool) -> dict[str, Any]:
         """Make templates for the selected objects that do, or do not, communicate; return the states of all so far."""
         for adapter in (each for each in self._adapters if each.communicates == communicating):
-            if selected(adapter.name) or any(selected(leaf.name) for leaf in stored.below(adapter.name)):
-                self._templates[adapter.name] = adapter.template(stored, selected)
+            name = adapter.name
+            if selected(name) or any(selected(leaf.name) for leaf in stored.below(name)):
+                # Of a module, every tensor that the checkpoint lacks is reported.
+                there = stored.has(name) or isinstance(adapter, ModuleObject)
+                self._templates[name] = adapter.template(stored, selected) if there else NOTHING_STORED
         return {name: template.state for name, template in self._templates.items()}
 
     def load(self, filled: set[str]) -> None:
@@ -198,7 +200,6 @@ class ModuleObject(Adapter):
         self.communicates = communicates
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:  # noqa: ARG002
-        """Return its state by canonical name, in its own memory."""
         return module_state(self._module)
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
@@ -337,8 +338,6 @@ class OptimizerObject(Adapter):
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return a template of what was saved for this rank's parameters."""
-        if not stored.has(self.name):
-            return NOTHING_STORED
         optimizer = self._optimizer
         groups = optimizers.StoredGroups(self.name, stored, selected)
         saved_as = self._resolve(groups, stored)
@@ -552,8 +551,6 @@ class FSDP1OptimizerObject(Adapter):
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return a template like the present state, or like the state after a step."""
-        if not stored.has(self.name):
-            return NOTHING_STORED
         optimizer, prefix = self._optimizer, self._prefix
         present, live = self._present()
         groups = optimizers.StoredGroups(self.name, stored, selected)

@@ -119,7 +119,6 @@ class StoredState:
         return sorted(self._leaves[first:last], key=lambda leaf: leaf.order)
 
     def find(self, name: str) -> StoredLeaf | None:
-        """Return the leaf of exactly this name."""
         at = bisect_left(self._names, name)
         return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
 
@@ -136,11 +135,9 @@ class StoredState:
         return _any_below(self._former_names, name)
 
     def shape(self, leaf: StoredLeaf) -> tuple[int, ...]:
-        """Return the global shape of a tensor."""
         return self.index.shape(leaf.row)
 
     def dtype(self, leaf: StoredLeaf) -> torch.dtype:
-        """Return the dtype of a tensor."""
         return to_torch(self.index.dtype(leaf.row))
 
     def value(self, leaf: StoredLeaf) -> Any:
@@ -284,7 +281,6 @@ class StatefulObject(Adapter):
         return {self.name: digest.digest()}
 
     def state(self, differing: Collection[str]) -> Any:
-        """Return the object's state."""
         if inside := [name for name in differing if name.startswith(f"{self.name}.")]:
             raise ReplicasDiffer(
                 f"{inside[0]!r} is not the same on all ranks, in an object that has sharded tensors too",
@@ -295,9 +291,6 @@ class StatefulObject(Adapter):
         return PerRank(self._state) if alone else self._state
 
     def template(self, stored: StoredState, selected: Selected) -> Template:  # noqa: ARG002 - all of it, or nothing
-        """Return a template of everything that was saved."""
-        if not stored.has(self.name):
-            return NOTHING_STORED
         leaf = stored.find(self.name)
         if leaf is not None and not leaf.empty:
             raise StateMismatch(
