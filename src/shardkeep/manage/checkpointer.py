@@ -55,10 +55,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardkeep")
 
-_NOW = "now"
-"""The reason of a save that the caller asked for, whatever exists."""
-_NOTIFY_S = 2.0
-"""How long a rank that failed may take to notify the others, which may be at the end of their run."""
+_NOW = "now"  # the reason of a save that the caller asked for, whatever exists
+_NOTIFY_S = 2.0  # how long a rank that failed may take to notify the others, which may be at the end of their run
 
 OnError = Literal["raise", "warn"] | Callable[[BaseException], object]
 
@@ -80,8 +78,7 @@ class Checkpointer:
 
     """
 
-    _clock = schedule.CLOCK
-    """Tests replace it, in a subclass."""
+    _clock = schedule.CLOCK  # tests replace it, in a subclass
 
     def __init__(
         self,
@@ -218,10 +215,8 @@ class Checkpointer:
         self._exchanges = bool(wanted_signals) or every_minutes is not None or request_file is not None
         """Whether ranks exchange decisions: not needed where only step numbers decide."""
         self._save_last = save_last
-        self._decision: Decision | None = None
-        """What `should_save` found, until `step` or `save` follows it."""
-        self._unsaved: UnsavedStep | None = None
-        """What the last `step` was given, if no save was due."""
+        self._decision: Decision | None = None  # what `should_save` found, until `step` or `save` follows it
+        self._unsaved: UnsavedStep | None = None  # what the last `step` was given, if no save was due
         self._last_restore: Restored | None = None
         self._should_stop = False
         self._closing = False

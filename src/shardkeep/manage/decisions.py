@@ -42,14 +42,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-_MOST_AHEAD = 50
-"""Calls: fast steps may become slow ones, and a signal should not wait for many of them."""
+_MOST_AHEAD = 50  # calls: fast steps may become slow ones, and a signal should not wait for many of them
 _LOOKS_PER_S = 8192
 """How many times a second all ranks together look for new decisions. A TCPStore answers 35,000 requests a second."""
-_TIMED = 6
-"""From how many calls the time of a call is estimated: by the median, so that one slow step changes nothing."""
-_REMEMBERED = 4 * _MOST_AHEAD
-"""Calls whose steps are kept, to be compared with rank 0's."""
+_TIMED = 6  # from how many calls the time of a call is estimated: by the median, so that one slow step changes nothing
+_REMEMBERED = 4 * _MOST_AHEAD  # calls whose steps are kept, to be compared with rank 0's
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +63,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_event(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self.why) or any(self.failed)
 
 
@@ -105,22 +101,16 @@ class StepDecisions:
         self._changed = threading.Condition()
         self._calls = self._decided = self._events_seen = 0
         """How many calls this rank has made, how many are known to be decided, and how many of those are events."""
-        self._events: dict[int, Decision] = {}
-        """Events that are still to come, by their calls."""
+        self._events: dict[int, Decision] = {}  # events that are still to come, by their calls
         self._held = False
         """On rank 0: the last call that is decided is an event. What follows depends on it, and is decided after it."""
-        self._begun_s: deque[float] = deque(maxlen=_TIMED)
-        """When the last calls began."""
+        self._begun_s: deque[float] = deque(maxlen=_TIMED)  # when the last calls began
         self._looked_s = -math.inf
-        self._steps: dict[int, int] = {}
-        """The steps of the last calls of this rank."""
-        self._leader_steps: dict[int, int] = {}
-        """Steps of rank 0 at calls that this rank has not made yet."""
+        self._steps: dict[int, int] = {}  # the steps of the last calls of this rank
+        self._leader_steps: dict[int, int] = {}  # steps of rank 0 at calls that this rank has not made yet
         self._thread: threading.Thread | None = None
-        self._asking = False
-        """Whether a request to the key-value store has not ended."""
-        self._failure: Exception | None = None
-        """Why the thread has ended."""
+        self._asking = False  # whether a request to the key-value store has not ended
+        self._failure: Exception | None = None  # why the thread has ended
         self._closed = False
 
     def next(self, step: int) -> Decision:
@@ -139,7 +129,6 @@ class StepDecisions:
         return msgspec.structs.replace(made, step=step)
 
     def close(self) -> None:
-        """End the thread, if the key-value store lets it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -194,7 +183,7 @@ class StepDecisions:
     # -- when there is something to do ---------------------------------------------------------------------------
 
     def _call_s(self) -> float:
-        """Estimate how long a call takes, with the training before it; infinite while too few were made."""
+        """Estimate how long a call and the training before it take; infinite while too few were made."""
         begun = list(self._begun_s)
         return max(1e-6, median(map(sub, begun[1:], begun))) if len(begun) > 2 and self._tick_s else math.inf
 
@@ -332,8 +321,7 @@ class PendingTasks:
         """`raises`: errors are raised by a later call, so an error that was never raised is printed at exit."""
         self._raises = raises
         self._tasks: dict[int, BackgroundTask] = {}
-        self.count = 0
-        """How many tasks were begun, including skipped ones."""
+        self.count = 0  # how many tasks were begun, including skipped ones
 
     def add(self, task: BackgroundTask) -> None:
         """Add a task. The Checkpointer, and not the next save of the process, reports the error of a save."""
@@ -346,8 +334,7 @@ class PendingTasks:
         self.count += 1
 
     def skip(self) -> None:
-        """Count a task that failed to begin on this rank, because it may run on other ranks."""
-        self.count += 1
+        self.count += 1  # a task that failed to begin on this rank may run on other ranks
 
     def failed(self) -> list[int]:
         """Return the numbers of tasks that have failed by now on this rank; may be called by any thread."""
@@ -360,10 +347,8 @@ class PendingTasks:
     def end(self, numbers: Collection[int]) -> list[BaseException]:
         """Wait for tasks to end, forget them, and return their errors."""
         errors = []
-        for number in sorted(numbers):
-            task = self._tasks.get(number)
-            if task is None:  # it succeeded here, or its call raised
-                continue
+        for number in sorted(self._tasks.keys() & set(numbers)):  # any other one succeeded here, or its call raised
+            task = self._tasks[number]
             error = _error_of(task)
             del self._tasks[number]
             if isinstance(task, SaveHandle):
@@ -422,7 +407,6 @@ class RankContext:
         return self._decisions.next(step)
 
     def close(self) -> None:
-        """End the thread of the decisions."""
         if self._decisions is not None:
             self._decisions.close()
 
@@ -443,8 +427,7 @@ def at_exit(method: Any) -> None:
     reference, process_id = WeakMethod(method), os.getpid()
 
     def call() -> None:
-        found = reference()
-        if found is not None and os.getpid() == process_id:
+        if (found := reference()) is not None and os.getpid() == process_id:
             found()
 
     threading._register_atexit(call)  # type: ignore[attr-defined]  # there is no public way

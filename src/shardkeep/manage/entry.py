@@ -73,7 +73,6 @@ class Entry(OneLine):
 
     @property
     def committed(self) -> bool:
-        """Whether it exists as a checkpoint."""
         return self.status == "committed"
 
     @property
@@ -200,12 +199,9 @@ def newest_first(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def require_readable(entry: Entry, roots: Sequence[str]) -> Entry:
-    """
-    Return an entry if the store gave its record, or the record is known to be damaged.
-
-    Otherwise, raise `StorageError`: a checkpoint whose record the store fails to give at the moment may be whole, and the
-    newest. To go on without it would lose work, so the user has to decide that, by moving it away. `roots` are URLs, by tier.
-    """
+    """Return an entry if its record was read, or is known to be damaged, else raise `StorageError`; `roots` are URLs, by tier."""
+    # A checkpoint whose record the store fails to give at the moment may be whole, and the newest. To go on without it would
+    # lose work, so the user has to decide that, by moving it away.
     problem = entry.problem
     if isinstance(problem, StorageError) and not isinstance(problem, BlobNotFound):
         where = f"{roots[entry.tier]}/{entry.name}"

@@ -37,8 +37,7 @@ from shardkeep.storage import base
 NICENESS = 10
 """Higher than that of asynchronous saves, which go first."""
 _PAUSE_S = 0.02
-_PAUSES = 10
-"""While a save is under way, one window per 0.2 s is copied: at most 40 MB a second per rank."""
+_PAUSES = 10  # while a save is under way, one window per 0.2 s is copied: at most 40 MB a second per rank
 _DAMAGED_HINT = "the file was damaged after the save: use another copy, or another checkpoint"
 
 

@@ -46,16 +46,12 @@ from shardkeep.storage.local import host_identity, process_start
 log = logging.getLogger("shardkeep")
 
 LEASE_NAME = "lease.json"
-_RENEWALS = 30
-"""How often a lease is renewed in a term."""
-_RENEWED_EVERY_S = 30.0
-"""How often a holder renews a lease that does not say it."""
-_LOOKS = 4 * _RENEWALS
-"""How often the lease is looked at in the background, at most."""
+_RENEWALS = 30  # how often a lease is renewed in a term
+_RENEWED_EVERY_S = 30.0  # how often a holder renews a lease that does not say it
+_LOOKS = 4 * _RENEWALS  # how often the lease is looked at in the background, at most
 _SAY_EVERY_S = 10.0
 _MAX_NBYTES = 4096
-_READS = 3
-"""How often another job's lease is read, at most, until two answers agree."""
+_READS = 3  # how often another job's lease is read, at most, until two answers agree
 _HOW_TO_TAKE = (
     "wait for that job to end, close its Checkpointer, or save to another root; takeover=True takes the root from it"
 )
@@ -101,15 +97,12 @@ class Lease:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lost = ""
-        """Why the lease was lost; empty while it was not."""
-        self._written_s = 0.0
-        """When the last successful write began, by the clock."""
+        self._lost = ""  # why the lease was lost; empty while it was not
+        self._written_s = 0.0  # when the last successful write began, by the clock
         self._watching: Future[None] | None = None
         self._seen: tuple[bytes | None, float] = None, 0.0
         """What was read last, and when it was first read, by the clock: it was not renewed since."""
-        self.gone: set[str] = set()
-        """Hosts whose lease expired: their saves are dead."""
+        self.gone: set[str] = set()  # hosts whose lease expired: their saves are dead
         self._mine = Holder(
             id=secrets.token_hex(8),
             machine=socket.gethostname(),

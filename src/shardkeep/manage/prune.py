@@ -20,7 +20,6 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from shardkeep.display import format_count
 from shardkeep.errors import CheckpointError, LeaseLost
@@ -37,8 +36,7 @@ log = logging.getLogger("shardkeep")
 
 _DELETES = 8
 """How many checkpoints are deleted at a time: most of that time is spent waiting for the disk or the network."""
-_PLACES = 64
-"""How many directories are swept before a save may have its turn."""
+_PLACES = 64  # how many directories are swept before a save may have its turn
 
 
 class CheckpointLocks:
@@ -56,12 +54,10 @@ class CheckpointLocks:
             self._in_use.append(name)
 
     def release(self, name: str) -> None:
-        """End one use of a checkpoint."""
         with self._changed:
             self._in_use.remove(name)
 
     def names(self) -> set[str]:
-        """Return the names of the checkpoints in use."""
         with self._changed:
             return set(self._in_use)
 
@@ -106,8 +102,7 @@ class Pruner:
         """Directories that were found empty: they are not swept again until something is in them."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-prune")
         self._after_saves: deque[Future[None]] = deque()
-        self._others: list[Future[object]] = []
-        """What was begun besides, until `wait`."""
+        self._others: list[Future[object]] = []  # what was begun besides, until `wait`
         self._closed = False
         self._lock = threading.Lock()
 
@@ -129,7 +124,7 @@ class Pruner:
             if sum(1 for _ in islice(sweeping, _PLACES)) == _PLACES:
                 self._submit(partial(self.sweep_some, sweeping))
         except Exception as error:  # noqa: BLE001 - what is found here is no part of any save
-            self._report_failure(self._root.url, error, None)
+            self._report_failure("", error, None)
 
     def after_save(self, name: str, succeeded: Callable[[], bool]) -> None:
         """Prune in the background once a save has ended; `succeeded` waits for its end."""
@@ -190,7 +185,7 @@ class Pruner:
             if not isinstance(self._policy, KeepAll):
                 self._sweep_unfinished(self._delete_unwanted(name, deleted, is_new=latest is not None))
         except Exception as error:  # noqa: BLE001 - a committed save must not fail because of this
-            self._report_failure(self._root.url, error, None)
+            self._report_failure("", error, None)
         return deleted
 
     def _delete_unwanted(self, just: str, deleted: set[str], *, is_new: bool) -> list[Entry]:
@@ -219,18 +214,17 @@ class Pruner:
 
     def _delete(self, entry: Entry) -> bool:
         with self.locks.deleting(entry.name) as free:
-            return free and self._delete_free(entry)
-
-    def _delete_free(self, entry: Entry) -> bool:
-        self.lease.check()
-        try:
-            if is_pinned(self._root, entry.name):  # since the records were read
+            if not free:
                 return False
-            self.remove(entry, "retention")
-        except CheckpointError as error:
-            self._report_failure(f"{self._root.url}/{entry.name}", error, entry.step)
-            return False
-        return True
+            self.lease.check()
+            try:
+                if is_pinned(self._root, entry.name):  # since the records were read
+                    return False
+                self.remove(entry, "retention")
+            except CheckpointError as error:
+                self._report_failure(entry.name, error, entry.step)
+                return False
+            return True
 
     def remove(self, entry: Entry, reason: str) -> None:
         """Delete a checkpoint, for a reason that the event has."""
@@ -273,7 +267,7 @@ class Pruner:
             except LeaseLost:
                 raise
             except CheckpointError as error:
-                self._report_failure(f"{self._root.url}/{name}", error, self._catalog.naming.step(name))
+                self._report_failure(name, error, self._catalog.naming.step(name))
 
     def _sweep_beside(self, entry: Entry) -> None:
         """Remove what dead saves left beside a checkpoint; lists its files only, if there is nothing else."""
@@ -305,7 +299,8 @@ class Pruner:
         if not names:
             self._known_empty.add(name)
 
-    def _report_failure(self, where: str, error: BaseException, step: int | None) -> None:
+    def _report_failure(self, name: str, error: BaseException, step: int | None) -> None:
+        where = f"{self._root.url}/{name}" if name else self._root.url
         log.warning("%s could not be cleaned up: %s", where, error, exc_info=error)
-        about: dict[str, Any] = {"where": where, "step": step, "kind": type(error).__name__, "message": str(error)}
-        emit(PruneFailed, partial(PruneFailed, rank=0, **about))
+        kind, message = type(error).__name__, str(error)
+        emit(PruneFailed, partial(PruneFailed, rank=0, where=where, step=step, kind=kind, message=message))

@@ -69,7 +69,6 @@ class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The commit record, as it is in the near root."""
 
     def decoded(self) -> Record:
-        """Decode the record."""
         return decode_record(self.record, RECORD_NAME)
 
 
@@ -140,13 +139,11 @@ class ReplicationCoordinator:
         self._lock = threading.Lock()
         self._there: dict[str, Entry] = {}
         """What the far root has. Only this job changes it, because it holds the lease."""
-        self._damaged: set[SaveKey] = set()
-        """Saves that are damaged in the near root, and are not tried again."""
+        self._damaged: set[SaveKey] = set()  # saves that are damaged in the near root, and are not tried again
         self._to_come: set[str] = set()
         self._unsure: set[str] = set()
         """Near checkpoints that could not be read, so it is not known whether they will be copied."""
-        self._partial: set[str] = set()
-        """Far checkpoints whose copy may have begun, and is not committed."""
+        self._partial: set[str] = set()  # far checkpoints whose copy may have begun, and is not committed
         self._swept = False
 
     # -- what there is -------------------------------------------------------------------------------------------
@@ -162,7 +159,6 @@ class ReplicationCoordinator:
             return list(self._there.values())
 
     def has(self, name: str) -> bool:
-        """Return whether the far root has a checkpoint of this name."""
         with self._lock:
             return name in self._there
 
@@ -377,12 +373,10 @@ class Replicator:
     ) -> None:
         """`root` is the far root without retries, and `lease` its lease."""
         self._running_round = 0
-        self._begun = self._cancelled_before = 0
-        """Of rounds: how many were begun, and the number below which they are cancelled."""
+        self._begun = self._cancelled_before = 0  # of rounds: how many were begun, and those below it are cancelled
         retrying = RetryingStore(root, replace(retry_policy, wanted=self._is_wanted))
         far = Catalog(retrying, tiers.near.naming.template)
-        self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, ranks.clock)
-        """Rank 0's part."""
+        self.coordinator = ReplicationCoordinator(tiers, far, terms, lease, near_pruner, ranks.clock)  # rank 0's part
         self.rounds = PendingTasks()
         self._catalogs = tiers.near, far
         self._urls = tiers.urls
@@ -390,12 +384,10 @@ class Replicator:
         self._options = options
         self._pause = partial(throttle, is_saving, ranks.clock.sleep)
         self._near_pruner = near_pruner
-        self._world: World | None = None
-        """The ranks, once `begin` was called."""
+        self._world: World | None = None  # the ranks, once `begin` was called
         self._futures: list[Future[None]] = []
         self._stopped = False
-        self._abandoned = False
-        """Whether a round was still running when all were stopped."""
+        self._abandoned = False  # whether a round was still running when all were stopped
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
@@ -467,7 +459,6 @@ class Replicator:
             run_with_deadline(self.coordinator.lease.release, "shardkeep-release", GRACE_S)
 
     def _leave(self) -> None:
-        """At exit."""
         self.cancel()
         self.close()
 
@@ -475,7 +466,6 @@ class Replicator:
         return self._running_round >= self._cancelled_before
 
     def _check_wanted(self) -> None:
-        """Raise if this round was cancelled."""
         if not self._is_wanted():
             raise errors.SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
 
@@ -617,12 +607,9 @@ class Replicator:
         return [msgspec.msgpack.encode(_Share(copied=copied, files=files, damage=damage))] * len(shares)
 
     def _report_failure(self, order: ReplicationOrder | None, error: BaseException, seconds: float, rank: int) -> None:
-        what: dict[str, Any] = {
-            "kind": type(error).__name__,
-            "message": str(error),
-            "cancelled": isinstance(error, errors.SaveCancelled),
-        }
-        emit(PromotionFailed, partial(PromotionFailed, **self._about(order, rank), **what, seconds=seconds))
+        kind, message, cancelled = type(error).__name__, str(error), isinstance(error, errors.SaveCancelled)
+        what: dict[str, Any] = {"kind": kind, "message": message, "cancelled": cancelled, "seconds": seconds}
+        emit(PromotionFailed, partial(PromotionFailed, **self._about(order, rank), **what))
 
     def _about(self, order: ReplicationOrder | None, rank: int) -> dict[str, Any]:
         source, where = (url if order is None else f"{url}/{order.name}" for url in self._urls)

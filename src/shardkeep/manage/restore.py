@@ -38,10 +38,8 @@ log = logging.getLogger("shardkeep")
 _GONE = (BlobNotFound, CheckpointNotFound)
 _DAMAGE = (DamagedCheckpoint, *_GONE)
 """Errors for which a checkpoint is skipped: it is not what was saved, or not complete."""
-_FEW = 4
-"""How many candidates are read before all are: nearly always, the first one is whole."""
-_MAX_CHOICES = 5
-"""How often to choose again while another job deletes checkpoints."""
+_FEW = 4  # how many candidates are read before all are: nearly always, the first one is whole
+_MAX_CHOICES = 5  # how often to choose again while another job deletes checkpoints
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,8 +22,7 @@ from shardkeep.manage.entry import Entry, newest_first
 
 Mode = Literal["min", "max"]
 
-_READ_AGAIN = 16
-"""How many of the newest are read again before an older one is deleted, at most."""
+_READ_AGAIN = 16  # how many of the newest are read again before an older one is deleted, at most
 
 _LOWER = {"cer", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"}
 _HIGHER = {"acc", "accuracy", "auc", "auroc", "bleu", "f1", "iou", "precision", "psnr", "recall", "reward", "rouge"}
@@ -39,15 +38,10 @@ class Policy(ABC):
         """Return the names of the checkpoints to keep; `entries` are committed, the newest first."""
 
     def relies_on(self, entries: Sequence[Entry]) -> set[str]:
-        """
-        Return the names of the checkpoints because of which others are not wanted; the entries are the same as for `wants`.
-
-        Their records are read again before any other is deleted. By default these are all.
-        """
+        """Return the names because of which others are not wanted, by default all: these are read again before a deletion."""
         return {entry.name for entry in entries}
 
     def __or__(self, other: Policy) -> Policy:
-        """Keep what either of them wants."""
         return AnyOf((self, other))
 
 
@@ -58,16 +52,13 @@ class AnyOf(Policy):
     policies: tuple[Policy, ...]
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
-        """Return what any policy wants."""
         return set().union(*(policy.wants(entries, now) for policy in self.policies))
 
     def relies_on(self, entries: Sequence[Entry]) -> set[str]:
-        """Return what any policy relies on."""
         return set().union(*(policy.relies_on(entries) for policy in self.policies))
 
 
-def _on_none(self: Policy, entries: Sequence[Entry]) -> set[str]:  # noqa: ARG001 - no other checkpoint matters
-    """Return nothing: each checkpoint is judged by itself."""
+def _on_none(self: Policy, entries: Sequence[Entry]) -> set[str]:  # noqa: ARG001 - each checkpoint is judged by itself
     return set()
 
 
@@ -76,7 +67,6 @@ class KeepAll(Policy):
     """Keeps everything."""
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
-        """Return all names."""
         return {entry.name for entry in entries}
 
     relies_on = _on_none
@@ -100,11 +90,10 @@ class KeepLast(Policy):
             raise StateError(f"KeepLast({self.k!r})", hint="the newest checkpoint is always kept: give 1 or more")
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
-        """Return the first `k` names."""
         return {entry.name for entry in entries[: self.k]}
 
     def relies_on(self, entries: Sequence[Entry]) -> set[str]:
-        """Return the first of these names: so many newer ones are enough to lose none that matters."""
+        # So many newer ones are enough to lose none that matters.
         return {entry.name for entry in entries[: min(self.k, _READ_AGAIN)]}
 
 
@@ -119,7 +108,6 @@ class KeepEvery(Policy):
             raise StateError(f"KeepEvery({self.n!r})", hint="give a number of steps, 1 or more")
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
-        """Return the multiples."""
         return {entry.name for entry in entries if entry.step % self.n == 0}
 
     relies_on = _on_none
@@ -163,14 +151,12 @@ class KeepBest(Policy):
         return sorted(by_age, key=lambda entry: sign * entry.metrics[self.metric])
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:  # noqa: ARG002 - the time does not matter
-        """Return the `k` best, and those that cannot be compared."""
         best = {entry.name for entry in self.ranked(entries)[: self.k]}
         if not best:  # the metric is probably misspelt, or its computation broken: nothing may be deleted because of it
             return {entry.name for entry in entries}
         return best | {entry.name for entry in entries if self.keep_missing and self.metric not in entry.metrics}
 
     def relies_on(self, entries: Sequence[Entry]) -> set[str]:
-        """Return the `k` best."""
         return {entry.name for entry in self.ranked(entries)[: self.k]}
 
 
@@ -208,12 +194,8 @@ class KeepYounger(Policy):
             raise StateError(f"KeepYounger({self.seconds!r})", hint="give a time in seconds, more than 0")
 
     def wants(self, entries: Sequence[Entry], now: datetime) -> set[str]:
-        """Return the young ones."""
-        return {
-            entry.name
-            for entry in entries
-            if entry.saved_at is None or (now - entry.saved_at).total_seconds() < self.seconds
-        }
+        ages_s = {each.name: (now - each.saved_at).total_seconds() if each.saved_at else 0.0 for each in entries}
+        return {name for name, age_s in ages_s.items() if age_s < self.seconds}
 
     relies_on = _on_none
 

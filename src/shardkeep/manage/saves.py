@@ -208,8 +208,7 @@ class Saves:
         all saves, `how_asynchronous` those of asynchronous ones, or None if saves are synchronous.
         """
         self._pending = PendingTasks(raises=raises)
-        self._last: tuple[int, Saved | None] | None = None
-        """The step that was restored or saved last, and its save."""
+        self._last: tuple[int, Saved | None] | None = None  # the step that was restored or saved last, and its save
         self._highest: int | None = None
         self._roots, self._root = roots, roots[NEAR]
         self._tiers, self._catalog = tiers, tiers.near
@@ -221,8 +220,7 @@ class Saves:
         self._lease = self._leases[NEAR]
         spared = lambda near: self.replicator.coordinator.unreplicated(near) if self.replicator else ()  # noqa: E731
         self._pruner = Pruner(tiers.near, policy, self._lease, ranks.clock.now, spared=spared)
-        self._in_call = False
-        """Whether this rank is inside the call of a save."""
+        self._in_call = False  # whether this rank is inside the call of a save
         self.replicator: Replicator | None = None
         if terms is not None:
             self.replicator = Replicator(
@@ -240,8 +238,7 @@ class Saves:
         if self.replicator is not None:
             self._background.append(self.replicator.rounds)
             self._pruners.append(self.replicator.coordinator.pruner)
-        self._timeline: Timeline | None = None
-        """Where this job saves; None until `begin`, and again after a restore."""
+        self._timeline: Timeline | None = None  # where this job saves; None until `begin`, and again after a restore
         self._restored: Restored | None = None
 
     # -- what was restored, and what may be saved ----------------------------------------------------------------

@@ -63,8 +63,7 @@ class StepSchedule:
     def __init__(self, every: int | None = None, at: Iterable[int] = ()) -> None:
         self._every = every
         self._at = sorted(at)
-        self.last: int | None = None
-        """The step that is done: the last one, or one that was restored."""
+        self.last: int | None = None  # the step that is done: the last one, or one that was restored
 
     def reached(self, step: int) -> str:
         """Record a step, and return the reason why it is due, or an empty string."""
@@ -92,14 +91,11 @@ class SaveRequests:
         self._saved_s = self._clock()
         self._interval_s = clock.interval_s
         self._looked_s = self._clock() - self._interval_s
-        self._stuck = False
-        """Whether the request file was honoured but could not be deleted."""
-        self._look: Future[bool] | None = None
-        """A look for the file that runs in the background."""
+        self._stuck = False  # whether the request file was honoured but could not be deleted
+        self._look: Future[bool] | None = None  # a look for the file that runs in the background
         self._last_signal: tuple[bool, float] | None = None
         """Whether the last signal reached this rank itself, and when."""
-        self.stop_again = False
-        """Whether to honour the last signal again, because the save that it requested failed."""
+        self.stop_again = False  # whether to honour the last signal again, because the save that it requested failed
 
     def request(self, kind: str) -> None:
         """Record a request. Any thread or signal handler may call this: it takes no lock, because a handler must not wait."""

@@ -4,7 +4,6 @@ Leaves of a state: every tensor-like leaf is described as the same plain value.
 A torch tensor of any kind, a DTensor, a ShardedTensor, a `ShardedBox` or a numpy array is reduced to its dtype, its global
 shape, and the pieces that this rank holds, each a plain strided tensor over the leaf's own memory. Nothing is communicated,
 and only what has no plain view (conjugates, reversed arrays) is copied. A leaf without a plain form is refused by name.
-`PerRank` and `ShardedBox` are what users put into a state to mark per-rank state and tensors sharded by other frameworks.
 """
 
 from __future__ import annotations
@@ -115,20 +114,21 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> None:
             torch.accelerator.synchronize(device)
 
 
-# DTensor, ShardedTensor and AsyncCollectiveTensor are looked up in loaded modules only: importing them takes a second, and
-# if they were never imported there is no such tensor.
-
 TreePath = tuple[Any, ...]
 """Keys and indices that lead from the root of a tree to one of its values."""
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 
 def is_ordinary(value: Any) -> bool:
     """Return whether a value is a whole tensor or parameter, and neither a subclass nor described as a shard."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and "global_shape" not in value.__dict__
+    return type(value) in _PLAIN and "global_shape" not in value.__dict__
+
+
+# DTensor, ShardedTensor and AsyncCollectiveTensor are looked up in loaded modules only: importing them takes a second, and
+# if they were never imported there is no such tensor.
 
 
 def is_dtensor(obj: Any) -> bool:
-    """Return True for a DTensor."""
     return _is_a(obj, "torch.distributed.tensor", "DTensor")
 
 
@@ -138,7 +138,6 @@ def has_part(value: Any) -> bool:
 
 
 def is_sharded_tensor(obj: Any) -> bool:
-    """Return True for a ShardedTensor."""
     return _is_a(obj, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
 
 
@@ -167,9 +166,6 @@ def _is_a(obj: Any, module: str, name: str) -> bool:
     return kind is not None and isinstance(obj, kind)
 
 
-_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
-
-
 def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy tensors of one shape: bit for bit if the dtypes are the same, converted otherwise."""
     if target.dtype == source.dtype and target.dtype.itemsize == 1 and {type(target), type(source)} <= _PLAIN:
@@ -178,7 +174,6 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
     target.copy_(source, non_blocking=non_blocking)
 
 
-# Looked up once and not for every leaf.
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 _IS_NESTED, _LAYOUT, _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("is_nested", "layout", "dtype", "shape", "device"))
 _TRACING_HINT = "save the tensor outside of tracing and fake modes"
@@ -445,7 +440,7 @@ def _unwrap(request: _Request, obj: Any) -> torch.Tensor:
     if is_pending(obj):
         obj = obj.trigger_wait()
     kind = type(obj)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+    if kind not in _PLAIN:
         if not isinstance(obj, torch.Tensor):
             name = f"{kind.__module__}.{kind.__qualname__}"
             request.refuse(f"has a piece that is a {name}, not a torch.Tensor", "give pieces as tensors")

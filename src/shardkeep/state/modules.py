@@ -138,7 +138,6 @@ def checked_options(
 
 
 def gathered_or_offloaded(state: dict[str, Any], info: StateDictInfo) -> dict[str, Any]:
-    """Gather tensors, or move them to the CPU, as the options say."""
     if info.full_state_dict:
         only = (0,) if info.cpu_offload and dist.is_initialized() else ()
         return gather_state_dict(state, cpu_offload=info.cpu_offload, ranks_only=only)
@@ -189,7 +188,6 @@ def from_rank0(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def model_state(model: nn.Module, info: StateDictInfo) -> dict[str, Any]:
-    """Return the model's state as the options say."""
     if not info.handle_model:
         return {}
     with info.fsdp_context():

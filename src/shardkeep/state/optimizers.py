@@ -149,8 +149,7 @@ class StoredGroups:
         self._leaves: dict[str, tuple[Any, KeyPath, StoredLeaf]] = {}
         """By the name behind the prefix: the group, the path inside it, and the leaf."""
         self._group_of: dict[str, Any] = {}
-        self._former: dict[str, str] = {}
-        """Parameter -> the name under which its state is in the checkpoint."""
+        self._former: dict[str, str] = {}  # parameter -> the name under which its state is in the checkpoint
         raw: dict[Any, dict[str, bytes]] = {}
         prefix = f"{name}.{PARAM_GROUPS}."
         for leaf in stored.below(f"{name}.{PARAM_GROUPS}"):

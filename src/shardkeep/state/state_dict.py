@@ -180,7 +180,6 @@ def _as_tuple(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, .
 
 @torch.no_grad()
 def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: StateDictInfo) -> dict[str, Any]:
-    """Return the state of optimizers as the options say."""
     if not info.handle_optim:
         return {}
     state: dict[str, Any] = {}
@@ -210,10 +209,7 @@ def _named(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[
             packed = modules.fsdp1_optimizer_state(model, optimizer, packed, to_load=False)
         if not packed:
             return {}
-        keys = {
-            *packed[STATE],
-            *(name for group in packed[PARAM_GROUPS] for name in group[PARAMS]),
-        }
+        keys = {*packed[STATE], *(name for group in packed[PARAM_GROUPS] for name in group[PARAMS])}
         names = {key: canonical_key(model, key, fqn_modifiers=info.dsd_fqn_modifiers) for key in keys}
     else:
         parameters = [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
@@ -365,7 +361,7 @@ class _LoadPlan(NamedTuple):
     entries: list[list[_Entry]]
     """Its parameters, by group."""
     groups: list[dict[str, Any]]
-    """The hyper-parameters of each group."""
+    """Their hyper-parameters."""
 
 
 @torch.no_grad()
@@ -406,7 +402,6 @@ def load_optimizers(
 
 
 def _read(state_dict: Mapping[str, Any], info: StateDictInfo) -> SavedOptimizers:
-    """Parse an optimizer state dict in one of its forms, nested or flat."""
     if STATE in state_dict:
         return _parse_nested(state_dict)
     return _parse_flat(state_dict, {name for found in info.param_names.values() for name in found})
