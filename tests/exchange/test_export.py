@@ -83,7 +83,6 @@ def test_files_are_as_large_as_asked_for(tmp_path_factory, data):
 @settings(max_examples=20)
 @given(st.sampled_from(["bf16", "fp16", "float32", torch.float64]), st.integers(0, 9), st.sampled_from([1, 300, 70000]))
 def test_numbers_are_converted_as_torch_converts_them(tmp_path_factory, dtype, seed, count):
-    """Floating point numbers of every width become what `tensor.to` makes of them; others stay what they are."""
     where = tmp_path_factory.mktemp("cast")
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.float8_e4m3fn]
     state = {str(kind): random_tensor((count,), kind, seed) for kind in kinds}
@@ -132,7 +131,6 @@ def test_finite_numbers_that_become_infinite_are_reported(tmp_path, form, dtype,
     ],
 )  # fmt: skip
 def test_names_are_chosen_and_changed(tmp_path, how, names):
-    """Include, exclude, rename and prefix say which tensors go out and what they are called."""
     sk.save(training_state(), tmp_path / "ck")
     sk.export(tmp_path / "ck", tmp_path / "hf", **how)
     assert set(held_in(tmp_path / "hf")) == names
@@ -223,7 +221,6 @@ def test_plain_values_are_left_out_and_told(tmp_path):
 
 
 def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
-    """A tensor that no safetensors file can hold is an error that names it, and nothing is left behind."""
     sk.save({"good": torch.ones(3), "bad": torch.ones(3, dtype=torch.complex128)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="'bad'"):
         sk.export(tmp_path / "ck", tmp_path / "hf")
@@ -231,14 +228,12 @@ def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
 
 
 def test_a_model_may_be_converted_in_its_place(tmp_path):
-    """A model exported over itself in another dtype is read before it is replaced."""
     write({"a": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "hf", "safetensors")
     sk.export(tmp_path / "hf", tmp_path / "hf", dtype="bf16", max_shard_bytes=10, overwrite=True)
     assert bits(held_in(tmp_path / "hf")["a"]) == bits(torch.arange(5.0).bfloat16())
 
 
 def test_configuration_and_tokenizer_are_copied(tmp_path):
-    """Everything beside the weights of another model is copied, byte for byte, and no weights are."""
     base = tmp_path / "base"
     base.mkdir()
     for name in ("config.json", "tokenizer.model", "modeling_x.py", "model.safetensors", "pytorch_model.bin", INDEX):
@@ -343,7 +338,6 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, form):
 
 
 def test_every_failing_read_of_the_source_is_an_error(tmp_path):
-    """Whichever operation of the source's store fails, the export raises and the target stays as it was."""
     store = sk.MemoryStore()
     sk.save({"w": torch.ones(300), "b": torch.zeros(5)}, store)
     calm = FaultyStore(store)
@@ -368,7 +362,6 @@ def large(tmp_path_factory):
     [("export", "hf"), ("export", "torch"), ("convert", "native"), ("convert", "dcp"), ("convert", "safetensors")],
 )
 def test_memory_does_not_grow_with_the_checkpoint(large, what, how):
-    """Of a checkpoint of 300 MB with a budget of 32 MB, little more than the budget is in memory."""
     options = sk.Options(io_threads=4, host_budget_bytes=32 << 20)
     to = large / f"{what}-{how}"
 

@@ -80,7 +80,6 @@ def test_a_shared_copy_is_that_of_one_process(source, tmp_path, form, ranks):
 
 @pytest.mark.parametrize("form", FORMS[:4])
 def test_each_rank_writes_a_fair_share(source, form):
-    """No rank writes more than its half and one file; nothing is written twice."""
     inner = MemoryStore()
     stores = [Measured(inner) for _ in range(2)]
     report = run_thread_ranks(2, lambda world: make(source, stores[world.rank], form, group=world))[0]
@@ -167,8 +166,6 @@ def test_a_checkpoint_of_another_layout_is_replaced_at_the_end(source, tmp_path)
 
 @pytest.mark.parametrize("form", ["hf", "native"])
 def test_ranks_with_different_arguments_are_refused(source, tmp_path, form):
-    """Ranks that were asked for different things write nothing, and the error names the odd one."""
-
     def rank_main(world):
         names = {"exclude": "*.3.*"} if form == "hf" else {"drop": "model.layers.3.weight"}
         return make(source, tmp_path / "to", form, group=world, **(names if world.rank == 2 else {}))
@@ -180,7 +177,6 @@ def test_ranks_with_different_arguments_are_refused(source, tmp_path, form):
 
 
 def test_encrypted_checkpoints_are_shared(source, tmp_path):
-    """Codecs work on every rank, and all ranks learn that a plain copy of an encrypted checkpoint is plain."""
     keys = sk.Options(keys=sk.KeyRing.from_text(sk.new_key()))
     secret, plain = tmp_path / "secret", tmp_path / "plain"
     coded = run_thread_ranks(
@@ -261,7 +257,6 @@ def export_on_rank_0(source, to):
 
 
 def test_rank_0_may_export_alone(rank_pool, source, tmp_path):
-    """Without `group`, the call of a single rank waits for no other."""
     reports = rank_pool.run(2, export_on_rank_0, source, tmp_path / "to")
     assert [report is None for report in reports] == [False, True]
     assert (tmp_path / "to" / "model.safetensors").exists()

@@ -127,7 +127,6 @@ def test_exported_models(root):
 
 @pytest.mark.parametrize("root", ["memory", "s3", "fsspec", "directory"], indirect=True)
 def test_files_for_torch_load(root, monkeypatch):
-    """A file in a store is what torch.load reads; another replaces it only when asked, in one step or not at all."""
     states = [{"w": random_tensor((5000,), torch.float32, k), "step": k} for k in range(3)]
     for k, state in enumerate(states):
         sk.save(state, f"{root}/{k}")
@@ -212,7 +211,6 @@ def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
 
 
 def test_equal_bytes_take_the_place_of_a_file(s3_root):
-    """A file that is replaced by equal bytes has the same version as before, and was replaced all the same."""
     data = bytes(9 << 20)
     for _ in range(2):
         write_bytes(f"{s3_root}/w.pt", data)
@@ -270,7 +268,6 @@ def fail(problem):
 
 
 def test_a_file_for_torch_load_is_looked_at_before_it_replaces_another():
-    """What is not what was meant to be never takes the place of a file."""
     url = f"memory://{uuid.uuid4().hex}/w.pt"
     write_bytes(url, b"good", budget_nbytes=1000)
     with pytest.raises(sk.ChecksumMismatch):
@@ -425,7 +422,6 @@ class Late:
 @pytest.mark.parametrize("at", ["model-00002-of.*", INDEX + ".new.*", NOTE_NAME, INDEX])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_export_that_hung_never_mixes_with_another(at, overwrite):
-    """An export hangs while another one is made to the same place: the place holds one of the models, whole."""
     states = [{f"l{i}": torch.full((40,), 10.0 * k + i) for i in range(2)} for k in range(3)]
     sources = [MemoryStore() for _ in states]
     for state, source in zip(states, sources, strict=True):

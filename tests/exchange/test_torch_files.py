@@ -93,7 +93,6 @@ def test_parts_are_read_as_torch_slices_them(tmp_path_factory, tensor, data):
 
 
 def test_every_dtype(tmp_path):
-    """The bits of each dtype that torch.save writes."""
     state = {}
     for dtype in all_dtypes():
         tensor = random_tensor((4, 16), dtype, 3)
@@ -165,7 +164,6 @@ def load_sharded(where):
 
 
 def test_ranks_load_their_parts(rank_pool, tmp_path):
-    """Each rank fills its part of a tensor that is itself a part of another one."""
     state = {"model": {"w": torch.randn(12, 8)[::2], "v": torch.ones(3)}, "step": 3}
     torch.save(state, tmp_path / "file.ckpt")
     expected = bits(state["model"]["w"]), bits(state["model"]["v"])
@@ -173,7 +171,6 @@ def test_ranks_load_their_parts(rank_pool, tmp_path):
 
 
 def test_a_module_and_its_optimizer_are_loaded(tmp_path):
-    """What a script saves with torch.save, by the names that it gave."""
     model = torch.nn.Linear(3, 2)
     torch.save({"model": model.state_dict(), "epoch": 4, "args": {"lr": 0.1}}, tmp_path / "last.pth")
     other, state = torch.nn.Linear(3, 2), {"epoch": 0, "args": {"lr": 0.0}}
@@ -395,7 +392,6 @@ def test_every_byte_counts(tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
 def test_files_that_were_cut_short(tmp_path, share):
-    """At any place."""
     torch.save({"w": torch.arange(2000.0)}, tmp_path / "file.pt")
     data = (tmp_path / "file.pt").read_bytes()
     (tmp_path / "file.pt").write_bytes(data[: int(len(data) * share)])
@@ -405,7 +401,6 @@ def test_files_that_were_cut_short(tmp_path, share):
 
 @pytest.mark.parametrize(("name", "save"), [("pytorch_model.bin", torch.save), ("model.safetensors", save_file)])
 def test_a_failing_disk_is_told_apart_from_damage(tmp_path, name, save):
-    """Whatever operation of a store fails, the store's error is raised, never that the files are damaged."""
     strided = torch.ones(4, 4)[:, ::3]
     save({"w": torch.ones(3), "v": strided.contiguous() if save is save_file else strided}, tmp_path / name)
     inner = sk.MemoryStore()
@@ -462,7 +457,6 @@ FORGED = {
 
 @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED)
 def test_forged_files_are_refused(tmp_path, value):
-    """What no program writes raises an error of ours, and takes neither memory nor time."""
     file = forged(tmp_path, of_dict(value))
 
     def attack():

@@ -141,7 +141,6 @@ def test_processes_that_save_to_one_place(place):
 
 
 def test_a_place_where_another_process_is_saving(place, monkeypatch):
-    """While a live process writes there, a save raises CheckpointExists with its name; afterwards the place is free."""
     save_level(place, 0)
     with Fork(hold_a_save, place, 1) as fork:
         pid = fork.pipe.recv()

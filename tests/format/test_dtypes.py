@@ -20,7 +20,6 @@ ORDINARY = [d for d in TORCH_DTYPES if d not in QUANTIZED]
 
 @pytest.mark.parametrize("dtype", ORDINARY, ids=str)
 def test_every_torch_dtype_is_covered(dtype):
-    """Each dtype torch has, but the quantized ones, is in the table with torch's own element size."""
     row = dtypes.of_torch(dtype)
 
     assert f"torch.{row.name}" == str(dtype)
@@ -52,7 +51,6 @@ def test_safetensors_accepts_the_header(row, shape, tmp_path):
 
 @pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.safetensors], ids=lambda row: row.name)
 def test_safetensors_agrees_about_the_header(row):
-    """Where safetensors knows a dtype, its own writer gives the dtype and shape that we give."""
     tensor = torch.zeros(2, 3 * row.itemsize, dtype=torch.uint8).view(dtypes.to_torch(row))
     blob = safetensors_save({"t": tensor})
     header = json.loads(blob[8 : 8 + struct.unpack("<Q", blob[:8])[0]])
@@ -61,7 +59,6 @@ def test_safetensors_agrees_about_the_header(row):
 
 
 def test_fallback_shapes():
-    """A type safetensors lacks is U8, with an axis more if its elements are several bytes."""
     assert dtypes.by_name("complex128").in_safetensors((3,)) == ("U8", (3, 16))
     assert dtypes.by_name("complex32").in_safetensors(()) == ("U8", (4,))
     assert dtypes.by_name("uint4").in_safetensors((3, 5)) == ("U8", (3, 5))

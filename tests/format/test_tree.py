@@ -79,7 +79,6 @@ plain_trees = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(trees)
 def test_any_tree_comes_back(tree):
-    """Containers, order and the exact types of keys come back."""
     assert repr(tree) == repr(decode_tree(encode_tree(tree)))
 
 
@@ -152,7 +151,6 @@ def test_merge_collects_the_ranks():
 
 @pytest.mark.parametrize("other", [None, box("list"), box("odict"), box("ranks")], ids=str)
 def test_merge_refuses_kinds_that_differ(other):
-    """One path, two kinds: the error names path and kinds."""
     trees = [box("dict", ("a", box("dict", ("b", node)))) for node in (box("dict"), other)]
 
     kind = "leaf" if other is None else other.kind
@@ -164,7 +162,6 @@ def test_merge_refuses_kinds_that_differ(other):
 
 
 def test_collisions_name_both_paths():
-    """Two paths with one flat name, in one tree or over ranks, are refused."""
     dotted, nested = ("a.b", None), ("a", box("dict", ("b", None)))
     expected = r"flat name 'a\.b': \['a\.b'\] and \['a', 'b'\]"
 
@@ -227,7 +224,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_trees_are_refused(data):
-    """What breaks a rule raises an error of ours, at once."""
     began = time.perf_counter()
     expected = PickleRefused if data is HOSTILE["a pickled key"] else MalformedFile
     with pytest.raises(expected, match="tree"):
@@ -243,7 +239,6 @@ def test_depth_is_the_same_on_both_sides():
 
 
 def test_mutated_trees_raise_only_our_errors():
-    """Damaged skeletons decode to something usable or raise an error of ours."""
     rng = random.Random(20260730)
     seeds = [encode_tree(STATE), encode_tree(box("list", None, box("tuple", None))), encode_tree(chain(20))]
     refused = 0
@@ -275,7 +270,6 @@ def test_mutated_trees_raise_only_our_errors():
     )
 )
 def test_random_columns_raise_only_our_errors(found):
-    """Any three columns are a skeleton or raise MalformedFile."""
     try:
         tree = decode_tree(encode_value(list(found), key="k"))
     except MalformedFile:
@@ -284,7 +278,6 @@ def test_random_columns_raise_only_our_errors(found):
 
 
 def test_what_is_a_key():
-    """Keys are distinguished by exact type."""
     good = ["", 0, -(2**63), 2**64 - 1, True, 1.5, None, b"", (), (1, ("a", None))]
     bad = [2**64, -(2**63) - 1, [], {}, frozenset(), ..., 1j, (1, [2]), msgspec.UNSET, (2**64,)]
 

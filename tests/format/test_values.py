@@ -160,7 +160,6 @@ FIXED = [
 
 @pytest.mark.parametrize("value", FIXED, ids=lambda v: f"{type(v).__name__}")
 def test_every_kind_comes_back(value):
-    """Each kind comes back with its type and bits, alone, in a list, and (where it can) as a key."""
     assert same(value, round_trip(value))
     assert same([value, (value, 1)], round_trip([value, (value, 1)]))
     if not isinstance(value, list | set | dict | bytearray | slice | np.void) and not (
@@ -170,7 +169,6 @@ def test_every_kind_comes_back(value):
 
 
 def test_every_name_torch_has():
-    """All dtypes, layouts and memory formats of this torch come back as the same object."""
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found = [value for value in vars(torch).values() if isinstance(value, kinds)]
 
@@ -198,7 +196,6 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: str(a.dtype))
 def test_arrays_keep_dtype_shape_and_order(array):
-    """Arrays come back writable, with dtype, shape, items and memory order."""
     got = round_trip(array)
 
     assert (array.dtype, array.shape, array.tolist()) == (got.dtype, got.shape, got.tolist())
@@ -236,7 +233,6 @@ nested = st.recursive(
 @settings(max_examples=120, deadline=None)
 @given(nested)
 def test_random_nested_values_come_back(value):
-    """Any nesting of plain kinds comes back with types, order and bits."""
     assert same(value, round_trip(value))
 
 
@@ -313,7 +309,6 @@ def test_the_rest_is_refused_by_name(value):
 
 
 def test_numpy_variable_width_strings_are_refused():
-    """numpy's StringDType keeps pointers, which are no data."""
     string_dtype = pytest.importorskip("numpy.dtypes").StringDType
 
     with pytest.raises(UnsupportedLeaf):
@@ -321,7 +316,6 @@ def test_numpy_variable_width_strings_are_refused():
 
 
 def test_cycles_and_depth_are_refused():
-    """A list inside itself and a nesting too deep raise, and 64 levels pass."""
     loop = [1]
     loop.append(loop)
     twice = []
@@ -352,7 +346,6 @@ def test_pickle_only_where_asked_and_only_the_unplain_part():
 
 
 def test_pickles_that_fail_are_named():
-    """What cannot be pickled or unpickled raises an error of ours."""
     with pytest.raises(UnsupportedLeaf, match="cannot be pickled"):
         encode_value(lambda: 0, key="k", allow_pickle=True)
     with pytest.raises(MalformedFile, match="'k': stored pickle is malformed"):
@@ -397,7 +390,6 @@ def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
 
 
 def test_enum_members_that_are_gone_are_references():
-    """A member or flag the class no longer has comes as it was stored."""
     where = (__name__, "Color"), (__name__, "Bits")
 
     assert EnumRef(*where[0], "BLUE", 9) == decode_value(ext(23, *where[0], "BLUE", 9), key="k")

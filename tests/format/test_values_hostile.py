@@ -107,7 +107,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_bytes_raise_malformed_file(data):
-    """Nonsense raises MalformedFile naming the key, at once and without memory."""
     began = time.perf_counter()
     tracemalloc.start()
     try:
@@ -134,7 +133,6 @@ def test_keys_of_one_hash_do_not_hang():
 
 
 def test_what_only_this_machine_lacks_is_no_damage():
-    """An unknown time zone or long double is not called a damaged checkpoint."""
     for data in (ext(18, "Mars/Olympus"), ext(29, ["long double", 99, "<f16"], b"0" * 16)):
         with pytest.raises(UnsupportedLeaf, match="'k' cannot be rebuilt here"):
             decode_value(data, key="k")
@@ -164,7 +162,6 @@ def mutated(rng, data, others):
 
 
 def test_mutated_bytes_raise_only_our_errors():
-    """Damaged encodings decode to something or raise an error of ours, never another."""
     rng = random.Random(20260730)
     seeds = corpus()
     refused = 0
@@ -181,6 +178,5 @@ def test_mutated_bytes_raise_only_our_errors():
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60) | st.tuples(st.integers(0, 40), st.binary(max_size=40)).map(lambda p: raw_ext(*p)))
 def test_random_bytes_raise_only_our_errors(data):
-    """Random bytes, bare or under a known code, raise nothing foreign."""
     with contextlib.suppress(CheckpointError):
         decode_value(data, key="k")

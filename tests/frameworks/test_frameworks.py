@@ -155,7 +155,6 @@ def test_gain_is_printed(framework, tmp_path):
 
 
 def test_gain_needs_a_framework():
-    """Without any of them it says what to install."""
     if any(map(find_spec, FRAMEWORKS)):
         pytest.skip("there is one")
     done = python(PROGRAMS / "gain.py", check=False)

@@ -13,7 +13,6 @@ OPTIONS = sk.Options(keys=KEYS)
 
 
 def test_there_is_one_for_every_version():
-    """Every format version so far has its golden checkpoint."""
     from shardkeep.format.record import VERSION
 
     assert {sk.open(HERE / name, options=OPTIONS).record.version for name in GOLDEN} == {*range(1, VERSION + 1)}
@@ -21,7 +20,6 @@ def test_there_is_one_for_every_version():
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_checkpoints_read_as_they_were_written(name):
-    """Whole tree, tied tensors, per-rank values, record and checksums."""
     ck = sk.open(HERE / name, options=OPTIONS)
     tree = ck.to_dict()
 

@@ -28,7 +28,6 @@ def emptied(value):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_torchs_checkpoints_load(version):
-    """Every tensor and object, by `dcp.load` and as a whole."""
     expected = state_of()
     loaded = emptied(expected)
     quietly(dcp.load, loaded, checkpoint_id=HERE / "torch" / version)

@@ -122,7 +122,6 @@ def test_a_writer_that_makes_the_plans_itself(tmp_path, side, distributed):
 
 @pytest.mark.parametrize("name", ["StorageWriter", "StorageReader", "QuantizedStorageReader"])
 def test_attributes_are_torchs(tmp_path, name):
-    """What people read and set on readers and writers is there."""
     kind = name.replace("Storage", "HuggingFaceStorage")
     own, torchs = (getattr(module, kind)(str(tmp_path)) for module in (dcp, theirs))
     assert [each for each in vars(torchs) if not hasattr(own, each)] == []
@@ -133,7 +132,6 @@ class Elsewhere(filesystem.FileSystem):
 
 
 def test_another_file_system_is_refused(tmp_path):
-    """A file system that would not be used is an error before anything is written or read."""
     state = {"a": numbered(3)}
     save("ours", state, tmp_path / "there", no_dist=True)
     writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path / "new"))

@@ -79,7 +79,6 @@ def test_ranks_save_shards_and_a_model_to_s3(rank_pool, s3_root, s3_server):
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_save_replaces_another(any_root, shards):
-    """A model or shards in the place of others: what is loaded is the new one, and the old files are gone."""
     for turn in range(3):
         state = {key: numbered(5, 4) + 10 * turn for key in MAPPING}
         mapping = MAPPING if turn < 2 else None

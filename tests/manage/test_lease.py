@@ -110,7 +110,6 @@ def test_a_holder_elsewhere_that_moves_is_alive():
 
 @pytest.mark.parametrize("seen", [of_elsewhere(), b"{", b"x" * 5000])
 def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen):
-    """After as long as a lease lasts."""
     root = MemoryStore()
     root.put(LEASE_NAME, seen)
     clock = SleepClock()

@@ -325,7 +325,6 @@ def held_at_create():
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path):
-    """The new save of the step is promoted in its place."""
     far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, groups(1))
@@ -372,7 +371,6 @@ def test_waiting_has_an_end(tmp_path):
 
 
 def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path):
-    """A cancellation is no failure."""
     far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, groups(1))

@@ -73,7 +73,6 @@ def resume(root):
 
 
 def test_all_ranks_walk_back_to_the_same_step(tmp_path, rank_pool):
-    """Past torn and damaged ones."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 6))
     tear(tmp_path / "step-5")
@@ -127,7 +126,6 @@ def pure(root):
 
 
 def test_steps_that_say_it_themselves_need_no_talk(tmp_path, rank_pool):
-    """No key is written for a step that is not saved."""
     assert rank_pool.run(2, pure, tmp_path) == [([2, 4], 0)] * 2
 
 
@@ -141,7 +139,6 @@ def different(root):
 
 
 def test_different_arguments_are_found_out(tmp_path, rank_pool):
-    """Before anything is saved, on all ranks."""
     for said in rank_pool.run(2, different, tmp_path):
         assert "same arguments" in said
 
@@ -320,8 +317,6 @@ def test_a_thousand_decisions_leave_the_store_as_it_was():
 
 
 def test_a_silent_rank_0_is_named():
-    """A rank that waits in vain says for whom, and at which step."""
-
     def main(world):
         if world.rank:
             decisions_of(world).next(7)
@@ -354,7 +349,6 @@ def test_a_key_value_store_that_does_not_answer_is_explained():
 
 
 def test_what_fails_while_rank_0_decides_is_raised_there():
-    """By the next step that needs the decision."""
     with pytest.raises(ZeroDivisionError):
         decisions_of(World(0, 2, torch.distributed.HashStore(), 5.0), decide=lambda _: 1 / 0).next(7)
 

@@ -219,7 +219,6 @@ def test_a_put_is_not_retried_beyond_its_limits(s3_place, monkeypatch, retry_s, 
 
 
 def test_a_probe_whose_answer_is_lost_is_repeated(s3_place):
-    """A transient failure of the probe does not fail the put."""
     store = s3_place(requests=12)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
     assert small.checks_conditions(None)

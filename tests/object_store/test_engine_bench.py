@@ -6,7 +6,6 @@ BENCH = Path(__file__).parent.parent.parent / "bench"
 
 
 def test_a_tiny_round(s3_server, monkeypatch):
-    """All contenders save and load the same bytes, and the results are compared."""
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.delenv("BENCH_S3FS", raising=False)
     import s3

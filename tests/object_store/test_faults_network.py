@@ -45,7 +45,6 @@ def assert_whole(place, k):
     "fault", ["refuse", "cut_request", "lose_answer", "cut_answer", "end_answer", "slow_down", "broken"]
 )
 def test_every_request_fails_once(proxy, place, fault):
-    """Whatever becomes of the first of every request, a save that overwrites and a load succeed."""
     proxy.rules = [Rule(fault, first=True)]
     save(place, 2)
     assert proxy.counts.faults[fault] >= 10
@@ -112,7 +111,6 @@ def test_an_outage(proxy, s3_place, place, fault, after, number):
 
 
 def test_a_stalled_request_is_cut_and_made_again(proxy, s3_place, place):
-    """A request that is never answered is given up after its timeout; the next try is answered."""
     cutting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, **{**QUICK, "timeout_s": 1.0})
     proxy.rules = [Rule("stall", path="partNumber=1", times=1), Rule("stall", method="HEAD", times=1)]
     save(cutting, 2)

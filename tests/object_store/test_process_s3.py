@@ -169,7 +169,6 @@ def write_all(process, file, data):
 
 
 def test_files_of_a_save_that_has_failed_do_not_wait(proxy, s3_place):
-    """A stalled upload is cancelled when its save fails or is cancelled; files of other saves are not."""
     target = spec_of(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))
     data, patience = bytes(2 * PART), WaitPolicy(PATIENCE_S)
 
@@ -232,7 +231,6 @@ def end_saver():
 
 
 def test_a_state_in_torchs_layout(s3_server, monkeypatch):
-    """Saved by a URL in a process of its own, and changed right after the call, it is loaded bit for bit."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     where = s3_server.url("tests/process-dcp")

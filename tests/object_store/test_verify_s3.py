@@ -142,7 +142,6 @@ def test_files_are_read_at_the_same_time():
 
 
 def test_many_batches_of_one_file(monkeypatch):
-    """Each damaged frame is listed, in order, whichever thread found it."""
     monkeypatch.setattr("shardkeep.engine.reader._STEP_NBYTES", 2 << 20)
     store = MemoryStore()
     sk.save({"w": torch.randn(9 << 18)}, store, codecs=["aes"], options=OPTIONS)

@@ -201,7 +201,6 @@ def test_an_optimizer_without_its_module_needs_names(tmp_path):
 
 
 def test_several_optimizers_and_modules(tmp_path):
-    """Each optimizer finds its module; one over two modules names parameters by both."""
     one, two = Net(), Net()
     state = {
         "one": one,
@@ -259,7 +258,6 @@ def test_a_part_of_the_state_alone(tmp_path):
 
 
 def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
-    """What get_optimizer_state_dict returned, saved as a dict, is the same state."""
     model = Net()
     optimizer = torch.optim.Adam(trainable(model), lr=0.03)
     train(model, optimizer, 2, seed=0)
@@ -271,8 +269,6 @@ def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
 
 
 def test_what_an_overridden_state_dict_returns_is_stored(tmp_path):
-    """What its `state_dict` returns is what its `load_state_dict` gets."""
-
     class Own(torch.optim.SGD):
         def state_dict(self):
             return {"mine": torch.ones(2), "rate": self.param_groups[0]["lr"]}
@@ -288,7 +284,6 @@ def test_what_an_overridden_state_dict_returns_is_stored(tmp_path):
 
 
 def test_tensors_that_an_optimizer_keeps_for_no_parameter(tmp_path):
-    """A tensor of many elements that belongs to no parameter, and is neither true nor false, is saved and loaded."""
     model = Net()
     optimizer, fresh = (torch.optim.Adam(trainable(model)) for _ in range(2))
     train(model, optimizer, 1, seed=0)
@@ -422,7 +417,6 @@ def test_learning_rates_that_are_tensors(tmp_path):
 
 
 def test_one_hyper_parameter_alone(tmp_path):
-    """A glob that reaches the learning rates, and nothing else, loads the learning rates."""
     model = nn.Linear(2, 2)
     sk.save({"m": model, "o": torch.optim.Adam(model.parameters(), lr=0.3)}, tmp_path / "c")
     fresh = torch.optim.Adam(model.parameters())
@@ -469,7 +463,6 @@ def test_step_counters_are_not_shared_because_they_were(tmp_path):
 
 
 def test_names_that_are_dropped_leave_state_alone(tmp_path):
-    """`rename` to None is as good as `exclude`: live state stays."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)

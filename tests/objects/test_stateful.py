@@ -77,7 +77,6 @@ def test_an_object_is_given_what_it_returned(tmp_path):
 
 
 def test_objects_in_lists_and_below_other_keys(tmp_path):
-    """An object is found wherever it stands, and its neighbours are loaded as ever."""
     things = [Stateful(n=1), Stateful(n=2)]
     sk.save({"app": {"list": things, "tuple": (Stateful(n=3), 5), "step": 1}}, tmp_path / "c")
     fresh = {"app": {"list": [Stateful(), Stateful()], "tuple": (Stateful(), 0), "step": 0}}
@@ -104,14 +103,12 @@ def test_an_object_the_checkpoint_lacks_is_missing(tmp_path):
 
 
 def test_an_object_that_nothing_asks_for_is_unexpected(tmp_path):
-    """What was saved of an object is not dropped in silence."""
     sk.save({"a": Stateful(n=1), "b": Stateful(n=2)}, tmp_path / "c")
     with pytest.raises(sk.StateMismatch, match=r"b\.n"):
         sk.load({"a": Stateful()}, tmp_path / "c")
 
 
 def test_selection_and_renaming_reach_objects(tmp_path):
-    """`include`, `exclude` and `rename` mean the names inside objects too."""
     sk.save({"a": Stateful(x=1, y=2), "b": Stateful(n=2)}, tmp_path / "c")
     state = {"a": Stateful(), "b": Stateful()}
     sk.load(state, tmp_path / "c", exclude="b")
@@ -125,7 +122,6 @@ def test_selection_and_renaming_reach_objects(tmp_path):
 
 
 def test_a_state_dict_that_is_no_mapping_is_refused(tmp_path):
-    """The error names the object's key."""
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.save({"odd": Stateful([1, 2])}, tmp_path / "c")
 
@@ -190,7 +186,6 @@ def draws():
 
 
 def test_generators_go_on_as_they_would_have(tmp_path):
-    """Python, NumPy and torch draw the same numbers after a load as they drew after the save."""
     random.gauss(0, 1)
     np.random.standard_normal()
     sk.save({"rng": sk.RNG()}, tmp_path / "c")
@@ -305,7 +300,6 @@ def test_what_differs_beside_spread_tensors_is_refused_or_wrapped(tmp_path):
 
 
 def test_an_object_is_not_replaced_by_a_value(tmp_path):
-    """A number or a tensor where an object stands is an error; the object stays."""
     for saved in (3, torch.ones(2)):
         sk.save({"s": saved}, tmp_path / "c", overwrite=True)
         state = {"s": Stateful()}
@@ -336,7 +330,6 @@ def test_per_rank_inside_and_around_objects(tmp_path):
 
 
 def test_containers_keep_their_classes(tmp_path):
-    """Counters, default dicts and named tuples come back as what the object holds now."""
     shows = {"c": Counter({3: 2}), "d": defaultdict(int, a=1), "t": Pair(torch.ones(1), 2)}
     sk.save({"s": Stateful(shows)}, tmp_path / "c")
     fresh = Stateful({"c": Counter(), "d": defaultdict(int), "t": Pair(0, 0)})
@@ -346,7 +339,6 @@ def test_containers_keep_their_classes(tmp_path):
 
 
 def test_the_order_of_keys_is_no_difference(tmp_path):
-    """Two ranks that list the same items in another order have the same state."""
     items = [("a", 1), ("b", 2)]
     saved(2, tmp_path / "c", lambda world: {"s": Stateful(dict(items if world.rank else items[::-1]))})
     assert sorted(sk.open(tmp_path / "c").keys()) == ["s.a", "s.b"]

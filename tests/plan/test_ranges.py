@@ -28,7 +28,6 @@ FAR = 1 << 20
 
 @given(st.lists(st.integers(0, 9)), st.sampled_from(["u1", "<u4", "<i8"]))
 def test_distinct_numbers_are_those_of_numpy(numbers, code):
-    """In order, of any integers, and none of none."""
     column = np.array(numbers, code)
     assert np.array_equal(distinct(column), np.unique(column))
     assert distinct(column).dtype == column.dtype
@@ -127,7 +126,6 @@ def test_every_wanted_byte_is_read_once_and_no_block_twice(case):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_every_block_is_every_byte_once(data_nbytes, blocks):
-    """The plan that checks a file reads all of it, in windows."""
     plan = every_block(0, data_nbytes, window_nbytes=16 * blocks)
     read_count, placed, given_to = carry_out(plan, data_nbytes, 16, 16 * blocks)
     assert read_count == Counter(range(data_nbytes))

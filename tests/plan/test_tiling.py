@@ -107,7 +107,6 @@ def test_empty_tensors_are_tiled_by_nothing():
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_boxes_meet_as_painted_boxes_do(data):
-    """Intersection, relative position and flat ranges agree with sets of indices."""
     shape = data.draw(shapes)
     a, b = data.draw(box_in(shape)), data.draw(box_in(shape))
     both = (paint(shape, [a]) == 1) & (paint(shape, [b]) == 1)
@@ -121,7 +120,6 @@ def test_boxes_meet_as_painted_boxes_do(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
-    """The boxes of elements start..stop, laid end to end, are exactly those elements, in that order."""
     shape = data.draw(shapes)
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
@@ -139,7 +137,6 @@ def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_contiguous_run_knows_when_a_box_is_one_run(data):
-    """A run is found exactly when the box's flat indices are consecutive, and then it is those."""
     shape = data.draw(shapes)
     box = data.draw(box_in(shape))
     flat = np.arange(math.prod(shape)).reshape(shape)[slices(box)].reshape(-1)
@@ -198,7 +195,6 @@ def test_every_replicated_byte_has_one_writer_that_holds_it(data):
 
 
 def test_one_large_replica_is_poured_evenly():
-    """A tensor that all ranks hold is split so that all end with the same load."""
     load = np.array([100, 0, 50, 0], np.int64) << 20
     one = np.array([0])
     group, _, begin, end = assign_replicas(

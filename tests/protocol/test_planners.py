@@ -130,7 +130,6 @@ def test_dedupe_drops_nothing_and_doubles_nothing():
 
 
 def test_a_key_written_twice_is_refused():
-    """Two values that are no shards, or a shard and an object, under one name: an AssertionError that names it."""
     tensor = dataclasses.replace(item("w", 2), type=WriteItemType.TENSOR)
     thing = WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)
     for first, second in [(tensor, tensor), (thing, thing), (thing, item("w", 2))]:
@@ -173,7 +172,6 @@ def metadata_of_everything():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metadata_without_a_save(rank_pool, ranks):
-    """What `_create_default_local_metadata` says of a state is what torch says."""
     assert rank_pool.run(ranks, metadata_of_everything) == [True] * ranks
 
 
@@ -249,7 +247,6 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
 
 
 def test_all_wrong_sizes_are_named_at_once(tmp_path):
-    """One ValueError with both sizes of each tensor."""
     reader = saved(tmp_path, {"a": numbered(2), "b": numbered(3, 3), "c": numbered(1)})
     error = refusal(reader, {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(1)})
     assert isinstance(error, StateMismatch)
@@ -324,7 +321,6 @@ def test_the_state_must_be_empty_where_it_is_made():
 
 
 def test_an_option_without_effect_is_said(caplog):
-    """`dedup_replicated_tensors` is taken, and logged."""
     DefaultSavePlanner(dedup_replicated_tensors=True)
     assert "dedup_replicated_tensors" in caplog.text
 
@@ -431,7 +427,6 @@ class OldFashioned(DefaultSavePlanner):
 
 
 def test_a_planner_of_old_is_told_less(tmp_path):
-    """A `set_up_planner` of two arguments works, with a warning."""
     with pytest.warns(UserWarning, match="OldFashioned.set_up_planner|on its own"):
         save({"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path), planner=OldFashioned())
     into = {"w": torch.zeros(2)}

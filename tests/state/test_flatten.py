@@ -153,7 +153,6 @@ def test_per_rank_does_not_nest(inner):
     ],
 )
 def test_collisions_name_both_paths(state, name, first, second):
-    """Two leaves of one flat name are refused with both paths."""
     with pytest.raises(KeyCollision) as caught:
         flat(state)
     assert f"{name!r}: {first!r} and {second!r}" in caught.value.message
@@ -161,7 +160,6 @@ def test_collisions_name_both_paths(state, name, first, second):
 
 @pytest.mark.parametrize("key", [frozenset(), 1j, 2**64, np.int64(1), (1, 1j), torch.float32, "\ud800"], ids=repr)
 def test_keys_that_cannot_be_stored(key):
-    """A key without an exact stored form is refused, naming where it is."""
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b' has a key "):
         flat({"a": {"b": {key: 1}}})
     with pytest.raises(UnsupportedLeaf, match="the state has a key "):
@@ -169,7 +167,6 @@ def test_keys_that_cannot_be_stored(key):
 
 
 def test_every_storable_key():
-    """Keys of all storable types, the empty string and non-ASCII ones, are kept exactly."""
     state = {key: Tensor() for key in ["", "é", 1, -1, 2.5, None, b"x", (1, ("a",)), False]}
     leaves, tree = flat(state)
 
@@ -198,7 +195,6 @@ def test_cycles_are_refused():
 
 
 def test_depth_is_limited():
-    """Nesting without end is refused before Python's own limit."""
     state = {}
     for _ in range(100):
         state = {"a": state}
@@ -215,7 +211,6 @@ def test_depth_is_limited():
 
 @pytest.mark.parametrize("state", [[1], None, Tensor(), PerRank({})], ids=lambda s: type(s).__name__)
 def test_the_top_must_be_a_mapping(state):
-    """Anything but a mapping is refused by name, with what to pass instead."""
     for call in (flat, lambda s: fill(s, {})):
         with pytest.raises(UnsupportedLeaf, match=f"is a {type(state).__name__}, expected a mapping") as caught:
             call(state)
@@ -227,7 +222,6 @@ def test_the_top_must_be_a_mapping(state):
 
 
 def test_refill_replaces_every_leaf_in_place():
-    """All containers the user holds stay the same objects, but for tuples, and hold the new leaves."""
     _, state = training_state()
     held = [state["model"], state["optim"]["state"][0], state["optim"]["param_groups"], state["rng"]]
     held.append(state["rng"].value["cuda"])
@@ -257,7 +251,6 @@ class Watched(dict):
 
 
 def test_refill_touches_only_what_changed():
-    """Absent names and identical objects are not assigned, and unchanged tuples are not rebuilt."""
     a, b, pair = Tensor(), Tensor(), (Tensor(), {})
     state = Watched({"a": a, "b": b, "pair": pair, "n": 1, "inner": Watched({"x": 1})})
     fill(state, {"a": a, "n": 2, "elsewhere": 3, "pair.0": pair[0]})
@@ -269,7 +262,6 @@ def test_refill_touches_only_what_changed():
 
 
 def test_refill_rebuilds_tuples_inside_their_parents():
-    """Nested tuples, namedtuples and torch's own result tuples are built anew with their types."""
     best = torch.max(torch.tensor([[1.0, 2.0]]), dim=1)
     state = {"a": [(Tensor(), Pair(Tensor(), (Tensor(), 5)))], "best": best}
     new = {"a.0.1.1.0": "new", "best.0": "values"}
@@ -284,7 +276,6 @@ def test_refill_rebuilds_tuples_inside_their_parents():
 
 
 def test_refill_of_a_per_rank_leaf():
-    """A PerRank takes its new value, of its own rank only."""
     state = {"seed": PerRank(5), "list": PerRank([1])}
     fill(state, {"seed.@0": 6, "seed.@1": 7, "list.@1": [2]}, rank=1)
 
@@ -301,7 +292,6 @@ class Strict(tuple):
 
 
 def test_refill_says_what_cannot_be_changed():
-    """A changed leaf in an immutable mapping, or in a tuple that cannot be rebuilt, is named."""
     state = {"a": {"f": Frozen(x=1)}, "s": Strict(Tensor(), 1)}
     fill(state, {"a.f.x": state["a"]["f"]["x"]})
 

@@ -97,7 +97,6 @@ PLAIN = {
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_plain_tensors_are_viewed(make: Any) -> None:
-    """A tensor that lies in memory is one piece, which is that memory."""
     tensor = make()
     leaf = describe_leaf("k", tensor)
     view = only(leaf)
@@ -110,7 +109,6 @@ def test_plain_tensors_are_viewed(make: Any) -> None:
 
 
 def test_functions_of_a_subclass_are_not_called() -> None:
-    """Describing a tensor never runs code of its class."""
     raw = torch.arange(3.0)
 
     assert only(describe_leaf("k", raw.as_subclass(Watched))).data_ptr() == raw.data_ptr()
@@ -119,7 +117,6 @@ def test_functions_of_a_subclass_are_not_called() -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0, 2)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_elements_no_pieces(shape: tuple[int, ...], device: str) -> None:
-    """A tensor without elements has dtype and shape and nothing to store."""
     expected = TensorLeaf(torch.int16, shape, (), None)
 
     assert describe_leaf("k", torch.empty(shape, dtype=torch.int16, device=device)) == expected
@@ -180,7 +177,6 @@ def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
 
 
 def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
-    """A read-only array, a memory map included, is viewed without a warning and cannot be loaded into."""
     np.arange(6.0).tofile(tmp_path / "a")
     mapped = np.memmap(tmp_path / "a", mode="r", dtype=np.float64)
     locked = np.arange(6.0)
@@ -214,7 +210,6 @@ def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
     ids=lambda obj: type(obj).__name__,
 )
 def test_other_things_are_not_tensors(obj: Any) -> None:
-    """What is not plainly a tensor is left to others."""
     assert not is_tensor(obj)
 
 
@@ -223,7 +218,6 @@ def test_other_things_are_not_tensors(obj: Any) -> None:
     "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str
 )
 def test_sparse_is_refused(layout: torch.layout) -> None:
-    """A sparse tensor is refused with its layout and what to save instead."""
     block = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     sparse = torch.eye(4).to_sparse(layout=layout, blocksize=block)
 
@@ -278,7 +272,6 @@ def _functional() -> torch.Tensor:
     ],
 )
 def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
-    """Each kind without a plain form is refused with the key, what it is and a way out."""
     leaf = make()
     assert is_tensor(leaf)
 
@@ -291,7 +284,6 @@ def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
 
 
 def test_meta_where_allowed() -> None:
-    """For loading, a meta tensor has its shape and no memory."""
     leaf = describe_leaf("k", torch.empty(2, 3, device="meta"), allow_meta=True, writable=True)
 
     assert only(leaf).is_meta
@@ -316,7 +308,6 @@ def test_alias_is_the_same_memory_seen_the_same_way() -> None:
 
 
 def test_alias_of_several_pieces() -> None:
-    """A leaf of pieces is another one's alias if all pieces are."""
     a, b = torch.ones(2), torch.ones(2)
 
     def boxed(*pieces: tuple[torch.Tensor, tuple[int, ...]]) -> Any:
@@ -342,7 +333,6 @@ def test_what_cannot_be_filled(leaf: Any) -> None:
 
 
 def test_writable_leaves_see_what_is_written() -> None:
-    """Writing into the pieces changes the leaf, whichever kind it is, and autograd hears of it."""
     parameter = nn.Parameter(torch.zeros(2, 3).t())
     box = ShardedBox(torch.zeros(2).as_subclass(Tagged), offsets=(1,), shape=(3,))
     array = np.zeros(3)
@@ -360,7 +350,6 @@ def test_writable_leaves_see_what_is_written() -> None:
 
 
 def test_sharded_boxes() -> None:
-    """A ShardedBox gives its pieces where they lie, the empty ones left out."""
     first, second = torch.ones(2, 3), nn.Parameter(torch.zeros(1, 3))
     box = ShardedBox.of(
         [(first, (0, 0)), (torch.ones(0, 3), (2, 0)), (second, (4, 0))], shape=(6, 3), dtype=torch.float32
@@ -387,7 +376,6 @@ def test_sharded_boxes() -> None:
     ],
 )
 def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) -> None:
-    """A piece outside the tensor, or of another dtype, is an error that names the key."""
     box = ShardedBox.of([(tensor, offsets)], shape=(6, 3), dtype=torch.float32)
 
     with pytest.raises(InvalidShards, match=rf"'a\.b'.*{what}"):
@@ -398,7 +386,6 @@ def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) 
     "piece", [np.ones(2), Packed(torch.ones(2)), torch.eye(2).to_sparse()], ids=["numpy", "wrapper", "sparse"]
 )
 def test_pieces_are_plain_tensors(piece: Any) -> None:
-    """A piece is held to the same rules as a leaf."""
     box = ShardedBox.of([(piece, (0,) * len(piece.shape))], shape=tuple(piece.shape), dtype=torch.float32)
 
     with pytest.raises(UnsupportedLeaf, match="'k'"):
@@ -480,7 +467,6 @@ def test_materialize_plain_tensors() -> None:
 
 
 def test_materialize_keeps_the_kind() -> None:
-    """Class, attributes and `requires_grad` survive."""
     frozen = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
     special = SpecialParameter(torch.empty(2, device="meta"))
     special.tensor_parallel = True
@@ -500,7 +486,6 @@ def test_materialize_keeps_the_kind() -> None:
 
 
 def test_materialize_boxes() -> None:
-    """The pieces of a ShardedBox are given memory where they lack it."""
     real = torch.ones(2)
     box = ShardedBox.of([(real, (0,)), (torch.empty(2, device="meta"), (2,))], shape=(4,), dtype=torch.float32)
     made = materialize("k", box)
@@ -511,7 +496,6 @@ def test_materialize_boxes() -> None:
 
 
 def test_materialize_dtensors(mesh: DeviceMesh) -> None:
-    """A DTensor on meta gets a local tensor on its mesh's device, with the same placements."""
     meta = nn.Parameter(distribute_tensor(torch.empty(3, 4, device="meta").t(), mesh, [Shard(1)]))
     meta.tensor_parallel = True
     made = materialize("k", meta)
@@ -529,7 +513,6 @@ def test_materialize_dtensors(mesh: DeviceMesh) -> None:
 
 
 def test_materialize_refuses_what_it_cannot_make() -> None:
-    """A meta tensor of a kind without a plain form is refused by name."""
     wrapper = torch.Tensor._make_wrapper_subclass(Packed, (2,), device="meta")
 
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b'.*Packed"):

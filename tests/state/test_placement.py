@@ -40,7 +40,6 @@ def spec_of(shape: Ints, mesh: Ints, at: Ints | None, placements: tuple[Placemen
 
 
 def left_to_right(full: torch.Tensor, mesh: Ints, at: Ints, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Split as `distribute_tensor` does, by torch's own functions."""
     for size, index, placement in zip(mesh, at, placements, strict=True):
         if not placement.is_replicate():
             full = placement._split_tensor(full, size, with_padding=False, contiguous=False)[0][index]
@@ -166,7 +165,6 @@ def test_strided_without_its_partner() -> None:
 
 
 def test_runs_that_touch_are_one() -> None:
-    """Parts that follow one another in the whole tensor are one box, not several."""
     assert local_layout((8,), (1,), (0,), [Cut(0, 0, 4)])[1] == [(Box((0,), (8,)), Box((0,), (8,)))]
     assert local_layout((4,), (2,), (0,), [Cut(0, 0, 4)])[1] == [(Box((0,), (4,)), Box((0,), (4,)))]
     assert local_layout((4,), (2,), (1,), [Cut(0, 0, 4)])[1] == []
@@ -181,7 +179,6 @@ def test_views_keep_the_written_order() -> None:
 
 
 def test_shard_order_of_each_dimension() -> None:
-    """Each tensor dimension has an order of its own."""
     mesh, shape = (2, 2, 2, 2), (7, 9)
     placements = (Shard(1), Shard(0), Shard(0), Shard(1))
     full = numbered(shape)
@@ -193,7 +190,6 @@ def test_shard_order_of_each_dimension() -> None:
 
 
 def test_huge_dimensions_cost_nothing() -> None:
-    """Runs are worked out, not listed: a dimension of a million million elements is no different."""
     n = 10**12 + 7
     boxes = local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[1]
 
@@ -205,7 +201,6 @@ def test_huge_dimensions_cost_nothing() -> None:
 
 
 def test_scalars_and_ranks_outside() -> None:
-    """A replicated scalar is one box without axes; a rank outside the mesh holds nothing."""
     assert dtensor_boxes("k", spec_of((), (2,), (1,), (Replicate(),)), ()) == [(Box((), ()), Box((), ()))]
     assert dtensor_boxes("k", spec_of((4,), (2,), None, (Shard(0),)), (0,)) == []
 
@@ -224,7 +219,6 @@ def test_placements_that_are_refused(placement: Placement, said: str) -> None:
 
 
 def test_wrong_local_shape() -> None:
-    """A local tensor that is not what its placements give, as `from_local` allows, is reported with both shapes."""
     for local in ((4,), (0,)):
         with pytest.raises(InvalidShards, match=rf"'k'.*\({local[0]},\).*\(3,\) at \(0,\)"):
             dtensor_boxes("k", spec_of((5,), (2,), (0,), (Shard(0),)), local)
@@ -333,7 +327,6 @@ def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
 
 @pytest.mark.parametrize(("mesh_shape", "shape"), [((2, 2), (7, 2)), ((2, 2, 2), (16, 3)), ((2, 2, 2), (11, 1))])
 def test_real_shard_orders(rank_pool: RankPool, mesh_shape: Ints, shape: Ints) -> None:
-    """A DTensor that torch cut in another order than left to right holds what the boxes say."""
     orders = list(itertools.permutations(range(len(mesh_shape))))
     world = rank_pool.run(math.prod(mesh_shape), reordered, mesh_shape, shape, orders)
 

@@ -42,7 +42,6 @@ def test_operations_are_recorded_in_order():
     [("error", StorageError, errno.EIO), ("full", StorageFull, errno.ENOSPC), ("short", StorageError, errno.EIO)],
 )
 def test_errors_strike_once_at_their_turn(fault, error, number, at):
-    """The n-th operation fails with that errno; those before and after work."""
     store = FaultyStore(MemoryStore(), fault, at=at)
 
     with raises_errno(number, error):
@@ -52,7 +51,6 @@ def test_errors_strike_once_at_their_turn(fault, error, number, at):
 
 
 def test_only_chosen_verbs_are_counted():
-    """`at` counts the operations of the given verbs alone; the log has all."""
     store = FaultyStore(MemoryStore(), at=1, verbs={"put"})
     store.put("a", b"1")
     store.delete("a")
@@ -63,7 +61,6 @@ def test_only_chosen_verbs_are_counted():
 
 
 def test_short_write_and_read_move_half():
-    """A short write leaves the first half behind, a short read fills it."""
     inner = MemoryStore()
     writer = FaultyStore(inner, "short", at=0, verbs={"write_at"}).create("a", 100)
     with pytest.raises(StorageError):
@@ -78,7 +75,6 @@ def test_short_write_and_read_move_half():
 
 
 def test_truncate_and_flip_are_silent():
-    """A lying disk drops half or flips a bit of what is written, and says all is well."""
     inner = MemoryStore()
     write_blob(FaultyStore(inner, "truncate", at=0, verbs={"write_at"}), "cut", DATA)
     write_blob(FaultyStore(inner, "flip", at=0, verbs={"write_at"}), "flipped", DATA)
@@ -93,7 +89,6 @@ def test_truncate_and_flip_are_silent():
 
 
 def test_flip_on_read_harms_only_the_reader():
-    """A bit flipped on the way in is still right in the store."""
     inner = MemoryStore()
     write_blob(inner, "a", DATA)
     assert read_blob(FaultyStore(inner, "flip", at=0, verbs={"read_into"}), "a") != DATA
@@ -103,7 +98,6 @@ def test_flip_on_read_harms_only_the_reader():
 
 @pytest.mark.parametrize("at", range(len(VERBS)))
 def test_crash_ends_everything(at):
-    """After a crash every verb raises, and nothing in the store changes any more."""
     inner = MemoryStore()
     store = FaultyStore(inner, "crash", at=at)
     with pytest.raises(InjectedCrash):

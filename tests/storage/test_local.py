@@ -50,7 +50,6 @@ def closing_abandoned(writer):
 @pytest.mark.parametrize("verb", ["open", "get"])
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "directory", "socket", "device"])
 def test_only_regular_files_are_read(store, tmp_path, kind, verb):
-    """A link, FIFO, socket, device or directory in the place is refused at once, and is not listed."""
     store.put("a", b"1")
     planted = tmp_path / "store" / "planted"
     if kind == "symlink":
@@ -77,7 +76,6 @@ def test_only_regular_files_are_read(store, tmp_path, kind, verb):
 
 
 def test_writes_do_not_follow_links(store, tmp_path):
-    """A link planted under a blob's name is neither written through nor in the way of a replacing put."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     store.put("a", b"1")
@@ -103,7 +101,6 @@ def test_strange_files_are_not_listed(store, tmp_path):
 
 
 def test_a_file_in_place_of_the_directory(tmp_path):
-    """A place that is a file is an error for every verb, and says so."""
     (tmp_path / "file").write_bytes(b"x")
     store = LocalStore(tmp_path / "file")
 
@@ -198,7 +195,6 @@ def _close_late(fd, real=os.close):
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
 def test_put_without_hard_links(store, monkeypatch, number):
-    """A file system that has no links still never writes over a blob."""
     failing("link", number, monkeypatch)
     store.put("a", b"old")
     with raises_errno(errno.EEXIST):
@@ -228,7 +224,6 @@ def test_a_crash_inside_put_leaves_old_or_new(store, call):
 
 
 def test_messages_name_place_and_errno(store, monkeypatch):
-    """A read error says which file, at which offset, and what the system said."""
     write_blob(store, "a", bytes(100))
     failing("preadv", errno.EIO, monkeypatch)
     with closing(store.open("a")) as reader, pytest.raises(StorageError) as caught:
@@ -259,7 +254,6 @@ def test_failed_opens_leak_nothing(store, monkeypatch):
 
 @pytest.mark.parametrize("most", [1000, 5000, 70_000])
 def test_short_reads_and_writes(store, monkeypatch, most):
-    """A system that moves fewer bytes than asked, in pieces of any size, still moves all of them."""
     pwrite, preadv, data = os.pwrite, os.preadv, sample(2 * MIB + 77)
     memory = aligned_buffer(len(data))
     memory[:] = data
@@ -292,7 +286,6 @@ def test_direct_writes_refused(store, monkeypatch):
 
 
 def test_a_write_that_goes_nowhere(store, monkeypatch):
-    """A system that writes nothing and gives no error does not make us wait for ever."""
     monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: 0)
     writer = store.create("a", 3)
     with pytest.raises(StorageError, match="wrote nothing"):

@@ -67,7 +67,6 @@ def test_what_stays_is_not(code):
 
 
 def test_tries_are_bounded():
-    """One more failure than there are retries is raised, with its errno."""
     store, waits = patient(_Refusing(errno.EIO, 4))
     with raises_errno(errno.EIO):
         store.put("a", b"x")
@@ -112,7 +111,6 @@ def test_a_swap_that_failed_after_it_was_done_is_ours():
 
 
 def test_a_blob_of_another_writer_is_never_replaced():
-    """After a failure that passes, a name that is taken by other bytes is still taken."""
     inner = _Refusing(errno.EIO, 0)
     inner.put("a", b"theirs")
     inner.times = 1
@@ -147,7 +145,6 @@ def test_to_make_durable_is_tried_once():
 
 @pytest.mark.parametrize("verb", ["create", "write_at", "open", "read_into", "put", "get", "list", "delete"])
 def test_every_other_verb_is_tried_again(verb):
-    """One failure of any of them goes unnoticed."""
     faulty = FaultyStore(MemoryStore(), "short", at=0, verbs=(verb,))
     store, waits = patient(faulty)
     writer = store.create("a", 4)
@@ -167,7 +164,6 @@ def test_every_other_verb_is_tried_again(verb):
 
 
 def test_a_save_survives_what_passes(tmp_path):
-    """Each operation of a save that may be tried again fails once, and the checkpoint is exact."""
     state = {"w": torch.arange(10.0)}
     count = FaultyStore(LocalStore(tmp_path / "count"))
     sk.save(state, RetryingStore(count, RetryPolicy(0)), step=1)

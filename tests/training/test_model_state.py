@@ -62,7 +62,6 @@ def test_everything_a_module_has_comes_back(options: Any, wrap: Any):
 
 
 def test_state_is_the_modules_own_memory():
-    """Nothing is copied where nothing needs to be."""
     model = torch.compile(Net())
     state = module_state(model)
 
@@ -99,7 +98,6 @@ def test_frozen_parameters_and_submodules_can_be_chosen():
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile], ids=["plain", "compiled"])
 def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
-    """They are errors, or are returned by canonical name; torch takes a missing key for a present one in whole state."""
     model = wrap(Net())
     state = get_model_state_dict(model)
     state.pop("head.bias")
@@ -117,7 +115,6 @@ def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
 
 @pytest.mark.parametrize("options", [None, WHOLE], ids=["as it is", "whole"])
 def test_other_shapes_are_refused_by_name(options: Any):
-    """A tensor of another shape is named."""
     state = get_model_state_dict(Net())
     state["head.bias"] = torch.ones(7)
 
@@ -189,7 +186,6 @@ def test_state_by_submodule_is_still_understood():
 
 
 def test_empty_state_is_refused():
-    """There must be something to read and something to set."""
     for call in (lambda: get_model_state_dict(nn.ReLU()), lambda: set_model_state_dict(Net(), {})):
         with pytest.raises(RuntimeError, match="empty") as caught:
             call()
@@ -199,7 +195,6 @@ def test_empty_state_is_refused():
 
 
 def test_two_keys_that_become_one_are_refused():
-    """State that would overwrite other state is an error, not lost."""
     model = nn.Module()
     model.layer = torch.compile(nn.Linear(2, 2))
     model._register_state_dict_hook(lambda _m, state, prefix, _l: state.update({"layer.weight": torch.ones(1)}))
@@ -209,6 +204,5 @@ def test_two_keys_that_become_one_are_refused():
 
 
 def test_the_stateful_protocol():
-    """Whatever has the two methods is stateful."""
     assert isinstance(nn.Linear(1, 1), Stateful)
     assert not isinstance(object(), Stateful)

@@ -59,7 +59,6 @@ def test_wrappers_are_no_part_of_names():
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_names_are_those_torch_gives(skip: bool):
-    """Parameters, buffers and keys have the same names as with torch's function, prefixes kept or not."""
     model = wrapped()
     names = [*model.state_dict(), *(name for name, _ in model.named_parameters())]
 
@@ -69,7 +68,6 @@ def test_names_are_those_torch_gives(skip: bool):
 
 
 def test_the_way_back_to_keys():
-    """A canonical name leads to the key that state_dict() of the wrapped module has."""
     model = wrapped()
 
     assert [state_dict_key(model, name) for name in PLAIN] == list(model.state_dict())
@@ -87,7 +85,6 @@ def test_tied_parameters_have_all_their_names():
 
 
 def test_hidden_children_are_no_part_of_names():
-    """A module that says which child hides its attributes has the names without that child."""
     model = nn.Sequential(Hiding())
 
     assert get_fqns(model, "0.weight") == {"0.weight"} == _get_fqns(model, "0.weight")
@@ -97,7 +94,6 @@ def test_hidden_children_are_no_part_of_names():
 
 
 def test_names_that_lead_nowhere_are_refused():
-    """The error for a wrong name contains the part that is wrong; a key that a hook added stays as it is."""
     model = wrapped()
 
     for name, part in [("blocks.7.weight", "'7'"), ("head.weigh", "'weigh'")]:

@@ -305,7 +305,6 @@ def test_models_compiled_inside_fsdp1_have_canonical_names(rank_pool: RankPool):
 
 @pytest.mark.parametrize("options", [WHOLE, StateDictOptions(cpu_offload=True)], ids=["whole", "cpu"])
 def test_options_need_no_process_group(options: StateDictOptions):
-    """Reading whole state, or state on the CPU, works in a process of its own."""
     model = Net()
     state, _ = get_state_dict(model, adamw(model.parameters()), options=options)
 

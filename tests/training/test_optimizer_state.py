@@ -95,7 +95,6 @@ def test_setting_a_fresh_optimizer_makes_no_step():
 
 
 def test_initialising_gives_the_state_torch_gives():
-    """The function that gives a fresh optimizer its state gives the same as torch's, and none to one that has some."""
     model = Net()
     mine, its = adamw(model.parameters()), adamw(model.parameters())
     _init_optim_state(mine)
@@ -120,7 +119,6 @@ class Choosy(torch.optim.Optimizer):
 
 
 def test_marks_on_parameters_are_seen():
-    """An optimizer that asks parameters what they are gets the same answers when its first state is made."""
     model = nn.Linear(2, 2)
     model.weight.rank, model.bias.rank = 4, 0
 
@@ -159,7 +157,6 @@ class Strange(torch.optim.Optimizer):
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_state_of_any_type_comes_back_as_it_was(dtype: torch.dtype, fresh: bool, flat: bool):
-    """Codes stay whole numbers, masters stay double, strings stay strings, and keys keep their types."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = nn.Linear(3, 2).to(dtype)
     source, target = Strange(model.parameters()), Strange(model.parameters())
@@ -201,7 +198,6 @@ def grouped(model: Net, *, swapped: bool = False) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_groups_are_found_by_the_names_in_them(flat: bool):
-    """All groups get their own hyper-parameters back, also those in another order, and extra keys."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = Net()
     source = grouped(model)
@@ -221,7 +217,6 @@ def test_groups_are_found_by_the_names_in_them(flat: bool):
 
 
 def test_groups_that_were_merged_are_refused():
-    """Parameters saved with different rates cannot share a group, unless the caller says it does not matter."""
     model = Net()
     source, target = grouped(model), torch.optim.AdamW(model.parameters())
     train(model, source, range(1))
@@ -269,7 +264,6 @@ def test_groups_without_parameters():
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_several_optimizers(flat: bool):
-    """Each takes what is its own, one that keeps no state among them."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     torch.manual_seed(0)
     model = Net()
@@ -340,7 +334,6 @@ def test_tied_parameters_have_one_state_under_any_of_their_names(flat: bool):
 
 
 def test_state_by_number_is_refused():
-    """What `Optimizer.state_dict()` returns names no parameters."""
     model = Net()
     optimizer = adamw(model.parameters())
 
@@ -349,7 +342,6 @@ def test_state_by_number_is_refused():
 
 
 def test_names_of_parameters_in_groups_stay_those_of_the_optimizer():
-    """An optimizer made from named parameters keeps its own list of names."""
     model = nn.Linear(2, 2)
     state = get_optimizer_state_dict(model, torch.optim.SGD(model.named_parameters(), lr=0.1))
     assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
@@ -401,7 +393,6 @@ def test_moments_are_never_dropped_because_another_optimizer_has_some():
 
 
 def test_bad_input_is_refused():
-    """Each of these says what is wrong, as our error and as the builtin one that torch raises."""
     model, other = Net(), nn.Linear(2, 2)
     optim = adamw(model.parameters())
     state = get_optimizer_state_dict(model, optim)
@@ -434,7 +425,6 @@ def without(state: Any, name: str) -> Any:
 
 
 def test_what_the_flat_form_cannot_hold_is_named():
-    """An object in the state is refused by name, with a NotImplementedError."""
     model = nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     optim.state[model.weight]["thing"] = object()
@@ -462,7 +452,6 @@ def test_an_optimizer_that_needs_a_closure():
 
 
 def test_reading_gives_new_containers():
-    """Changing what was read does not change the optimizer."""
     model = Net()
     optim = Odd(model.parameters())
     train(model, optim, range(1))
@@ -478,7 +467,6 @@ def test_reading_gives_new_containers():
 
 
 def test_objects_can_be_given_these_functions_as_methods():
-    """A patched model and patched optimizers give and take canonical state by their own methods."""
     model, other = torch.compile(Net()), Net()
     optim, fresh = adamw(model.parameters()), adamw(other.parameters())
     train(model._orig_mod, optim, range(2))
