@@ -401,6 +401,19 @@ def test_memory_is_free_again_when_a_save_is_done(tmp_path):
     stager.close()
 
 
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+@pytest.mark.parametrize("why", ["an object that cannot be pickled", "a place that cannot be written", "a checkpoint"])
+def test_what_makes_a_save_impossible_fails_the_future(tmp_path, kind, why):
+    """The call returns, as torch's does, and the future raises torch's exception."""
+    place = "/proc/nowhere" if why == "a place that cannot be written" else tmp_path / "a"
+    quietly(save, {"w": numbered(3)}, checkpoint_id=tmp_path / "a")
+    writer = FileSystemWriter(place, overwrite=why != "a checkpoint")
+    state = {"w": numbered(3), "object": (lambda: 0) if why == "an object that cannot be pickled" else 0}
+    future = quietly(async_save, state, storage_writer=writer, async_checkpointer_type=kind)
+    with pytest.raises(CheckpointException, match="nowhere" if "place" in why else "pickle|already exists"):
+        future.result(60)
+
+
 def test_a_storage_that_cannot_be_found_fails_the_future():
     """As torch's does: the call returns, and the future says what is wrong."""
     with pytest.raises(RuntimeError, match="checkpoint_id"):
