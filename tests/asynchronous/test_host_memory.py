@@ -45,7 +45,6 @@ def mixed(rng):
 
 
 def delay(verb, name):
-    """Take some time for some of the windows."""
     if verb == "write_at":
         time.sleep(random.random() * 0.004)
 

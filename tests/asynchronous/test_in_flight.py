@@ -14,7 +14,6 @@ HASTY = sk.Options(timeout_s=2)
 
 
 def in_background(call):
-    """Call on a thread; return the thread and what becomes of it."""
     told = []
     thread = threading.Thread(target=lambda: told.append(call()))
     thread.start()

@@ -57,7 +57,6 @@ def large(seed=0, mib=20):
 
 
 def started_child(folder):
-    """The child, once it has made a save."""
     save(full(0), os.path.join(folder, "first")).result(PATIENCE_S)
     return writer_manager().pid
 
@@ -70,7 +69,6 @@ def until(happened):
 
 
 def until_asked(handle):
-    """Wait until a save has asked the process for something."""
     process = writer_manager()._process
     until(lambda: handle.done() or process._free.qsize() < len(process._pipes))
     assert not handle.done()
@@ -287,7 +285,6 @@ def test_a_cancel_does_not_end_what_another_save_needs(place):
 
 @pytest.fixture
 def alone():
-    """A process with one pipe."""
     memory = SharedMemory()
     process = WriterProcess(memory.fd, 1)
     yield process
@@ -363,7 +360,6 @@ def test_a_python_that_does_not_start_is_told(place, monkeypatch):
 
 
 def counts(pid):
-    """File descriptors, threads and mappings of a process."""
     with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
         mapped = len(maps.readlines())
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), mapped

@@ -52,7 +52,6 @@ def example_lines():
 
 @pytest.fixture(scope="module")
 def place_of_examples(tmp_path_factory):
-    """A directory that has what the examples speak of."""
     place = tmp_path_factory.mktemp("examples")
     state = {"model": {"layers": {"0": {"weight": torch.randn(8, 8)}}, "net": {"x.ema": torch.ones(2)}}, "step": 1}
     for run, step in (("a", 500), ("a", 600), ("b", 500)):
@@ -176,7 +175,6 @@ def test_ctrl_c_ends_with_130(monkeypatch):
 
 
 def in_terminal(words, environment):
-    """Run a command whose output is a terminal, and return what it wrote there."""
     env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "PAGER": "cat", **environment}
     command = [*SHARDKEEP, *map(str, words)]
     with terminal() as (screen, written):

@@ -22,7 +22,6 @@ def bucket_url(s3_server):
 
 @pytest.fixture(scope="module", params=["s3", "memory"])
 def run_url(request):
-    """A run of three checkpoints in a bucket, or in the memory of this process."""
     url = (request.getfixturevalue("bucket_url") if request.param == "s3" else "memory://cli") + "/run"
     for step in (10, 20, 30):
         sk.save(state_of(step), f"{url}/step-{step}", step=step, meta={"metrics": {"loss": 3.0 - step / 20}})
@@ -128,7 +127,6 @@ def test_rotate(shardkeep, run_url, tmp_path, monkeypatch):
 
 
 def objects_below(url):
-    """All of them, however deep."""
     root = sk.open_place(url)
     return [each["path"] for chunk in obstore.list(root.bucket.client, root.prefix) for each in chunk]
 

@@ -39,7 +39,6 @@ def changed(store, name, data):
 
 
 def flip(store, name, *offsets):
-    """Change one bit at each offset."""
     bad = bytearray(store.get(name, limit=8 * MIB))
     for at in offsets:
         bad[at] ^= 1

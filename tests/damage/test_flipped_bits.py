@@ -94,7 +94,6 @@ def test_every_meaningful_byte_of_every_header(subject):
 
 
 def data_bytes(entry, seed):
-    """First and last byte of every block, and some others."""
     blocks = range(entry.header_nbytes, entry.nbytes, entry.block_nbytes)
     ends = [min(block + entry.block_nbytes, entry.nbytes) - 1 for block in blocks]
     anywhere = range(entry.header_nbytes, entry.nbytes)
@@ -102,7 +101,6 @@ def data_bytes(entry, seed):
 
 
 def keys_of(index, file, low, high):
-    """The keys whose bytes touch a range of a file, by the index."""
     found = set()
     for row, key in enumerate(index.keys.all()):
         rows = index.chunk_rows(row)

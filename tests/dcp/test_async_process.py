@@ -61,8 +61,6 @@ class Telling(FileSystemWriter):
 
 
 class Dying(FileSystemWriter):
-    """Kills its process while it writes, on one rank."""
-
     def write_data(self, plan, planner):
         if not dist.is_initialized() or dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -70,8 +68,6 @@ class Dying(FileSystemWriter):
 
 
 class Broken(FileSystemWriter):
-    """Fails as a broken pipe to the process would."""
-
     def write_data(self, plan, planner):
         raise ConnectionResetError("the bucket said no")
 
@@ -85,8 +81,6 @@ class Talking(FileSystemWriter):
 
 
 class Marking(DefaultSavePlanner):
-    """A planner of the user's."""
-
     def create_local_plan(self):
         self.state_dict["mark"] = torch.full((2,), 7.0)
         return super().create_local_plan()
@@ -153,7 +147,6 @@ def test_what_cannot_be_pickled_is_said(tmp_path):
 
 
 def memory_files():
-    """Count the memory files with states that this process holds open."""
     gc.collect()
     held = []
     for name in os.listdir("/proc/self/fd"):

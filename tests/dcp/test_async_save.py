@@ -41,8 +41,6 @@ def loaded(folder, **like):
 
 
 class Slow(FileSystemWriter):
-    """Waits to be let on before it writes."""
-
     def __init__(self, folder):
         super().__init__(folder)
         self.go = threading.Event()
@@ -204,8 +202,6 @@ def test_one_stager_over_many_saves(tmp_path):
 
 
 class BadStager(DefaultStager):
-    """Fails, in the future that it returns."""
-
     def __init__(self, wait=0.0):
         super().__init__(StagingOptions(False, False, False, False))
         self.wait = wait
@@ -265,8 +261,6 @@ def test_saves_run_one_after_the_other(tmp_path):
 
 
 class Halting(DefaultSavePlanner):
-    """Waits to be let on, on a thread of its own."""
-
     def __init__(self):
         super().__init__()
         self.go = threading.Event()
@@ -305,8 +299,6 @@ def test_a_save_waits_for_one_that_uses_the_same_objects(tmp_path, caplog, share
 
 
 class Twice(DefaultSavePlanner):
-    """Plans another save, with itself, before its own."""
-
     def __init__(self, folder=None):
         super().__init__()
         self.folder = folder

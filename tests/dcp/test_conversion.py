@@ -35,7 +35,6 @@ BLOCK_NBYTES = 4096
 
 
 def small_windows(monkeypatch, blocks=1):
-    """Write archives in windows of so many blocks."""
     monkeypatch.setattr(pipeline, "block_nbytes_for", lambda _: BLOCK_NBYTES)
     monkeypatch.setattr(pipeline, "limits", lambda *_: (2, blocks * BLOCK_NBYTES))
 
@@ -62,7 +61,6 @@ def plain_state():
 
 
 def save_spread(folder, by):
-    """Every rank saves its part of tensors that are cut in different ways."""
     line = mesh_of(dist.get_world_size())
     state = {
         "rows": spread_out(numbered(50, 30), line, Cut(0)),
@@ -199,7 +197,6 @@ def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):
 
 
 def there_and_back(tmp_path, state, **how):
-    """Return what a file of `torch.save` holds after it went through a checkpoint."""
     torch.save(state, tmp_path / "file.pt", **how)
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
     ours.dcp_to_torch_save(str(tmp_path / "ck"), str(tmp_path / "back.pt"))

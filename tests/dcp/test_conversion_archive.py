@@ -136,7 +136,6 @@ def unfinished(folder):
 
 
 def writing(path, fill, *args):
-    """Start a process that writes an archive."""
     process = multiprocessing.get_context("fork").Process(
         target=write_archive, args=(destination(path), ARCHIVE, lambda parts: fill(parts, *args))
     )

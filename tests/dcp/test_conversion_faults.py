@@ -32,8 +32,6 @@ OLD = b"what was there"
 
 
 class Config:
-    """A class of the user's."""
-
     def __init__(self):
         self.width = 3
 
@@ -44,7 +42,6 @@ class Config:
 
 
 def everything_in(folder):
-    """Every file below a folder, and its bytes."""
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -101,7 +98,6 @@ def test_metadata_that_were_cut_short(tmp_path, left):
 
 
 def forged(folder, change):
-    """Change what a checkpoint's metadata say."""
     path = checkpoint_in(folder) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)

@@ -115,7 +115,6 @@ def save_of_everything(folder: str) -> None:
 
 
 def described(folder: Path) -> tuple[object, ...]:
-    """Everything that an opened checkpoint says and holds."""
     opened = sk.open(folder)
     index, files = opened.index, [file.name for file in opened.record.files]
 

@@ -63,8 +63,6 @@ def test_blocks_are_as_large_as_those_of_a_native_save(tmp_path, monkeypatch):
 
 
 class Halving(dcp.DefaultSavePlanner):
-    """Stores another dtype than the metadata say."""
-
     def transform_object(self, write_item, object):  # noqa: A002 - torch's name
         stored = super().transform_object(write_item, object)
         return stored.half() if isinstance(stored, torch.Tensor) else stored
@@ -255,8 +253,6 @@ def test_elsewhere_too_the_last_save_counts(tmp_path, start):
 
 
 class Failing(DefaultSavePlanner):
-    """Fails on one rank, before anything is written there."""
-
     def __init__(self, rank):
         super().__init__()
         self.failing = rank

@@ -111,8 +111,6 @@ def test_parts_of_stored_chunks_are_read_through_windows(tmp_path, as_on_a_devic
 
 
 class Far(TorchScattered):
-    """Memory that says it is on the second accelerator."""
-
     def __init__(self, nbytes):
         super().__init__(torch.zeros(nbytes, dtype=torch.uint8), torch.uint8)
         self.accelerator = 1

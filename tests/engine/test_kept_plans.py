@@ -30,8 +30,6 @@ def _nothing_is_kept():
 
 
 class CountingStore:
-    """The ranks' key-value store, and how many bytes were put into it."""
-
     def __init__(self, store):
         self._store = store
         self.nbytes = 0
@@ -57,7 +55,6 @@ def state_of(rank, step, *, tensors=TENSORS, dtype=torch.float32):
 
 
 def check(where, step, *, tensors=TENSORS, dtype=torch.float32):
-    """The checkpoint holds what `state_of` made for this step."""
     ck = sk.open(where)
     ck.verify()
     wanted = torch.cat([torch.full((2, 3), float(100 * step + rank), dtype=dtype) for rank in range(RANKS)])

@@ -32,7 +32,6 @@ def opened(tmp_path):
 
 @pytest.fixture
 def place(tmp_path):
-    """A checkpoint of one small tensor."""
     sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
     return tmp_path / "ck"
 
@@ -314,7 +313,6 @@ def test_a_checkpoint_replaced_between_record_and_index_says_so(place, monkeypat
 
 
 def _saved(state):
-    """A checkpoint as `take_apart` takes it."""
     store = MemoryStore()
     sk.save(state, store)
     return Subject("small", blobs_of(store), None, None)

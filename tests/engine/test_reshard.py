@@ -23,7 +23,6 @@ mesh_shapes = st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (1, 3), (2, 3), (
 
 @st.composite
 def layouts(draw, shape):
-    """A mesh, the cuts it makes, and how many ranks stand outside of it."""
     mesh = draw(mesh_shapes)
     dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
     cutting = [mesh_dim for mesh_dim in range(len(mesh)) if shape and draw(st.booleans())]
@@ -42,7 +41,6 @@ def cases(draw):
 
 
 def coordinate_of(rank, mesh):
-    """Row-major coordinate of a rank, or None outside the mesh."""
     if rank >= math.prod(mesh):
         return None
     coordinate = []

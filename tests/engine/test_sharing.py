@@ -64,14 +64,12 @@ def laid_out(full, rng):
 
 
 def blank_of(seed):
-    """An empty state of a random layout, the same on every rank."""
     rng = random.Random(seed)
     state = {key: laid_out(torch.zeros_like(full), rng) for key, full in full_tensors(seed // 10).items()}
     return {**state, "step": 0}
 
 
 def local(state):
-    """Everything that this rank holds, bit for bit."""
     return bits({key: each.to_local() if hasattr(each, "to_local") else each for key, each in state.items()})
 
 
@@ -136,7 +134,6 @@ def test_replicas_are_read_once(rank_pool, tmp_path):
 
 @sharing_anyway
 def count_fetches(where, environment):
-    """Load from a bucket, and count what this rank asked the bucket for."""
     os.environ.update(environment)
     fetched = []
     fetch = peers.Peers._timed

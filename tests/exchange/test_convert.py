@@ -143,7 +143,6 @@ def test_a_state_is_loaded_from_converted_files(tmp_path):
 
 
 def save_shards(where):
-    """On a rank: save a state of shards and of what each rank has of its own."""
     rank = dist.get_rank()
     rows = sk.ShardedBox(torch.arange(6.0).reshape(2, 3) + 10 * rank, offsets=(2 * rank, 0), shape=(4, 3))
     sk.save({"w": rows, "rng": sk.PerRank({"seed": rank, "noise": torch.full((2,), float(rank))})}, where)
@@ -196,8 +195,6 @@ def test_a_part_of_a_list_is_not_dropped(tmp_path):
 
 
 class Odd:
-    """A class that only pickle can store."""
-
     def __init__(self, number):
         self.number = number
 

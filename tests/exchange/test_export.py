@@ -41,7 +41,6 @@ def held_in(where):
 
 
 def weights():
-    """The model of the sample, without the tied name."""
     return {key: value for key, value in training_state()["model"].items() if key != TIED}
 
 
@@ -173,7 +172,6 @@ class AppState(Stateful):
 
 
 def trained():
-    """A model and its optimizer after a step."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -351,7 +349,6 @@ def test_every_failing_read_of_the_source_is_an_error(tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint of 300 MB, one tensor of it 200 MB."""
     where = tmp_path_factory.mktemp("large")
     sk.save({"w": torch.ones(50, 1 << 20), "more": {str(i): torch.ones(1 << 18) for i in range(100)}}, where / "ck")
     return where

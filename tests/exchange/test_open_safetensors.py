@@ -25,7 +25,6 @@ def model():
 
 
 def in_two_files(where):
-    """A model in two files, with an index; returns its tensors."""
     tensors = model()
     keys = sorted(tensors)
     names = {key: f"model-0000{1 + at % 2}-of-00002.safetensors" for at, key in enumerate(keys)}

@@ -33,7 +33,6 @@ def state_of(k):
 
 @pytest.fixture(scope="module")
 def sources():
-    """Two checkpoints of the same names and shapes: they differ only in their values."""
     made = [MemoryStore(), MemoryStore()]
     for k, store in enumerate(made):
         sk.save(state_of(k), store)

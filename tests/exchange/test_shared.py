@@ -20,7 +20,6 @@ FORMS = ("native", "dcp", "safetensors", "hf", "torch")
 
 
 def wide_state():
-    """Enough tensors that every rank has some to write."""
     return {
         "model": {f"layers.{at}.weight": random_tensor((64, 32 + at), torch.float32, at) for at in range(12)},
         "optim": {"exp_avg": random_tensor((1100, 2000), torch.float32, 50)},
@@ -43,7 +42,6 @@ def source(tmp_path_factory):
 
 
 def make(source, to, form, **more):
-    """Convert or export to one of `FORMS`."""
     if form in ("hf", "torch"):
         return sk.export(source, to, format=form, max_shard_bytes="30kB", dtype="bf16", **more)
     return sk.convert(source, to, form, max_shard_bytes="30kB", **more)
@@ -91,8 +89,6 @@ def test_each_rank_writes_a_fair_share(source, form):
 
 
 class Measured(FaultyStore):
-    """Counts the bytes of the blobs that it created."""
-
     nbytes = 0
 
     def create(self, name, nbytes):
@@ -287,8 +283,6 @@ def export_with_a_death(source, to, dies):
 
 
 class DyingStore(FaultyStore):
-    """Kills its process when it creates a file."""
-
     def create(self, name, nbytes):
         writer = super().create(name, nbytes)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -196,8 +196,6 @@ def test_a_large_file_for_torch_load_is_replaced_in_one_step(s3_root):
 
 
 def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
-    """Write a file, and read it back to see whether it is what was meant."""
-
     def write(store, name):
         writer = store.create(name, len(data))
         writer.write_at(0, memoryview(data))
@@ -404,8 +402,6 @@ class Hangs:
 
 
 class Late:
-    """A blob of that store."""
-
     def __init__(self, store, name, nbytes):
         self._store, self._name, self._data = store, name, bytearray(nbytes)
 

@@ -152,7 +152,6 @@ def test_files_of_other_machines(tmp_path, order):
 
 
 def load_sharded(where):
-    """On a rank: fill a sharded tensor and a whole one."""
     state = {
         "model": {
             "w": distribute_tensor(torch.zeros(6, 8), mesh_of(dist.get_world_size()), [Shard(1)]),
@@ -413,7 +412,6 @@ def test_a_failing_disk_is_told_apart_from_damage(tmp_path, name, save):
 
 
 def forged(tmp_path, pickled, storages=(bytes(64),)):
-    """A file of torch.save with this pickle."""
     with zipfile.ZipFile(tmp_path / "file.pt", "w") as made:
         made.writestr("file/data.pkl", pickled)
         for number, data in enumerate(storages):
@@ -424,7 +422,6 @@ def forged(tmp_path, pickled, storages=(bytes(64),)):
 def tensor_of(
     storage=b"X\x01\0\0\x000", offset=b"K\0", shape=b"K\x04\x85", strides=b"K\x01\x85", kind=b"ctorch\nFloatStorage\n"
 ):
-    """The opcodes of a tensor."""
     pid = b"(X\x07\0\0\0storage" + kind + storage + b"X\x03\0\0\0cpuK\x10tQ"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + offset + shape + strides + b"\x89)tR"
 

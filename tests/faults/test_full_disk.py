@@ -39,7 +39,6 @@ def free_pages(place):
 
 
 def big_state(rows, ranks=1, rank=0):
-    """A state of so many rows of 4 KiB, shared out over the ranks."""
     w = torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)
     share = rows // ranks
     mine = sk.ShardedBox(w[rank * share : (rank + 1) * share], offsets=(rank * share, 0), shape=w.shape)

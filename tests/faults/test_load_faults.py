@@ -51,7 +51,6 @@ def strikes(ranks, place, make, *, rank=None, least=None):
 
 
 def assert_healed(caplog, name):
-    """One warning, of that file."""
     [said] = [record.getMessage() for record in caplog.records if "were damaged when first read" in record.getMessage()]
     assert name in said
 

@@ -32,12 +32,10 @@ DEADLINE_S = 15.0
 
 
 def only(rank, store):
-    """Give one of three ranks this store, and the others the sound one below it."""
     return [store if each == rank else store.inner for each in range(3)]
 
 
 def is_committed(store, before):
-    """Whether the record was put by the operations before the given one."""
     return COMMIT in store.operations[:before]
 
 

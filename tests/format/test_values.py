@@ -95,7 +95,6 @@ def raw_ext(code, payload):
 
 
 def same(a, b):
-    """Equal in type, order and bits, at every depth."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):

@@ -34,7 +34,6 @@ AT_SAVE, AT_END = "state after step 2", "state after step 4"
 
 
 def python(*words, check=True):
-    """Run Python in a process of its own, and return how it ended."""
     environment = {key: value for key, value in {**os.environ, **ENVIRONMENT}.items() if value is not None}
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -59,7 +58,6 @@ class Trained:
     saw: dict[str, dict]
 
     def copy(self, side, tmp_path):
-        """Return a copy of a side's checkpoint, for a run that may write there."""
         return shutil.copytree(self.folders[side], tmp_path / side)
 
     @property

@@ -18,7 +18,6 @@ VERSIONS = sorted(path.name for path in (HERE / "torch").iterdir())
 
 
 def emptied(value):
-    """A state of the same form, with nothing in it."""
     if isinstance(value, dict):
         return {key: emptied(each) for key, each in value.items()}
     if isinstance(value, list):

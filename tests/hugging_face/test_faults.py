@@ -273,8 +273,6 @@ def test_a_dtype_that_safetensors_lacks(tmp_path):
 
 
 class Failing(DefaultSavePlanner):
-    """Has nothing to write on one rank."""
-
     def __init__(self, rank):
         super().__init__()
         self.failing = rank

@@ -52,8 +52,6 @@ def save_model(folder, tensors, files=1):
 
 
 class Into:
-    """A planner with one tensor to fill."""
-
     def __init__(self, tensor):
         self.tensor = tensor
 
@@ -72,7 +70,6 @@ def request(plans, metadata_index, key, axes, box):
 
 
 def by_torch(folder, key, box, homes, **options):
-    """What torch's reader makes of a request, when it is given one."""
     reader = theirs.QuantizedHuggingFaceStorageReader(str(folder), **options)
     metadata = reader.read_metadata()
     [index] = [each for each in metadata.storage_data if each.fqn == key]
@@ -95,8 +92,6 @@ def by_us(folder, key, box, **options):
 
 
 def boxes(*sizes):
-    """Any box of a tensor, from anywhere to anywhere."""
-
     def axis(size):
         return st.integers(0, size - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, size - at)))
 

@@ -115,7 +115,6 @@ def test_parts_of_tensors_need_save_distributed(rank_pool, tmp_path):
 
 
 def refusal(folder, state, **options):
-    """Return why a save was refused, and what it left."""
     with pytest.raises(CheckpointException) as raised:
         save("ours", state(), folder, **options)
     return str(raised.value.failures[0][0]), os.listdir(folder)

@@ -26,7 +26,6 @@ MAPPING = {"a": 1, "b": 2, "c": 3}
 
 @pytest.fixture(params=["memory", "fsspec"])
 def any_root(request, monkeypatch, tmp_path, recwarn):
-    """The URL of an empty place in memory, or of one that fsspec opens."""
     monkeypatch.setitem(FsspecStore.__init__.__kwdefaults__, "settle_s", 0.0)  # no other writer
     return f"local://{tmp_path}/place" if request.param == "fsspec" else f"memory://{uuid.uuid4().hex}"
 
@@ -36,7 +35,6 @@ def names_at(where):
 
 
 def tensors_at(where):
-    """What the safetensors library finds in a place."""
     found = {}
     for name in names_at(where):
         if name.endswith(".safetensors"):

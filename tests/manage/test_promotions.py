@@ -27,7 +27,6 @@ OPTIONS = sk.Options(io_threads=2, host_budget_bytes=8 << 20)
 
 
 def groups(step):
-    """Make a state of several files."""
     return {f"part{number}": {"w": torch.arange(20_000.0) + step + number} for number in range(4)}
 
 

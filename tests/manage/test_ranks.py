@@ -83,7 +83,6 @@ def test_all_ranks_walk_back_to_the_same_step(tmp_path, rank_pool):
 
 
 def fail_on(root, broken, kind):
-    """Save with something wrong on one rank; return what each call raised."""
     said = []
     state = state_at(1)
     if rank() == broken:
@@ -162,7 +161,6 @@ def test_a_root_in_use_is_refused_on_all_ranks(tmp_path, rank_pool):
 
 
 def end_of_run(root, how):
-    """End a run in which the last step is not saved; return what was raised."""
     group = torch.distributed.new_group()
     state = {"w": torch.full((8,), float(rank())), "own": sk.PerRank(rank())}
     try:

@@ -300,7 +300,6 @@ def groups(step):
 
 
 def job(near, far, fails):
-    """Save, with one rank that fails to copy the second time."""
     root, heard = FarRoot(inner=LocalStore(far)), list[Event]()
     said = []
     with checkpointer(near, promote_to=root, keep_last=2, on_event=heard.append, retries=0) as ckpt:

@@ -20,7 +20,6 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def place(proxy, s3_place):
-    """A place behind the proxy, to which state 1 was saved."""
     proxy.rules = []
     place = s3_place(endpoint=proxy.endpoint, **QUICK)
     save(place, 1)
@@ -33,7 +32,6 @@ def save(place, k):
 
 
 def assert_whole(place, k):
-    """State `k` is there, every bit of it, and no other blob."""
     ck = sk.open(place)
     ck.verify()
     assert ck.step == k

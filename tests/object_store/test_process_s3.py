@@ -66,7 +66,6 @@ def until(what):
 
 
 def holds(place, k):
-    """Insist that state `k` is there, every bit of it, and no other blob."""
     load_and_compare(place, k)
     assert {info.name for info in place.list()} == {RECORD_NAME, *sk.open(place).record.names}
 

@@ -27,7 +27,6 @@ def state():
 
 @pytest.fixture(scope="module")
 def bucket(s3_server):
-    """The server, as one that the environment names."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.environment.items():
             patch.setenv(name, value)
@@ -47,7 +46,6 @@ def verify(url, capsys, *more):
 
 
 def flip(store, name, at):
-    """Flip a bit, and return what there was."""
     good = bytes(store.get(name, limit=1 << 30))
     bad = bytearray(good)
     bad[at] ^= 1

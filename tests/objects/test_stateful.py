@@ -39,13 +39,10 @@ class Loader(Stateful):
 
 
 def saved(ranks, where, make):
-    """Save what `make` returns for each rank."""
     run_thread_ranks(ranks, lambda world: sk.save(make(world), where, group=world))
 
 
 def loading(where, make, **how):
-    """Return a function that loads into what `make` returns for a rank, and returns that."""
-
     def load(world):
         state = make(world)
         sk.load(state, where, group=world, **how)

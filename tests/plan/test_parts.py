@@ -121,7 +121,6 @@ def test_many_ranks_cut_less(ranks, count):
 
 @pytest.fixture
 def tiny_parts(monkeypatch):
-    """Parts and large chunks are of a few KB."""
     monkeypatch.setattr(parts, "PART_NBYTES", 16 << 10)
     monkeypatch.setattr(parts, "SLICE_NBYTES", 1 << 10)
 

@@ -42,7 +42,6 @@ def flat(shape, cell):
 
 
 def bytes_of(scatter):
-    """Every wanted byte of a scatter, in the file's data."""
     for cell in cells(scatter.source):
         at = scatter.start + flat(scatter.shape, cell) * scatter.itemsize
         yield from range(at, at + scatter.itemsize)
@@ -272,7 +271,6 @@ def test_only_what_is_wanted_must_be_stored_exactly_once(case, data):
 
 
 def place(chunks, cell, size):
-    """Where an element is stored: file, and byte of its data."""
     for box, file, start in chunks:
         inside = [c - o for c, o in zip(cell, box.offsets, strict=True)]
         if all(0 <= c < n for c, n in zip(inside, box.sizes, strict=True)):

@@ -27,7 +27,6 @@ shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
 
 def paint(shape, boxes):
-    """How many boxes cover each element."""
     counts = np.zeros(shape, int)
     for box in boxes:
         counts[slices(box)] += 1
@@ -46,7 +45,6 @@ def box_in(draw, shape):
 
 @st.composite
 def cut_up(draw, shape):
-    """Boxes that tile a shape, by random guillotine cuts."""
     boxes = [whole(shape)]
     for _ in range(draw(st.integers(0, 5))):
         at = draw(st.integers(0, len(boxes) - 1))

@@ -22,8 +22,6 @@ RANKS = [1, 2, 4]
 
 
 class Unsendable(Exception):
-    """Cannot be pickled."""
-
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
         self.lock = threading.Lock()
@@ -272,8 +270,6 @@ def test_what_a_wrapped_exception_is():
 
 
 class Stuck:
-    """An object that cannot give its state on one rank."""
-
     def state_dict(self):
         if not dist.is_initialized() or dist.get_rank() == 1:
             raise LookupError("no state")

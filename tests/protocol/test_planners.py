@@ -55,8 +55,6 @@ RANKS = [1, 2, 4]
 
 
 class Pair(NamedTuple):
-    """A tuple with names."""
-
     left: object
     right: object
 
@@ -207,7 +205,6 @@ def saved(folder, state, **options):
 
 
 def refusal(reader, state):
-    """What a load into this state is refused with."""
     with pytest.raises(CheckpointException) as caught:
         quietly(load, state, storage_reader=reader)
     return caught.value.failures[0][0]

@@ -78,7 +78,6 @@ def test_a_memory_format_that_cannot_be_stored_is_refused():
 
 
 def every_value(of_metadata, of_plans, of_storage):
-    """One of each class, in either tree of classes."""
     index = of_metadata.MetadataIndex("w", (2, 0), 1)
     chunk = of_metadata.ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 3]))
     properties = of_metadata.TensorProperties(torch.int8)

@@ -241,7 +241,6 @@ def test_a_call_may_go_on_in_the_background(rank_pool):
 
 
 def count_keys(sizes, times):
-    """Count the keys of the store after calls with contributions of each size, the first of which is made once."""
     world = current_world(timeout_s=20)
     counts = []
     for turn, nbytes in enumerate(sizes):
@@ -304,8 +303,6 @@ LOOKS = {"compare_set", "check", "has_extended_api"}
 
 
 class CountingStore:
-    """Counts the requests that a rank makes, by their kind."""
-
     def __init__(self, store):
         self.requests = Counter()
         self._store = store

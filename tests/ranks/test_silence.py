@@ -296,7 +296,6 @@ CALLS = {
 
 
 def call_on_one_rank(caller, call, where):
-    """Make a call on one rank only; return what was logged, and the error."""
     lines, log, error_text = [], logging.getLogger("shardkeep"), ""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -332,7 +331,6 @@ def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(rank_pool, tmp_
 
 
 def slow_part():
-    """All ranks call, and one of them takes long for its part."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

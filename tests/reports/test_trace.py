@@ -28,7 +28,6 @@ ARGS_OF_NAMES = {
 
 
 def read(path):
-    """The entries of a trace, every field of which is as the format says; by kind."""
     entries = defaultdict(list)
     for entry in json.loads(path.read_bytes()):
         fields = FIELDS[entry["ph"]]

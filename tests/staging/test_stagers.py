@@ -37,8 +37,6 @@ class Marked(torch.Tensor):
 
 
 class Holder:
-    """An object with tensors in it, one twice."""
-
     def __init__(self):
         self.tensor = numbered(3)
         self.again = self.tensor
@@ -336,8 +334,6 @@ def test_stagers_are_pickled_without_their_memory():
 
 
 class Box:
-    """An object that holds a module and a tensor."""
-
     def __init__(self):
         self.layer = torch.nn.Linear(2, 3)
         self.tensor = numbered(4)

@@ -28,8 +28,6 @@ class Pair(typing.NamedTuple):
 
 
 class TensorTuple(tuple):
-    """A tensor of some framework that happens to be a tuple."""
-
     __slots__ = ()
 
 
@@ -239,8 +237,6 @@ def test_refill_replaces_every_leaf_in_place():
 
 
 class Watched(dict):
-    """A dict that records what is assigned."""
-
     def __init__(self, items):
         super().__init__(items)
         self.assigned = []

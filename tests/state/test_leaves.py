@@ -35,8 +35,6 @@ class SpecialParameter(nn.Parameter):
 
 
 class Packed(torch.Tensor):
-    """A wrapper around inner tensors (torchao)."""
-
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
         made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
@@ -56,7 +54,6 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def only(leaf: TensorLeaf) -> torch.Tensor:
-    """The tensor of a leaf that is one whole piece."""
     (piece,) = leaf.pieces
     assert piece.offsets == (0,) * len(leaf.shape)
     assert tuple(piece.tensor.shape) == leaf.shape

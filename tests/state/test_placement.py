@@ -47,7 +47,6 @@ def left_to_right(full: torch.Tensor, mesh: Ints, at: Ints, placements: tuple[Pl
 
 
 def in_order(full: torch.Tensor, mesh: Ints, at: Ints, cuts: list[tuple[int, int]]) -> torch.Tensor:
-    """Split by `torch.chunk`, mesh dimension by mesh dimension in the order given."""
     for mesh_dim, dim in cuts:
         full = Shard(dim)._split_tensor(full, mesh[mesh_dim], with_padding=False)[0][at[mesh_dim]]
     return full
@@ -257,7 +256,6 @@ def pieces_of(leaf: Any) -> Pieces:
 
 
 def distributed(mesh_shape: Ints, cases: list[tuple[Ints, tuple[Plain, ...]]]) -> list[Pieces]:
-    """On each rank: what it holds of numbered tensors that torch distributed."""
     mesh = init_device_mesh("cpu", mesh_shape)
     held = []
     for shape, plain in cases:

@@ -15,7 +15,6 @@ DATA = bytes(range(100))
 
 
 def work(store):
-    """Use every verb once, in the order of `VERBS`, then delete what remains."""
     write_blob(store, "a", DATA)
     read_blob(store, "a")
     store.put("b", b"small")

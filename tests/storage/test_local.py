@@ -26,7 +26,6 @@ from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_onl
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A store on a file system of 8 MiB."""
     path = tmp_path / "tiny"
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)

@@ -20,7 +20,6 @@ from tests.toolkit.samples import numbered, seen, sharded_tree
 
 
 def pointers(tree):
-    """Where the memory of each tensor is."""
     return [tensor.data_ptr() for tensor in plain_tensors(tree)]
 
 

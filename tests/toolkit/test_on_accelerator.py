@@ -48,7 +48,6 @@ def tree_on(device):
 
 
 def locals_of(tree):
-    """The plain tensors of a tree."""
     if isinstance(tree, torch.Tensor):
         return [getattr(tree, "_local_tensor", tree)]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()

@@ -39,7 +39,6 @@ TREES = st.dictionaries(KEYS, st.recursive(LEAVES, containers, max_leaves=8), ma
 
 
 def outcome(func, *args):
-    """What a function returns, with tensors as comparable values, or which error it raises."""
     try:
         made = func(*args)
     except ValueError:

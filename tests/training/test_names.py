@@ -14,8 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:Deprec
 
 
 class Tied(nn.Module):
-    """Two blocks between an embedding and a head that share one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(4, 4)

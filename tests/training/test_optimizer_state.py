@@ -419,7 +419,6 @@ def test_bad_input_is_refused():
 
 
 def without(state: Any, name: str) -> Any:
-    """Take a parameter out of state and groups."""
     groups = [g | {"params": [one for one in g["params"] if one != name]} for g in state["param_groups"]]
     return {"state": {key: tree for key, tree in state["state"].items() if key != name}, "param_groups": groups}
 
