@@ -8,7 +8,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.errors import StorageError, StorageFull
-from shardkeep.storage.base import free_nbytes
+from shardkeep.storage.base import free_nbytes, is_cached
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
@@ -154,7 +154,7 @@ def test_every_other_verb_is_tried_again(verb):
     assert store.get("b", limit=9) == b"x"
     into = bytearray(4)
     reader = store.open("a")
-    assert (reader.nbytes, reader.cached(0, 4)) == (4, True)
+    assert (reader.nbytes, is_cached(reader, 0, 4)) == (4, True)
     reader.read_into(0, memoryview(into))
     reader.close()
     assert into == b"abcd"
