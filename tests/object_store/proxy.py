@@ -279,8 +279,8 @@ class _Link:
             head = re.sub(rb"(?i)(\r\ncontent-length: *)\d+", rb"\g<1>%d" % stop, head)
         self._client.sendall(head)
         for piece in _body(server, early, nbytes, stop, nbytes // 2 if fault == "flip_answer" else -1):
+            self._proxy.count(received=len(piece))  # first: a test looks as soon as the client has it
             self._client.sendall(piece)
-            self._proxy.count(received=len(piece))
             if rule and fault == "trickle":
                 self._proxy.over.wait(rule.delay_s)
         if stop < nbytes:
