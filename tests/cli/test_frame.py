@@ -415,14 +415,7 @@ def test_small_texts():
     """Sizes, ages, names and guesses are said as people say them, and names cannot steer a terminal."""
     sizes = [format_size(n) for n in (0, 999, 1000, 9_995, 12_345, 999_499, 999_500, 1_500_000_000_000)]
     assert sizes == ["0 B", "999 B", "1.00 kB", "10.0 kB", "12.3 kB", "999 kB", "1.00 MB", "1.50 TB"]
-    assert [format_age(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == [
-        "0 s",
-        "5 s",
-        "1 min",
-        "1 h",
-        "24 h",
-        "2 d",
-    ]
+    assert [format_age(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == ["0 s", "5 s", "1 min", "1 h", "24 h", "2 d"]
     assert printable("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
     assert shorten_name(f"model-00000-of-00002-{'a1' * 10}.safetensors", 40) == "model-00000-of-00002-….safetensors"
     assert shorten("[0.00019635254915624216, 0.1]", 28) == "[0.00019635254915624216, …"

@@ -150,12 +150,7 @@ def is_signed(key, token):
     return True
 
 
-def test_google_by_service_account(
-    google_server,
-    service_account,
-    tmp_path,
-    monkeypatch,
-):
+def test_google_by_service_account(google_server, service_account, tmp_path, monkeypatch):
     """By a file or its text, by variables or options: each request carries a token that its key has signed."""
     key, text = service_account
     file = tmp_path / "account.json"

@@ -13,7 +13,7 @@ from shardkeep.codecs.chain import register_codec
 from shardkeep.engine.codecs import closest_patterns
 from shardkeep.format.values import Container, leaf_keys
 from shardkeep.testing.thread_ranks import run_thread_ranks
-from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
+from tests.codec_engine.scene import MIB, OPTIONS, Counting, InOrderStore, blobs_of
 from tests.engine.samples import bits, blank_like, random_tensor, rich_state
 from tests.engine.test_reshard import cases, local_part, world_size
 
@@ -113,29 +113,6 @@ def test_frames_are_read_once_by_a_whole_load():
 
     assert torch.equal(state["m"]["w"], full)
     assert Counting.taken()[0] == 20 + 2
-
-
-def test_one_share_of_keys_for_real_ranks(rank_pool, tmp_path):
-    """Ranks that are processes of their own each open the chain with the key they have, and load what others wrote."""
-    results = rank_pool.run(4, _save_and_load, str(tmp_path / "ck"))
-
-    assert results == [True] * 4
-    assert bits(sk.open(tmp_path / "ck", options=OPTIONS).to_dict()["m"]["w"]) == bits(_full())
-
-
-def _full():
-    return torch.arange(4 * 1000, dtype=torch.float32).reshape(4, 1000)
-
-
-def _save_and_load(where):
-    from torch import distributed as dist
-
-    rank, options = dist.get_rank(), sk.Options(keys=KEYS)
-    box = sk.ShardedBox(_full()[rank : rank + 1].clone(), offsets=(rank, 0), shape=(4, 1000))
-    sk.save({"m": {"w": box}, "r": sk.PerRank(rank)}, where, codecs=["float", "aes"], options=options)
-    state = {"m": {"w": torch.zeros(4, 1000)}, "r": sk.PerRank(-1)}
-    sk.load(state, where, options=options)
-    return torch.equal(state["m"]["w"], _full()) and state["r"].value == rank
 
 
 PARTS = st.sampled_from(["a", "b", "ab", "a.b", "*", "", "x\ny"])

@@ -6,8 +6,6 @@ import io
 import itertools
 import os
 import pickle
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,15 +25,6 @@ from tests.faults.scene import no_leaks
 from tests.toolkit.samples import numbered
 
 CALLS = (*CHANGING, *ASKING, "listdir", "stat")
-
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    """A directory for one checkpoint, in memory where the system has that: what fails here is not the disk."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="shardkeep-files-", dir=base)
-    yield os.path.join(folder, "ck")
-    shutil.rmtree(folder)
 
 
 def state_of(k: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import json
 import os
 import zipfile
 from collections import OrderedDict
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from shardkeep.format.pickles import Opaque
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.damage.bounds import bounded
 from tests.dcp.test_hostile_pickles import Mine, quietly
-from tests.engine.samples import Trap, all_dtypes, bits, random_tensor
+from tests.engine.samples import Trap, bits, random_tensor
 from tests.engine.test_memory import MIB, peak_growth
 from tests.exchange.samples import in_any_order, training_state
 from tests.toolkit.samples import mesh_of
@@ -90,18 +89,6 @@ def test_parts_are_read_as_torch_slices_them(tmp_path_factory, tensor, data):
         wider = {"t": torch.zeros(stored.shape, dtype=torch.float64)}
         sk.load(wider, where, cast=True)
         torch.testing.assert_close(wider["t"], stored.detach().double(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_every_dtype(tmp_path):
-    state = {}
-    for dtype in all_dtypes():
-        tensor = random_tensor((4, 16), dtype, 3)
-        with suppress(KeyError):
-            torch.save(tensor, tmp_path / "file.pt")
-            state[str(dtype)] = tensor
-    assert len(state) > 20
-    torch.save(state, tmp_path / "file.pt")
-    assert bits(sk.open(tmp_path / "file.pt").to_dict()) == bits(state)
 
 
 def test_tensors_of_one_memory_are_tied(tmp_path):

@@ -65,11 +65,7 @@ def play_on(store, seed, *games):
 @pytest.mark.parametrize("players", [2, 3])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_saves_in_any_order_of_steps(players, overwrite):
-    """
-    Whatever the order of their operations, of several saves that overwrite one is there in the end, whole, and it is
-    one that reported success; where none may overwrite, exactly one succeeds. The others raise CheckpointExists, be it
-    at the very commit.
-    """
+    """Of saves that overwrite one, a reported one is there, whole; without overwrite one succeeds, the others see CheckpointExists."""
     beaten = 0
     for seed in range(SCHEDULES):
         store = sk.MemoryStore()

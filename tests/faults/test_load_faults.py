@@ -77,10 +77,7 @@ def test_a_failed_operation_reaches_every_rank(place, ranks, faults):
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "each time"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_one_flipped_bit_is_never_loaded(place, caplog, ranks, lasting):
-    """
-    A bit that flips once on the way, in any read, is read again: the exact data, and a warning that names the file. One
-    that flips each time is an error on every rank that names it, in tensor data ChecksumMismatch.
-    """
+    """A bit that flips once is read again, with a warning that names the file; one that flips each time is an error of every rank."""
     save_all(ranks, place, 1)
 
     def flipping(inner, n):

@@ -11,15 +11,7 @@ from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import ITEMSIZES, Box, distinct, grid, intersect, matrix_of, slices
 from shardkeep.format.dtypes import DTYPES, by_code
 from shardkeep.format.index import build_index, decode_index, encode_index
-from shardkeep.plan.load_plan import (
-    ReadRequests,
-    Runs,
-    Scatter,
-    check_tensors,
-    every_block,
-    plan_load,
-    plan_reads,
-)
+from shardkeep.plan.load_plan import ReadRequests, Runs, Scatter, check_tensors, every_block, plan_load, plan_reads
 
 CODES = [next(row.code for row in DTYPES if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
 FAR = 1 << 20
