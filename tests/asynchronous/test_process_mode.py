@@ -301,7 +301,6 @@ def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, al
     """A request breaks off before its answer was received whole: the process is ended, and nobody asks it again."""
     patience = WaitPolicy(PATIENCE_S)
     assert alone.ask(CreateFile(place_in(tmp_path), "first", 10), patience).file == 1
-
     before = getattr(rpc, broken)
 
     def breaks_off(pipe, *more):

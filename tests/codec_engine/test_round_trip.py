@@ -62,9 +62,7 @@ def test_every_kind_of_leaf_in_several_windows(tmp_path):
     state["large"] = {"a": torch.randn(3, MIB + 1), "b": torch.zeros(5 * MIB, dtype=torch.int8), "c": torch.randn(77)}
     report = sk.save(state, tmp_path / "ck", codecs=["float", "zstd", "aes"], options=OPTIONS)
     blank = blank_like(state)
-
     sk.load(blank, tmp_path / "ck", options=OPTIONS)
-
     assert bits(blank) == bits(state)
     stored = sum(os.path.getsize(tmp_path / "ck" / name) for name in os.listdir(tmp_path / "ck"))
     record = sk.open(tmp_path / "ck", options=OPTIONS).record
@@ -78,9 +76,7 @@ def test_nothing_of_an_encrypted_state_is_readable():
     store = sk.MemoryStore()
     state = {"model": {"secret_name": torch.full((1000,), 1.2345678)}, "api": "secret-value", "step": 3}
     sk.save(state, store, codecs=["aes"], meta={"run": "a"}, options=OPTIONS)
-
     everything = b"".join(blobs_of(store).values())
-
     for secret in (b"secret", np.float32(1.2345678).tobytes() * 2, bytes(range(32)), bytes(range(32)).hex().encode()):
         assert secret not in everything
     assert b'"run"' in everything
@@ -94,7 +90,6 @@ def test_a_small_read_decodes_few_frames():
     ck = sk.open(store)
     assert torch.equal(ck["m.w"][3, :5], full[3, :5])  # the table and the header are known from here on
     Counting.taken()
-
     assert torch.equal(ck["m.w"][5, 17:99], full[5, 17:99])
     assert Counting.taken()[0] == 1
     assert torch.equal(ck["m.w"][2:5], full[2:5])
@@ -108,9 +103,7 @@ def test_frames_are_read_once_by_a_whole_load():
     sk.save({"m": {"w": full}}, store, codecs=["test-counting"])
     Counting.taken()
     state = {"m": {"w": torch.zeros_like(full)}}
-
     sk.load(state, store, options=sk.Options(io_threads=1))
-
     assert torch.equal(state["m"]["w"], full)
     assert Counting.taken()[0] == 20 + 2
 

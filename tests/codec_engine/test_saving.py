@@ -49,7 +49,6 @@ def test_asynchronous_saves_go_through_codecs(tmp_path, writer):
     state["model"]["w"].zero_()
     report = handle.result(60)
     sk.finish_saves()
-
     found = loaded(tmp_path / "ck", state)
     assert bits(found) == before
     assert report.bytes_stored < report.bytes_written / 2
@@ -68,7 +67,6 @@ def test_codecs_by_top_level_key():
     """What is named goes through its chain; the rest stays plain safetensors; equal chains are one."""
     store, state = sk.MemoryStore(), sample_state() | {"other": {"x": torch.ones(5)}, "top": torch.ones(2)}
     sk.save(state, store, codecs={"model": ["zstd"], "lone": [Zstd()], "optim": ["lz4"]})
-
     record = sk.open(store).record
     chains = {file.name.rpartition("-00000-of")[0]: file.chain for file in record.files}
     assert chains == {"model": 0, "optim": 1, "other": None, "state-c0": None, "state-c1": 0}
@@ -341,9 +339,7 @@ def test_of_two_saves_that_meet_exactly_one_wins(tmp_path, overwrite):
     """The other learns who won, and its files are gone."""
     if overwrite:
         sk.save({"w": torch.zeros(3)}, tmp_path / "ck", step=0)
-
     winner, loser = race(lambda: sk.LocalStore(tmp_path / "ck"), overwrite=overwrite, codecs=["zstd"])
-
     assert winner.save_id in str(loser)
     assert f"step {winner.step}" in str(loser)
     ck = sk.open(tmp_path / "ck")

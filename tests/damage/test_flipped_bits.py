@@ -22,7 +22,6 @@ def subject(request):
 def test_undamaged_checkpoints_pass_every_door(subject):
     """The yardstick: without damage, all doors give exactly what was saved, also from several files and blocks."""
     answers = doors.try_all(store_of(subject.blobs), subject, "undamaged")
-
     assert answers.all == [None, None, None]
     assert len(subject.record.files) >= 3
     if subject.name == "one rank":
@@ -141,9 +140,7 @@ def test_verify_lists_every_damaged_file(subject):
     blobs = dict(subject.blobs)
     for entry in subject.record.files:
         blobs[entry.name] = flipped(blobs[entry.name], entry.nbytes - 1, 3)
-
     error = doors.verify(store_of(blobs), subject)
-
     assert len(error.details["problems"]) == len(subject.record.files)
     assert all(entry.name in str(error) for entry in subject.record.files)
 
@@ -154,11 +151,9 @@ def test_what_is_not_damaged_still_loads():
     entry = next(file for file in subject.record.files if file.name.startswith("optim"))
     store = subject.with_blob(entry.name, flipped(subject.blobs[entry.name], entry.nbytes - 1, 0))
     state = blank_for(subject)
-
     sk.load(state, store, exclude="optim", options=QUICK)
     whole = blank_for(subject)
     sk.load(whole, store_of(subject.blobs), options=QUICK)
-
     assert doors.bits(state["model"]) == doors.bits(whole["model"])
     assert doors.bits(state["optim"]) == doors.bits(blank_for(subject)["optim"])
 
@@ -173,7 +168,6 @@ def test_damage_reaches_every_rank():
         sk.load(state, store, group=world, exclude="rng", options=QUICK)
 
     outcomes = thread_outcomes(3, main)
-
     for outcome in outcomes:
         assert isinstance(outcome, sk.ChecksumMismatch)
         assert entry.name in str(outcome)

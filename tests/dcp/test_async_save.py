@@ -290,7 +290,6 @@ def test_a_save_inside_a_save_does_not_wait_for_it(tmp_path):
     """One thread never waits for itself: neither inside a save, nor for one that comes later in its lane."""
     quietly(async_save, {"w": numbered(9)}, checkpoint_id=tmp_path / "a", planner=Twice(tmp_path / "e")).result(30)
     assert torch.equal(loaded(tmp_path / "a", w=torch.empty(9))["w"], numbered(9))
-
     slow, other = Slow(tmp_path / "b"), writer_to(tmp_path / "c")
     first = quietly(async_save, {"w": numbered(9)}, storage_writer=slow)
     inside = Future()

@@ -83,7 +83,6 @@ def test_loads_through_windows_are_bit_exact(tmp_path, as_on_a_device):
     sk.load(target, tmp_path, options=options)
     assert bits(target) == bits({key: state[key] for key in target})
     assert len(as_on_a_device) == len(state) - 1 + len(state["many"])
-
     strided = {"long": torch.zeros(1000, 1100, 3).permute(2, 1, 0)}
     sk.load(strided, tmp_path, options=options, strict=False)
     assert bits(strided["long"]) == bits(state["long"])

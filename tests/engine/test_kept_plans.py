@@ -103,7 +103,6 @@ def test_large_plans_are_kept_as_far_as_there_is_room():
     run_thread_ranks(RANKS, lambda world: sk.save(state_of(world.rank, 0), store, group=world))
     [plan] = kept_plans().plans.values()
     assert plan.nbytes <= 12 * (RANKS * TENSORS + 1)
-
     plans = KeptPlans()
     chunks = [16_384_000, 1000, 7_000_000, 30_000_000]
     names = [plans.keep_plan(SimpleNamespace(nbytes=12 * each)) for each in chunks]

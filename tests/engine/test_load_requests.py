@@ -123,9 +123,7 @@ def test_a_state_of_views_of_one_memory_loads_what_it_saved(tmp_path, views):
     expected = bits(memory)
     for each in memory:
         each.zero_()
-
     sk.load(state, tmp_path / "ck")
-
     assert bits(memory) == expected
 
 
@@ -180,7 +178,6 @@ def test_containers_that_cannot_change_are_found_before_anything_does(tmp_path, 
         sk.load(states[world.rank], tmp_path / "ck", group=world)
 
     errors = thread_outcomes(2, load)
-
     assert all(isinstance(error, sk.StateError) for error in errors), errors
     assert not any(state["x"].any() for state in states.values())
 

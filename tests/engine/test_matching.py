@@ -50,10 +50,8 @@ def test_all_differences_come_in_one_error_before_anything_changes(saved):
     state["model"]["layers.1.w"] = torch.zeros(3, 2)
     state["step"] = torch.tensor(0)
     del state["optim"]
-
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, saved)
-
     assert caught.value.missing == ["model.layers.2.w"]
     assert caught.value.unexpected == ["optim.layers.0.w"]
     assert caught.value.mismatched == [
@@ -67,9 +65,7 @@ def test_all_differences_come_in_one_error_before_anything_changes(saved):
 
 def test_not_strict_loads_what_fits_and_reports_the_rest(saved):
     state = {"model": {"layers.0.w": torch.zeros(2, 3), "extra": torch.full((2,), 9.0)}}
-
     report = sk.load(state, saved, strict=False)
-
     assert report.missing == ["model.extra"]
     assert report.unexpected == ["model.layers.1.w", "optim.layers.0.w", "step"]
     assert torch.equal(state["model"]["layers.0.w"], torch.arange(6.0).reshape(2, 3))
@@ -85,7 +81,6 @@ def test_include_limits_what_is_loaded_and_what_is_expected(saved, include):
     """Names outside the selection are neither loaded nor missed, in any spelling of it."""
     state = zeros()
     report = sk.load(state, saved, include=include)
-
     assert report.unexpected == []
     assert state["model"]["layers.1.w"].all()
     assert not state["optim"]["layers.0.w"].any()
@@ -198,10 +193,8 @@ def test_wrapper_prefixes_are_recognised(tmp_path, there, here):
     """Keys that differ by a wrapper's prefix, on either side, are suggested, with the rename that loads them; and it does."""
     sk.save({there: torch.ones(3), "step": 1}, tmp_path / "ck")
     state = {here: torch.zeros(3), "step": 0}
-
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, tmp_path / "ck")
-
     text = str(caught.value)
     assert f"did you mean {there!r}?" in text
     advice = re.search(r"pass rename=([\[{].*[\]}])", text).group(1)
@@ -223,10 +216,8 @@ def test_a_tree_below_another_prefix_is_recognised(tmp_path, there, here, advice
     names = [f"{part}.w" for part in "abcde"]
     sk.save({there + name: torch.ones(3) for name in names}, tmp_path / "ck")
     state = {here + name: torch.zeros(3) for name in names}
-
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, tmp_path / "ck")
-
     assert caught.value.hint.endswith(f": pass rename={advice!r}")
     sk.load(state, tmp_path / "ck", rename=advice)
     assert all(value.all() for value in state.values())
@@ -348,9 +339,7 @@ def test_overwriting_is_an_opt_in(saved):
     with pytest.raises(FileExistsError, match="overwrite=True"):
         sk.save({"x": torch.ones(1)}, saved)
     assert sk.open(saved).record.save_id == before
-
     sk.save({"x": torch.ones(1)}, saved, overwrite=True)
-
     assert list(sk.open(saved)) == ["x"]
     assert not [path.name for path in saved.iterdir() if before in path.name]
 

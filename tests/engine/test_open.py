@@ -115,9 +115,7 @@ def test_a_large_step_reads_only_what_it_needs(tmp_path, shape, step, most_nbyte
     full = torch.randn(shape)
     sk.save({"w": full}, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
-
     assert bits(sk.open(store)["w"][::step]) == bits(full[::step])
-
     assert store.nbytes["safetensors"] <= most_nbytes
 
 
@@ -136,9 +134,7 @@ def test_to_dict_reads_all_tensors_together(tmp_path):
     state = {"m": {f"t{i}": torch.full((3,), float(i)) for i in range(300)}, "o": {"x": torch.ones(2)}, "n": 3}
     sk.save(state, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
-
     found = sk.open(store).to_dict()
-
     assert bits(found) == bits(state)
     assert store.calls.count("open safetensors") <= 4
     assert store.calls.count("read safetensors") == 4
@@ -148,9 +144,7 @@ def test_slices_read_a_header_once(tmp_path):
     sk.save({"w": torch.arange(10.0)}, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
     checkpoint = sk.open(store)
-
     assert [checkpoint["w"][i].item() for i in range(5)] == [0, 1, 2, 3, 4]
-
     assert store.calls.count("read safetensors") == 1 + 5
 
 
@@ -158,9 +152,7 @@ def test_tied_leaves_of_two_kinds_come_back_as_their_own_kind():
     """A torch tensor and a numpy array of one memory are read back as a tensor and an array, still tied."""
     forgery = take_apart(_saved({"a": (shared := torch.arange(4.0)), "b": shared}))
     forgery.put("origin", forgery.rows["b"], 1)
-
     found = sk.open(store_of(forgery.blobs())).to_dict()
-
     assert isinstance(found["a"], torch.Tensor)
     assert isinstance(found["b"], np.ndarray)
     found["a"][0] = 9
@@ -174,7 +166,6 @@ def test_tensors_that_share_bytes_of_a_file_are_refused_before_memory_is_made(mo
     forgery.set("shape", np.full((8, 1), 65 + 64))
     forgery.set("sizes", np.full((8, 1), 65 + 64))
     monkeypatch.setattr(slicing.torch, "empty", None)
-
     with pytest.raises(sk.MalformedFile, match="more than their files hold"):
         sk.open(store_of(forgery.blobs())).to_dict()
 
@@ -204,9 +195,7 @@ def test_a_small_step_holds_one_band_at_a_time(tmp_path, monkeypatch):
     held = []
     fill = slicing.fill
     monkeypatch.setattr(slicing, "fill", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fill(*a, **k))
-
     found = sk.open(tmp_path / "ck", options=Options(host_budget_bytes=4 << 20))["w"][::9]
-
     assert bits(found) == bits(full[::9])
     assert max(held) <= 1 << 20
 
@@ -232,10 +221,8 @@ def test_verify_lists_damaged_ranges(tmp_path, blocks, ranges, more):
     checkpoint = sk.open(tmp_path / "ck")
     header, block = checkpoint.record.files[0].header_nbytes, checkpoint.record.files[0].block_nbytes
     damage(path, [header + block * n + 5 for n in blocks])
-
     with pytest.raises(sk.DamagedCheckpoint) as caught:
         checkpoint.verify()
-
     found = [problem.split(": ")[1].split(" are")[0] for problem in caught.value.details["problems"]]
     named = [f"bytes {header + a * block} to {header + b * block}" for a, b in ranges]
     assert found == [*named, *(f"{each} damaged ranges" for each in more)]
@@ -287,7 +274,6 @@ def test_a_checkpoint_replaced_while_open_says_so(place):
     """Its files are gone because another save took their place; nothing needs to be restored."""
     checkpoint = sk.open(place)
     sk.save({"w": torch.ones(9)}, place, overwrite=True)
-
     for use in (lambda: checkpoint["w"][...], checkpoint.to_dict):
         with pytest.raises(sk.WrongSize, match="replaced by another save") as caught:
             use()

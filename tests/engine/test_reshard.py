@@ -137,7 +137,6 @@ def test_large_replicas_are_split_and_nothing_is_written_twice(tmp_path):
         return sk.save({"big": big, **small, "mine": mine}, tmp_path / "ck", group=world)
 
     reports = run_thread_ranks(4, save)
-
     total = big.nbytes + sum(t.nbytes for t in small.values()) + (16 << 20)
     files = sum(path.stat().st_size for path in (tmp_path / "ck").glob("*.safetensors"))
     assert reports[0].bytes_total == total
@@ -151,9 +150,7 @@ def test_one_row_costs_about_one_row(tmp_path):
     full = torch.randn(4096, 4096)
     sk.save({"w": full}, tmp_path / "ck")
     row = torch.zeros(1, 4096)
-
     report = sk.load({"w": sk.ShardedBox(row, offsets=(1234, 0), shape=(4096, 4096))}, tmp_path / "ck")
-
     assert torch.equal(row[0], full[1234])
     assert report.bytes_read < 200_000 < full.nbytes
 

@@ -63,7 +63,6 @@ def test_a_shared_copy_is_that_of_one_process(source, tmp_path, form, ranks):
     """Every rank has the same report; the files are the same byte for byte, or, in layouts of ranks, hold the same."""
     expected = make(source, tmp_path / "alone", form)
     reports = run_thread_ranks(ranks, lambda world: make(source, tmp_path / "shared", form, group=world))
-
     assert len({repr(told(report)) for report in reports}) == 1
     if form in ("native", "dcp"):
         shared, alone = sk.open(tmp_path / "shared"), sk.open(tmp_path / "alone")
@@ -195,7 +194,6 @@ def test_a_check_is_shared(source, tmp_path, deep):
     reports = run_thread_ranks(3, lambda world: sk.open(where).verify(deep=deep, group=world))
     assert len({repr(told(report)) for report in reports}) == 1
     assert reports[0].files == len(sk.open(where).record.files) >= 3
-
     damaged = sorted(where.glob("*.safetensors"))[:3]
     for file in damaged:
         data = bytearray(file.read_bytes())

@@ -219,7 +219,6 @@ def test_equal_bytes_take_the_place_of_a_file(s3_root):
 def test_the_last_request_of_a_replacement_goes_wrong(s3_server, monkeypatch, fault):
     """If its answer is lost, the new file is found. If it never arrives, the old file is there, and that is said."""
     old, new = bytes(9 << 20), bytes([1]) * (9 << 20)
-
     with Proxy(s3_server.port) as proxy:
         monkeypatch.setattr(to_file, "open_store", lambda url, direct: open_place(url, **QUICK))
         for name, value in s3_server.environment.items():

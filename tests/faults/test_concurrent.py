@@ -169,7 +169,6 @@ def test_a_claim_of_another_machine_is_respected(place):
             file.write('{"host": "elsewhere", "pid": 1, "started": "1"}')
     save_level(place, 1)
     assert names_in(place) == files_of_checkpoint(place) | set(foreign)
-
     yesterday = time.time() - 25 * 3600
     for name in foreign:
         os.utime(os.path.join(place, name), (yesterday, yesterday))

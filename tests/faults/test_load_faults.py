@@ -172,7 +172,6 @@ def test_slow_reads_are_waited_for_and_late_ones_named(place):
     slow = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=0.3)
     outcomes, states = load_all(3, slow, timeout_s=DEADLINE_S)
     assert_loaded(outcomes, states, 1)
-
     late = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=2.2)
     with no_leaks():
         outcomes, _ = load_all(3, [inner, inner, late], timeout_s=1.0)

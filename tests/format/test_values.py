@@ -170,7 +170,6 @@ def test_every_kind_comes_back(value):
 def test_every_name_torch_has():
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found = [value for value in vars(torch).values() if isinstance(value, kinds)]
-
     assert len(found) > 40
     assert all(a is b for a, b in zip(found, round_trip(found), strict=True))
 
@@ -196,7 +195,6 @@ ARRAYS = [
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: str(a.dtype))
 def test_arrays_keep_dtype_shape_and_order(array):
     got = round_trip(array)
-
     assert (array.dtype, array.shape, array.tolist()) == (got.dtype, got.shape, got.tolist())
     assert got.flags.writeable
     assert got.flags.f_contiguous == (array.flags.f_contiguous or got.ndim < 2)
@@ -309,7 +307,6 @@ def test_the_rest_is_refused_by_name(value):
 
 def test_numpy_variable_width_strings_are_refused():
     string_dtype = pytest.importorskip("numpy.dtypes").StringDType
-
     with pytest.raises(UnsupportedLeaf):
         encode_value(np.array(["a"], dtype=string_dtype()), key="k")
 
@@ -321,7 +318,6 @@ def test_cycles_and_depth_are_refused():
     twice += [twice, twice]
     deep = functools.reduce(lambda inner, _: [inner], range(64), 1)
     tuples = functools.reduce(lambda inner, _: (inner,), range(64), 1)
-
     for bad in (loop, twice, [deep], (tuples,), {"a": {"b": deep}}):
         with pytest.raises(UnsupportedLeaf, match="'k' is nested more than 64 levels deep, or contains itself"):
             encode_value(bad, key="k", allow_pickle=True)
@@ -336,7 +332,6 @@ def test_pickle_only_where_asked_and_only_the_unplain_part():
     """allow_pickle pickles the inner object alone, and reading asks for it again."""
     value = [1, Opaque(7), {"a": Opaque(8)}]
     data = encode_value(value, key="k", allow_pickle=True)
-
     assert value == decode_value(data, key="k", allow_pickle=True)
     with pytest.raises(PickleRefused, match=r"'model\.k' is stored as a pickle") as caught:
         decode_value(data, key="model.k")
@@ -365,7 +360,6 @@ def test_enum_without_its_class_is_a_reference():
 
     data = encode_value(Local.A, key="k")
     ref = decode_value(data, key="k")
-
     assert EnumRef(__name__, Local.__qualname__, "A", "a") == ref
     assert data == encode_value(ref, key="k")
     assert Local.A is decode_value(data, key="k", like=Local.A)
@@ -379,7 +373,6 @@ def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
     trap.__getattr__ = lambda name: pytest.fail("a module's __getattr__ was called")
     trap.thing = print
     monkeypatch.setitem(sys.modules, "trap", trap)
-
     for module, qualname in [
         ("trap", "X"), ("trap", "thing"), ("trap", "thing.__self__.X"), ("os", "path.X"), ("sys", "modules"),
         ("antigravity", "X"), ("", ""), ("builtins", "int"), ("os", "system"),
@@ -390,6 +383,5 @@ def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
 
 def test_enum_members_that_are_gone_are_references():
     where = (__name__, "Color"), (__name__, "Bits")
-
     assert EnumRef(*where[0], "BLUE", 9) == decode_value(ext(23, *where[0], "BLUE", 9), key="k")
     assert EnumRef(*where[1], None, 1 << 40) == decode_value(ext(23, *where[1], None, 1 << 40), key="k")

@@ -115,7 +115,6 @@ def test_malformed_bytes_raise_malformed_file(data):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
     assert peak < 100 * len(data) + 200_000
     assert time.perf_counter() - began < 5
 
@@ -125,7 +124,6 @@ def test_keys_of_one_hash_do_not_hang():
     prime = sys.hash_info.modulus
     items = [prime * i for i in range(50_000)]
     began = time.perf_counter()
-
     for forged in (ext(5, *items), ext(7, *items)):
         with pytest.raises(MalformedFile, match="one hash"):
             decode_value(forged, key="k")
@@ -171,7 +169,6 @@ def test_mutated_bytes_raise_only_our_errors():
             decode_value(data, key="k")
         except CheckpointError:
             refused += 1
-
     assert refused > 10_000
 
 

@@ -86,7 +86,6 @@ def after(step, losses):
 def test_framework_runs_on_ours_and_trains_the_same(trained):
     """Under install() our code writes, with its checksums, and training gives the bits that it gives on torch's."""
     torchs, ours = trained.saw["torch"], trained.saw["ours"]
-
     assert (torchs["dcp"], torchs["checksum files"]) == ("torch.distributed.checkpoint", 0)
     assert ("shardkeep.dcp", ours["data files"]) == (ours["dcp"], ours["checksum files"])
     assert ours["writer"].startswith("shardkeep.")
@@ -104,7 +103,6 @@ def test_framework_runs_on_ours_and_trains_the_same(trained):
 def test_resumes_bit_for_bit(trained, tmp_path, saved, resumed, ranks):
     """What either side saved is resumed by the other, on more or fewer ranks, as in an unbroken run."""
     seen = run(trained.framework, trained.copy(saved, tmp_path), "--resume", ours=resumed == "ours", ranks=ranks)
-
     assert (resumed == "ours") == (seen["dcp"] == "shardkeep.dcp")
     assert ranks == seen["ranks"]
     assert trained.uninterrupted[AT_SAVE] == seen[AT_SAVE]
@@ -120,9 +118,7 @@ def test_damage_is_found_by_our_reader(trained, tmp_path):
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-
     done = run(trained.framework, folder, "--resume", ours=True, ranks=1, check=False)
-
     assert done.returncode != 0
     assert victim.name in done.stderr
     assert "checksum" in done.stderr.lower()
@@ -134,7 +130,6 @@ def test_torchtitan_saves_in_the_background(mode, tmp_path):
     needed("torchtitan")
     saw = run("torchtitan", tmp_path, "--mode", mode, ours=True)
     seen = run("torchtitan", tmp_path, "--resume", ours=False)
-
     assert (saw["data files"], saw["checksum files"]) == (2, 2)
     assert (saw[AT_SAVE], saw[AT_END]) == (seen[AT_SAVE], seen[AT_END])
     assert after(2, saw["losses"]) == seen["losses"]
@@ -180,7 +175,6 @@ def test_frameworks_tool_merges_the_same(trained, tmp_path):
         names = {"folder": trained.folders[saved], "out": tmp_path / saved}
         python(*launch, *(word.format(**names) for word in words))
         merged.append(tensors_of(Path(made.format(**names))))
-
     assert merged[0].keys() == merged[1].keys()
     assert len(merged[0]) >= 4
     assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])

@@ -31,7 +31,6 @@ def test_torchs_checkpoints_load(version):
     loaded = emptied(expected)
     quietly(dcp.load, loaded, checkpoint_id=HERE / "torch" / version)
     assert bits(loaded) == bits(expected)
-
     whole = sk.open(HERE / "torch" / version).to_dict()
     assert {key: bits(each) for key, each in whole["model"].items()} == {
         key: bits(each) for key, each in expected["model"].items()

@@ -140,7 +140,6 @@ def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy, place):
     assert proxy.counts.faults["flip_request"] == 4
     proxy.rules = []
     assert_whole(place, 2)
-
     proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
     with pytest.raises(sk.StorageError, match="the service received other bytes than were sent: 400 BadDigest"):
         save(place, 3)

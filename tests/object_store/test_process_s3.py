@@ -138,7 +138,6 @@ def test_killed_in_the_middle_of_an_upload(proxy, s3_place):
     with pytest.raises(WriterDied, match=rf"pid {pid}\) was killed by SIGKILL"):
         handle.result(PATIENCE_S)
     holds(place, 1)
-
     proxy.rules = []
     save(3, place).result(PATIENCE_S)
     holds(place, 3)

@@ -103,7 +103,6 @@ def test_a_fresh_optimizer_goes_on_as_the_saved_one(kind, tmp_path):
     train(model, optimizer, 3, seed=1)
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
     expected = train(model, optimizer, 3, seed=2)
-
     other = Net()
     fresh = MAKERS[kind](trainable(other))
     with torch.random.fork_rng():
@@ -310,7 +309,6 @@ def test_going_back_to_before_the_first_step_clears_state(tmp_path):
     step(model, optimizer, 3)
     sk.load(state, tmp_path / "a")
     assert not optimizer.state
-
     model[0].requires_grad_(False)
     step(model, optimizer)
     sk.save(state, tmp_path / "b")

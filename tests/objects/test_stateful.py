@@ -63,10 +63,8 @@ def test_an_object_is_given_what_it_returned(tmp_path):
         7: "int key",
     }
     sk.save({"thing": Stateful(state), "other": 1}, tmp_path / "c")
-
     fresh = Stateful(something="else", a=[1])
     report = sk.load({"thing": fresh, "other": 0}, tmp_path / "c")
-
     assert report.missing == report.unexpected == []
     assert fresh.loads == 1
     assert list(fresh.state) == list(state)
@@ -141,7 +139,6 @@ def test_state_that_differs_between_ranks_is_each_ranks_own(tmp_path):
 
 def test_on_another_number_of_ranks_the_object_decides(tmp_path):
     """`load_rank_states` gets what all ranks saved; an object without it is an error that names it."""
-
     where = tmp_path / "c"
     saved(3, where, lambda world: {"loader": Stateful(position=10 + world.rank), "n": 1})
     for rank, found in enumerate(run_thread_ranks(2, loading(where, lambda _: {"loader": Loader(), "n": 0}))):

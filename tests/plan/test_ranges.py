@@ -105,9 +105,7 @@ def test_every_wanted_byte_is_read_once_and_no_block_twice(case):
     """
     apart, (runs, scatters, data_nbytes, block, window) = case
     plan = plan_reads(0, runs, scatters, data_nbytes=data_nbytes, block_nbytes=block, window_nbytes=window)
-
     read_count, placed, given_to = carry_out(plan, data_nbytes, block, window)
-
     places, wants = expected(runs, scatters)
     assert (placed.keys(), given_to.keys()) == (places, wants)
     if apart:

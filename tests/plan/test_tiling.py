@@ -123,9 +123,7 @@ def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
     numbers = np.arange(total).reshape(shape)
-
     boxes = list(flat_range_to_boxes(shape, start, stop))
-
     laid = [numbers[slices(box)].reshape(-1) for box in boxes]
     assert np.concatenate([np.empty(0, int), *laid]).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -139,9 +137,7 @@ def test_contiguous_run_knows_when_a_box_is_one_run(data):
     box = data.draw(box_in(shape))
     flat = np.arange(math.prod(shape)).reshape(shape)[slices(box)].reshape(-1)
     consecutive = bool(np.all(np.diff(flat) == 1))
-
     run = contiguous_run(shape, box)
-
     assert (run is not None) == consecutive
     if run:
         assert run == (flat[0], len(flat))
@@ -198,7 +194,6 @@ def test_one_large_replica_is_poured_evenly():
     group, _, begin, end = assign_replicas(
         load, np.array([250 << 20]), one, np.array([4]), np.arange(4), np.array([250])
     )
-
     assert len(group) == 3  # rank 0 already has its share
     assert (end - begin).sum() == 250
     assert (load >> 20).tolist() == [100, 100, 100, 100]

@@ -94,7 +94,6 @@ def test_a_shard_is_found_by_its_offset(rank_pool):
 
 def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
     """Nothing is printed by default; with the switch on, where the time went."""
-
     with utils._profile():
         pass
     assert capsys.readouterr().out == ""

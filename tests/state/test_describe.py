@@ -110,7 +110,6 @@ STATES: dict[str, dict[Any, Any]] = {
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_groups_are_the_containers_at_the_top(state: dict[Any, Any]) -> None:
     found = describe(_with_tensors(state), rank=0)
-
     expected: dict[str, str] = {}
     assert isinstance(found.tree, Container)
     for part, node in found.tree.children:

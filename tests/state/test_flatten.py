@@ -167,7 +167,6 @@ def test_keys_that_cannot_be_stored(key):
 def test_every_storable_key():
     state = {key: Tensor() for key in ["", "é", 1, -1, 2.5, None, b"x", (1, ("a",)), False]}
     leaves, tree = flat(state)
-
     assert state == unflatten(decode_tree(encode_tree(tree)), leaves.__getitem__)
     assert [repr(key) for key in state] == [repr(part) for part, _ in decode_tree(encode_tree(tree)).children]
 
@@ -187,7 +186,6 @@ def test_cycles_are_refused():
             flat(state)
         with pytest.raises(UnsupportedLeaf, match="contains itself"):
             fill(state, {})
-
     shared = {"x": Tensor()}
     assert list(flat({"a": shared, "b": shared})[0]) == ["a.x", "b.x"]
 
@@ -199,7 +197,6 @@ def test_depth_is_limited():
     with pytest.raises(UnsupportedLeaf, match="100 levels"):
         flat(state)
     assert flat(state["a"])[0] == {}
-
     deep = [1]
     for _ in range(5000):
         deep = [deep]
@@ -226,7 +223,6 @@ def test_refill_replaces_every_leaf_in_place():
     leaves, tree = flat(state, rank=2)
     new = {name: Tensor() for name in leaves}
     fill(state, new, rank=2)
-
     again, same_tree = flat(state, rank=2)
     assert new == again
     assert tree == same_tree
@@ -250,7 +246,6 @@ def test_refill_touches_only_what_changed():
     a, b, pair = Tensor(), Tensor(), (Tensor(), {})
     state = Watched({"a": a, "b": b, "pair": pair, "n": 1, "inner": Watched({"x": 1})})
     fill(state, {"a": a, "n": 2, "elsewhere": 3, "pair.0": pair[0]})
-
     assert state.assigned == ["n"]
     assert state["inner"].assigned == []
     assert state["pair"] is pair
@@ -262,7 +257,6 @@ def test_refill_rebuilds_tuples_inside_their_parents():
     state = {"a": [(Tensor(), Pair(Tensor(), (Tensor(), 5)))], "best": best}
     new = {"a.0.1.1.0": "new", "best.0": "values"}
     fill(state, new)
-
     assert state["a"][0][1].right[0] == "new"
     assert state["a"][0][1].right[1] == 5
     assert type(state["a"][0][1]) is Pair
@@ -274,7 +268,6 @@ def test_refill_rebuilds_tuples_inside_their_parents():
 def test_refill_of_a_per_rank_leaf():
     state = {"seed": PerRank(5), "list": PerRank([1])}
     fill(state, {"seed.@0": 6, "seed.@1": 7, "list.@1": [2]}, rank=1)
-
     assert (state["seed"].value, state["list"].value) == (7, [2])
 
 
@@ -290,7 +283,6 @@ class Strict(tuple):
 def test_refill_says_what_cannot_be_changed():
     state = {"a": {"f": Frozen(x=1)}, "s": Strict(Tensor(), 1)}
     fill(state, {"a.f.x": state["a"]["f"]["x"]})
-
     with pytest.raises(StateError, match=r"'a\.f' is a Frozen, which cannot be changed, and 'x' in it must be"):
         fill(state, {"a.f.x": 2})
     with pytest.raises(StateError, match="'s' is a Strict, a tuple that cannot be built"):
@@ -332,7 +324,6 @@ def test_random_states_come_back(state):
     rebuilt = unflatten(decode_tree(encode_tree(tree)), leaves.__getitem__)
     assert as_plain(state) == as_plain(rebuilt)
     assert repr(as_plain(state)) == repr(as_plain(rebuilt))
-
     new = {name: Tensor() for name in leaves}
     fill(state, new)
     # A plain list that became a tensor changes nothing else: the skeleton is the same.

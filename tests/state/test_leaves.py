@@ -97,7 +97,6 @@ def test_plain_tensors_are_viewed(make: Any) -> None:
     tensor = make()
     leaf = describe_leaf("k", tensor)
     view = only(leaf)
-
     check_plain(view)
     assert (leaf.dtype, leaf.shape) == (tensor.dtype, tuple(tensor.shape))
     assert (view.data_ptr(), view.stride()) == (tensor.data_ptr(), tensor.stride())
@@ -107,7 +106,6 @@ def test_plain_tensors_are_viewed(make: Any) -> None:
 
 def test_functions_of_a_subclass_are_not_called() -> None:
     raw = torch.arange(3.0)
-
     assert only(describe_leaf("k", raw.as_subclass(Watched))).data_ptr() == raw.data_ptr()
 
 
@@ -115,7 +113,6 @@ def test_functions_of_a_subclass_are_not_called() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_elements_no_pieces(shape: tuple[int, ...], device: str) -> None:
     expected = TensorLeaf(torch.int16, shape, (), None)
-
     assert describe_leaf("k", torch.empty(shape, dtype=torch.int16, device=device)) == expected
     if device == "cpu":
         assert describe_leaf("k", np.empty(shape, np.int16)) == expected
@@ -134,7 +131,6 @@ def test_lazy_views_are_resolved(lazy: torch.Tensor) -> None:
     """Conjugate and negative bits are not stored as such: the values are."""
     assert lazy.is_conj() or lazy.is_neg()
     view = only(describe_leaf("k", lazy))
-
     assert not view.is_conj()
     assert not view.is_neg()
     assert torch.equal(view, lazy)
@@ -166,7 +162,6 @@ def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
     """A numpy array is described as a tensor over its memory, or over a copy where torch cannot view it."""
     assert is_tensor(array)
     view = only(describe_leaf("k", array))
-
     check_plain(view)
     assert str(view.dtype) == f"torch.{array.dtype.name}"
     assert np.array_equal(view.numpy(), array)
@@ -180,7 +175,6 @@ def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
     locked.flags.writeable = False
     for array in (mapped, locked):
         view = only(describe_leaf("k", array))
-
         assert view.data_ptr() == array.ctypes.data
         assert view.tolist() == [0, 1, 2, 3, 4, 5]
         with pytest.raises(UnsupportedLeaf, match="'k' is a read-only"):
@@ -217,7 +211,6 @@ def test_other_things_are_not_tensors(obj: Any) -> None:
 def test_sparse_is_refused(layout: torch.layout) -> None:
     block = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     sparse = torch.eye(4).to_sparse(layout=layout, blocksize=block)
-
     with pytest.raises(UnsupportedLeaf, match=rf"'a\.b' has layout {layout}\n.*to_dense"):
         describe_leaf("a.b", sparse)
 
@@ -271,10 +264,8 @@ def _functional() -> torch.Tensor:
 def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
     leaf = make()
     assert is_tensor(leaf)
-
     with pytest.raises(UnsupportedLeaf, match=what) as caught:
         describe_leaf("a.b", leaf)
-
     assert caught.value.message.startswith("'a.b' ")
     assert caught.value.hint
     assert caught.value.details["key"] == "a.b"
@@ -282,7 +273,6 @@ def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
 
 def test_meta_where_allowed() -> None:
     leaf = describe_leaf("k", torch.empty(2, 3, device="meta"), allow_meta=True, writable=True)
-
     assert only(leaf).is_meta
     assert leaf.alias is None
 
@@ -291,7 +281,6 @@ def test_alias_is_the_same_memory_seen_the_same_way() -> None:
     """Tied weights share an alias; another shape, stride, offset, dtype or memory does not."""
     base = torch.arange(12.0).reshape(3, 4)
     alias = describe_leaf("a", base).alias
-
     same = [base, nn.Parameter(base), base.view(3, 4), base.numpy(), base.as_subclass(Tagged), base[:]]
     same += [ShardedBox(base, offsets=(0, 0), shape=(3, 4))]
     for other in same:
@@ -324,7 +313,6 @@ def test_alias_of_several_pieces() -> None:
 def test_what_cannot_be_filled(leaf: Any) -> None:
     """A leaf whose memory would not become the loaded values is refused for loading, not for saving."""
     describe_leaf("k", leaf)
-
     with pytest.raises(UnsupportedLeaf, match="'k'"):
         describe_leaf("k", leaf, writable=True)
 
@@ -352,7 +340,6 @@ def test_sharded_boxes() -> None:
         [(first, (0, 0)), (torch.ones(0, 3), (2, 0)), (second, (4, 0))], shape=(6, 3), dtype=torch.float32
     )
     leaf = describe_leaf("k", box)
-
     assert (leaf.dtype, leaf.shape) == (torch.float32, (6, 3))
     assert [piece.offsets for piece in leaf.pieces] == [(0, 0), (4, 0)]
     assert [piece.tensor.data_ptr() for piece in leaf.pieces] == [first.data_ptr(), second.data_ptr()]
@@ -374,7 +361,6 @@ def test_sharded_boxes() -> None:
 )
 def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) -> None:
     box = ShardedBox.of([(tensor, offsets)], shape=(6, 3), dtype=torch.float32)
-
     with pytest.raises(InvalidShards, match=rf"'a\.b'.*{what}"):
         describe_leaf("a.b", box)
 
@@ -384,7 +370,6 @@ def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) 
 )
 def test_pieces_are_plain_tensors(piece: Any) -> None:
     box = ShardedBox.of([(piece, (0,) * len(piece.shape))], shape=tuple(piece.shape), dtype=torch.float32)
-
     with pytest.raises(UnsupportedLeaf, match="'k'"):
         describe_leaf("k", box)
 
@@ -396,7 +381,6 @@ def test_dtensor(mesh: DeviceMesh, placement: Any) -> None:
     parameter = nn.Parameter(distribute_tensor(full, mesh, [placement]))
     leaf = describe_leaf("k", parameter)
     view = only(leaf)
-
     check_plain(view)
     assert torch.equal(view, full)
     assert view.data_ptr() == parameter._local_tensor.data_ptr()
@@ -449,7 +433,6 @@ def test_materialize_plain_tensors() -> None:
     """A meta tensor gets memory of the same shape and order of strides; anything else is returned as it is."""
     meta = torch.empty(2, 3, 4, device="meta", dtype=torch.bfloat16).permute(2, 0, 1)
     made = materialize("k", meta)
-
     assert (made.device.type, made.shape, made.stride(), made.dtype) == ("cpu", meta.shape, meta.stride(), meta.dtype)
     assert only(describe_leaf("k", made, writable=True)).data_ptr() == made.data_ptr()
     for real in (
@@ -471,7 +454,6 @@ def test_materialize_keeps_the_kind() -> None:
     tagged_parameter = nn.Parameter(torch.empty(2, device="meta").as_subclass(Tagged))
     for leaf in (frozen, special, tagged_parameter, nn.Parameter(torch.empty(2, device="meta"))):
         made = materialize("k", leaf)
-
         assert type(made) is type(leaf)
         assert isinstance(made, nn.Parameter)
         assert made.is_leaf
@@ -486,7 +468,6 @@ def test_materialize_boxes() -> None:
     real = torch.ones(2)
     box = ShardedBox.of([(real, (0,)), (torch.empty(2, device="meta"), (2,))], shape=(4,), dtype=torch.float32)
     made = materialize("k", box)
-
     assert made.pieces[0][0] is real
     assert [offsets for _, offsets in made.pieces] == [(0,), (2,)]
     assert len(describe_leaf("k", made, writable=True).pieces) == 2
@@ -496,7 +477,6 @@ def test_materialize_dtensors(mesh: DeviceMesh) -> None:
     meta = nn.Parameter(distribute_tensor(torch.empty(3, 4, device="meta").t(), mesh, [Shard(1)]))
     meta.tensor_parallel = True
     made = materialize("k", meta)
-
     assert isinstance(made, DTensor)
     assert isinstance(made, nn.Parameter)
     assert made.requires_grad
@@ -511,7 +491,6 @@ def test_materialize_dtensors(mesh: DeviceMesh) -> None:
 
 def test_materialize_refuses_what_it_cannot_make() -> None:
     wrapper = torch.Tensor._make_wrapper_subclass(Packed, (2,), device="meta")
-
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b'.*Packed"):
         materialize("a.b", wrapper)
 

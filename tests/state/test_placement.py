@@ -92,7 +92,6 @@ def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> No
         local = left_to_right(full, mesh, at, placements)
         size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
         found, boxes = local_layout(shape, mesh, at, as_written(placements))
-
         assert found == tuple(local.shape) == tuple(size)
         check(full, local, boxes)
         if 0 not in size:
@@ -112,7 +111,6 @@ def test_plain_shards_are_one_box(sharding: tuple[Ints, Ints, tuple[Placement, .
         for there, _ in boxes:
             count[slices(there)] += 1
     replicas = math.prod(n for n, p in zip(mesh, placements, strict=True) if p.is_replicate())
-
     assert bool((count == replicas).all())
 
 
@@ -152,14 +150,12 @@ def test_three_dimensional_meshes(placements: tuple[Placement, ...], order: list
     for rows, columns, at in itertools.product(range(20), (1, 5), coordinates(mesh)):
         full = numbered((rows, columns))
         local = in_order(full, mesh, at, order)
-
         check(full, local, dtensor_boxes("k", spec_of((rows, columns), mesh, at, placements), tuple(local.shape)))
 
 
 def test_strided_without_its_partner() -> None:
     """A strided placement that no other accounts for gives several disjoint boxes, in the order of the local tensor."""
     boxes = dtensor_boxes("k", spec_of((9,), (4,), (0,), (_StridedShard(0, split_factor=2),)), (3,))
-
     assert boxes == [(Box((0,), (2,)), Box((0,), (2,))), (Box((5,), (1,)), Box((2,), (1,)))]
 
 
@@ -173,7 +169,6 @@ def test_views_keep_the_written_order() -> None:
     """A spec that says its strides are no shard order is read left to right only."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     spec = spec_of((9,), (4, 2), (3, 0), placements, use_strided_shard_as_shard_order=False)
-
     assert possible_cuts("k", spec, (4, 2)) == [[Cut(0, 0, 2), Cut(1, 0)]]
 
 
@@ -184,14 +179,12 @@ def test_shard_order_of_each_dimension() -> None:
     for at in coordinates(mesh):
         local = in_order(full, mesh, at, [(2, 0), (1, 0), (3, 1), (0, 1)])
         spec = spec_of(shape, mesh, at, placements, shard_order=((0, (2, 1)), (1, (3, 0))))
-
         check(full, local, dtensor_boxes("k", spec, tuple(local.shape)))
 
 
 def test_huge_dimensions_cost_nothing() -> None:
     n = 10**12 + 7
     boxes = local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[1]
-
     assert (
         sum(there.sizes[0] for there, _ in boxes)
         == local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[0][0]
@@ -231,7 +224,6 @@ def test_empty_local_tensors_of_another_shape() -> None:
 def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
     """One rank in fifty thousand has two readings of one shape; it is read as FSDP's, and a wrong tiling would show."""
     spec = spec_of((27,), (3, 4), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
-
     assert [
         local_layout((27,), (3, 4), (2, 2), cuts)[1][0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))
     ] == [(20,), (26,)]
@@ -317,7 +309,6 @@ def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
     mixes = list(itertools.product(choices, repeat=len(mesh_shape)))
     cases = [(shape, mix) for shape, mix in itertools.product(SHAPES, mixes)][:: 1 if len(mixes) < 30 else 7]
     world = rank_pool.run(math.prod(mesh_shape), distributed, mesh_shape, cases)
-
     for i, (shape, mix) in enumerate(cases):
         replicas = math.prod(n for n, p in zip(mesh_shape, mix, strict=True) if p == ("replicate",))
         check_world(shape, [rank[i] for rank in world], replicas)
@@ -327,7 +318,6 @@ def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
 def test_real_shard_orders(rank_pool: RankPool, mesh_shape: Ints, shape: Ints) -> None:
     orders = list(itertools.permutations(range(len(mesh_shape))))
     world = rank_pool.run(math.prod(mesh_shape), reordered, mesh_shape, shape, orders)
-
     for i in range(len(orders)):
         check_world(shape, [rank[i][0] for rank in world], 1)
         assert all(rank[i][1] for rank in world)
@@ -340,7 +330,6 @@ def test_real_fsdp_over_tensor_parallel(rank_pool: RankPool, mesh_shape: Ints) -
     world = rank_pool.run(math.prod(mesh_shape), parallel_layers, mesh_shape, rows)
     tensor = mesh_shape[-1]
     replicas = mesh_shape[0] if len(mesh_shape) == 3 else 1
-
     for i, n in enumerate(rows):
         placements, _ = world[0][i]
         assert ("_StridedShard" in placements[0]) == (tensor > 1)

@@ -42,7 +42,6 @@ def test_operations_are_recorded_in_order():
 )
 def test_errors_strike_once_at_their_turn(fault, error, number, at):
     store = FaultyStore(MemoryStore(), fault, at=at)
-
     with raises_errno(number, error):
         work(store)
     assert VERBS[at] == store.operations[-1].split()[0]
@@ -53,7 +52,6 @@ def test_only_chosen_verbs_are_counted():
     store = FaultyStore(MemoryStore(), at=1, verbs={"put"})
     store.put("a", b"1")
     store.delete("a")
-
     with pytest.raises(StorageError):
         store.put("b", b"2")
     assert store.operations == ["put a", "delete a", "put b"]
@@ -66,7 +64,6 @@ def test_short_write_and_read_move_half():
         writer.write_at(0, memoryview(DATA))
     writer.finish()
     assert DATA[:50] + bytes(50) == read_blob(inner, "a")
-
     into = bytearray(50)
     with pytest.raises(StorageError):
         FaultyStore(inner, "short", at=0, verbs={"read_into"}).open("a").read_into(0, memoryview(into))
@@ -80,7 +77,6 @@ def test_truncate_and_flip_are_silent():
     FaultyStore(inner, "flip", at=0).put("put", DATA)
     FaultyStore(inner, "truncate", at=0).put("half", DATA)
     once = DATA[:50] + bytes([DATA[50] ^ 0x10]) + DATA[51:]
-
     assert DATA[:50] + bytes(50) == read_blob(inner, "cut")
     assert once == read_blob(inner, "flipped")
     assert once == read_blob(inner, "put")
@@ -102,7 +98,6 @@ def test_crash_ends_everything(at):
     with pytest.raises(InjectedCrash):
         work(store)
     left = [(blob.name, blob.nbytes) for blob in inner.list()]
-
     for attempt in (partial(work, store), store.list, partial(store.open, "a"), partial(store.delete, "a")):
         with pytest.raises(InjectedCrash):
             attempt()
@@ -117,7 +112,6 @@ def test_the_dead_do_not_clean_up():
         writer.write_at(0, memoryview(b"abc"))
     writer.abandon()
     assert [blob.name for blob in inner.list()] == ["a"]
-
     writer = FaultyStore(inner, at=1).create("b", 3)
     with pytest.raises(StorageError):
         writer.write_at(0, memoryview(b"abc"))

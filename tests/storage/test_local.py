@@ -79,13 +79,11 @@ def test_writes_do_not_follow_links(store, tmp_path):
     victim.write_bytes(b"precious")
     store.put("a", b"1")
     (tmp_path / "store" / "planted").symlink_to(victim)
-
     with pytest.raises(StorageError):
         store.create("planted", 3)
     with pytest.raises(StorageError):
         store.put("planted", b"new")
     store.put("planted", b"new", replace=True)
-
     assert victim.read_bytes() == b"precious"
     assert store.get("planted", limit=3) == b"new"
 
@@ -95,14 +93,12 @@ def test_strange_files_are_not_listed(store, tmp_path):
     store.put("a", b"1")
     for name in (".tmp-0123", "with space", "ünï", "~backup"):
         (tmp_path / "store" / name).write_bytes(b"x")
-
     assert [blob.name for blob in store.list()] == ["a"]
 
 
 def test_a_file_in_place_of_the_directory(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     store = LocalStore(tmp_path / "file")
-
     for attempt in (lambda: store.put("a", b""), lambda: store.open("a"), store.list, lambda: store.create("a", 1)):
         with raises_errno(errno.ENOTDIR, match="Not a directory"):
             attempt()
@@ -115,7 +111,6 @@ def test_a_full_disk_is_known_at_create(tiny):
     """Space is taken when a blob is created: no byte is written in vain, and nothing is left behind."""
     with pytest.raises(StorageFull, match=r"/big: cannot create: No space left on device \(errno ENOSPC\)") as caught:
         tiny.create("big", 64 * MIB)
-
     assert caught.value.errno == errno.ENOSPC
     assert "free some space" in caught.value.hint
     assert list(tiny.list()) == []
@@ -136,7 +131,6 @@ def test_a_full_disk_stops_a_write(tiny, monkeypatch):
     with pytest.raises(StorageFull, match=f"at offset {4 * MIB}") as caught:
         writer.write_at(4 * MIB, memoryview(bytes(12 * MIB)))
     writer.abandon()
-
     assert caught.value.details == {"name": "big", "offset": 4 * MIB, "errno": errno.ENOSPC}
     assert list(tiny.list()) == []
 
@@ -161,7 +155,6 @@ def test_finish_reports_and_abandon_cleans(store, monkeypatch, call):
     with pytest.raises(StorageError, match=r"/a: cannot make durable: Input/output error \(errno EIO\)"):
         writer.finish()
     writer.abandon()
-
     assert os.listdir(store.url) == []
 
 
@@ -180,7 +173,6 @@ def test_a_failed_put_keeps_the_old_blob(store, monkeypatch, call, replace):
             failing(call, errno.EIO, patch)
         with pytest.raises(StorageError) as caught:
             store.put("a", b"new", replace=replace)
-
     assert caught.value.errno in {errno.EIO, errno.EEXIST}
     assert os.listdir(store.url) == ["a"]
     # Only the directory's fsync comes after the replacing.
@@ -214,9 +206,7 @@ LocalStore(sys.argv[1]).put("a", b"new", replace=True)
 def test_a_crash_inside_put_leaves_old_or_new(store, call):
     """A process that dies before the replace leaves the old bytes; what it leaves besides is not listed."""
     store.put("a", b"old")
-
     died = subprocess.run([sys.executable, "-c", CRASHING, store.url, call], check=False)
-
     assert died.returncode == 9
     assert store.get("a", limit=3) == (b"new" if call == "fsync" else b"old")
     assert [blob.name for blob in store.list()] == ["a"]
@@ -227,7 +217,6 @@ def test_messages_name_place_and_errno(store, monkeypatch):
     failing("preadv", errno.EIO, monkeypatch)
     with closing(store.open("a")) as reader, pytest.raises(StorageError) as caught:
         reader.read_into(7, memoryview(bytearray(3)))
-
     assert str(caught.value) == f"{store.url}/a: cannot read at offset 7: Input/output error (errno EIO)"
     assert caught.value.details == {"name": "a", "offset": 7, "errno": errno.EIO}
     assert isinstance(caught.value.__cause__, OSError)
@@ -238,7 +227,6 @@ def test_failed_opens_leak_nothing(store, monkeypatch):
     data = sample(3 * MIB)
     write_blob(store, "a", data)
     failing("open", errno.EINVAL, monkeypatch, when=lambda path, flags, *_: bool(flags & os.O_DIRECT))
-
     assert read_blob(store, "a") == data
     write_blob(store, "b", data)
     assert read_blob(store, "b") == data
@@ -265,7 +253,6 @@ def test_short_reads_and_writes(store, monkeypatch, most):
     writer = store.create("a", len(data))
     writer.write_at(0, memory)
     writer.finish()
-
     drop_cached(store, "a", 0, len(data))
     assert read_blob(store, "a") == data
 
@@ -279,7 +266,6 @@ def test_direct_writes_refused(store, monkeypatch):
     writer = store.create("a", len(data))
     writer.write_at(0, data)
     writer.finish()
-
     drop_cached(store, "a", 0, len(data))
     assert read_blob(store, "a") == bytes(data)
 
@@ -386,7 +372,6 @@ def test_reads_from_network_file_systems_are_shared(store, monkeypatch, kind, is
     """By default ranks share reads from a file system that is not on a disk of this machine, and from no other."""
     monkeypatch.setattr(local, "_file_system", lambda _fd: kind)
     store.put("a", b"1")
-
     assert base.is_remote(FaultyStore(store)) == is_remote
     assert (peers_of(store, World(0, 2), sk.Options()) is not None) == is_remote
     assert peers_of(store, World(0, 2), sk.Options(share_reads=False)) is None

@@ -24,7 +24,6 @@ def test_large_writes_bypass_the_cache(store, offset):
     writer = store.create("a", len(data))
     writer.write_at(offset, data[offset:])
     writer.finish()
-
     assert cached(store, "a") <= ALIGNMENT * (1 + bool(offset))
 
 
@@ -64,7 +63,6 @@ def test_warm_reads_come_from_the_cache(store, monkeypatch):
     if cached(store, "a") < len(data):
         pytest.skip("the system did not keep the file cached")
     failing("preadv", errno.EIO, monkeypatch, when=is_direct)
-
     assert read_blob(store, "a") == data
 
 

@@ -28,7 +28,6 @@ from shardkeep.storage.resolve import open_store
 )
 def test_paths_and_file_urls_are_local(where, path):
     store = open_store(where, direct=False)
-
     assert isinstance(store, LocalStore)
     assert path == store.url
 

@@ -162,5 +162,4 @@ def on_a_rank(wrapper: str) -> list[str]:
 def test_state_is_that_of_torch_and_training_goes_on(rank_pool: RankPool, wrapper: str, size: int):
     """Names, kinds and bits of what is read equal torch's; what is set trains on as if it had never stopped."""
     found: list[Any] = rank_pool.run(size, on_a_rank, wrapper, timeout_s=60)
-
     assert found == [[]] * size

@@ -52,9 +52,7 @@ def test_everything_a_module_has_comes_back(options: Any, wrap: Any):
     source.norm.num_batches_tracked += 5
     state = get_model_state_dict(source, options=options)
     before = plain(state)
-
     keys = set_model_state_dict(target, state, options=options)
-
     assert list(state) == list(Extra().state_dict())
     assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
     assert not differences(plain(target.state_dict()), plain(source.state_dict()))
@@ -64,7 +62,6 @@ def test_everything_a_module_has_comes_back(options: Any, wrap: Any):
 def test_state_is_the_modules_own_memory():
     model = torch.compile(Net())
     state = module_state(model)
-
     assert all(state[name].data_ptr() == tensor.data_ptr() for name, tensor in model._orig_mod.named_parameters())
     assert not any(value.requires_grad for value in state.values())
 
@@ -103,7 +100,6 @@ def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
     state.pop("head.bias")
     state["head.other"] = torch.ones(1)
     options = StateDictOptions(strict=strict, full_state_dict=whole)
-
     if strict:
         with pytest.raises(RuntimeError, match=r"head\.bias"):
             set_model_state_dict(model, state, options=options)
@@ -117,7 +113,6 @@ def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
 def test_other_shapes_are_refused_by_name(options: Any):
     state = get_model_state_dict(Net())
     state["head.bias"] = torch.ones(7)
-
     with pytest.raises((RuntimeError, ValueError), match=r"head\.bias"):
         set_model_state_dict(Net(), state, options=options)
 
@@ -129,9 +124,7 @@ def test_a_model_on_meta_takes_whole_state():
         target = Net()
     target.head = nn.Linear(*source.head.weight.shape[::-1])
     held = target.head.weight
-
     set_model_state_dict(target, get_model_state_dict(source), options=WHOLE)
-
     assert target.head.weight is held
     assert not target.norm.weight.requires_grad
     assert not differences(plain(target.state_dict()), plain(source.state_dict()))
@@ -166,9 +159,7 @@ def test_modules_that_rename_their_own_state(whole: bool):
     options = StateDictOptions(dsd_fqn_modifiers="my_names", full_state_dict=whole)
     source, target = nn.Sequential(Hooked()), nn.Sequential(Hooked())
     state, optim_state = get_state_dict(source, adamw(source.parameters()), options=options)
-
     set_model_state_dict(target, state, options=options)
-
     assert set(state) == {"0.weight", "0.bias", "0.made.up"}
     assert set(optim_state["state"]) == {"0.weight", "0.bias"}
     assert torch.equal(target[0].inner.weight, source[0].inner.weight)
@@ -178,10 +169,8 @@ def test_state_by_submodule_is_still_understood():
     """The deprecated form, a state dict for each submodule, loads with a warning."""
     source, target = Net(), Net()
     state = {getattr(target, name): getattr(source, name).state_dict() for name in ("first", "second")}
-
     with pytest.warns(FutureWarning):
         set_model_state_dict(target, state, options=StateDictOptions(strict=False))
-
     assert not differences(plain(target.second.state_dict()), plain(source.second.state_dict()))
 
 
@@ -198,7 +187,6 @@ def test_two_keys_that_become_one_are_refused():
     model = nn.Module()
     model.layer = torch.compile(nn.Linear(2, 2))
     model._register_state_dict_hook(lambda _m, state, prefix, _l: state.update({"layer.weight": torch.ones(1)}))
-
     with pytest.raises(KeyCollision, match=r"layer\.weight"):
         get_model_state_dict(model)
 
