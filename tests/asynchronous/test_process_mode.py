@@ -200,7 +200,6 @@ def test_killed_with_a_file_half_written(place, monkeypatch):
 
 
 def test_killed_while_idle(place):
-    """Nobody needs to hear of a process that had nothing to do: the next save starts another one."""
     pid = started_child(place)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not writer_manager()._process.alive())
@@ -209,7 +208,6 @@ def test_killed_while_idle(place):
 
 
 def test_all_saves_in_flight_fail_with_it(place):
-    """Two saves share the process: both fail, and the failure nobody asked for is raised by the next save."""
     pid = started_child(place)
     stop(pid)
     handles = [save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2)]
@@ -494,7 +492,6 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
 
 
 def test_a_fork_of_the_trainer_harms_nothing(place):
-    """A forked process drops what it inherited; memory and writer of its parent stay as they are."""
     ran = run_script(
         """
         import os, sys, torch, shardkeep as sk

@@ -92,7 +92,6 @@ def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, m
     ],
 )
 def test_mistakes_are_explained(shardkeep, words, said):
-    """What is misspelt ends with 2 and a guess, and prints nothing on stdout that a script could take for an answer."""
     answer = shardkeep(*words)
     assert answer.code == 2
     assert said in answer.err
@@ -137,7 +136,6 @@ LOOKING = [
 
 
 def test_looking_imports_no_torch(run_dir):
-    """Commands that read no tensors import neither torch nor, without a terminal, rich."""
     commands = [command.format(run=run_dir).split() for command in LOOKING]
     script = (
         "import sys; from shardkeep.cli.main import main\n"
@@ -150,7 +148,6 @@ def test_looking_imports_no_torch(run_dir):
 
 
 def test_a_closed_pipe_is_silent(checkpoint):
-    """`shardkeep ls … | head` says nothing on stderr, however much was left to print."""
     command = f"{' '.join(SHARDKEEP)} ls {checkpoint} -l | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
@@ -165,8 +162,6 @@ def test_a_closed_pipe_is_silent(checkpoint):
 
 
 def test_ctrl_c_ends_with_130(monkeypatch):
-    """An interrupt ends a command as shells expect, without a traceback."""
-
     def interrupted(words):
         signal.raise_signal(signal.SIGINT)
 
@@ -299,7 +294,6 @@ def wide_run(tmp_path_factory):
     ],
 )
 def test_no_word_or_number_is_cut_in_two(shardkeep, wide_run, words, monkeypatch):
-    """In 80 columns, lines fit, and every word and number is one that a pipe gets, too."""
     monkeypatch.chdir(wide_run.parent)
     arguments = words.format(run=wide_run.name).split()
     piped = shardkeep(*arguments).out

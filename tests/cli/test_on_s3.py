@@ -89,7 +89,6 @@ def test_differences(shardkeep, run_url):
 
 
 def test_there_and_back(shardkeep, run_url, tmp_path):
-    """Converted to torch's layout and exported to Hugging Face inside the bucket, and converted back to a disk: exact."""
     away = run_url.removesuffix("run")
     assert shardkeep("convert", f"{run_url}/step-20", f"{away}dcp", "--to", "dcp").code == 0
     assert shardkeep("convert", f"{away}dcp", tmp_path / "back", "--to", "native").code == 0
@@ -101,7 +100,6 @@ def test_there_and_back(shardkeep, run_url, tmp_path):
 
 
 def test_prune(shardkeep, run_url):
-    """What no rule keeps is deleted from the bucket, all of it; what is kept is sound."""
     other = run_url + "-pruned"
     for step in (1, 2, 3):
         sk.save(state_of(step), f"{other}/step-{step}", step=step)

@@ -35,7 +35,6 @@ def test_every_truncation_of_record_and_index(subject, which):
 
 
 def test_truncations_of_data_files(subject):
-    """A data file cut to any length is refused before it is read: both sizes are in the error."""
     for number, entry in enumerate(subject.record.files):
         data = subject.blobs[entry.name]
         for length in lengths(data, number):
@@ -53,7 +52,6 @@ def test_bytes_appended(subject, tail):
 
 
 def test_files_missing(subject):
-    """Without its record there is no checkpoint; without any other file there is an error that names it."""
     for name in subject.blobs:
         if name == RECORD_NAME:
             answers = doors.try_all(subject.with_blob(name, None), subject, f"{name} missing")

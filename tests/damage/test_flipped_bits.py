@@ -50,7 +50,6 @@ def test_every_byte_of_record_and_index(subject, which):
 
 
 def test_every_bit_of_a_record():
-    """All eight bits of every byte of a record, for its text is short and each bit can mean something in JSON."""
     subject = one_rank()
     data = subject.blobs[RECORD_NAME]
     for at in range(len(data)):

@@ -156,7 +156,6 @@ def memory_files():
 
 
 def test_pickles_with_tensors():
-    """Each memory arrives once, whatever views there are of it; without its memory file a pickle is refused."""
     sent = [torch.full((2,), float(index)) for index in range(450)]
     data, memory, path, nbytes = pickle_with_tensors([[sent, sent[7], sent[8][1:], torch.empty(0), "x"]])
     found, again, view, empty, text = _Unpickler(data, path).load()

@@ -332,7 +332,6 @@ def convert_big(folder):
 
 
 def test_neither_direction_holds_the_model(rank_pool, tmp_path):
-    """Of 192 MiB, half of them in one tensor, a sixth at most is ever in memory, and the values are right."""
     [(taken, right)] = rank_pool.run(1, convert_big, str(tmp_path))
     assert right
     assert {name: nbytes for name, nbytes in taken.items() if nbytes > MOST} == {}
@@ -343,7 +342,6 @@ def command(*args):
 
 
 def test_the_command_converts_both_ways(tmp_path):
-    """With torch's arguments; a file goes into a checkpoint and back."""
     torch.save({"w": numbered(5)}, tmp_path / "file.pt")
     there = command("torch_to_dcp", tmp_path / "file.pt", tmp_path / "ck")
     back = command("dcp_to_torch", tmp_path / "ck", tmp_path / "back.pt")

@@ -194,7 +194,6 @@ def test_planners_that_use_one_buffer_for_all(tmp_path):
 
 
 def test_damage_to_the_seal_is_noticed(tmp_path):
-    """Metadata that lost a part of their seal, or have anything else behind them, are not taken for torch's."""
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
     whole = (tmp_path / ".metadata").read_bytes()
     for data in (whole[:-3], whole + b"\0", whole[:-30]):

@@ -93,7 +93,6 @@ def test_loads_through_windows_are_bit_exact(tmp_path, as_on_a_device):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_of_stored_chunks_are_read_through_windows(tmp_path, as_on_a_device, axis):
-    """Rows of a stored tensor are one run on both sides, columns are not; both are filled with what they should."""
     full = random_tensor((64, 96), torch.float32, seed=5)
     sk.save({"w": full}, tmp_path)
     offsets = (9, 0) if axis == 0 else (0, 9)

@@ -163,7 +163,6 @@ def partial_index(data):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_parts_say_what_the_whole_says_of_a_box(data):
-    """The plan of random boxes, in random order, is the same by parts and by the whole."""
     index, encoded = irregular()
     partial, reads = partial_index(encoded)
     tensors = data.draw(st.lists(st.integers(0, 61), min_size=1, max_size=5))
@@ -182,7 +181,6 @@ def test_parts_say_what_the_whole_says_of_a_box(data):
 
 
 def test_parts_hold_the_columns_of_the_whole():
-    """Names, shapes, ties and values are those of the whole, and `check_parts` finds nothing."""
     index, encoded = irregular()
     partial, _ = partial_index(encoded)
     partial.check_parts()

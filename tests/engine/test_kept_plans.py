@@ -136,7 +136,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_on_all_ranks_is_planned(tmp_path, change):
-    """The save after a change holds what the state is then; and so does the one that changes back."""
     plans = [{}, {}, change, change, {}]
     saves(tmp_path, [lambda rank, step=step, how=how: state_of(rank, step, **how) for step, how in enumerate(plans)])
     for step, how in enumerate(plans):
@@ -145,8 +144,6 @@ def test_a_change_on_all_ranks_is_planned(tmp_path, change):
 
 @pytest.mark.parametrize("changed", range(RANKS))
 def test_a_change_on_one_rank_is_planned(tmp_path, changed):
-    """One rank's new tensor makes all ranks send their manifests again."""
-
     def state(rank, step):
         extra = {"extra": torch.full((4,), float(step))} if rank == changed and step == 2 else {}
         return state_of(rank, step) | extra
@@ -173,8 +170,6 @@ def test_a_tensor_that_moves_to_another_rank_is_planned(tmp_path):
 
 
 def test_tensors_that_become_tied_are_planned(tmp_path):
-    """What is stored once follows from memory, which a rank compares in every save."""
-
     def state(rank, step):
         first = torch.full((4,), float(step))
         return {"a": first, "b": first if step == 2 else first + 1}

@@ -44,7 +44,6 @@ def test_report_says_what_was_loaded(saved):
 
 
 def test_all_differences_come_in_one_error_before_anything_changes(saved):
-    """Missing, unexpected, wrongly shaped and wrongly kinded keys are listed together, and the state is untouched."""
     state = zeros()
     state["model"]["layers.2.w"] = torch.zeros(1)
     state["model"]["layers.1.w"] = torch.zeros(3, 2)
@@ -252,7 +251,6 @@ def test_a_name_that_is_loaded_is_not_suggested_for_another(tmp_path):
 
 
 def test_suggestions_are_of_the_same_kind_and_depth(tmp_path):
-    """A tensor is suggested for a tensor, a value for a value, and neither one that lies deeper."""
     sk.save({"rates": torch.ones(1), "rate": 1, "in": {"rates.x": torch.ones(1)}}, tmp_path / "ck")
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load({"ratess": 0, "ratez": torch.ones(1), "in": {"ratesx": torch.ones(1)}}, tmp_path / "ck")
@@ -287,7 +285,6 @@ def test_one_memory_cannot_take_two_tensors(saved):
 
 
 def test_nothing_there_says_so(tmp_path):
-    """An empty place, and one with only other files, are not checkpoints, and no file is made by asking."""
     with pytest.raises(sk.CheckpointNotFound, match="does not exist"):
         sk.load({}, tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -326,7 +323,6 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path, there, capsys):
 
 
 def test_a_place_that_refuses_the_first_file_is_named(tmp_path):
-    """The error of a save that cannot begin names the place, not the claim file."""
     for at in range(8):
         with pytest.raises(sk.StorageFull) as caught:
             sk.save({"w": torch.zeros(1)}, FaultyStore(sk.MemoryStore("memory://m"), "full", at=at))
@@ -334,7 +330,6 @@ def test_a_place_that_refuses_the_first_file_is_named(tmp_path):
 
 
 def test_overwriting_is_an_opt_in(saved):
-    """A committed checkpoint is replaced only when asked, and then nothing of it is left."""
     before = sk.open(saved).record.save_id
     with pytest.raises(FileExistsError, match="overwrite=True"):
         sk.save({"x": torch.ones(1)}, saved)

@@ -75,7 +75,6 @@ def test_a_misspelt_key_is_answered_with_near_ones(tmp_path, capsys, asked, says
 
 
 def test_a_tensor_knows_what_it_is_before_it_is_read(opened):
-    """Shape, dtype, size and stored boxes need no data."""
     stored = opened["w"]
     assert (stored.shape, stored.dtype, stored.ndim) == ((3, 4, 5), torch.float32, 3)
     assert (stored.nbytes, len(stored)) == (240, 3)
@@ -102,7 +101,6 @@ def test_numpy_views(opened):
     ],
 )  # fmt: skip
 def test_bad_indices_are_refused(opened, index):
-    """Out of range, too many, negative steps, masks and fancy indices name the key. True is not the index 1."""
     with pytest.raises((IndexError, ValueError), match="'w'"):
         opened["w"][index]
 
@@ -130,7 +128,6 @@ def test_opening_reads_no_tensor_data(place):
 
 
 def test_to_dict_reads_all_tensors_together(tmp_path):
-    """Hundreds of tensors cost a few opens and one read of each header, not one of each for every tensor."""
     state = {"m": {f"t{i}": torch.full((3,), float(i)) for i in range(300)}, "o": {"x": torch.ones(2)}, "n": 3}
     sk.save(state, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
@@ -271,7 +268,6 @@ def test_what_can_be_no_key_is_not_there(opened, key):
 
 
 def test_a_checkpoint_replaced_while_open_says_so(place):
-    """Its files are gone because another save took their place; nothing needs to be restored."""
     checkpoint = sk.open(place)
     sk.save({"w": torch.ones(9)}, place, overwrite=True)
     for use in (lambda: checkpoint["w"][...], checkpoint.to_dict):

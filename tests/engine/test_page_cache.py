@@ -47,7 +47,6 @@ def wait_for(what):
 
 @pytest.mark.parametrize("door", ["sk", "dcp"])
 def test_the_newest_save_is_kept_and_the_one_before_dropped(tmp_path, door):
-    """After a save its files get into the page cache; when a newer one is committed, they leave it."""
     state = {"w": torch.ones(NBYTES // 4)}
     for step in (1, 2):
         where = tmp_path / f"step-{step}"

@@ -74,7 +74,6 @@ def world_size(layout):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
 def test_any_layout_loads_into_any_other(case):
-    """Whatever the shapes, dtypes, meshes and placements, every rank gets exactly its part of the full tensors."""
     fulls = [random_tensor(shape, dtype, seed=i) for i, (shape, dtype, _, _) in enumerate(case)]
     writers = max(world_size(before) for _, _, before, _ in case)
     readers = max(world_size(after) for _, _, _, after in case)

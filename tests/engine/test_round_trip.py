@@ -51,7 +51,6 @@ def test_cast_is_opt_in_and_reported(tmp_path):
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype_is_valid_safetensors(tmp_path, dtype):
-    """Data files open in the safetensors library, which sees the same bytes."""
     tensor = random_tensor((6, 4), dtype)
     sk.save({"w": tensor}, tmp_path / "ck")
     [name] = [name for name in os.listdir(tmp_path / "ck") if name.endswith(".safetensors")]
@@ -89,7 +88,6 @@ def test_either_group_of_files_can_be_dropped(tmp_path):
 
 
 def test_pickle_is_an_opt_in_at_both_ends(tmp_path):
-    """A leaf without a safe form is refused by name, or pickled if allowed; so it is by a load."""
     state = {"deep": {"thing": Colour}, "w": torch.ones(2)}
     with pytest.raises(sk.UnsupportedLeaf, match=r"deep\.thing"):
         sk.save(state, tmp_path / "ck")

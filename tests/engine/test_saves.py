@@ -36,7 +36,6 @@ def names(place):
 
 @pytest.mark.parametrize("step", [1.5, "3", True, 1 << 63, -(1 << 63) - 1, math.nan])
 def test_a_step_that_is_no_number_is_refused_before_anything_changes(tmp_path, step):
-    """A step the record cannot hold is a StateError, and the checkpoint that was there is as it was."""
     sk.save({"x": torch.ones(3)}, tmp_path, step=1)
     before = names(tmp_path)
     with pytest.raises(StateError, match="step is"):
@@ -74,7 +73,6 @@ ENDLESS["me"] = ENDLESS
     ],
 )
 def test_meta_that_json_would_change_is_refused_before_anything_is_written(meta, what):
-    """What would not come back equal is named by its path, and no file was made."""
     store = MemoryStore()
     store.create = None  # planning writes nothing
     with pytest.raises(StateError, match=what):
@@ -310,7 +308,6 @@ def test_a_failed_write_removes_its_finished_files():
 
 @pytest.mark.parametrize("where", [None, b"runs/a", 3, {"a": 1}, ["a"]], ids=repr)
 def test_what_is_no_place_is_refused(where):
-    """A place of another type is refused by name, with what is accepted."""
     for call in (sk.save, sk.load):
         with pytest.raises(CheckpointError, match=r"not a place to keep a checkpoint\n  hint: .*pass a path"):
             call({"x": torch.ones(3)}, where)

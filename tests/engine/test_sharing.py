@@ -150,7 +150,6 @@ def count_fetches(where, environment):
 
 
 def test_a_bucket_is_read_once(rank_pool, s3_server, s3_root):
-    """On an object store, sharing is the default: four ranks fetch each byte once."""
     sk.save({"w": torch.ones(6 << 20), "b": torch.ones(1000)}, s3_root)
     fetched = rank_pool.run(4, count_fetches, s3_root, s3_server.environment)
     nbytes = (6 << 20) * 4 + 4000

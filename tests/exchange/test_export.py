@@ -62,7 +62,6 @@ def test_a_checkpoint_of_any_layout_becomes_a_model(tmp_path, layout):
 @settings(max_examples=25)
 @given(st.data())
 def test_files_are_as_large_as_asked_for(tmp_path_factory, data):
-    """Whatever the sizes, no file holds more than the limit unless one tensor alone does, and all tensors are there."""
     where = tmp_path_factory.mktemp("shards")
     sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=12))
     limit = data.draw(st.integers(1, 4000))
@@ -205,7 +204,6 @@ def test_optimizer_state_is_not_exported(capsys, tmp_path, layout, form):
 
 
 def test_parts_beside_the_model_are_reported(tmp_path):
-    """Tensors outside of the model are not exported, and the report counts them, by part; what was excluded, it does not."""
     state = training_state() | {"ema": {"a": torch.ones(2), "b": {"c": torch.ones(1)}}}
     sk.save(state, tmp_path / "ck")
     assert sk.export(tmp_path / "ck", tmp_path / "hf").skipped == {"optim": 1, "array": 1, "ema": 2}
@@ -213,7 +211,6 @@ def test_parts_beside_the_model_are_reported(tmp_path):
 
 
 def test_plain_values_are_left_out_and_told(tmp_path):
-    """A Hugging Face model holds tensors only: the report lists the values that are not in it."""
     sk.save({"w": torch.ones(3), "step": 1, "deep": {"name": "x"}}, tmp_path / "ck")
     assert sk.export(tmp_path / "ck", tmp_path / "hf").left_out == ["step", "deep.name"]
 
@@ -286,7 +283,6 @@ def test_torch_opens_the_file_safely(tmp_path, layout):
 
 
 def test_values_that_torch_would_not_open_are_refused(tmp_path):
-    """A value that needs more than weights_only is an error that names it: the file would not open."""
     sk.save({"w": torch.ones(3), "odd": frozenset({1})}, tmp_path / "ck")
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")

@@ -136,7 +136,6 @@ def test_a_failed_copy_leaves_no_directory(source, tmp_path, form):
 
 
 def test_a_model_that_is_there_stays(source, tmp_path):
-    """Without overwrite all ranks are refused, and with it the old model is replaced."""
     make(source, tmp_path / "to", "hf")
     before = files_in(tmp_path / "to")
     outcomes = thread_outcomes(2, lambda world: make(source, tmp_path / "to", "hf", group=world))
@@ -234,7 +233,6 @@ def export_in_group(source, to, **more):
 
 
 def test_real_ranks_share_an_export(rank_pool, source, tmp_path):
-    """Over gloo, the default group shares the work; a program without a group passes the same argument."""
     shared = rank_pool.run(4, export_in_group, source, tmp_path / "shared")
     [alone] = rank_pool.run(1, export_in_group, source, tmp_path / "alone", init=False)
     assert shared == [alone] * 4

@@ -155,7 +155,6 @@ def test_files_for_torch_load(root, monkeypatch):
 
 @pytest.mark.parametrize("form", ["torch", "hf", "native"])
 def test_a_directory_is_made_where_it_is_missing(tmp_path, form):
-    """Every format of an export makes the directories that its place is in, given as a URL or as a path."""
     state = {"w": random_tensor((50,), torch.float32, 1)}
     sk.save(state, tmp_path / "a")
     for where in (f"file://{tmp_path}/new/one/w.pt", f"{tmp_path}/other/two/w.pt"):

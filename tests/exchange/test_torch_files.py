@@ -193,7 +193,6 @@ def test_models_of_hugging_face(tmp_path, form, where):
 
 @pytest.mark.parametrize("fault", ["lost", "misplaced", "elsewhere"])
 def test_an_index_that_is_wrong(tmp_path, fault):
-    """A file or key that is not where the index says, or is outside of the directory, is an error."""
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(2)}, tmp_path / "model" / "a.bin")
     torch.save({"v": torch.ones(2)}, tmp_path / "b.bin")

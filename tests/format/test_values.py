@@ -329,7 +329,6 @@ def test_cycles_and_depth_are_refused():
 
 
 def test_pickle_only_where_asked_and_only_the_unplain_part():
-    """allow_pickle pickles the inner object alone, and reading asks for it again."""
     value = [1, Opaque(7), {"a": Opaque(8)}]
     data = encode_value(value, key="k", allow_pickle=True)
     assert value == decode_value(data, key="k", allow_pickle=True)

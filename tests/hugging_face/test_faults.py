@@ -134,7 +134,6 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path):
 
 
 def test_mappings_that_do_not_fit(tmp_path):
-    """Names that are not there, no names, and files that are no numbers are ValueErrors before anything is written."""
     shard(tmp_path, 1, {"a": (TWO, [0, 0])})
     for mapping, said in [({"a": 1, "x": 1}, "'x'"), ({}, "empty"), ({"a": 0}, "from 1"), ({"a": "1"}, "from 1")]:
         with pytest.raises(ValueError, match=said):
@@ -171,7 +170,6 @@ def test_shards_of_an_older_save_are_gone(rank_pool, tmp_path):
 
 
 def test_files_of_two_saves_are_refused(rank_pool, tmp_path):
-    """A file of one save put among those of another is known by its save's id, even where it would fit."""
     for turn in ("one", "two"):
         rank_pool.run(2, save_shards, str(tmp_path / turn), "ours", 1)
     name = min(os.listdir(tmp_path / "one"))
@@ -235,7 +233,6 @@ def test_shards_are_not_put_beside_a_model(tmp_path):
 
 
 def test_shards_beside_a_foreign_file(tmp_path):
-    """Files without an index may stay beside shards; one with the same tensors makes the load fail, by name."""
     save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     save("ours", {"b": numbered(2)}, tmp_path, no_dist=True, save_distributed=True)
     into = {"a": torch.zeros(3), "b": torch.zeros(2)}

@@ -47,7 +47,6 @@ def renaming(base):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_reader_that_renames_keys(tmp_path, side):
-    """Renamed metadata and requests are read as by torch's reader; open files have safetensors' methods."""
     save_file({"hf.w": numbered(4, 3), "hf.v": numbered(2)}, tmp_path / "model.safetensors")
     into = {"model.w": torch.zeros(4, 3), "model.v": torch.zeros(2)}
     quietly(LOADERS[side], into, storage_reader=renaming(READERS[side])(str(tmp_path)), no_dist=True)

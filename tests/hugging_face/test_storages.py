@@ -232,7 +232,6 @@ def test_values_are_cast_as_torch_casts_them(tmp_path):
 
 
 def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
-    """Of a tensor of 4 MiB one row of 4 KiB is wanted, and beside the header and the index file 4 KiB are read."""
     full = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     save("ours", {"w": full}, tmp_path, no_dist=True)
     read = []

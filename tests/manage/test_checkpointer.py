@@ -256,7 +256,6 @@ def test_a_signal_saves_and_stops(tmp_path):
 
 
 def test_signals_need_the_main_thread(tmp_path):
-    """Python handles signals in the main thread only, and the error says so."""
     found = []
 
     def make():
@@ -279,7 +278,6 @@ def test_signals_need_the_main_thread(tmp_path):
 
 
 def test_a_resumed_job_counts_from_what_it_restored(tmp_path):
-    """The step that was restored is not saved again; those after it are overwritten."""
     with checkpointer(tmp_path, every_steps=2) as ckpt:
         train(ckpt, range(1, 9))
     with checkpointer(tmp_path, every_steps=2) as ckpt:

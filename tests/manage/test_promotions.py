@@ -112,7 +112,6 @@ def test_what_comes_damaged_once_is_no_damage(codecs):
 
 
 def test_a_copy_goes_on_after_any_failure():
-    """Whichever operation of the target fails, or half of it: the next attempt ends well."""
     source = MemoryStore()
     sk.save(groups(1), source)
     counting = FaultyStore(MemoryStore())

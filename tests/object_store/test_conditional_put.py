@@ -73,7 +73,6 @@ def race(url, environment, rounds):
 
 @pytest.mark.parametrize("kind", ["s3", "local"])
 def test_two_processes(s3_place, s3_server, tmp_path, kind):
-    """Each name is won by one of them, whose bytes are there, and of what both add to one blob nothing is lost."""
     store = s3_place() if kind == "s3" else LocalStore(tmp_path)
     rounds = 4 if kind == "s3" else 100
     store.put("counter", b"[]")

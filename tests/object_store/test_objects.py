@@ -90,7 +90,6 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(s3_place, monk
 
 
 def test_preferences_of_a_store(s3_place):
-    """They are the same through a store that retries."""
     store = RetryingStore(s3_place(requests=7, part_bytes=6 << 20), RetryPolicy(1))
     assert is_sequential(store)
     assert preferred_requests(store, 2) == 7
@@ -170,7 +169,6 @@ for url in (before, other):
 
 
 def test_a_forked_process_raises_and_does_not_hang(s3_server, s3_place):
-    """Through the parent's connections or through new ones; a store that was not used yet works in a child."""
     first, other = s3_place(), s3_place()
     done = subprocess.run(
         [sys.executable, "-c", _FORKS, first.url, other.url],

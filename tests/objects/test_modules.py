@@ -30,7 +30,6 @@ def contents(module):
 
 
 def test_a_module_is_filled_where_it_is(tmp_path):
-    """Parameters, buffers and extra state; the parameter objects and their memory stay."""
     torch.manual_seed(0)
     model = Tied()
     model.notes["seen"] = 7
@@ -90,7 +89,6 @@ def test_a_module_and_its_state_dict_are_one_thing(tmp_path):
 
 
 def test_hooks_that_wait_for_a_load_are_called(tmp_path):
-    """A module's and an optimizer's own load hooks run after the load, and see what was loaded."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")

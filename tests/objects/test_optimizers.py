@@ -141,7 +141,6 @@ def test_groups_are_found_by_their_parameters(tmp_path):
 
 
 def test_one_group_of_two_different_ones_is_refused(tmp_path):
-    """The error names both parameters and what differs; nothing has been loaded."""
     model = Net()
     groups = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.second.weight], "lr": 0.2}]
     sk.save({"model": model, "optim": torch.optim.SGD(groups)}, tmp_path / "c")
@@ -186,7 +185,6 @@ def test_a_parameter_that_was_not_optimized_is_missing(tmp_path):
 
 
 def test_an_optimizer_without_its_module_needs_names(tmp_path):
-    """A clear error at save; named_parameters() gives the optimizer names of its own."""
     model = Net()
     with pytest.raises(sk.StateError, match="no module in the state"):
         sk.save({"optim": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path / "c")
@@ -231,7 +229,6 @@ def test_several_optimizers_and_modules(tmp_path):
 
 
 def test_a_renamed_layer_takes_its_moments_along(tmp_path):
-    """`rename` reaches the names inside optimizer state, and hyper-parameters follow."""
     model, optimizer = trained_and_saved(lambda ps: torch.optim.Adam(ps, lr=0.02), tmp_path)
     other = Net()
     other.start = other.first
@@ -471,7 +468,6 @@ def test_names_that_are_dropped_leave_state_alone(tmp_path):
 
 
 def test_moments_follow_the_dtype_and_shape_of_their_parameter(tmp_path):
-    """Another dtype is an error, or cast with the parameter; another shape is an error, also without the module."""
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)

@@ -52,7 +52,6 @@ def loading(where, make, **how):
 
 
 def test_an_object_is_given_what_it_returned(tmp_path):
-    """`load_state_dict` gets what `state_dict` gave, nested or empty, tensors or arrays, whatever is there now."""
     state = {
         "z": 1,
         "a": {"list": [1, 2, {"deep": torch.arange(3)}], "tuple": (torch.ones(2), "x"), "none": None},
@@ -85,7 +84,6 @@ def test_objects_in_lists_and_below_other_keys(tmp_path):
 
 
 def test_an_object_the_checkpoint_lacks_is_missing(tmp_path):
-    """Strict: an error that names it. Otherwise it is reported, and not touched."""
     sk.save({"a": Stateful(n=1)}, tmp_path / "c")
     state = {"a": Stateful(), "new": Stateful(n=5)}
     with pytest.raises(sk.StateMismatch, match="new"):
@@ -160,8 +158,6 @@ def test_what_other_ranks_saved_is_not_this_ranks(tmp_path):
 
 
 def test_a_failing_object_fails_on_every_rank(tmp_path):
-    """`state_dict` raises on one rank: all ranks hear of it, and nothing is committed."""
-
     class Broken(Stateful):
         def state_dict(self):
             raise ValueError("no state today")
@@ -339,7 +335,6 @@ def test_the_order_of_keys_is_no_difference(tmp_path):
 
 
 def test_objects_on_some_ranks_only_are_refused(tmp_path):
-    """A rank without the object of another: both raise an error that names it, and nothing has changed."""
     sk.save({"s": Stateful({"a": 1}), "w": torch.ones(2)}, tmp_path / "c")
     tensors = [torch.zeros(2), torch.zeros(2)]
 

@@ -192,7 +192,6 @@ def load_plans(options):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("options", [{}, {"allow_partial_load": True}])
 def test_loads_are_planned_as_torch_plans_them(rank_pool, ranks, options):
-    """The same reads for the same state, on each rank, from torch's own metadata."""
     for same, count in rank_pool.run(ranks, load_plans, options):
         assert same
         assert count > 20
@@ -234,7 +233,6 @@ def test_near_names_are_suggested_for_missing_keys(tmp_path, stored, asked, hint
 
 
 def test_all_missing_keys_are_named_at_once(tmp_path):
-    """One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched."""
     reader = saved(tmp_path, {"a": numbered(2)})
     state = {"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}}
     error = refusal(reader, state)
@@ -265,7 +263,6 @@ def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
 
 
 def test_meta_tensors_get_memory_and_nothing_else_changes():
-    """Tensors on meta are replaced in dicts, lists and tuples, in place; what holds none stays the object it was."""
     on_meta = torch.empty(3, device="meta")
     inner, same = [on_meta, 1], (1, {2})
     state = {"w": on_meta, "list": inner, "pair": Pair(on_meta, "x"), "same": same, "tuple": (on_meta,)}
@@ -348,7 +345,6 @@ def recording(base):
 
 
 def test_hooks_are_called_as_torch_calls_them(tmp_path):
-    """A subclass of our planner under our driver sees the calls that a subclass of torch's sees under torch's."""
     state = {"w": numbered(2), "n": 1, "sub": {"x": numbered(3)}}
     noted = {}
     for who, saver, loader, save_base, load_base in [
@@ -432,7 +428,6 @@ def test_a_planner_of_old_is_told_less(tmp_path):
 
 
 def test_what_cannot_be_found_is_named():
-    """A plan that asks for what the state has not is a ValueError that names the key."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": numbered(4), "n": 1})
     for index in (MetadataIndex("x"), MetadataIndex("w", [2]), MetadataIndex("n", [0])):
@@ -442,7 +437,6 @@ def test_what_cannot_be_found_is_named():
 
 
 def test_planners_can_be_sent_to_another_process():
-    """The default planners survive a pickle, fresh and in use, as saves in another process need it."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for each in (planner, DefaultLoadPlanner(), _EmptyStateDictLoadPlanner({"a"})):
         assert type(pickle.loads(pickle.dumps(each))) is type(each)

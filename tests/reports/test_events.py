@@ -183,7 +183,6 @@ def test_only_the_requested_kinds_arrive(tmp_path):
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_progress_of_a_save_in_the_background(tmp_path, writer):
-    """Bytes only grow, up to what this rank writes."""
     with scene.heard(kinds=[SaveProgressed]) as bars:
         sk.async_save({"w": torch.ones(1 << 20)}, tmp_path / "a", writer=writer).result()
     assert bars[-1].bytes_staged == bars[-1].bytes_written == bars[-1].bytes_total == 4 << 20

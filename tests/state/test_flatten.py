@@ -128,14 +128,12 @@ def test_what_is_walked():
 
 
 def test_per_rank_around_a_leaf():
-    """A PerRank holds a leaf as well as a subtree, and each rank has its own name."""
     assert flat({"seed": PerRank(5)}, rank=7)[0] == {"seed.@7": 5}
     assert flat({"seed": PerRank([1, 2])}, rank=7)[0] == {"seed.@7": [1, 2]}
 
 
 @pytest.mark.parametrize("inner", [PerRank(1), {"a": PerRank(1)}, [0, PerRank(1)]], ids=repr)
 def test_per_rank_does_not_nest(inner):
-    """A PerRank inside a PerRank has no meaning."""
     with pytest.raises(UnsupportedLeaf, match=r"'x\.@0.*' is a PerRank inside a PerRank"):
         flat({"x": PerRank(inner)})
 
@@ -172,7 +170,6 @@ def test_every_storable_key():
 
 
 def test_cycles_are_refused():
-    """A container inside itself, by dict, list, tuple or PerRank, is named; one object at two places is fine."""
     by_dict = {"a": {}}
     by_dict["a"]["b"] = by_dict
     by_list = {"a": [{}]}

@@ -311,7 +311,6 @@ def test_alias_of_several_pieces() -> None:
     ids=["expanded", "broadcast", "reversed"],
 )
 def test_what_cannot_be_filled(leaf: Any) -> None:
-    """A leaf whose memory would not become the loaded values is refused for loading, not for saving."""
     describe_leaf("k", leaf)
     with pytest.raises(UnsupportedLeaf, match="'k'"):
         describe_leaf("k", leaf, writable=True)
@@ -376,7 +375,6 @@ def test_pieces_are_plain_tensors(piece: Any) -> None:
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_dtensor(mesh: DeviceMesh, placement: Any) -> None:
-    """A DTensor's piece is its local tensor, without communication, copy or autograd."""
     full = torch.arange(12.0).reshape(4, 3)
     parameter = nn.Parameter(distribute_tensor(full, mesh, [placement]))
     leaf = describe_leaf("k", parameter)

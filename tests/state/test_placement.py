@@ -154,7 +154,6 @@ def test_three_dimensional_meshes(placements: tuple[Placement, ...], order: list
 
 
 def test_strided_without_its_partner() -> None:
-    """A strided placement that no other accounts for gives several disjoint boxes, in the order of the local tensor."""
     boxes = dtensor_boxes("k", spec_of((9,), (4,), (0,), (_StridedShard(0, split_factor=2),)), (3,))
     assert boxes == [(Box((0,), (2,)), Box((0,), (2,))), (Box((5,), (1,)), Box((2,), (1,)))]
 

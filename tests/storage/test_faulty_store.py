@@ -25,7 +25,6 @@ def work(store):
 
 
 def test_operations_are_recorded_in_order():
-    """Without a fault all passes through, and the log says what was asked; a slow operation succeeds."""
     store, start = FaultyStore(MemoryStore(), "slow", at=0, delay_s=0.05), time.perf_counter()
     work(store)
     assert time.perf_counter() - start >= 0.05
@@ -105,7 +104,6 @@ def test_crash_ends_everything(at):
 
 
 def test_the_dead_do_not_clean_up():
-    """After a crash `abandon` leaves the partial blob; without one it removes it."""
     inner = MemoryStore()
     writer = FaultyStore(inner, "crash", at=1).create("a", 3)
     with pytest.raises(InjectedCrash):

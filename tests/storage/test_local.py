@@ -89,7 +89,6 @@ def test_writes_do_not_follow_links(store, tmp_path):
 
 
 def test_strange_files_are_not_listed(store, tmp_path):
-    """Files whose names are no blob names, our own temporary ones among them, are not blobs."""
     store.put("a", b"1")
     for name in (".tmp-0123", "with space", "ünï", "~backup"):
         (tmp_path / "store" / name).write_bytes(b"x")
@@ -108,7 +107,6 @@ def test_a_file_in_place_of_the_directory(tmp_path):
 
 
 def test_a_full_disk_is_known_at_create(tiny):
-    """Space is taken when a blob is created: no byte is written in vain, and nothing is left behind."""
     with pytest.raises(StorageFull, match=r"/big: cannot create: No space left on device \(errno ENOSPC\)") as caught:
         tiny.create("big", 64 * MIB)
     assert caught.value.errno == errno.ENOSPC
@@ -138,7 +136,6 @@ def test_a_full_disk_stops_a_write(tiny, monkeypatch):
 @linux_only
 @pytest.mark.parametrize("verb", ["create", "put"])
 def test_file_size_limit(store, verb):
-    """A limit on file sizes (RLIMIT_FSIZE) is an error with EFBIG, and leaves nothing."""
     store.put("a", b"1")
     with no_file_above(MIB), pytest.raises(StorageError, match="EFBIG") as caught:
         store.create("big", 2 * MIB) if verb == "create" else store.put("big", bytes(2 * MIB))
@@ -164,7 +161,6 @@ def test_finish_reports_and_abandon_cleans(store, monkeypatch, call):
     + [("replace", True), ("link", False)],
 )
 def test_a_failed_put_keeps_the_old_blob(store, monkeypatch, call, replace):
-    """Whatever call fails, there is the old blob or the new one, whole, and no temporary file."""
     store.put("a", b"old")
     with monkeypatch.context() as patch:
         if call == "close":
@@ -258,7 +254,6 @@ def test_short_reads_and_writes(store, monkeypatch, most):
 
 
 def test_direct_writes_refused(store, monkeypatch):
-    """A file system that opens for direct I/O and then refuses it gets buffered reads and writes."""
     failing("pwrite", errno.EINVAL, monkeypatch, when=is_direct)
     failing("preadv", errno.EINVAL, monkeypatch, when=is_direct)
     data = aligned_buffer(3 * MIB)
@@ -293,7 +288,6 @@ def test_descriptors_outlive_close_while_in_use(store):
 
 
 def test_a_closed_reader_says_so(store):
-    """Reading after close is our error, not a read of whatever file has the number now."""
     store.put("a", b"abc")
     reader = store.open("a")
     reader.close()

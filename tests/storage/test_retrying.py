@@ -48,7 +48,6 @@ class _Refusing(MemoryStore):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET])
 def test_what_passes_is_tried_again(code):
-    """With waits that grow, and no two alike."""
     store, waits = patient(_Refusing(code, 3))
     store.put("a", b"x")
     assert store.get("a", limit=9) == b"x"
@@ -185,7 +184,6 @@ class _Small(LocalStore):
 
 
 def test_a_save_that_does_not_fit_makes_no_file(tmp_path):
-    """Both numbers and what to do are in the error, and what was there is as it was."""
     store = _Small(tmp_path / "step-1")
     with pytest.raises(StorageFull, match=r"takes 4.00 kB, and 100 B are free") as caught:
         sk.save({"w": torch.ones(1000)}, store)

@@ -34,7 +34,6 @@ def test_a_root_that_does_not_exist_has_no_places(root):
 
 
 def test_places_are_named_and_blobs_of_the_root_are_none(root):
-    """A root's own blobs are apart from its places."""
     fill(root, "step-1", "a")
     fill(root, "step-2", "a", "b")
     root.put("latest", b"step-2")
@@ -124,7 +123,6 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
 
 
 def test_all_that_others_put_into_a_place_goes_with_it(tmp_path):
-    """Directories and odd names too, but nothing behind a link."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_bytes(b"x")

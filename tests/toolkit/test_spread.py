@@ -100,7 +100,6 @@ def broadcast_both(batch_bytes, device, options):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("batch_bytes", "options"), [(64 << 20, {}), (48, {"strict": True})])
 def test_broadcasts_as_torch_does(rank_pool, ranks, device, batch_bytes, options):
-    """The same values in DTensors of all layouts and plain tensors, in one batch or many that cut through tensors."""
     assert rank_pool.run(ranks, broadcast_both, batch_bytes, device, options) == [(True, True, True)] * ranks
 
 
@@ -188,7 +187,6 @@ def distribute_both(device):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_distributes_as_torch_does(rank_pool, ranks, device):
-    """Every rank cuts its parts out of its own full tree; what stood in the local one keeps its values."""
     assert rank_pool.run(ranks, distribute_both, device) == [(True, True)] * ranks
 
 

@@ -67,7 +67,6 @@ def test_state_is_the_modules_own_memory():
 
 
 def test_frozen_parameters_and_submodules_can_be_chosen():
-    """The options give what torch's give; frozen parameters are left out under all of their names."""
     model = Net()
     for options in ({"ignore_frozen_params": True}, {"keep_submodule_prefixes": False}, {}):
         with pytest.warns(FutureWarning):
@@ -118,7 +117,6 @@ def test_other_shapes_are_refused_by_name(options: Any):
 
 
 def test_a_model_on_meta_takes_whole_state():
-    """Parameters and buffers get memory; what was there already stays the same object, as optimizers hold it."""
     source = Net()
     with torch.device("meta"):
         target = Net()
@@ -166,7 +164,6 @@ def test_modules_that_rename_their_own_state(whole: bool):
 
 
 def test_state_by_submodule_is_still_understood():
-    """The deprecated form, a state dict for each submodule, loads with a warning."""
     source, target = Net(), Net()
     state = {getattr(target, name): getattr(source, name).state_dict() for name in ("first", "second")}
     with pytest.warns(FutureWarning):
