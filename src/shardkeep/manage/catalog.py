@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from shardkeep import errors
 from shardkeep.display import format_size, html_table
-from shardkeep.engine.safetensors_source import find_safetensors
+from shardkeep.engine.safetensors_source import find_safetensors, single_file
 from shardkeep.engine.torch_file_source import find_torch_file, find_torch_model
 from shardkeep.format.record import Record
 from shardkeep.layouts import orphans
@@ -53,9 +53,6 @@ LATEST_NAME = "latest"
 _MAX_NBYTES = 4096  # of a pin, and of the file `latest`
 _THREADS = 16  # how many records are read at a time: most of that time is spent waiting for the disk or the network
 _MAX_STRANGERS = 3
-
-
-# -- names and pins -----------------------------------------------------------------------------------------------
 
 
 class Naming:
@@ -137,9 +134,6 @@ def map_in_threads(work: Callable[[T], R], items: Sequence[T], threads: int, nam
         yield from done
 
 
-# -- roots --------------------------------------------------------------------------------------------------------
-
-
 class Catalog:
     """
     The checkpoints of a root.
@@ -171,7 +165,6 @@ class Catalog:
         """
         self.root = open_root(root, direct=Options().direct_io)
         self._lists_all = template is None
-        self._files: set[str] = set()  # single files, at the last listing
         if template is not None:
             self.naming = Naming(template)
 
@@ -197,8 +190,8 @@ class Catalog:
         if not self._lists_all:
             return {name: step for name in self.root.places() if (step := self.naming.step(name)) is not None}
         files = (info.name for info in base.with_any_names(self.root).list() if info.name.endswith(_FILE_SUFFIXES))
-        self._files = {name for name in files if not name.startswith(_PIN_PREFIX)}
-        names = [*(name for name in self.root.places() if not name.startswith(".")), *self._files]
+        names = [name for name in self.root.places() if not name.startswith(".")]
+        names += [name for name in files if not name.startswith(_PIN_PREFIX)]
         return {name: self.naming.step(name) for name in names}
 
     def read(self, names: Iterable[str], pins: Collection[str] | None = None) -> list[Entry]:
@@ -225,8 +218,6 @@ class Catalog:
         return found
 
     def get(self, name: str) -> Entry | None:
-        if self._lists_all and name.endswith(_FILE_SUFFIXES) and (file := self._look_at_file(name)):
-            return file
         return self._look(name)
 
     def hinted(self) -> Entry | None:
@@ -250,17 +241,18 @@ class Catalog:
         return dict(list(found.items())[:_MAX_STRANGERS])
 
     def _look(self, name: str, pins: Collection[str] | None = None) -> Entry | None:
-        if name in self._files:
-            return self._look_at_file(name, pins)
         store, step = self.root.place(name), self.naming.step(name)
         about = Entry(
             name=name,
             step=_guess_step(name) if step is None else step,
             status="committed",
-            pinned=self._pinned(name, pins),
+            pinned=is_pinned(self.root, name) if pins is None else name in pins,
             managed=step is not None,
         )
         try:
+            if self._lists_all and name.endswith(_FILE_SUFFIXES) and single_file(store, _FILE_SUFFIXES) is not None:
+                about = replace(about, step=_guess_step(name), layout="torch.save", managed=False)
+                return _of_torch_file(store, about)
             try:
                 record = record_in(store)
             except errors.BlobNotFound:
@@ -268,27 +260,6 @@ class Catalog:
             return with_record(_at_step_of(record, about) if self._lists_all else about, record)
         except errors.CheckpointError as exc:
             return replace(about, status="damaged", reason=exc.message, problem=exc)
-
-    def _pinned(self, name: str, pins: Collection[str] | None) -> bool:
-        return is_pinned(self.root, name) if pins is None else name in pins
-
-    def _look_at_file(self, name: str, pins: Collection[str] | None = None) -> Entry | None:
-        """Describe a file of `torch.save`; None for a file of something else, and for a directory."""
-        about = Entry(
-            name=name,
-            step=_guess_step(name),
-            status="committed",
-            layout="torch.save",
-            pinned=self._pinned(name, pins),
-            managed=False,
-        )
-        try:
-            file = find_torch_file(self.root.place(name))
-        except (errors.UnsupportedLeaf, errors.UnsupportedVersion):  # no dict of names, or from before torch 1.6
-            return None
-        except errors.CheckpointError as exc:
-            return replace(about, status="damaged", reason=exc.message, problem=exc)
-        return None if file is None else _of_another_program(file.record, about)
 
     def _without_record(self, store: base.Store, about: Entry) -> Entry | None:
         """Describe a directory without a commit record; None for one that has nothing to do with checkpoints."""
@@ -310,6 +281,15 @@ def _at_step_of(record: Record, about: Entry) -> Entry:
 def _of_another_program(record: Record, about: Entry) -> Entry:
     found = with_record(_at_step_of(record, about), record)
     return replace(found, layout=about.layout, save_id="", record=None, managed=False)
+
+
+def _of_torch_file(store: base.Store, about: Entry) -> Entry | None:
+    """Describe a file of `torch.save`; None for a file of something else."""
+    try:
+        file = find_torch_file(store)
+    except (errors.UnsupportedLeaf, errors.UnsupportedVersion):  # no dict of names, or from before torch 1.6
+        return None
+    return None if file is None else _of_another_program(file.record, about)
 
 
 def _guess_step(name: str) -> int:

@@ -42,7 +42,7 @@ from shardkeep.manage.catalog import Catalog, Tiers, Walk
 from shardkeep.manage.decisions import Decision, RankContext
 from shardkeep.manage.entry import Entry, newest_saves, require_readable
 from shardkeep.manage.replicate import ReplicationTerms
-from shardkeep.manage.restore import Restored, candidates, restore
+from shardkeep.manage.restore import Restored, restore
 from shardkeep.manage.retention import Best, KeepBest, Mode, Policy, build_policy, parse_best
 from shardkeep.manage.saves import PINNED, Saved, Saves, StepState, UnsavedStep, why_not_to_save
 from shardkeep.options import Options
@@ -490,7 +490,7 @@ class Checkpointer:
                 world=self._ranks.world,
                 what=what,
                 roots=self._tiers.urls,
-                choose=lambda most: candidates(choose(most)),
+                choose=choose,
                 open_store=self._saves.store_to_read,
                 may_skip=may_skip,
                 **{**self._load_options, **load_options},
@@ -724,7 +724,6 @@ class _ErrorReporter:
     """Raises or logs the errors of saves, or gives them to a function, as `on_error` says."""
 
     def __init__(self, on_error: OnError, where: str) -> None:
-        """`where` is the root, in messages."""
         if on_error not in ("raise", "warn") and not callable(on_error):
             raise StateError(f"on_error={on_error!r}", hint='give "raise", "warn", or a function of the error')
         self.raises = on_error == "raise"
@@ -732,7 +731,6 @@ class _ErrorReporter:
         self._where = where
 
     def report(self, error: BaseException) -> None:
-        """Report an error that is not raised."""
         if callable(self._on_error):
             self._on_error(error)
         else:

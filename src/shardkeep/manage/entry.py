@@ -28,9 +28,6 @@ Status = Literal["committed", "unfinished", "damaged"]
 Layout = Literal["native", "torch", "safetensors", "torch.save"]
 
 
-# -- one checkpoint -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Entry(OneLine):
     """A checkpoint of a root, or what is left of one."""
@@ -157,9 +154,6 @@ def _stored_metric(name: Any, value: Any) -> float | str:
             shown = f"a {type(value).__name__}"
         raise StateError(f"metric {name!r} is {shown}, not a number", hint="give one number per metric") from exc
     return number if math.isfinite(number) else str(number)  # JSON cannot represent infinity or NaN
-
-
-# -- the order of checkpoints -------------------------------------------------------------------------------------
 
 
 def current_branch_first(entries: Iterable[Entry], newest: int) -> Iterator[Entry]:

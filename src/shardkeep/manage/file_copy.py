@@ -2,11 +2,8 @@
 Copies the files of a checkpoint from one store to another as they are stored, and verifies every byte.
 
 The expected digests of a file are known without any key: a plain data file has the digests of its blocks in its header or
-its sidecar, an encoded one those of its frames in its table, and any other file has one digest in the commit record.
-
-Files are copied in windows, several at once, within a memory budget. A file that is in the target already is read there
-and checked: if it is sound it is not copied again, otherwise it is replaced. What was copied is read back too, unless the
-service has verified a checksum of the upload.
+its sidecar, an encoded one those of its frames in its table, and any other file has one digest in the commit record. Files
+are copied in windows, several at once, within a memory budget.
 """
 
 from __future__ import annotations
@@ -42,21 +39,15 @@ _DAMAGED_HINT = "the file was damaged after the save: use another copy, or anoth
 
 
 def throttle(is_saving: Callable[[], bool], sleep: Callable[[float], object]) -> None:
-    """
-    Lower the priority of this thread, and wait a moment while a save is under way; called before each window.
-
-    A copy is slowed down, not stopped: if saves follow each other without a break, it would never end otherwise, and the
-    near root would grow. Only threads that copy may call this, and only after another thread has used the stores: a library
-    that starts threads for the whole process at its first request gives them the priority of the requesting thread.
-    """
+    """Lower the priority of this thread, and wait a moment while a save is under way; called before each window."""
+    # A copy is slowed down, not stopped: if saves follow each other without a break, it would never end, and the near root
+    # would grow. Only threads that copy may call this, and only after another thread has used the stores: a library that
+    # starts threads for the whole process at its first request gives them the priority of the requesting thread.
     lower_priority(NICENESS)
     for _ in range(_PAUSES):
         if not is_saving():
             return
         sleep(_PAUSE_S)
-
-
-# -- what the bytes must be ---------------------------------------------------------------------------------------
 
 
 class DigestedRange(NamedTuple):
@@ -153,9 +144,6 @@ def _block_digests(store: base.Store, entry: FileEntry) -> list[DigestedRange]:
 
 def _digest_in(text: str) -> bytes:
     return bytes.fromhex(text.removeprefix(f"{ALGORITHM}:"))
-
-
-# -- copying ------------------------------------------------------------------------------------------------------
 
 
 class Copied(NamedTuple):

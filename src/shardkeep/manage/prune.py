@@ -1,10 +1,9 @@
 """
-What rank 0 does to a root before the first save and after each successful one.
+What rank 0 does to a root after each successful save: update `latest`, delete what no policy wants, sweep what dead saves left.
 
-After a save: point `latest` to it, delete the checkpoints that no policy wants, and sweep what dead saves left. One thread
-does all of it, in this order, and none of it can fail a save. Before anything is deleted, the root is listed, and the commit
-records are read again on which that relies: of the new checkpoint, of those because of which others are not wanted any
-more, and of those to delete. Other records are read once.
+One thread does all of it, in this order, and none of it can fail a save. Before anything is deleted, the root is listed, and
+the commit records are read again on which that relies: of the new checkpoint, of those because of which others are not
+wanted any more, and of those to delete. Other records are read once.
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ class Pruner:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Sweep every directory in the background."""
         self._submit(partial(self.sweep_some, self.sweeping()))
 
     def sweeping(self) -> Iterator[None]:
@@ -166,7 +164,6 @@ class Pruner:
             log.warning("%s: old checkpoints are deleted more slowly than new ones are saved", self._root.url)
 
     def close(self) -> None:
-        """Wait, and end the thread."""
         with self._lock:
             self._closed = True
         self._thread.shutdown()

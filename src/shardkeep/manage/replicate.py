@@ -3,13 +3,9 @@ Copies checkpoints to a far root in the background, by all ranks together, witho
 
 Each save is followed by a *round* on a thread of each rank; all ranks run the same rounds in the same order. In a round,
 rank 0 chooses the checkpoint to copy next, the newest first, each rank copies its share of the files, rank 0 commits, and
-so on until nothing is left. This also continues what an earlier job or round could not finish.
-
-A copy is committed as the near checkpoint was: after all its files, by the very same bytes of its commit record, put where
-there was none or over the version that was seen. Until then it is not a checkpoint, and a later attempt continues it.
-
-An error on any rank reaches all ranks. A damaged near copy is not a failure of the far root: it is reported as such,
-unless the near copy was deleted or replaced meanwhile.
+so on until nothing is left. This also continues what an earlier job or round could not finish. A copy is committed as the
+near checkpoint was: after all its files, by the very same bytes of its commit record, put where there was none or over the
+version that was seen. A damaged near copy is not a failure of the far root, and is reported as what it is.
 """
 
 from __future__ import annotations
@@ -94,12 +90,9 @@ def to_replicate(
     left_out: Collection[SaveKey] = (),
     newest: bool = False,
 ) -> list[Entry]:
-    """
-    Return the near checkpoints that belong in the far root and are not there, the newest first. A pure function.
-
-    A checkpoint that `policy` would delete from the far root at once is not copied. Others are if their step is a multiple
-    of `every`, if they are pinned, or with `newest` if they are the newest, unless they are `left_out`.
-    """
+    """Return the near checkpoints that belong in the far root and are not there, the newest first. A pure function."""
+    # Those whose step is a multiple of `every`, pinned ones, and with `newest` the newest, unless they are `left_out`, or
+    # `policy` would delete them from the far root at once.
     there = {entry.name: entry for entry in far}
     mine = [
         entry
@@ -148,15 +141,14 @@ class ReplicationCoordinator:
 
     # -- what there is -------------------------------------------------------------------------------------------
 
-    def acquire_root(self) -> list[Entry]:
-        """Acquire the lease of the far root, and return what the root has; raise `RootInUse` if another job holds it."""
+    def acquire_root(self) -> None:
+        """Acquire the lease of the far root, and list it; raise `RootInUse` if another job holds it."""
         self.lease.acquire()
         entries = self._uncancelled_far.entries()
         with self._lock:
             self._there = {
                 entry.name: replace(entry, tier=FAR, record=None) for entry in entries if entry.status != "unfinished"
             }
-            return list(self._there.values())
 
     def has(self, name: str) -> bool:
         with self._lock:

@@ -1,26 +1,19 @@
 """
-Which checkpoint is restored.
+Which checkpoint is restored: rank 0 chooses by the commit records, and all ranks load the same one.
 
-Rank 0 chooses by the commit records, and all ranks load the same checkpoint. A checkpoint that turns out to be damaged is
-skipped with its reason, and the next one is tried.
-
-A state that does not fit, a store that fails, or a format that is too new is raised and skips nothing, because an older
-checkpoint would not be what the user wants. It is also an error if there are checkpoints and none can be loaded: to start
-afresh would lose them.
-
-With two roots, a checkpoint may have a copy in each. The far copy of the very same save is taken where the near one is
-damaged, missing, or on a disk that fails.
+A checkpoint that turns out to be damaged is skipped with its reason, and the next one is tried. A state that does not fit, a
+store that fails, or a format that is too new is raised and skips nothing, because an older checkpoint would not be what the
+user wants. It is also an error if there are checkpoints and none can be loaded: to start afresh would lose them. With two
+roots, the far copy of the very same save is taken where the near one is damaged, missing, or on a disk that fails.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-import msgspec
 
 from shardkeep.display import OneLine, format_count
 from shardkeep.dist.rendezvous import rendezvous
@@ -42,20 +35,6 @@ _FEW = 4  # how many candidates are read before all are: nearly always, the firs
 _MAX_CHOICES = 5  # how often to choose again while another job deletes checkpoints
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that may be restored, as rank 0 describes it to all ranks."""
-
-    name: str
-    step: int
-    timeline: int
-    layout: str | None
-    tier: int = 0
-    save_id: str = ""
-    """Equal for the copies of one save."""
-    reason: str = ""
-    """Why it is skipped without trying."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
     """A checkpoint that was skipped."""
@@ -64,7 +43,7 @@ class Skipped:
     step: int
     reason: str
     where: str = ""
-    """The root that it is in."""
+    """Its root."""
     tier: int = 0
     """With two roots: 0 for the near root, 1 for the root that checkpoints are promoted to."""
 
@@ -89,15 +68,15 @@ class Restored(OneLine):
         return f"step {self.step}: {self.report}{skipped}"
 
 
-def candidates(entries: Sequence[Entry]) -> list[Candidate]:
+def _candidates(entries: Sequence[Entry]) -> list[Entry]:
     """Return what may be restored, in order, damaged ones too; raise the error of the first if it cannot be examined."""
-    found: list[Candidate] = []
+    found: list[Entry] = []
     for entry in entries:
         if entry.status == "unfinished":
             continue
         if isinstance(entry.problem, (UnsupportedVersion, StorageError)) and not any(not each.reason for each in found):
             raise entry.problem
-        found.append(msgspec.convert(entry, Candidate, from_attributes=True))
+        found.append(replace(entry, record=None, problem=None))  # rank 0 sends the rest to all ranks
     return found
 
 
@@ -107,8 +86,8 @@ def restore(
     world: World,
     what: str,
     roots: Sequence[str],
-    choose: Callable[[int | None], list[Candidate]],
-    open_store: Callable[[Candidate], Store],
+    choose: Callable[[int | None], list[Entry]],
+    open_store: Callable[[Entry], Store],
     may_skip: bool = True,
     **load_options: Any,
 ) -> Restored | None:
@@ -121,9 +100,9 @@ def restore(
     """
     where = " and ".join(roots)
 
-    def chosen(most: int | None) -> list[Candidate]:
+    def chosen(most: int | None) -> list[Entry]:
         with rendezvous(world, f"restore {what} of {where}") as meeting:
-            return Team(world, meeting).on_rank_0("choose", lambda: choose(most), list[Candidate])
+            return Team(world, meeting).on_rank_0("choose", lambda: _candidates(choose(most)), list[Entry])
 
     most: int | None = _FEW
     found, choices = chosen(most), 1
@@ -174,7 +153,7 @@ def restore(
     ) from cause
 
 
-def _untried(found: Sequence[Candidate], skipped: Sequence[Skipped]) -> list[Candidate]:
+def _untried(found: Sequence[Entry], skipped: Sequence[Skipped]) -> list[Entry]:
     tried = {(each.tier, each.name) for each in skipped}
     return [each for each in found if (each.tier, each.name) not in tried]
 
@@ -183,7 +162,7 @@ def _url(skipped: Skipped) -> str:
     return f"{skipped.where}/{skipped.name}"
 
 
-def _why_not_near(taken: Candidate, skipped: Sequence[Skipped], roots: Sequence[str]) -> str:
+def _why_not_near(taken: Entry, skipped: Sequence[Skipped], roots: Sequence[str]) -> str:
     if not taken.tier:
         return ""
     passed = [each for each in skipped if each.name == taken.name and each.tier < taken.tier]

@@ -218,8 +218,6 @@ def plan(entries: Iterable[Entry], policy: Policy, now: datetime, *, spared: Col
     return Retained([entry for entry in every if entry.name not in deleted], to_delete)
 
 
-# -- from the arguments of a Checkpointer -------------------------------------------------------------------------
-
 Best = str | tuple[str, int] | tuple[str, int, Mode] | KeepBest
 
 

@@ -36,11 +36,11 @@ from shardkeep.events import Retried, emit
 from shardkeep.manage import catalog
 from shardkeep.manage.catalog import Walk
 from shardkeep.manage.decisions import PendingTasks, RankContext
-from shardkeep.manage.entry import FAR, NEAR, build_meta
+from shardkeep.manage.entry import FAR, NEAR, Entry, build_meta
 from shardkeep.manage.lease import Lease
 from shardkeep.manage.prune import Pruner
 from shardkeep.manage.replicate import ReplicationTerms, Replicator
-from shardkeep.manage.restore import Candidate, Restored
+from shardkeep.manage.restore import Restored
 from shardkeep.manage.retention import Policy, compared_metrics
 from shardkeep.saving import run_save, start_save
 from shardkeep.state.patterns import closest
@@ -61,17 +61,13 @@ PINNED = "pinned"
 log = logging.getLogger("shardkeep")
 
 
-# -- timelines ----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Timeline:
     """
     The timeline that a job saves to. Only rank 0 has to know it.
 
-    A job that restores step 100 while 200 exists, and goes on from there, begins a new timeline. Its checkpoints are newer
-    than all older ones whatever their steps: the next `restore_latest` takes 150 of the new timeline, and not 200 of the
-    old one. No clock is involved.
+    A job that restores step 100 while 200 exists, and goes on from there, begins a new timeline. The next `restore_latest`
+    takes 150 of the new timeline, and not 200 of the old one. No clock is involved.
     """
 
     number: int = 0
@@ -88,12 +84,8 @@ class Timeline:
 
 
 def find_timeline(walk: Walk, restored: tuple[int, int] | None, step: int) -> Timeline:
-    """
-    Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step.
-
-    A record that cannot be read at the moment is an error: it may belong to the newest timeline, whose number would be used
-    twice.
-    """
+    """Determine the timeline of a job that is about to save its first step; `restored` is a timeline and a step."""
+    # A record that cannot be read at the moment is an error: otherwise, the newest timeline's number might be used twice.
     where, highest = " and ".join(walk.roots), walk.newest_timeline
 
     def began_after(timeline: int) -> tuple[int, int] | None:
@@ -118,9 +110,6 @@ def find_timeline(walk: Walk, restored: tuple[int, int] | None, step: int) -> Ti
     if highest > restored[0] or any(entry.age > restored for entry in later):
         return Timeline(highest + 1, after=restored[1], began_after=restored)
     return Timeline(restored[0], after=restored[1], began_after=began_after(restored[0]))
-
-
-# -- the last step of a run ---------------------------------------------------------------------------------------
 
 
 class StepState(NamedTuple):
@@ -154,7 +143,6 @@ class UnsavedStep(NamedTuple):
         return cls(given._replace(state=held), world)
 
     def given(self) -> StepState:
-        """Return what was held."""
         held = self.held.state.items()
         return self.held._replace(state={key: each() if isinstance(each, ref) else each for key, each in held})
 
@@ -180,9 +168,6 @@ def why_not_to_save(payloads: list[bytes]) -> list[bytes]:
         )
     reasons = [f"on rank {rank}, {reason}" for rank, (_, reason) in enumerate(ends) if reason]
     return ["; ".join(reasons[:3]).encode()] * len(payloads)
-
-
-# -- saves --------------------------------------------------------------------------------------------------------
 
 
 class Saves:
@@ -250,7 +235,6 @@ class Saves:
                 lease.watch()
 
     def restored(self, restored: Restored) -> None:
-        """Go on from a checkpoint."""
         self._restored = restored
         self._timeline = None
         self._last, self._highest = (restored.step, None), restored.step
@@ -477,11 +461,10 @@ class Saves:
 
     # -- stores --------------------------------------------------------------------------------------------------
 
-    def store_to_read(self, candidate: Candidate) -> Store:
-        """Return the store that a checkpoint is restored from."""
-        place = self._roots[candidate.tier].place(candidate.name)
+    def store_to_read(self, entry: Entry) -> Store:
+        place = self._roots[entry.tier].place(entry.name)
         # Files of torch's layout may have any name, or be links; their reader uses the plain store.
-        return place if candidate.layout == "torch" else self._retrying(place, candidate.step)
+        return place if entry.layout == "torch" else self._retrying(place, entry.step)
 
     def _retrying(self, place: Store, step: int, before_put: Callable[[], object] | None = None) -> RetryingStore:
         about: dict[str, Any] = {"rank": self._ranks.world.rank, "where": place.url, "step": step}

@@ -102,7 +102,6 @@ class SaveRequests:
         self._received.append(kind)
 
     def restart_timer(self) -> None:
-        """Count `every_minutes` from now."""
         self._saved_s = self._clock()
 
     def take(self) -> list[str]:
@@ -186,11 +185,10 @@ def parse_signals(signals: Iterable[int | str]) -> list[signal.Signals]:
 
 class SignalHandlers:
     """
-    Handlers that call `on_signal`, then the handler that was installed before, until `remove`.
+    Handlers that call `on_signal`, which may only set a flag, then the handler that was installed before, until `remove`.
 
-    `on_signal` runs in the main thread between any two instructions: it may only set a flag. A handler that is still
-    installed after `remove` (because another handler was put on top of it, or `remove` ran outside the main thread), or
-    in a forked process, behaves like the previous handler, so that a signal is never lost.
+    A handler that is still installed after `remove` (because another handler was put on top of it, or `remove` ran outside
+    the main thread), or in a forked process, behaves like the previous handler, so that a signal is never lost.
     """
 
     def __init__(self, signals: Iterable[signal.Signals], on_signal: Callable[[], None]) -> None:
