@@ -13,6 +13,7 @@ from tests.dcp.test_defects_at_work import COLLECTIVES
 
 
 def listening():
+    """The ports that this process listens on."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -32,6 +33,7 @@ def listening():
 
 
 def children():
+    """The processes that this one started."""
     found = set()
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:

@@ -22,6 +22,8 @@ files = st.lists(
 
 @dataclass
 class Run:
+    """How a run ended, and what it left."""
+
     error: BaseException | None
     found: dict[str, bytes]
     wanted: dict[str, bytes]

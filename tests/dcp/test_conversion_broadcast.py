@@ -58,6 +58,7 @@ def zeros(tree):
 
 
 def broadcast(state, path, planner=ours.DynamicMetaLoadPlanner):
+    """Load a state from a file that one rank reads."""
     quietly(load, state, storage_reader=ours.BroadcastingTorchSaveReader(path), planner=planner())
 
 
@@ -132,6 +133,7 @@ def test_torchs_reader_does_the_same_with_plain_tensors(rank_pool, tmp_path):
 
 
 def failure(path, state, planner=ours.DynamicMetaLoadPlanner):
+    """What a rank raises."""
     try:
         broadcast(state, path, planner)
     except CheckpointException as error:
@@ -150,6 +152,8 @@ class Refusing(ours.DynamicMetaLoadPlanner):
 
 
 class Late(ours.DynamicMetaLoadPlanner):
+    """Fails on rank 1 when all is filled."""
+
     def commit_tensor(self, read_item, tensor):
         if dist.get_rank() == 1:
             raise ValueError("too late")

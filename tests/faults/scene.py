@@ -72,6 +72,7 @@ def blank_of(world=None):
 
 
 def facts(state):
+    """Everything in a state that must survive, comparable."""
     [(mine, offsets)] = state["model"]["w"].pieces
     return bits({**state, "model": {"w": mine, "at": offsets, "b": state["model"]["b"]}})
 
@@ -102,6 +103,7 @@ def load_all(ranks, where, *, timeout_s=20.0):
 
 
 def assert_saved(outcomes, why=""):
+    """No rank raised."""
     assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == [], why
 
 
@@ -134,6 +136,7 @@ def files_of_checkpoint(place):
 
 
 def names_in(place):
+    """Everything in a directory, hidden files too."""
     return set(os.listdir(place))
 
 
@@ -186,6 +189,8 @@ class DyingStore(FaultyStore):
 
 
 class InterruptedStore(FaultyStore):
+    """At operation `when`, the user presses Ctrl-C."""
+
     def __init__(self, inner, *, when):
         super().__init__(inner)
         self._when = when

@@ -14,6 +14,8 @@ __all__ = ["Counter", "blank", "holds", "on_few_ranks", "quietly", "state_of_ran
 
 
 class Counter:
+    """An object with a state of its own."""
+
     def __init__(self, count=0):
         self.count = count
         self.log = torch.full((3,), float(count))
@@ -47,6 +49,7 @@ def on_few_ranks(full):
 
 
 def state_of_ranks():
+    """Every kind of value, nested in every way."""
     return {
         **sharded_tree(),
         "deep": {"er": {"list": [numbered(3), {"x": numbered(2)}, 5], "set": {1, 2}}, "0": {"1": numbered(4)}},
@@ -84,6 +87,7 @@ def blank(value):
 
 
 def holds(state):
+    """What a state holds, to be compared."""
     return {
         key: ("counter", value.count, seen(value.log)) if isinstance(value, Counter) else seen(value)
         for key, value in state.items()

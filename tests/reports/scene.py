@@ -16,6 +16,7 @@ SLOW_S = 0.8
 
 
 def slow_store(where, verb, delay_s=SLOW_S):
+    """Make a store that sleeps before each operation of one verb."""
     return BeforeStore(sk.LocalStore(where), lambda each, _: time.sleep(delay_s * (each == verb)))
 
 
@@ -35,6 +36,7 @@ def state():
 
 @contextlib.contextmanager
 def heard(**kinds):
+    """All events inside, in order."""
     events = []
     with sk.on_event(events.append, **kinds):
         yield events
@@ -42,6 +44,7 @@ def heard(**kinds):
 
 @contextlib.contextmanager
 def logged():
+    """The lines that shardkeep logs inside."""
     lines = []
 
     class Handler(logging.Handler):

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING
 
 from shardkeep.codecs import base
 from shardkeep.codecs.keys import CachedKeys, KeySource
 from shardkeep.errors import CheckpointError, CodecFailed, InvalidCodec, UnknownCodec
 from shardkeep.storage.buffers import flat
 
-_Step = Callable[[memoryview, base.FramePlace], Buffer]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    _Step = Callable[[memoryview, base.FramePlace], Buffer]
 
 
 class CodecChain:
@@ -41,8 +43,9 @@ class CodecChain:
         """Begin a new checkpoint: choose its parameters, and data keys that `keys` wraps."""
         if isinstance(codecs, (str, base.CodecConfig)):
             codecs = [codecs]
-        cached = keys and CachedKeys(lambda: keys)  # a data key that was just wrapped is not unwrapped again
-        return cls.opened([codec_config(each).begin(cached) for each in codecs], keys=cached)
+        source = keys
+        keys = source and CachedKeys(lambda: source)  # a data key that was just wrapped is not unwrapped again
+        return cls.opened([codec_config(each).begin(keys) for each in codecs], keys=keys)
 
     @classmethod
     def opened(cls, recorded: Sequence[base.CodecRecord], *, keys: KeySource | None = None) -> CodecChain:

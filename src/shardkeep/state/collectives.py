@@ -16,7 +16,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from shardkeep.state.flatten import get_element, leaves_of, map_leaves
 from shardkeep.state.offload import _identity_func, check_plain_types, iterate_state_dict, same_layout
 from shardkeep.state.placement import dtensor_boxes
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 BATCH_BYTES = 64 << 20
 """Size of the broadcast buffer: large enough for full bandwidth, small beside any model."""
 _ALIGNED = 16  # every dtype can be viewed at multiples of this
@@ -47,19 +44,18 @@ _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
 def gather_state_dict(
     state_dict: dict[str, Any],
     *,
-    pg: ProcessGroup | None = None,
+    pg: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     cpu_offload: bool = False,
     ranks_only: tuple[int, ...] = (),
     type_check: bool = True,
 ) -> dict[str, Any]:
     """
-    Return the state dict with each DTensor and ShardedTensor as one full tensor.
+    Return the state dict with each DTensor and ShardedTensor as one full tensor; the arguments are those of `iterate_state_dict`.
 
     All ranks that hold parts of a tensor must call this, with trees of the same order; if not, all raise `RanksDisagree`
-    before anything is gathered. Gathered values are detached; other tensors are in the result as they are. The arguments are
-    those of `iterate_state_dict`. ShardedTensors are gathered over `pg`, by default each over its own group, and on
-    `device`, by default the one in their metadata; DTensors over their mesh.
+    before anything is gathered. ShardedTensors are gathered over `pg`, by default each over its own group, and on `device`,
+    by default the one in their metadata; DTensors over their mesh.
     """
     _check_same_tensors(state_dict, pg, type_check=type_check)
     with torch.no_grad():
@@ -78,7 +74,7 @@ def gather_state_dict(
 
 
 def all_gather_sharded_tensor(
-    sharded_tensor: Any, pg: ProcessGroup | None = None, device: torch.device | None = None
+    sharded_tensor: Any, pg: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> torch.Tensor:
     """
     Return the full tensor, on every rank of the group.
@@ -149,7 +145,9 @@ def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
     return pieces
 
 
-def _full_of_sharded_tensor(value: Any, pg: ProcessGroup | None, device: torch.device | None, _: Any) -> torch.Tensor:
+def _full_of_sharded_tensor(
+    value: Any, pg: dist.ProcessGroup | None, device: torch.device | None, _: Any
+) -> torch.Tensor:
     full = all_gather_sharded_tensor(value, pg, device)
     shards = value.local_shards()
     return full.to(shards[0].tensor.device if shards else _CPU)
@@ -177,7 +175,7 @@ def _sending_device(wanted: torch.device, group: Any) -> torch.device:
     return wanted if wanted.type in able else torch.device("cpu" if "cpu" in able else able[0])
 
 
-def _check_same_tensors(tree: Any, pg: ProcessGroup | None, *, type_check: bool) -> None:
+def _check_same_tensors(tree: Any, pg: dist.ProcessGroup | None, *, type_check: bool) -> None:
     """Raise, on all ranks that share tensors, unless each can gather its tree and all hold the same tensors in one order."""
     sharded = [
         (path, value) for path, value in leaves_of(tree) if leaves.is_dtensor(value) or leaves.is_sharded_tensor(value)
@@ -271,23 +269,19 @@ def broadcast_state_dict(
     full_state_dict: dict[str, Any],
     local_state_dict: dict[str, Any],
     device: torch.device,
-    pg: ProcessGroup | None = None,
+    pg: dist.ProcessGroup | None = None,
     strict: bool = False,
     cpu_offload: bool = False,
 ) -> None:
     """
-    Put the first rank's full state dict into the local state dict of every rank, in place.
+    Put the full state dict of the group's first rank into the local state dict of every rank, in place.
 
     For a key that `local_state_dict` has: a DTensor is filled with its own part, in its own memory and dtype, or
     replaced by one on `device` if it is on meta; a tensor is replaced by the full one on `device` (0-dim ones on the
     CPU, as in torch), another value by the sender's. A key whose value is None is skipped if a tensor comes for it.
-    Keys that only the sender has are ignored, and not sent if no rank wants them; with `strict`, keys that it lacks are
-    removed. Dicts, lists and tuples inside are handled in the same way, and tensors that are not contiguous arrive as they
-    are, unlike in torch. With `cpu_offload`, everything stays on the CPU.
-
-    `full_state_dict` is read on the first rank of the group only, which need not be rank 0; its full tensors that are on
-    `device` already are put into its local state dict without a copy. If a tensor does not fit on some rank, all ranks
-    raise the same error, and no local state dict has changed.
+    Keys that only the sender has are ignored; with `strict`, keys that it lacks are removed. Dicts, lists and tuples inside
+    are handled in the same way. With `cpu_offload`, everything stays on the CPU. If a tensor does not fit on some rank, all
+    ranks raise the same error, and no local state dict has changed.
     """
     device = torch.device(device)
     world = current_world(pg, timeout_s=Options().timeout_s)
@@ -331,7 +325,7 @@ def broadcast_state_dict(
             for path, leaf in leaves_of(part, _opens)
             if isinstance(leaf, TensorSpec)
         ]
-        wanted = meeting.agree("prepare", prepare, _merge_wishes).decode()
+        wanted = meeting.agree("prepare", prepare, _merge_wanted).decode()
     numbers = [number for number, flag in enumerate(wanted) if flag == "1"]
     with torch.no_grad():
         broadcast_batches(
@@ -361,7 +355,7 @@ def _opens(value: Any) -> bool:
     return type(value) in _CONTAINERS
 
 
-def _merge_wishes(said: list[bytes]) -> list[bytes]:
+def _merge_wanted(said: list[bytes]) -> list[bytes]:
     """Return, as a 0 or 1 for each, which tensors at least one rank needs."""
     kinds, _, flags = zip(*(word.decode().partition(" ") for word in said), strict=True)
     if len(set(kinds)) > 1:
@@ -377,7 +371,7 @@ def broadcast_tensors(
     local_state_dict: dict[str, Any],
     keys: list[str],
     device: torch.device,
-    pg: ProcessGroup | None = None,
+    pg: dist.ProcessGroup | None = None,
 ) -> None:
     """
     Put some of the first rank's tensors into the local state dict of every rank, like `broadcast_state_dict`.
@@ -397,7 +391,7 @@ def broadcast_tensors(
 
 
 def distribute_tensors(
-    local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: ProcessGroup | None = None
+    local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: dist.ProcessGroup | None = None
 ) -> None:
     """Replace each pair of a DTensor and a full tensor by the DTensor, filled with its part (on meta: a new one)."""
     del device, pg  # the arguments of torch's
@@ -414,7 +408,7 @@ def distribute_state_dict(
     full_state_dict: dict[str, Any],
     local_state_dict: dict[str, Any],
     device: torch.device,
-    pg: ProcessGroup | None = None,
+    pg: dist.ProcessGroup | None = None,
 ) -> None:
     """
     Put a full state dict, of which every rank has its own copy, into the local state dict, in place.
@@ -503,7 +497,7 @@ def broadcast_batches(
     sources: Sequence[torch.Tensor] | None,
     destinations: Sequence[Destination],
     device: torch.device,
-    pg: ProcessGroup | None,
+    pg: dist.ProcessGroup | None,
     *,
     sender: int = 0,
 ) -> None:

@@ -29,7 +29,7 @@ from shardkeep.state.leaves import (
     describe_leaf,
     describe_ordinary,
     is_tensor,
-    local_tensors,
+    split_dtensors,
 )
 from shardkeep.state.names import all_modules
 from shardkeep.state.objects import is_tensor_or_object
@@ -62,12 +62,7 @@ class Description:
 
 
 class KeptDescriptions:
-    """
-    The columns of the last states, so that describing a state with the same tensors as before costs a comparison.
-
-    They are used again if all tensors, or the local tensors of DTensors, are ordinary, as before, and have the same names, addresses,
-    shapes, dtypes, devices and specs. No tensor is kept.
-    """
+    """The columns of the last states: describing a state with the same tensors as before costs a comparison. Keeps no tensor."""
 
     _MOST = 2
 
@@ -78,9 +73,7 @@ class KeptDescriptions:
         return next((columns for known, columns in self._kept if known == leaves and columns.keys == keys), None)
 
     def keep(self, leaves: OrdinaryLeaves, description: Description) -> None:
-        known = leaves._replace(
-            shapes=[tuple(shape) for shape in leaves.shapes]
-        )  # the cycle collector visits no tuples
+        known = leaves._replace(shapes=list(map(tuple, leaves.shapes)))  # the cycle collector visits no tuples
         columns = replace(description, tree=None, values={}, leaves={}, pieces=[])
         self._kept = [(known, columns), *self._kept][: self._MOST]
 
@@ -98,10 +91,7 @@ def describe(
     selected: Callable[[str], bool] | None = None,
     kept: KeptDescriptions | None = None,
 ) -> Description:
-    """
-    Describe a state to save, or, if `filling`, one to load into, with plain states `in_place_of` objects by flat name; `flattened`
-    is the state's leaves and skeleton, if they are known.
-    """
+    """Describe a state to save, or, if `filling`, to load into; `flattened` is its leaves and skeleton, if they are known."""
     flat, tree = flattened or flatten(state, rank=rank, is_tensor=is_tensor_or_object, in_place_of=in_place_of or {})
     if selected is not None:
         flat = {key: leaf for key, leaf in flat.items() if selected(key)}
@@ -122,7 +112,7 @@ def describe_leaves(
     """Describe tensor leaves; with what was `kept` of the same ones, if that is given, and keep it."""
     keys, leaves = list(tensors), list(tensors.values())
     found: Sequence[OrdinaryLeaf | TensorLeaf]
-    local, specs = local_tensors(leaves)
+    local, specs = split_dtensors(leaves)
     held: list[torch.Tensor] = []
     if (ordinary := describe_all_ordinary(local, specs)) is not None:
         plain = torch.Tensor

@@ -1,10 +1,9 @@
 """
 Walks over nested states: one visitor, flat names and back, torch's rules for flattening.
 
-`leaves_of`, `map_leaves` and `get_element` are the visitor; its rule is which values it opens. `flatten` splits a state into
-leaves by flat name and a skeleton, without copying; `refill` puts new leaves into the containers the user holds. Both
-open mappings and `PerRank` always, and lists and tuples only if they contain a tensor, a mapping or a `PerRank`: a list
-of numbers is one value. The functions with torch's names follow torch's rules, on which its checkpoints depend.
+`leaves_of`, `map_leaves` and `get_element` are the visitor; its rule is which values it opens. `flatten` and `refill` open
+mappings and `PerRank` always, and lists and tuples only if they contain a tensor, a mapping or a `PerRank`: a list of
+numbers is one value. The functions with torch's names follow torch's rules, on which its checkpoints depend.
 """
 
 from __future__ import annotations
@@ -89,10 +88,10 @@ def flatten(
     state: Mapping[str, Any], *, rank: int, is_tensor: Callable[[Any], bool], in_place_of: Mapping[str, Any] = _NOTHING
 ) -> tuple[dict[str, Any], Container]:
     """
-    Return the leaves of a state by flat name, in order, and its skeleton.
+    Return the leaves of a state by flat name, in order, and its skeleton; nothing is copied.
 
-    This rank's `PerRank` values are named with `rank`. `is_tensor` is true of leaves that make a list worth opening.
-    `in_place_of` holds, by flat name, the containers to walk in place of the objects whose state they are.
+    `is_tensor` is true of leaves that make a list worth opening. `in_place_of` holds, by flat name, the containers to walk
+    in place of the objects whose state they are.
     """
     walk = _StateWalk(state, rank, is_tensor, in_place_of)
     leaves: dict[str, Any] = {}
@@ -112,11 +111,10 @@ def refill(
     dry: bool = False,
 ) -> None:
     """
-    Put new leaf objects into the state, in place; names that `leaves` lacks stay as they are.
+    Put new leaf objects into the containers of the state; names that `leaves` lacks stay as they are.
 
-    Dict and list items and `PerRank.value` are assigned, unless they are there already; tuples are rebuilt inside
-    their parent. The containers in `in_place_of` are changed, never the objects they represent. A `dry` run changes
-    nothing, and raises where a real one would: `StateError` if a changed leaf is in a mapping that cannot be changed.
+    Tuples are rebuilt inside their parent. The containers in `in_place_of` are changed, never the objects they represent. A
+    `dry` run changes nothing, and raises where a real one would: if a changed leaf is in a mapping that cannot be changed.
     """
     walk = _StateWalk(state, rank, is_tensor, in_place_of)
     walk.put(state, walk.kinds[type(state)], None, leaves, dry=dry)
@@ -316,12 +314,7 @@ def traverse_state_dict_v_2_3(
 
 def traverse_everything(state_dict: Mapping[str, Any], visitor: Visitor) -> None:
     """Call `visitor(path, value)` for each value, in order, opening every mapping, list and tuple."""
-    traverse_obj((), state_dict, visitor)
-
-
-def traverse_obj(path: OBJ_PATH, value: Any, visitor: Visitor) -> None:
-    """Call `visitor` for each value below `path`, opening every mapping, list and tuple."""
-    _traverse(path, value, visitor, is_container)
+    _traverse((), state_dict, visitor, is_container)
 
 
 def _traverse(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any], bool]) -> None:
@@ -441,8 +434,7 @@ def flatten_sharded_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Return the state dict with each ShardedTensor inside a ShardedTensor (FSDP over tensor parallelism) as a flat one.
 
     Nothing is copied or communicated: the flat tensor uses the innermost memory, at its offsets in the whole tensor, which
-    is all that saving and loading need. It knows other ranks' shards only as far as this rank's own nesting shows. All
-    else passes through, also empty dicts and ShardedTensors without a local shard, which torch drops.
+    is all that saving and loading need. It knows other ranks' shards only as far as this rank's own nesting shows.
     """
     if "torch.distributed._shard.sharded_tensor" not in sys.modules:  # then there is none
         return dict(state_dict)

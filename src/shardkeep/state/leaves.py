@@ -276,7 +276,7 @@ class OrdinaryLeaves(NamedTuple):
     """Of DTensors, of which all the others describe the local tensors; empty if there are none."""
 
 
-def local_tensors(leaves: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+def split_dtensors(leaves: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
     """Return the leaves with the local tensors of DTensors in their place, and their specs; no specs if there are no DTensors."""
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if sharded not in set(map(type, leaves)):

@@ -51,10 +51,9 @@ def get_fqns(
     """
     Return the canonical names of the thing called `name` in `model`; the arguments are torch's.
 
-    The name of a parameter, a buffer, extra state or a submodule may contain all, some or none of the wrappers on its way.
-    A flat parameter of FSDP1 has the names of all parameters in it, everything else has one name. If `skip_ddp_prefix` or
-    `skip_compiler_prefix` is False, the `module` of DDP or the `_orig_mod` of torch.compile is kept (or added), like in
-    the keys of `state_dict()`. A name that leads to nothing is an `UnknownName` (AttributeError).
+    The name may contain all, some or none of the wrappers on its way. A flat parameter of FSDP1 has the names of all
+    parameters in it, everything else has one name. If `skip_ddp_prefix` or `skip_compiler_prefix` is False, the `module` of
+    DDP or the `_orig_mod` of torch.compile is kept (or added). A name that leads to nothing is an `UnknownName`.
     """
     kept = (*(() if skip_ddp_prefix else (DDP_MODULE,)), *(() if skip_compiler_prefix else (COMPILED_MODULE,)))
     return set(_resolve(model, name, dsd_fqn_modifiers, kept, lenient=False))

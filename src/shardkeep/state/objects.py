@@ -4,14 +4,11 @@ Objects in a state: modules, optimizers, and everything with `state_dict` and `l
 An adapter for each object returns the plain state that is saved in its place, and at load a template, which is filled like
 any other part of a state before the object gets it. A module is filled in place, under canonical names; a parameter on
 the meta device gets its memory from the load and stays the same object, so that optimizers keep holding it. An
-optimizer is saved by parameter name:
+optimizer is saved by parameter name, and needs no first step before a load:
 
     state.<parameter>.<key>            the optimizer's state for a parameter
     param_groups.<first parameter>     hyper-parameters, and `params`, the names of the group's parameters
     other.<key>                        state that belongs to no parameter
-
-A fresh optimizer needs no first step: memory for its state is made from the parameter and the checkpoint. Groups are
-found by the parameters in them, so ranks that hold other layers (pipeline stages) find theirs.
 """
 
 from __future__ import annotations
@@ -190,8 +187,6 @@ def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
 
 
 class ModuleObject(Adapter):
-    """How a module is saved and loaded."""
-
     def __init__(self, name: str, module: nn.Module, memory: dict[int, Any], *, communicates: bool) -> None:
         """Take the module, and the new memory of meta parameters by id, which all modules of a state share."""
         self.name = name
@@ -289,8 +284,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class OptimizerObject(Adapter):
-    """How an optimizer is saved and loaded."""
-
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], *, rank: int) -> None:
         self.name = name
         self._optimizer = optimizer
@@ -319,7 +312,6 @@ class OptimizerObject(Adapter):
                 yield parameter, kept
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:
-        """Return its state by parameter name."""
         firsts = {parameter: names.first for parameter, names in self._names.items()}
         prefix = f"{self.name}.state."
         mine = {name for name in differing if name.startswith(prefix)}
@@ -337,7 +329,6 @@ class OptimizerObject(Adapter):
         return saved
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
-        """Return a template of what was saved for this rank's parameters."""
         optimizer = self._optimizer
         groups = optimizers.StoredGroups(self.name, stored, selected)
         saved_as = self._resolve(groups, stored)
@@ -412,7 +403,6 @@ class OptimizerObject(Adapter):
     def _allocate(
         self, stored: StoredState, saved: str, parameter: torch.Tensor, group: dict[str, Any], layout: dict[str, Any]
     ) -> Any:
-        """Return memory for the state of one parameter."""
         base = f"{self.name}.state.{saved}"
         itself = next((leaf for name in self._names[parameter].forms[0] if (leaf := stored.find(name))), None)
         memory = stored.nest(
@@ -583,7 +573,6 @@ class FSDP1OptimizerObject(Adapter):
         return Template({"state": state, "param_groups": groups.places(stored)}, load)
 
     def _present(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the state by parameter name, and the groups."""
         mine = {id(parameter) for parameter in self._module.parameters()}
         groups = self._optimizer.param_groups
         if any(id(parameter) not in mine for group in groups for parameter in group["params"]):

@@ -11,7 +11,7 @@ import copy
 import io
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,7 @@ from shardkeep.state.leaves import (
     wait_tensor,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-LeafFunc = Callable[[Any, "ProcessGroup | None", "torch.device | None", Any], Any]
+LeafFunc = Callable[[Any, "dist.ProcessGroup | None", "torch.device | None", Any], Any]
 """Takes a tensor, the process group, the device and the companion (or None); returns what replaces the tensor."""
 
 _PLAIN_VALUES: Final = (int, float, str, bytes, io.BytesIO, type(None))
@@ -45,7 +42,7 @@ def iterate_state_dict(
     dtensor_func: LeafFunc,
     tensor_func: LeafFunc,
     *,
-    pg: ProcessGroup | None = None,
+    pg: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     cpu_offload: bool = False,
     companion_obj: Any = None,
@@ -56,12 +53,11 @@ def iterate_state_dict(
     """
     Return a tree in which each tensor is replaced by the result of the function for its kind.
 
-    Tensors that an asynchronous collective still writes are waited for first. The functions get `pg` and `device`.
     Results are copied into the tensors of `companion_obj`, a tree of the same nesting (else `CompanionMismatch`), or, with
     `cpu_offload`, moved to the CPU. With `non_blocking`, copies into companions are only queued on the accelerator's
     current stream. Only `ranks_only` (of `pg`; empty for all ranks) get the result; the others also call the functions,
     and get an empty dict (None if the root is no dict). With `type_check`, values other than tensors, int, float, str,
-    bytes, BytesIO and None are an `BadValue`, else they are copied deeply.
+    bytes, BytesIO and None are a `BadValue`, else they are copied deeply.
     """
     if companion_obj is not None:
         _check_companion(iter_object, companion_obj, (), leaves=False)
@@ -111,7 +107,7 @@ def check_plain_types(tree: Any, path: TreePath = ()) -> None:
             )
 
 
-def _identity_func(obj: Any, pg: ProcessGroup | None, device: torch.device | None, companion_obj: Any) -> Any:
+def _identity_func(obj: Any, pg: dist.ProcessGroup | None, device: torch.device | None, companion_obj: Any) -> Any:
     """Return the tensor as it is."""
     del pg, device, companion_obj
     return obj

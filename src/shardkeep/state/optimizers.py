@@ -39,8 +39,6 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 class ParameterNames(NamedTuple):
-    """All names of a parameter."""
-
     first: str
     """The name under which it is saved."""
     forms: tuple[tuple[str, ...], ...]

@@ -17,14 +17,8 @@ from typing import Any
 from shardkeep.errors import StateError
 
 Patterns = str | Iterable[str] | Callable[[str], bool] | None
-Renames = (
-    Mapping[str, str]
-    | Mapping["re.Pattern[str]", str]
-    | Sequence[tuple["str | re.Pattern[str]", str]]
-    | tuple["str | re.Pattern[str]", str]
-    | Callable[[str], "str | None"]
-    | None
-)
+Pair = tuple[str | re.Pattern[str], str]
+Renames = Mapping[str, str] | Mapping[re.Pattern[str], str] | Sequence[Pair] | Pair | Callable[[str], str | None] | None
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 MAY_MATCH_NOTHING = "a function may match nothing: rename=lambda name: name.removeprefix('module.')"
@@ -63,7 +57,6 @@ def matcher(patterns: Patterns) -> Callable[[str], bool]:
 
 
 def selector(include: Patterns, exclude: Patterns) -> Callable[[str], bool]:
-    """Return the predicate for `include` and `exclude` together."""
     wanted = matcher(include)
     if exclude is None:
         return wanted
@@ -124,7 +117,7 @@ def unused_renames(rename: Renames, names: Iterable[str]) -> list[str]:
     return unused
 
 
-def _pairs(rename: Any) -> list[tuple[str | re.Pattern[str], str]]:
+def _pairs(rename: Any) -> list[Pair]:
     pairs: list[Any] = [rename]  # one pair alone
     if isinstance(rename, Mapping):
         pairs = list(rename.items())
@@ -188,12 +181,9 @@ def closest(name: str, present: Collection[str]) -> str | None:
 
 
 def optimizer_names(names: Iterable[str]) -> dict[str, str]:
-    """
-    Return the names that are optimizer state by their form, wherever it stands, each with what to call that optimizer.
-
-    The form is torch's: `param_groups`, beside `state.<parameter>.<key>`, or such a key alone. What else lies beside them
-    belongs to the optimizer if that is called one.
-    """
+    """Return the names that are optimizer state by their form, wherever it stands, each with what to call that optimizer."""
+    # The form is torch's: `param_groups`, beside `state.<parameter>.<key>`, or such a key alone. What else lies beside them
+    # belongs to the optimizer if that is called one.
     split = {name: name.split(".") for name in names}
     roots: set[tuple[str, ...]] = set()
     for parts in split.values():

@@ -1,14 +1,12 @@
 """
 Torch's functions for the state of a model and its optimizers: get, set and patch, by canonical names.
 
-Reading never changes an optimizer, its parameters, gradients or learning rates, nor an optimizer without state. Setting
-never makes a step: only if the form of the state cannot be derived from the state itself (its dtype or layout is not the
-parameter's) does an optimizer without state make a dry step. State dicts that are passed in are never changed; an
-optimizer's may be nested or flat.
+Reading changes nothing, not even an optimizer without state. Setting never makes a step: only if the form of the state
+cannot be derived from the state itself (its dtype or layout is not the parameter's) does an optimizer without state make a
+dry step. State dicts that are passed in are never changed; an optimizer's may be nested or flat.
 
 All ranks that hold a part of the model must call these functions. `optimizers` are one or several, and no parameter may be
-in two of them; for `options` see `StateDictOptions`. With `full_state_dict`, tensors that are set are whole, and with
-`broadcast_from_rank0` only rank 0 needs to pass them. `submodules` is deprecated.
+in two of them; for `options` see `StateDictOptions`. `submodules` is deprecated.
 """
 
 from __future__ import annotations
