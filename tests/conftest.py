@@ -1,6 +1,8 @@
 import contextlib
 import gc
+import os
 import signal
+import tempfile
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +61,14 @@ def s3_root(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     return s3_server.url(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A directory for one checkpoint, in memory where the system has that: what fails here is not the disk."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="shardkeep-", dir=base) as folder:
+        yield os.path.join(folder, "ck")
 
 
 @pytest.fixture(scope="session")

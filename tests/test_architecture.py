@@ -68,7 +68,6 @@ def test_modules_have_no_import_cycle():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
 def test_imports_go_one_way(path):
-    """A folder imports only from the layers below it; folders of one layer do not import each other."""
     mine = part_of(path)
     if mine == "__init__":
         return
@@ -93,7 +92,6 @@ def test_modules_keep_the_house_style(path):
 
 
 def test_only_options_reads_the_environment():
-    """Environment variables are read in one place; only the command line also looks at those of the terminal."""
     readers = {
         str(path.relative_to(SRC))
         for path in MODULES

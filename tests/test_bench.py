@@ -63,9 +63,7 @@ def test_a_tiny_round(tmp_path, monkeypatch, capsys):
 def test_a_tiny_round_of_loads_that_reshard(tmp_path):
     """Both sides load the state into another layout, bit for bit, and the ratios are printed."""
     samples = tmp_path / "samples.json"
-
     printed = run("run.py", "--only", "reshard", *SIZES, "--json", samples, "--dir", tmp_path)
-
     assert "resharded load: shardkeep.dcp / torch DCP" in printed
     assert "one row: part of the tensor read" in printed
     assert "raw O_DIRECT x2" not in printed
@@ -89,7 +87,6 @@ def test_planning_is_measured_with_what_the_engine_runs(monkeypatch):
 def test_a_long_run_is_measured_at_scale():
     """Steps of real and of simulated ranks, and what a root with some checkpoints costs."""
     printed = run("scale_runs.py", "--ranks", 20, "--steps", 30, "--step-ms", 10, "--checkpoints", 3)
-
     assert "| longest_ms |" in printed
     assert "| prune half |" in printed
     assert [line.split("|")[1].strip() for line in printed.splitlines() if line[2:3].isdecimal()] == ["20", "3"]
@@ -100,9 +97,7 @@ def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     sizes = ["--gb", 0.0005, "--small-gb", 0.0005, "--exact-gb", 0.0005, "--tokens", 16]
     counts = ["--saves", 2, "--steps", 1, "--rounds", 1, "--soak", 4, "--exact", 6]
-
     printed = run("async_gpu.py", "--cpu", *sizes, *counts, "--dir", tmp_path, "--shm", tmp_path)
-
     results = json.loads((tmp_path / "async_gpu.json").read_text())
     assert {mode: one["wrong"] for mode, one in results["exact"].items()} == {"overlap": [], "device": [], "host": []}
     judged = {one["what"] for one in results["targets"]}
@@ -114,18 +109,14 @@ def test_asynchronous_saves_are_measured_part_by_part(tmp_path, monkeypatch):
 def test_without_an_accelerator_every_part_says_that_it_is_skipped(monkeypatch):
     """The accelerator's benchmark ends well where there is none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
     printed = run("async_gpu.py", "--only", "calls", "--only", "exact")
-
     assert [line.split(",")[0] for line in printed.splitlines()] == ["calls: skipped", "exact: skipped"]
 
 
 def test_a_busy_loop_is_measured_beside_asynchronous_saves(tmp_path):
     """Threads, a writer process and torch all save beside the loop, and its speed is judged."""
     samples = tmp_path / "samples.json"
-
     printed = run("async_cpu.py", "--gb", 0.02, "--rounds", 1, "--seconds", 0.05, "--dir", tmp_path, "--json", samples)
-
     assert "fails" not in printed
     assert "shardkeep, process: loop's speed" in printed
     assert json.loads(samples.read_text())["shardkeep, thread"]["rounds"][0]["speed"] > 0
@@ -147,7 +138,6 @@ def test_codecs_are_measured(tmp_path):
 def test_the_curve_over_ranks():
     """Simulated ranks make as many requests as real ones, and no key is left in the store."""
     out = run("scale.py", "--only", "meetings", "--ranks", 12, "--real", 12, "--calls", 2)
-
     real, simulated = (line.split() for line in out.splitlines() if line.split()[:1] == ["12"])
     assert (real[1], simulated[1]) == ("real", "simulated")
     assert real[-1] == simulated[-1] == "0"

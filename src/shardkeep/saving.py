@@ -28,7 +28,6 @@ from shardkeep.engine.report import Phases, SaveEvents, SaveReport
 from shardkeep.engine.save_session import (
     CommittedSave,
     DescribedState,
-    RankFiles,
     RankPlan,
     SaveArguments,
     SaveSession,
@@ -344,29 +343,30 @@ def start_in_session(
         running = inside.pop_all()
     blocked_s = phases.now()
 
-    def write(files: RankFiles) -> WrittenFiles:
-        background.write(session.store, files.jobs, files.codecs, process)
-        handle.begin_commit()
-        written = files.written()
+    def write(plan: RankPlan) -> WrittenFiles:
+        # Through the list, which is cleared: frames of an error that is kept must not hold the tensors.
+        mine, tensors = described.pop(), background.snapshot.tensors
+        # From here on only the file jobs hold the tensors, and drop each when it is copied.
+        held = replace(mine, description=replace(mine.description, pieces=tensors))
+        try:
+            files = session.layout.files(held, plan.answer, plan.save_id)
+        finally:
+            del mine, held
+            tensors.clear()
+        try:
+            background.write(session.store, files.jobs, files.codecs, process)
+            handle.begin_commit()
+            written = files.written()
+        finally:
+            files.jobs.clear()
         events.written(sum(entry.nbytes for entry in written.files))
         return written
 
     def finish() -> T:
         with running:
-            # Through the list, which is cleared: frames of an error that is kept must not hold the tensors.
-            plan = session.plan(ranks, lambda: described[0])
+            plan, labels = session.plan(ranks, lambda: described[0]), described[0].labels
             waits = must_wait.result()
-            labels, tensors = described[0].labels, background.snapshot.tensors
-            mine = described.pop()
-            # From here on only the file jobs hold the tensors, and drop each when it is copied.
-            held = replace(mine, description=replace(mine.description, pieces=tensors))
-            files = session.layout.files(held, plan.answer, plan.save_id)
-            del mine, held
-            tensors.clear()
-            try:
-                written = session.write(ranks, plan, lambda: write(files))
-            finally:
-                files.jobs.clear()  # frames of an error that is kept must not hold the tensors
+            written = session.write(ranks, plan, lambda: write(plan))
             committed = session.commit(ranks, plan, written, labels)
             seconds = phases.now()
         staged_s = max(background.staged_s, blocked_s)

@@ -80,14 +80,12 @@ class Elsewhere:
 
 @contextlib.contextmanager
 def pretended(stream):
-    """Let staging find this stream, if there is one."""
     streams = {} if stream is None else {"elsewhere": stream}
     with mock.patch.object(staging, "_streams_after", return_value=streams):
         yield
 
 
 def make_jobs(rng, files, stream, fails_at):
-    """Make files of rows of these sizes, here or elsewhere; return what each must hold too."""
     jobs, wanted = [], {}
     for number, rows in enumerate(files):
         data = [rng.randbytes(nbytes) for nbytes, _ in rows]

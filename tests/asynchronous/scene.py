@@ -32,8 +32,6 @@ class HeldStore(FaultyStore):
 
 
 class BrokenStore(FaultyStore):
-    """Cannot create a file."""
-
     def begin(self, verb, name):
         super().begin(verb, name)
         if verb == "create":
@@ -41,24 +39,20 @@ class BrokenStore(FaultyStore):
 
 
 def held():
-    """A store in memory that holds a save before its first byte."""
     return HeldStore(sk.MemoryStore())
 
 
 def broken():
-    """A store in memory that fails every save."""
     return BrokenStore(sk.MemoryStore())
 
 
 def saved_in(where):
-    """All that a checkpoint holds, verified."""
     ck = sk.open(where)
     ck.verify()
     return ck.to_dict()
 
 
 def same(found, wanted):
-    """Say whether two states are the same to the last bit."""
     return bool(bits(found) == bits(wanted))
 
 
@@ -68,6 +62,5 @@ def full(value, count=4):
 
 
 def says(where):
-    """Every number in a checkpoint of such a state."""
     tree = saved_in(where)
     return {number for tensor in (tree["w"], *tree["few"]) for number in tensor.tolist()}

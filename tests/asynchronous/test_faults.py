@@ -60,16 +60,6 @@ def test_a_failure_that_is_not_ours():
         handle.result(PATIENCE_S)
 
 
-def test_a_place_that_is_taken():
-    """A checkpoint that is there is found after the call, and kept."""
-    where = sk.MemoryStore()
-    sk.save({"a": 1}, where)
-    handle = sk.async_save({"a": 2}, where)
-    with pytest.raises(sk.CheckpointExists, match="overwrite=True"):
-        handle.result(PATIENCE_S)
-    assert sk.open(where).to_dict() == {"a": 1}
-
-
 def save_as_rank(place, k, victim, at):
     """Save as a rank of the default group; one of them is killed at an operation on its files."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -71,7 +71,6 @@ def test_finish_gives_all_back(place):
 
 
 def watched():
-    """A state with a module and an optimizer, and whether any of it still lives."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()

@@ -35,7 +35,6 @@ def test_a_save_that_goes_well():
 
 
 def test_a_save_that_fails():
-    """The failure is raised as it was, as often as it is asked for; the state may be changed all the same."""
     handle = sk.async_save(full(1), broken())
     error = handle.exception(PATIENCE_S)
     assert isinstance(error, sk.StorageError)

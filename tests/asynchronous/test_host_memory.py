@@ -45,7 +45,6 @@ def mixed(rng):
 
 
 def delay(verb, name):
-    """Take some time for some of the windows."""
     if verb == "write_at":
         time.sleep(random.random() * 0.004)
 
@@ -275,7 +274,6 @@ def test_saves_in_flight_share_the_room():
 
 
 def test_ranks_that_write_parts_of_what_all_have():
-    """Each rank lends all it has and writes a part of it; a part that another rank writes is not waited for."""
     where = sk.MemoryStore()
 
     def save(world):
@@ -314,7 +312,6 @@ def test_no_memory_at_all(caplog, place):
 
 @pytest.mark.parametrize("how", ["write", "cancel"])
 def test_a_save_that_fails_gives_all_back(how):
-    """A failed or cancelled save opens the gate, frees its copy, and leaves nothing; the next save works."""
     sk.finish_saves()
     model, optimizer = trained()
     inner = sk.MemoryStore()

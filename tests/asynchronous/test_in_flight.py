@@ -14,7 +14,6 @@ HASTY = sk.Options(timeout_s=2)
 
 
 def in_background(call):
-    """Call on a thread; return the thread and what becomes of it."""
     told = []
     thread = threading.Thread(target=lambda: told.append(call()))
     thread.start()
@@ -77,22 +76,6 @@ def test_one_place_over_and_over(place):
     sk.finish_saves()
     assert says(place) == {9}
     assert sk.open(place).step == 9
-
-
-def test_finish_waits_for_all():
-    """`finish_saves` returns when every save has ended; what follows works as before."""
-    stores = [held() for _ in range(3)]
-    handles = [sk.async_save(full(n), store, max_in_flight=3) for n, store in enumerate(stores)]
-    thread, _ = in_background(sk.finish_saves)
-    for store in stores:
-        assert thread.is_alive()
-        assert store.reached.wait(PATIENCE_S)
-        store.release.set()
-    thread.join(PATIENCE_S)
-    assert all(handle.done() for handle in handles)
-    sk.finish_saves()
-    sk.async_save(full(7), where := sk.MemoryStore()).result(PATIENCE_S)
-    assert says(where) == {7}
 
 
 # On ranks

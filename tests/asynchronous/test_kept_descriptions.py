@@ -18,10 +18,7 @@ from tests.asynchronous.scene import PATIENCE_S
 from tests.asynchronous.test_snapshots import many_shapes, tensors_of
 from tests.engine.samples import all_dtypes, bits, random_tensor
 
-SAVES = {
-    "save": sk.save,
-    "async_save": lambda state, where: sk.async_save(state, where).result(PATIENCE_S),
-}
+SAVES = {"save": sk.save, "async_save": lambda state, where: sk.async_save(state, where).result(PATIENCE_S)}
 
 
 def state():

@@ -218,7 +218,6 @@ def test_budgets_smaller_than_the_state(caplog):
 
 
 def test_several_in_flight():
-    """Three saves at a time share pinned memory and windows, and none takes another's bytes."""
     state = {f"t{n}": torch.zeros(2 << 20, device=DEVICE) for n in range(8)}
     stores, handles = [], []
     for step in range(12):
@@ -272,7 +271,6 @@ def test_a_state_that_is_dropped_right_after_the_call():
 
 @pytest.mark.parametrize("where", [broken, sk.MemoryStore])
 def test_the_state_is_let_go(where):
-    """With the handle and the error of a save still held, nothing on the device is."""
     module = torch.get_device_module(DEVICE)
     gc.collect()
     before = module.memory_allocated()
@@ -289,7 +287,6 @@ def test_the_state_is_let_go(where):
 
 
 def test_work_on_another_stream():
-    """What the caller's current stream has queued comes before the copies, whichever stream that is."""
     rng = random.Random(1)
     w = torch.zeros(4 << 20, device=DEVICE)
     for step in range(1, 11):

@@ -57,7 +57,6 @@ def large(seed=0, mib=20):
 
 
 def started_child(folder):
-    """The child, once it has made a save."""
     save(full(0), os.path.join(folder, "first")).result(PATIENCE_S)
     return writer_manager().pid
 
@@ -70,7 +69,6 @@ def until(happened):
 
 
 def until_asked(handle):
-    """Wait until a save has asked the process for something."""
     process = writer_manager()._process
     until(lambda: handle.done() or process._free.qsize() < len(process._pipes))
     assert not handle.done()
@@ -202,7 +200,6 @@ def test_killed_with_a_file_half_written(place, monkeypatch):
 
 
 def test_killed_while_idle(place):
-    """Nobody needs to hear of a process that had nothing to do: the next save starts another one."""
     pid = started_child(place)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not writer_manager()._process.alive())
@@ -211,7 +208,6 @@ def test_killed_while_idle(place):
 
 
 def test_all_saves_in_flight_fail_with_it(place):
-    """Two saves share the process: both fail, and the failure nobody asked for is raised by the next save."""
     pid = started_child(place)
     stop(pid)
     handles = [save(full(n), f"{place}-{n}", max_in_flight=2) for n in range(2)]
@@ -287,7 +283,6 @@ def test_a_cancel_does_not_end_what_another_save_needs(place):
 
 @pytest.fixture
 def alone():
-    """A process with one pipe."""
     memory = SharedMemory()
     process = WriterProcess(memory.fd, 1)
     yield process
@@ -304,7 +299,6 @@ def test_an_answer_that_nobody_took_is_not_given_to_another_request(tmp_path, al
     """A request breaks off before its answer was received whole: the process is ended, and nobody asks it again."""
     patience = WaitPolicy(PATIENCE_S)
     assert alone.ask(CreateFile(place_in(tmp_path), "first", 10), patience).file == 1
-
     before = getattr(rpc, broken)
 
     def breaks_off(pipe, *more):
@@ -363,7 +357,6 @@ def test_a_python_that_does_not_start_is_told(place, monkeypatch):
 
 
 def counts(pid):
-    """File descriptors, threads and mappings of a process."""
     with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
         mapped = len(maps.readlines())
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")), mapped
@@ -499,7 +492,6 @@ def test_a_trainer_killed_in_a_save_takes_its_writer_along(place):
 
 
 def test_a_fork_of_the_trainer_harms_nothing(place):
-    """A forked process drops what it inherited; memory and writer of its parent stay as they are."""
     ran = run_script(
         """
         import os, sys, torch, shardkeep as sk

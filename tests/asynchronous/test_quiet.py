@@ -13,7 +13,6 @@ from tests.dcp.test_defects_at_work import COLLECTIVES
 
 
 def listening():
-    """The ports that this process listens on."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -33,7 +32,6 @@ def listening():
 
 
 def children():
-    """The processes that this one started."""
     found = set()
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:

@@ -22,14 +22,12 @@ def tensors_of(state):
 
 
 def spoil(state, rng):
-    """Change every byte of every tensor of a state."""
     for tensor in tensors_of(state):
         memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         memory.bitwise_not_() if rng.random() < 0.5 else memory.fill_(rng.randrange(256))
 
 
 def many_shapes():
-    """Tensors that are laid out in every way, over memory of their own."""
     large = torch.randn(600, 1000)
     tied = torch.randn(77)
     return {

@@ -22,8 +22,6 @@ files = st.lists(
 
 @dataclass
 class Run:
-    """How a run ended, and what it left."""
-
     error: BaseException | None
     found: dict[str, bytes]
     wanted: dict[str, bytes]

@@ -92,7 +92,6 @@ def test_looking_is_not_asking():
 
 
 def test_several_failures_are_told_together():
-    """With three saves in flight that fail, one error tells of the first and counts the others."""
     stores = [HeldStore(broken()) for _ in range(3)]
     handles = [sk.async_save(full(n), store, max_in_flight=9) for n, store in enumerate(stores)]
     for handle, store in zip(handles, stores, strict=True):
@@ -173,6 +172,5 @@ def a_loop_that_goes_on(folder):
 
 
 def test_a_loop_that_goes_on_saves_again(rank_pool, tmp_path):
-    """After one rank's failure in one call, a loop that catches errors and goes on has checkpoints again."""
     rank_pool.run(2, a_loop_that_goes_on, str(tmp_path))
     assert sk.open(str(tmp_path / "5")).step is None

@@ -11,7 +11,6 @@ from shardkeep.cli.main import main
 
 
 def state_of(step):
-    """A small state with tensors of several kinds, tied weights and plain values."""
     gen = torch.Generator().manual_seed(step)
     embedding = torch.randn(64, 32, generator=gen)
     return {
@@ -47,13 +46,10 @@ def run_dir(_made, tmp_path):
 
 @pytest.fixture
 def checkpoint(run_dir):
-    """One checkpoint, of step 30."""
     return run_dir / "step-30"
 
 
 class Answer:
-    """What a command said, and how it ended."""
-
     def __init__(self, code, out, err):
         self.code, self.out, self.err = code, out, err
 
@@ -65,8 +61,6 @@ class Answer:
 
 @pytest.fixture
 def shardkeep(capsys):
-    """Run a command in this process."""
-
     def call(*words):
         code = main([str(word) for word in words])
         out, err = capsys.readouterr()
@@ -76,13 +70,11 @@ def shardkeep(capsys):
 
 
 def flip(file, offset):
-    """Flip one bit of a file."""
     data = bytearray(file.read_bytes())
     data[offset] ^= 1
     file.write_bytes(bytes(data))
 
 
 def data_file(checkpoint, group="model"):
-    """The data file of a group."""
     [file] = checkpoint.glob(f"{group}-*.safetensors")
     return file

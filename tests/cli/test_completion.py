@@ -7,7 +7,6 @@ import pytest
 
 
 def complete(script, line, cwd, path):
-    """Complete the last word of a line in bash, and return the candidates."""
     words = line.split(" ")
     quoted = " ".join(f"'{word}'" for word in words)
     program = (

@@ -18,7 +18,6 @@ from tests.engine.samples import all_dtypes, random_tensor
 
 
 def pair(tmp_path, one, other):
-    """Two checkpoints."""
     for name, state in (("a", one), ("b", other)):
         sk.save(state, tmp_path / name)
     return tmp_path / "a", tmp_path / "b"

@@ -52,7 +52,6 @@ def example_lines():
 
 @pytest.fixture(scope="module")
 def place_of_examples(tmp_path_factory):
-    """A directory that has what the examples speak of."""
     place = tmp_path_factory.mktemp("examples")
     state = {"model": {"layers": {"0": {"weight": torch.randn(8, 8)}}, "net": {"x.ema": torch.ones(2)}}, "step": 1}
     for run, step in (("a", 500), ("a", 600), ("b", 500)):
@@ -93,7 +92,6 @@ def test_the_examples_of_the_help_work(shardkeep, place_of_examples, tmp_path, m
     ],
 )
 def test_mistakes_are_explained(shardkeep, words, said):
-    """What is misspelt ends with 2 and a guess, and prints nothing on stdout that a script could take for an answer."""
     answer = shardkeep(*words)
     assert answer.code == 2
     assert said in answer.err
@@ -138,7 +136,6 @@ LOOKING = [
 
 
 def test_looking_imports_no_torch(run_dir):
-    """Commands that read no tensors import neither torch nor, without a terminal, rich."""
     commands = [command.format(run=run_dir).split() for command in LOOKING]
     script = (
         "import sys; from shardkeep.cli.main import main\n"
@@ -151,7 +148,6 @@ def test_looking_imports_no_torch(run_dir):
 
 
 def test_a_closed_pipe_is_silent(checkpoint):
-    """`shardkeep ls … | head` says nothing on stderr, however much was left to print."""
     command = f"{' '.join(SHARDKEEP)} ls {checkpoint} -l | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
@@ -166,8 +162,6 @@ def test_a_closed_pipe_is_silent(checkpoint):
 
 
 def test_ctrl_c_ends_with_130(monkeypatch):
-    """An interrupt ends a command as shells expect, without a traceback."""
-
     def interrupted(words):
         signal.raise_signal(signal.SIGINT)
 
@@ -176,7 +170,6 @@ def test_ctrl_c_ends_with_130(monkeypatch):
 
 
 def in_terminal(words, environment):
-    """Run a command whose output is a terminal, and return what it wrote there."""
     env = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "PAGER": "cat", **environment}
     command = [*SHARDKEEP, *map(str, words)]
     with terminal() as (screen, written):
@@ -301,7 +294,6 @@ def wide_run(tmp_path_factory):
     ],
 )
 def test_no_word_or_number_is_cut_in_two(shardkeep, wide_run, words, monkeypatch):
-    """In 80 columns, lines fit, and every word and number is one that a pipe gets, too."""
     monkeypatch.chdir(wide_run.parent)
     arguments = words.format(run=wide_run.name).split()
     piped = shardkeep(*arguments).out
@@ -417,14 +409,7 @@ def test_small_texts():
     """Sizes, ages, names and guesses are said as people say them, and names cannot steer a terminal."""
     sizes = [format_size(n) for n in (0, 999, 1000, 9_995, 12_345, 999_499, 999_500, 1_500_000_000_000)]
     assert sizes == ["0 B", "999 B", "1.00 kB", "10.0 kB", "12.3 kB", "999 kB", "1.00 MB", "1.50 TB"]
-    assert [format_age(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == [
-        "0 s",
-        "5 s",
-        "1 min",
-        "1 h",
-        "24 h",
-        "2 d",
-    ]
+    assert [format_age(s) for s in (-1, 5, 60, 3600, 86400, 200000)] == ["0 s", "5 s", "1 min", "1 h", "24 h", "2 d"]
     assert printable("a\x1b[2Jb\nc") == "a\\x1b[2Jb\\nc"
     assert shorten_name(f"model-00000-of-00002-{'a1' * 10}.safetensors", 40) == "model-00000-of-00002-….safetensors"
     assert shorten("[0.00019635254915624216, 0.1]", 28) == "[0.00019635254915624216, …"

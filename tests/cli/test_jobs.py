@@ -26,7 +26,6 @@ def large(tmp_path_factory):
 
 
 def start(*words, **more):
-    """Start a command in a session of its own."""
     command = [sys.executable, "-m", "shardkeep", *map(str, words)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **more

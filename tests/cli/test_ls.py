@@ -75,7 +75,6 @@ def test_keys_with_shape_dtype_and_size(shardkeep, checkpoint):
     ],
 )
 def test_only_the_keys_asked_for(shardkeep, checkpoint, words, expected):
-    """Keys, dotted prefixes and globs select; what fits nothing is an error, not an empty list."""
     answer = shardkeep("ls", checkpoint, *words, "--names")
     assert answer.out.split() == expected
     assert answer.code == (0 if expected else 2)
@@ -97,7 +96,6 @@ def test_layers_are_in_natural_order_and_sizes_too(shardkeep, tmp_path):
 
 
 def test_a_tree_counts_what_is_below(shardkeep, checkpoint):
-    """The tree has shapes and values, sorts layers by number, joins what has no branches, and counts tied bytes once."""
     lines = shardkeep("ls", checkpoint, "--tree").out.splitlines()
     assert "├─ model  5 keys, 14.5 kB" in lines
     assert "│     ├─ 0.weight  bfloat16 [32, 32], 2.05 kB" in lines
@@ -142,7 +140,6 @@ def test_checkpoints_of_other_programs(shardkeep, tmp_path):
 
 
 def test_hostile_keys_do_not_reach_the_terminal(shardkeep, tmp_path):
-    """A key with escape sequences is spelt out, in tables, trees and errors alike."""
     sk.save({"\x1b[2Jevil": torch.ones(2), "ok": 1}, tmp_path / "ck")
     for words in ([], ["--tree"], ["--long"], ["--names"]):
         answer = shardkeep("ls", tmp_path / "ck", *words)

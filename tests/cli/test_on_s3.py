@@ -22,7 +22,6 @@ def bucket_url(s3_server):
 
 @pytest.fixture(scope="module", params=["s3", "memory"])
 def run_url(request):
-    """A run of three checkpoints in a bucket, or in the memory of this process."""
     url = (request.getfixturevalue("bucket_url") if request.param == "s3" else "memory://cli") + "/run"
     for step in (10, 20, 30):
         sk.save(state_of(step), f"{url}/step-{step}", step=step, meta={"metrics": {"loss": 3.0 - step / 20}})
@@ -90,7 +89,6 @@ def test_differences(shardkeep, run_url):
 
 
 def test_there_and_back(shardkeep, run_url, tmp_path):
-    """Converted to torch's layout and exported to Hugging Face inside the bucket, and converted back to a disk: exact."""
     away = run_url.removesuffix("run")
     assert shardkeep("convert", f"{run_url}/step-20", f"{away}dcp", "--to", "dcp").code == 0
     assert shardkeep("convert", f"{away}dcp", tmp_path / "back", "--to", "native").code == 0
@@ -102,7 +100,6 @@ def test_there_and_back(shardkeep, run_url, tmp_path):
 
 
 def test_prune(shardkeep, run_url):
-    """What no rule keeps is deleted from the bucket, all of it; what is kept is sound."""
     other = run_url + "-pruned"
     for step in (1, 2, 3):
         sk.save(state_of(step), f"{other}/step-{step}", step=step)
@@ -128,7 +125,6 @@ def test_rotate(shardkeep, run_url, tmp_path, monkeypatch):
 
 
 def objects_below(url):
-    """All of them, however deep."""
     root = sk.open_place(url)
     return [each["path"] for chunk in obstore.list(root.bucket.client, root.prefix) for each in chunk]
 

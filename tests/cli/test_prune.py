@@ -35,7 +35,6 @@ def steps(run_dir):
     ],
 )
 def test_rules(shardkeep, run_dir, rules, kept):
-    """What any rule keeps stays, the newest always; --dry-run says the same and deletes nothing."""
     tried = shardkeep("prune", run_dir, *rules, "--dry-run", "--json")
     assert (tried.code, steps(run_dir)) == (0, [10, 20, 30])
     done = shardkeep("prune", run_dir, *rules, "--yes", "--json")
@@ -62,7 +61,6 @@ def test_rules(shardkeep, run_dir, rules, kept):
     ],
 )
 def test_refusals(shardkeep, run_dir, words, said):
-    """Without a rule, with a rule that makes no sense, or without a yes, nothing is deleted."""
     answer = shardkeep("prune", run_dir, *words)
     assert answer.code == 2
     assert said in answer.err
@@ -93,7 +91,6 @@ def test_pinned_ones_stay(shardkeep, run_dir):
 
 
 def test_only_checkpoints_are_pinned(shardkeep, run_dir):
-    """A misspelt name or a run is an error, and nothing is pinned then."""
     assert "did you mean step-10" in shardkeep("pin", run_dir / "step-20", run_dir / "step-1O").err
     assert "it is a run; its latest checkpoint is" in shardkeep("pin", run_dir).err
     assert not any(entry.pinned for entry in sk.Catalog(run_dir).entries())
@@ -142,7 +139,6 @@ def leave(place, claim):
 
 
 def test_leftovers_of_the_dead_are_swept(shardkeep, run_dir):
-    """Files of a writer that is gone go, in places of their own and beside a checkpoint, which stays whole."""
     dead = Claim(host=host_identity(), pid=2**22 + 1, started="1")
     leave(run_dir / "step-40", dead)
     leave(run_dir / "step-30", dead)
@@ -230,7 +226,6 @@ def test_checkpoints_of_torch_are_pruned(shardkeep, run_dir):
 
 
 def test_the_job_that_holds_the_run_is_named(shardkeep, run_dir):
-    """While a job saves to the run prune says so on stderr; after it has ended, no more."""
     with sk.Checkpointer(run_dir, every_steps=1) as checkpointer:
         checkpointer.step(31, {"w": torch.zeros(3)})
         during = shardkeep("prune", run_dir, "--keep-last", "9", "--json")
@@ -253,8 +248,6 @@ def test_what_changed_while_it_asked_stays(shardkeep, run_dir, monkeypatch):
 
 
 def test_a_failed_delete_is_told(shardkeep, run_dir, monkeypatch):
-    """What could not be deleted is named with its reason, the rest is deleted, and the exit code is 2."""
-
     def refuse(path, *rest, **more):
         if "step-10" in str(path):
             raise PermissionError(13, "not allowed")

@@ -18,7 +18,6 @@ def keys(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_of_secrets(keys, tmp_path):
-    """A run with two encrypted checkpoints and one that is not."""
     root = tmp_path / "secrets"
     for step in (1, 2):
         sk.save(state_of(step), root / f"step-{step}", step=step, codecs=["float", "aes"])

@@ -28,7 +28,6 @@ def is_number(dtype):
 
 
 def as_numpy(tensor):
-    """A tensor as numpy has it."""
     if tensor.dtype in {torch.bfloat16, torch.float16} or "float8" in str(tensor.dtype):
         return tensor.float().double().numpy()
     if tensor.is_complex():

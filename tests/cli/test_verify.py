@@ -46,7 +46,6 @@ def test_every_byte_is_read(shardkeep, checkpoint):
 
 @pytest.mark.parametrize("offset", [4096, 9000, -1])
 def test_a_flipped_bit_is_found(shardkeep, checkpoint, offset):
-    """A flipped bit of tensor data is found unless --quick is given, with file, bytes and keys."""
     file = data_file(checkpoint)
     flip(file, offset)
     assert shardkeep("verify", checkpoint, "--quick").code == 0
@@ -130,7 +129,6 @@ def test_torchs_checkpoints_are_compared_with_their_crc(shardkeep, tmp_path):
 
 
 def test_files_without_checksums_are_read_and_not_called_ok(shardkeep, tmp_path):
-    """Every byte of a Hugging Face model is read, and the output says that there was nothing to compare it with."""
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.randn(20_000)}, tmp_path / "hf" / "model.safetensors")
     read = []

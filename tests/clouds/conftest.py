@@ -22,7 +22,6 @@ _numbers = itertools.count()
 
 @contextmanager
 def serving(server):
-    """Let a server answer inside."""
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
@@ -60,14 +59,11 @@ def google_server():
 
 @pytest.fixture(params=["azure", "google"])
 def cloud(request):
-    """One after the other."""
     return request.getfixturevalue(f"{request.param}_server")
 
 
 @pytest.fixture
 def cloud_place(cloud):
-    """Open a place of its own."""
-
     def opened(**options):
         url = cloud.url(f"clouds/{os.getpid()}-{next(_numbers)}")
         place = open_place(url, **{**cloud.options, **options})

@@ -89,7 +89,6 @@ def words(server, tmp_path_factory):
 
 
 def asker(server, url, options):
-    """Return who asks, as the server sees it."""
     server.askers.clear()
     with pytest.raises(StorageError):
         open_place(url, retries=0, **options).get("a", limit=1)

@@ -64,7 +64,6 @@ def test_large_blobs_go_up_in_parts(cloud_place):
         writer.write_at(start, memoryview(data)[start:stop])
     writer.finish(len(data))
     assert read_blob(place, "a") == data
-
     writer = place.create("b", 3 * PART)
     writer.write_at(0, memoryview(data)[: 2 * PART])
     writer.abandon()

@@ -21,7 +21,6 @@ WRONG = base64.b64encode(b"never-to-be-seen").decode()
 
 
 def works(url, **options):
-    """Put, get, list and delete something."""
     place = open_place(url, **options)
     name = f"blob-{secrets.token_hex(4)}"
     place.put(name, b"x")
@@ -131,7 +130,6 @@ def test_azure_options_that_make_no_sense(options, message, hint):
 
 @pytest.fixture(scope="module")
 def service_account():
-    """A key, and the file that Google gives for it."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     text = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -141,7 +139,6 @@ def service_account():
 
 
 def is_signed(key, token):
-    """Return whether a token was signed with a key, as Google would."""
     head, _, signature = token.rpartition(".")
     try:
         padded = signature + "=" * (-len(signature) % 4)
@@ -153,12 +150,7 @@ def is_signed(key, token):
     return True
 
 
-def test_google_by_service_account(
-    google_server,
-    service_account,
-    tmp_path,
-    monkeypatch,
-):
+def test_google_by_service_account(google_server, service_account, tmp_path, monkeypatch):
     """By a file or its text, by variables or options: each request carries a token that its key has signed."""
     key, text = service_account
     file = tmp_path / "account.json"

@@ -25,7 +25,6 @@ def proxy(cloud):
 
 @pytest.fixture
 def place(cloud, proxy):
-    """A place that is reached through the proxy."""
     options = {**cloud.options, "part_bytes": PART, "requests": 4, "retries": 3, "timeout_s": 20}
     options["endpoint"] = options["endpoint"].replace(str(cloud.port), str(proxy.port))
     found = open_place(cloud.url(f"network/{secrets.token_hex(4)}"), **options)

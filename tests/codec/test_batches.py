@@ -22,7 +22,6 @@ def batches(draw):
 
 
 def encoded(chain, frames):
-    """Encode frames together; returns the place and the stored form of each."""
     places = [FramePlace("f", number, 1000 * number, len(frame)) for number, frame in enumerate(frames)]
     return list(zip(places, chain.encode(memoryview(b"".join(frames)), places), strict=True))
 

@@ -19,7 +19,6 @@ CHAINS = [chain for length in range(4) for chain in itertools.permutations(KINDS
 
 
 def written(kinds, data, piece=None):
-    """The file, and the descriptors."""
     raw = Raw()
     out, descriptors = transformed_output([kind() for kind in kinds], raw)
     for start in range(0, len(data), piece or len(data) or 1):

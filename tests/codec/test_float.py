@@ -56,7 +56,6 @@ def test_one_word_repeated_is_next_to_nothing(word, most, size):
 
 
 def test_what_looks_random_is_left_alone():
-    """Random bytes take one byte more, whatever their number; also those of which only a few kilobytes are random."""
     chain = CodecChain.begin(["float"])
     rng = np.random.default_rng(1)
     for size in (0, 1, 63, 100, 8191, 100_001, FRAME_NBYTES):

@@ -192,7 +192,6 @@ def test_keys_are_rotated_without_touching_data():
 
 
 def test_key_rings_travel_to_processes_of_the_job():
-    """A ring can be pickled, for a storage writer that goes to another process; its repr shows ids and no keys."""
     ring = pickle.loads(pickle.dumps(KeyRing([OLD, NEW])))
     assert ring.ids == KeyRing([OLD, NEW]).ids
     assert OLD.hex() not in repr(ring)

@@ -14,7 +14,6 @@ from tests.codec.frames import KEYS, Shout, ShoutCodec, coded, decoded
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """A registry that no other test sees."""
     monkeypatch.setattr(known, "_registered", {})
 
 

@@ -82,7 +82,6 @@ class _Flips:
 
 
 def blobs_of(store):
-    """Every blob of a store, by name."""
     return {info.name: store.get(info.name, limit=1 << 30) for info in store.list()}
 
 

@@ -39,7 +39,6 @@ def changed(store, name, data):
 
 
 def flip(store, name, *offsets):
-    """Change one bit at each offset."""
     bad = bytearray(store.get(name, limit=8 * MIB))
     for at in offsets:
         bad[at] ^= 1
@@ -124,7 +123,6 @@ def test_every_damaged_frame_is_listed_with_what_it_holds():
 def test_without_the_key_what_is_stored_is_checked():
     """The report says how many files were not decoded; with the key there are none."""
     store = saved(["aes"])
-
     assert verify_stored(store).undecoded == len(data_files(store)) == 2
     assert sk.open(store, options=OPTIONS).verify().undecoded == 0
 
@@ -172,7 +170,6 @@ def test_swapped_frames_are_found_by_the_table_and_by_encryption(monkeypatch):
     swap_frames(store, file, reseal_record=False)
     with pytest.raises(sk.ChecksumMismatch, match=r"model.*table of frames"):
         load(store)
-
     store = saved(["aes"])
     [file] = [file for file in data_files(store) if file.name.startswith("model")]
     swap_frames(store, file, reseal_record=True)

@@ -13,7 +13,7 @@ from shardkeep.codecs.chain import register_codec
 from shardkeep.engine.codecs import closest_patterns
 from shardkeep.format.values import Container, leaf_keys
 from shardkeep.testing.thread_ranks import run_thread_ranks
-from tests.codec_engine.scene import KEYS, MIB, OPTIONS, Counting, InOrderStore, blobs_of
+from tests.codec_engine.scene import MIB, OPTIONS, Counting, InOrderStore, blobs_of
 from tests.engine.samples import bits, blank_like, random_tensor, rich_state
 from tests.engine.test_reshard import cases, local_part, world_size
 
@@ -62,9 +62,7 @@ def test_every_kind_of_leaf_in_several_windows(tmp_path):
     state["large"] = {"a": torch.randn(3, MIB + 1), "b": torch.zeros(5 * MIB, dtype=torch.int8), "c": torch.randn(77)}
     report = sk.save(state, tmp_path / "ck", codecs=["float", "zstd", "aes"], options=OPTIONS)
     blank = blank_like(state)
-
     sk.load(blank, tmp_path / "ck", options=OPTIONS)
-
     assert bits(blank) == bits(state)
     stored = sum(os.path.getsize(tmp_path / "ck" / name) for name in os.listdir(tmp_path / "ck"))
     record = sk.open(tmp_path / "ck", options=OPTIONS).record
@@ -78,9 +76,7 @@ def test_nothing_of_an_encrypted_state_is_readable():
     store = sk.MemoryStore()
     state = {"model": {"secret_name": torch.full((1000,), 1.2345678)}, "api": "secret-value", "step": 3}
     sk.save(state, store, codecs=["aes"], meta={"run": "a"}, options=OPTIONS)
-
     everything = b"".join(blobs_of(store).values())
-
     for secret in (b"secret", np.float32(1.2345678).tobytes() * 2, bytes(range(32)), bytes(range(32)).hex().encode()):
         assert secret not in everything
     assert b'"run"' in everything
@@ -94,7 +90,6 @@ def test_a_small_read_decodes_few_frames():
     ck = sk.open(store)
     assert torch.equal(ck["m.w"][3, :5], full[3, :5])  # the table and the header are known from here on
     Counting.taken()
-
     assert torch.equal(ck["m.w"][5, 17:99], full[5, 17:99])
     assert Counting.taken()[0] == 1
     assert torch.equal(ck["m.w"][2:5], full[2:5])
@@ -108,34 +103,9 @@ def test_frames_are_read_once_by_a_whole_load():
     sk.save({"m": {"w": full}}, store, codecs=["test-counting"])
     Counting.taken()
     state = {"m": {"w": torch.zeros_like(full)}}
-
     sk.load(state, store, options=sk.Options(io_threads=1))
-
     assert torch.equal(state["m"]["w"], full)
     assert Counting.taken()[0] == 20 + 2
-
-
-def test_one_share_of_keys_for_real_ranks(rank_pool, tmp_path):
-    """Ranks that are processes of their own each open the chain with the key they have, and load what others wrote."""
-    results = rank_pool.run(4, _save_and_load, str(tmp_path / "ck"))
-
-    assert results == [True] * 4
-    assert bits(sk.open(tmp_path / "ck", options=OPTIONS).to_dict()["m"]["w"]) == bits(_full())
-
-
-def _full():
-    return torch.arange(4 * 1000, dtype=torch.float32).reshape(4, 1000)
-
-
-def _save_and_load(where):
-    from torch import distributed as dist
-
-    rank, options = dist.get_rank(), sk.Options(keys=KEYS)
-    box = sk.ShardedBox(_full()[rank : rank + 1].clone(), offsets=(rank, 0), shape=(4, 1000))
-    sk.save({"m": {"w": box}, "r": sk.PerRank(rank)}, where, codecs=["float", "aes"], options=options)
-    state = {"m": {"w": torch.zeros(4, 1000)}, "r": sk.PerRank(-1)}
-    sk.load(state, where, options=options)
-    return torch.equal(state["m"]["w"], _full()) and state["r"].value == rank
 
 
 PARTS = st.sampled_from(["a", "b", "ab", "a.b", "*", "", "x\ny"])

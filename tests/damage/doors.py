@@ -23,13 +23,11 @@ FORGED = (*DAMAGE, sk.StateMismatch, sk.PickleRefused, sk.UnsupportedLeaf)
 
 
 def load(store, subject, may=DAMAGE):
-    """Load into a poisoned state."""
     state = blank_for(subject)
     return _answer(may, lambda: sk.load(state, store, options=QUICK), lambda: bits(state) == subject.loaded)
 
 
 def to_dict(store, subject, may=DAMAGE):
-    """Open, and read everything."""
     read = []
     return _answer(
         may, lambda: read.append(sk.open(store, options=QUICK).to_dict()), lambda: bits(read[0]) == subject.tree
@@ -37,7 +35,6 @@ def to_dict(store, subject, may=DAMAGE):
 
 
 def verify(store, subject, may=DAMAGE):
-    """Open, and verify."""
     return _answer(may, lambda: sk.open(store, options=QUICK).verify(), lambda: True)
 
 
@@ -72,8 +69,6 @@ class OtherData(AssertionError):
 
 @dataclass(frozen=True)
 class Answers:
-    """What all doors said."""
-
     load: Answer
     to_dict: Answer
     verify: Answer

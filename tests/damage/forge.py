@@ -23,8 +23,6 @@ U64_MAX = 2**64 - 1
 
 @dataclass
 class Section:
-    """A section of an index: what is declared of it, and its bytes."""
-
     code: str
     shape: tuple[int, ...]
     raw: bytes
@@ -65,13 +63,11 @@ class Forgery:
         self.sections[name] = Section(code, array.shape, raw)
 
     def put(self, name, at, value, code="<u8"):
-        """Change one number (or row) of a section."""
         column = self.get(name)
         column[at] = value
         self.set(name, column, code)
 
     def set_strings(self, name, ends, strings):
-        """Store byte strings as their two sections."""
         self.sections[name] = Section("|u1", (len(b"".join(strings)),), b"".join(strings))
         self.set(ends, np.cumsum([len(string) for string in strings], dtype=np.int64))
 
@@ -89,12 +85,10 @@ class Forgery:
         self.set_strings("values", "value_ends", values)
 
     def chunk(self, key):
-        """Row of a tensor's first chunk."""
         row = self.rows[key]
         return int(self.get("chunk_ends")[row - 1]) if row else 0
 
     def file(self, group):
-        """The record's entry of a group's file."""
         return next(file for file in self.record["files"] if file["name"].startswith(group))
 
     def keep_index(self, subject):
@@ -145,12 +139,10 @@ def json_text(record):
 
 
 def seal_record(text):
-    """End a record's text in its own checksum."""
     return text + b',\n  "checksum": "' + checksum_text(digest(text)).encode() + b'"\n}\n'
 
 
 def decode_sections(index):
-    """Read an index that is known to be sound."""
     begin = len(MAGIC) + 4
     length = int.from_bytes(index[len(MAGIC) : begin], "little")
     body = begin + length + -(begin + length) % ALIGN
@@ -162,7 +154,6 @@ def decode_sections(index):
 
 
 def encode_sections(sections, header=None):
-    """Write an index of sections as they are declared, sound or not."""
     table = []
     body = bytearray()
     for name, section in sections.items():

@@ -38,7 +38,6 @@ class Subject:
         return self.record.index.name
 
     def with_blob(self, name, data):
-        """The checkpoint with one file changed, or (None) gone."""
         changed = {**self.blobs, name: data}
         return store_of({key: value for key, value in changed.items() if value is not None})
 
@@ -110,7 +109,6 @@ def poisoned():
 
 @cache
 def one_rank(seed=0):
-    """Saved by one process."""
     store, saved = MemoryStore(), state(seed)
     sk.save(saved, store, step=12, meta={"note": "small"}, options=QUICK)
     return Subject("one rank", blobs_of(store), bits(saved), bits(saved))
@@ -138,7 +136,6 @@ def three_ranks():
 
 
 def blank_for(subject):
-    """A poisoned state to load this checkpoint into."""
     blank = poisoned()
     if subject.name == "three ranks":
         blank["rng"] = sk.PerRank({"seed": -7, "bits": torch.full((3,), -7)})
@@ -149,5 +146,4 @@ SUBJECTS = [one_rank, three_ranks]
 
 
 def flipped(data, at, bit):
-    """The bytes with one bit the other way round."""
     return data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]

@@ -35,7 +35,6 @@ def test_every_truncation_of_record_and_index(subject, which):
 
 
 def test_truncations_of_data_files(subject):
-    """A data file cut to any length is refused before it is read: both sizes are in the error."""
     for number, entry in enumerate(subject.record.files):
         data = subject.blobs[entry.name]
         for length in lengths(data, number):
@@ -53,7 +52,6 @@ def test_bytes_appended(subject, tail):
 
 
 def test_files_missing(subject):
-    """Without its record there is no checkpoint; without any other file there is an error that names it."""
     for name in subject.blobs:
         if name == RECORD_NAME:
             answers = doors.try_all(subject.with_blob(name, None), subject, f"{name} missing")
@@ -67,7 +65,6 @@ def test_files_missing(subject):
 
 def test_nothing_there():
     answers = doors.try_all(store_of({}), one_rank(), "empty")
-
     assert all(isinstance(error, sk.CheckpointNotFound) for error in answers.all)
 
 
@@ -132,10 +129,8 @@ def test_record_and_index_of_another_save():
     subject, other = one_rank(), one_rank(1)
     record = subject.with_blob(RECORD_NAME, other.blobs[RECORD_NAME])
     doors.assert_refused(record, subject, "foreign record", naming=other.index_name)
-
     index = subject.with_blob(subject.index_name, other.blobs[other.index_name])
     doors.assert_refused(index, subject, "foreign index", naming=subject.index_name)
-
     both = {**subject.blobs, RECORD_NAME: other.blobs[RECORD_NAME], other.index_name: other.blobs[other.index_name]}
     answers = doors.try_all(store_of(both), subject, "foreign record and index")
     for error in answers.all:
@@ -145,9 +140,7 @@ def test_record_and_index_of_another_save():
 
 def test_files_nobody_names_are_harmless(subject):
     extra = {"notes.txt": b"x", "index-0123456789abcdef0123.skindex": b"", "claim-0123456789abcdef0123.json": b"{"}
-
     answers = doors.try_all(store_of({**subject.blobs, **extra}), subject, "leftovers")
-
     assert answers.all == [None, None, None]
 
 

@@ -22,7 +22,6 @@ def subject(request):
 def test_undamaged_checkpoints_pass_every_door(subject):
     """The yardstick: without damage, all doors give exactly what was saved, also from several files and blocks."""
     answers = doors.try_all(store_of(subject.blobs), subject, "undamaged")
-
     assert answers.all == [None, None, None]
     assert len(subject.record.files) >= 3
     if subject.name == "one rank":
@@ -51,7 +50,6 @@ def test_every_byte_of_record_and_index(subject, which):
 
 
 def test_every_bit_of_a_record():
-    """All eight bits of every byte of a record, for its text is short and each bit can mean something in JSON."""
     subject = one_rank()
     data = subject.blobs[RECORD_NAME]
     for at in range(len(data)):
@@ -94,7 +92,6 @@ def test_every_meaningful_byte_of_every_header(subject):
 
 
 def data_bytes(entry, seed):
-    """First and last byte of every block, and some others."""
     blocks = range(entry.header_nbytes, entry.nbytes, entry.block_nbytes)
     ends = [min(block + entry.block_nbytes, entry.nbytes) - 1 for block in blocks]
     anywhere = range(entry.header_nbytes, entry.nbytes)
@@ -102,7 +99,6 @@ def data_bytes(entry, seed):
 
 
 def keys_of(index, file, low, high):
-    """The keys whose bytes touch a range of a file, by the index."""
     found = set()
     for row, key in enumerate(index.keys.all()):
         rows = index.chunk_rows(row)
@@ -143,9 +139,7 @@ def test_verify_lists_every_damaged_file(subject):
     blobs = dict(subject.blobs)
     for entry in subject.record.files:
         blobs[entry.name] = flipped(blobs[entry.name], entry.nbytes - 1, 3)
-
     error = doors.verify(store_of(blobs), subject)
-
     assert len(error.details["problems"]) == len(subject.record.files)
     assert all(entry.name in str(error) for entry in subject.record.files)
 
@@ -156,11 +150,9 @@ def test_what_is_not_damaged_still_loads():
     entry = next(file for file in subject.record.files if file.name.startswith("optim"))
     store = subject.with_blob(entry.name, flipped(subject.blobs[entry.name], entry.nbytes - 1, 0))
     state = blank_for(subject)
-
     sk.load(state, store, exclude="optim", options=QUICK)
     whole = blank_for(subject)
     sk.load(whole, store_of(subject.blobs), options=QUICK)
-
     assert doors.bits(state["model"]) == doors.bits(whole["model"])
     assert doors.bits(state["optim"]) == doors.bits(blank_for(subject)["optim"])
 
@@ -175,7 +167,6 @@ def test_damage_reaches_every_rank():
         sk.load(state, store, group=world, exclude="rng", options=QUICK)
 
     outcomes = thread_outcomes(3, main)
-
     for outcome in outcomes:
         assert isinstance(outcome, sk.ChecksumMismatch)
         assert entry.name in str(outcome)

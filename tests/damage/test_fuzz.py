@@ -68,9 +68,7 @@ def test_mutated_files(data):
     blobs = dict(subject.blobs)
     for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)):
         blobs[name] = data.draw(mutations(blobs[name]))
-
     answers = doors.try_all(store_of(blobs), subject, "mutated")
-
     if blobs != subject.blobs:
         assert answers.verify is not None
 
@@ -82,9 +80,7 @@ def test_files_mixed_up(data):
     subject, other = one_rank(), one_rank(1)
     pool = [*subject.blobs.values(), *other.blobs.values()]
     blobs = {name: data.draw(st.sampled_from([subject.blobs[name], *pool])) for name in subject.blobs}
-
     answers = doors.try_all(store_of(blobs), subject, "mixed up")
-
     if blobs != subject.blobs:
         assert answers.verify is not None
 

@@ -48,10 +48,8 @@ def test_links_are_not_followed(place, number, direct):
     (place / "ck" / name).unlink()
     (place / "ck" / name).symlink_to(place / "outside" / name)
     store = LocalStore(place / "ck", direct=direct)
-
     with watched() as paths:
         answers = doors.try_all(store, one_rank(), f"{name} a link")
-
     for error in answers.all:
         assert isinstance(error, sk.DamagedCheckpoint)
         assert name in str(error)
@@ -65,7 +63,6 @@ def test_the_watch_sees_a_file_outside(place):
     with watched() as paths:
         (place / "outside" / RECORD_NAME).read_bytes()
         os.close(os.open(place / "outside" / RECORD_NAME, os.O_RDONLY))
-
     assert len(outside(paths, place)) == 2
 
 
@@ -188,5 +185,4 @@ def test_a_file_that_shrinks_while_it_is_read(place):
 def test_a_place_that_is_a_link_is_a_place(place):
     """Links in the path to a checkpoint are the user's own, and are followed."""
     (place / "latest").symlink_to(place / "ck")
-
     assert doors.try_all(LocalStore(place / "latest"), one_rank(), "through a link").all == [None, None, None]

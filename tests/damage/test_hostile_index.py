@@ -289,11 +289,9 @@ def test_a_forged_index_is_refused(subject, forgery, forge):
     """`load` and `verify` raise an error of ours; `to_dict` and a look around do, or give what was saved."""
     forge(forgery)
     store = store_of(forgery.blobs())
-
     loaded, read, verified, _ = bounded(
         lambda: [door(store, subject, doors.FORGED) for door in (doors.load, doors.to_dict, doors.verify, doors.look)]
     )
-
     assert loaded is not None, "load took it"
     assert verified is not None or read is not None, "open took it"
 
@@ -303,9 +301,7 @@ def test_an_honest_forger_is_believed(subject, forgery):
     for name in ("chunk_ends", "file", "start", "alias", "offsets", "sizes", "shape", "key_ends", "dtype", "ndim"):
         forgery.set(name, forgery.get(name))
     forgery.sections["something new"] = Section("|u1", (3,), b"abc")
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, "forged without a change")
-
     assert answers.all == [None, None, None]
 
 
@@ -321,9 +317,7 @@ def test_boxes_that_overlap_or_leave_a_hole(shift):
             forgery.put(name, second, forgery.get(name)[first])
     else:
         forgery.put("offsets", (second, 0), forgery.get("offsets")[second][0] + shift)
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, "a box moved")
-
     assert isinstance(answers.load, sk.MalformedFile)
     assert isinstance(answers.to_dict, sk.MalformedFile)
     assert all("optim.moment" in str(error) for error in answers.all)
@@ -340,9 +334,7 @@ def test_a_forged_index_is_refused_on_every_rank(subject):
         forgery = take_apart(subject)
         CASES[name](forgery)
         store = store_of(forgery.blobs())
-
         outcomes = thread_outcomes(3, lambda world, store=store: sk.load(blank_for(subject), store, group=world))
-
         assert len({str(outcome) for outcome in outcomes}) == 1
         assert all(isinstance(outcome, doors.FORGED) for outcome in outcomes), outcomes
 
@@ -356,9 +348,7 @@ def test_sections_nobody_knows_cost_nothing(subject, forgery):
         offset += -(-len(section.raw) // 64) * 64
     forgery.header = msgspec.msgpack.encode([*known, *[(f"new {n}", *known[-1][1:]) for n in range(100_000)]])
     store = store_of(forgery.blobs())
-
     answers = bounded(lambda: doors.try_all(store, subject, "many sections"), mib=256, traced=False)
-
     assert answers.all == [None, None, None]
 
 
@@ -366,7 +356,6 @@ def test_an_array_of_a_dtype_numpy_has_not(subject, forgery):
     """A bfloat16 tensor said to have been a numpy array: `to_dict` says that it cannot be one; a load is exact."""
     forgery.put("origin", forgery.rows["model.half"], 1, "|u1")
     store = store_of(forgery.blobs())
-
     assert doors.load(store, subject) is None
     assert isinstance(doors.to_dict(store, subject, doors.FORGED), sk.UnsupportedLeaf)
 
@@ -413,9 +402,7 @@ def test_a_forged_tree_is_refused(subject, forgery, tree):
     """`to_dict` and `verify` refuse a wrong tree; `load` fills a state that has a tree of its own, and is exact."""
     forgery.set_tree(tree(subject))
     store = store_of(forgery.blobs())
-
     loaded, read, verified = bounded(lambda: doors.try_all(store, subject, "a forged tree").all)
-
     assert loaded is None
     assert isinstance(read, sk.DamagedCheckpoint)
     assert isinstance(verified, sk.DamagedCheckpoint)

@@ -54,9 +54,7 @@ def test_names_that_are_no_names(subject, forgery, which, name):
     forgery.record["index"] |= {"nbytes": 100, "checksum": "xxh3_128:" + "0" * 32}
     record = seal_record(json_text(forgery.record))
     spy = FaultyStore(store_of({**subject.blobs, RECORD_NAME: record}))
-
     answers = doors.try_all(spy, subject, f"{which} named {name[:50]!r}")
-
     assert all(isinstance(error, sk.MalformedFile) for error in answers.all)
     assert {each.partition(" ")[2] for each in spy.operations} == {RECORD_NAME}
 
@@ -158,11 +156,9 @@ def test_a_forged_record_is_refused(subject, forgery, forge):
     """`load` and `verify` raise an error of ours, at no cost; so does `to_dict`, or it gives exactly what was saved."""
     forge(forgery)
     store = store_of(forgery.blobs())
-
     loaded, _, verified, _ = bounded(
         lambda: [door(store, subject) for door in (doors.load, doors.to_dict, doors.verify, doors.look)]
     )
-
     assert loaded is not None, "load took it"
     assert verified is not None, "verify took it"
 
@@ -171,9 +167,7 @@ def test_a_forged_record_is_refused(subject, forgery, forge):
 def test_a_newer_version_says_to_upgrade(subject, forgery, version):
     """A version that this reader does not know is not damage: the error says so, and what to do."""
     forgery.record |= {"version": version, "writer": "shardkeep 9.0", "files": "whatever version 3 has here"}
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
-
     for error in answers.all:
         assert isinstance(error, sk.UnsupportedVersion)
         assert "upgrade shardkeep" in str(error)
@@ -183,9 +177,7 @@ def test_a_newer_version_says_to_upgrade(subject, forgery, version):
 @pytest.mark.parametrize("version", [0, -1, -(2**70), True])
 def test_versions_that_never_were(subject, forgery, version):
     forgery.record["version"] = version
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, f"version {version!r}")
-
     assert all(isinstance(error, (sk.MalformedFile, sk.UnsupportedVersion)) for error in answers.all)
 
 
@@ -197,9 +189,7 @@ def test_what_a_record_may_say(subject, forgery):
     forgery.record["meta"] = {"huge": 10**18, "text": "\u2028 é \x7f", "deep": {"a": [[[[[]]]]]}, "float": 1e300}
     forgery.keep_index(subject)
     forgery.record_text = json.dumps(forgery.record).encode().removesuffix(b"}")
-
     store = store_of(forgery.blobs())
-
     assert doors.try_all(store, subject, "odd but sound").all == [None, None, None]
     assert sk.open(store).meta == forgery.record["meta"]
 
@@ -212,9 +202,7 @@ def test_meta_that_json_can_say_and_python_hardly(subject, forgery, number):
     forgery.record["meta"] = {"x": 0}
     forgery.keep_index(subject)
     forgery.record_text = json_text(forgery.record).replace(b'"x": 0', b'"x": ' + number.encode())
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, f"meta {number[:10]}")
-
     assert len({type(error) for error in answers.all}) == 1
 
 
@@ -227,11 +215,9 @@ def test_a_hundred_thousand_files(subject):
     data = seal_record(msgspec.json.encode(record).removesuffix(b"}"))
     del record
     store = store_of({**subject.blobs, RECORD_NAME: data})
-
     answers = bounded(
         lambda: doors.try_all(store, subject, "many files"), mib=20 * len(data) / (1 << 20), seconds=30, traced=False
     )
-
     assert (answers.load, answers.to_dict) == (None, None)
     assert "100000 wrong" in str(answers.verify)
 
@@ -267,9 +253,7 @@ def test_a_forged_header_is_refused(subject, forgery, change):
     header = change(data[: entry["header_nbytes"]])
     header = header[: entry["header_nbytes"]].ljust(entry["header_nbytes"])
     seal_header(forgery, "optim", header + data[entry["header_nbytes"] :])
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, "a forged header")
-
     for error in answers.all:
         assert isinstance(error, sk.DamagedCheckpoint)
         assert entry["name"] in str(error)
@@ -282,9 +266,7 @@ def test_what_the_header_says_of_tensors_is_not_believed(subject, forgery):
     changed = data.replace(b'"model.half"', b'"../../half"').replace(b'"data_offsets":[0', b'"data_offsets":[9')
     assert changed != data
     seal_header(forgery, "model", changed)
-
     answers = doors.try_all(store_of(forgery.blobs()), subject, "a lying header")
-
     assert answers.all == [None, None, None]
 
 
@@ -303,7 +285,5 @@ CLAIMS = {
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_a_forged_claim_stops_no_save(subject, claim):
     store = store_of({**subject.blobs, "claim-0123456789abcdef0123.json": claim})
-
     sk.save(state(), store, overwrite=True, options=QUICK)
-
     assert doors.try_all(store, subject, "beside a forged claim").all == [None, None, None]

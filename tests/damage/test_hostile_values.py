@@ -43,11 +43,9 @@ def test_a_malformed_value_is_refused(subject, forgery, data):
     forgery.set_value("name", data)
     store = store_of(forgery.blobs())
     state = blank_for(subject)
-
     with pytest.raises(sk.DamagedCheckpoint, match="'name'"):
         sk.load(state, store, options=QUICK)
     loaded, read, _ = bounded(lambda: [door(store, subject) for door in (doors.load, doors.to_dict, doors.verify)])
-
     assert is_untouched(state)
     assert isinstance(loaded, sk.MalformedFile)
     assert isinstance(read, sk.MalformedFile)
@@ -104,5 +102,4 @@ def test_a_pickle_in_the_tree_does_not_run(subject, tmp_path):
         assert doors.to_dict(store, subject, doors.FORGED) is not None
         with pytest.raises(sk.CheckpointError):
             sk.open(store).to_dict(allow_pickle=True)
-
     assert not path.exists()

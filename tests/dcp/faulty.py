@@ -44,7 +44,6 @@ def before_changes(act: Callable[[str, Any], None], names: tuple[str, ...] = CHA
 
 @contextlib.contextmanager
 def before_writing(act: Callable[[str, Any], None]) -> Iterator[None]:
-    """Call `act` before each file that is opened to be written: by `os.open`, or as a stream."""
     real = io.open
 
     def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +61,6 @@ def before_writing(act: Callable[[str, Any], None]) -> Iterator[None]:
 
 
 def synced_directories(function: Callable[[], Any]) -> list[str]:
-    """Return the directories that a call makes durable."""
     found = []
 
     def look(name: str, fd: Any) -> None:

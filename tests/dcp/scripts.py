@@ -99,7 +99,6 @@ def round_trip(
     load: dict[str, Any] | None = None,
     load_planner: dict[str, Any] | None = None,
 ) -> Any:
-    """Save a state, load it into another one, and return what was loaded and what is said of it."""
     storage = writes.FileSystemWriter(folder, **(writer or {}))
     plans = writes.DefaultSavePlanner(**(save_planner or {}))
     metadata = quietly(writes.save, state, storage_writer=storage, planner=plans, **(save or {}))
@@ -661,7 +660,6 @@ def attributes_of_tomorrow(writes: Any, reads: Any, folder: str) -> Any:
 
 @plain_script
 def metadata_of_older_ones(writes: Any, reads: Any, folder: str) -> Any:
-    """Metadata without the attributes that came later."""
     return _loaded_with(
         reads, folder, lambda metadata: [vars(metadata).pop(key) for key in ("storage_meta", "version")]
     )
@@ -796,5 +794,4 @@ def planners_of_users(writes: Any, reads: Any, folder: str) -> Any:
 
 @plain_script
 def objects_as_bytes(writes: Any, reads: Any, folder: str) -> Any:
-    """Values that are streams already."""
     return round_trip(writes, reads, folder, {"io": io.BytesIO(b"abc"), "w": numbered(1)}, {"w": torch.zeros(1)})

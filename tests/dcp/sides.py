@@ -20,7 +20,6 @@ def side(name: str) -> Any:
 
 
 def part(name: str, module: str) -> ModuleType:
-    """Return a submodule of a side."""
     return importlib.import_module(f"{_MODULES[name]}.{module}")
 
 
@@ -34,5 +33,4 @@ def failure_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:
 
 
 def causes_of(error: BaseException) -> dict[int, BaseException]:
-    """Return what each rank raised, of an error that tells all ranks."""
     return {rank: cause for rank, (cause, _) in error.failures.items()}  # type: ignore[attr-defined]

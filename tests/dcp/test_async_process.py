@@ -61,8 +61,6 @@ class Telling(FileSystemWriter):
 
 
 class Dying(FileSystemWriter):
-    """Kills its process while it writes, on one rank."""
-
     def write_data(self, plan, planner):
         if not dist.is_initialized() or dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -70,8 +68,6 @@ class Dying(FileSystemWriter):
 
 
 class Broken(FileSystemWriter):
-    """Fails as a broken pipe to the process would."""
-
     def write_data(self, plan, planner):
         raise ConnectionResetError("the bucket said no")
 
@@ -85,8 +81,6 @@ class Talking(FileSystemWriter):
 
 
 class Marking(DefaultSavePlanner):
-    """A planner of the user's."""
-
     def create_local_plan(self):
         self.state_dict["mark"] = torch.full((2,), 7.0)
         return super().create_local_plan()
@@ -153,7 +147,6 @@ def test_what_cannot_be_pickled_is_said(tmp_path):
 
 
 def memory_files():
-    """Count the memory files with states that this process holds open."""
     gc.collect()
     held = []
     for name in os.listdir("/proc/self/fd"):
@@ -163,7 +156,6 @@ def memory_files():
 
 
 def test_pickles_with_tensors():
-    """Each memory arrives once, whatever views there are of it; without its memory file a pickle is refused."""
     sent = [torch.full((2,), float(index)) for index in range(450)]
     data, memory, path, nbytes = pickle_with_tensors([[sent, sent[7], sent[8][1:], torch.empty(0), "x"]])
     found, again, view, empty, text = _Unpickler(data, path).load()

@@ -15,8 +15,6 @@ from shardkeep.dcp.api import CheckpointException
 
 
 class Heard(logging.Handler):
-    """Keeps every message."""
-
     def __init__(self):
         super().__init__()
         self.records = []
@@ -42,8 +40,6 @@ def listening(handler=None):
 
 
 class Bad(torchs.FileSystemReader):
-    """A reader that fails."""
-
     def read_data(self, plan, planner):
         raise OSError("no such luck")
 
@@ -57,7 +53,6 @@ def shape(records):
 
 
 def use(saver, loader, place):
-    """Save and load, and fail to load."""
     state = {"w": torch.ones(3), "n": 1}
     saver.save(state, checkpoint_id=place, storage_writer=torchs.FileSystemWriter(place))
     loader.load(state, storage_reader=torchs.FileSystemReader(place))

@@ -27,7 +27,6 @@ def filled(*shards):
 
 
 def save_and_reshard(folder, saving):
-    """Two ranks save three shards, and load them into others."""
     rank = torch.distributed.get_rank()
     state = {"w": filled(4, 0) if rank else filled(2)}
     if saving == "save":

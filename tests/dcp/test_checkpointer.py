@@ -46,8 +46,6 @@ def test_it_keeps_what_it_was_given(tmp_path):
 
 
 class Led(torchs.FileSystemWriter):
-    """Leaves a note of who finished."""
-
     def finish(self, metadata, results):
         super().finish(metadata, results)
         (pathlib.Path(self.path) / "by").write_text(str(torch.distributed.get_rank()))

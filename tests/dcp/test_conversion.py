@@ -35,7 +35,6 @@ BLOCK_NBYTES = 4096
 
 
 def small_windows(monkeypatch, blocks=1):
-    """Write archives in windows of so many blocks."""
     monkeypatch.setattr(pipeline, "block_nbytes_for", lambda _: BLOCK_NBYTES)
     monkeypatch.setattr(pipeline, "limits", lambda *_: (2, blocks * BLOCK_NBYTES))
 
@@ -62,7 +61,6 @@ def plain_state():
 
 
 def save_spread(folder, by):
-    """Every rank saves its part of tensors that are cut in different ways."""
     line = mesh_of(dist.get_world_size())
     state = {
         "rows": spread_out(numbered(50, 30), line, Cut(0)),
@@ -199,7 +197,6 @@ def test_a_file_becomes_a_checkpoint_that_torch_reads(tmp_path):
 
 
 def there_and_back(tmp_path, state, **how):
-    """Return what a file of `torch.save` holds after it went through a checkpoint."""
     torch.save(state, tmp_path / "file.pt", **how)
     quietly(ours.torch_save_to_dcp, tmp_path / "file.pt", tmp_path / "ck")
     ours.dcp_to_torch_save(str(tmp_path / "ck"), str(tmp_path / "back.pt"))
@@ -335,7 +332,6 @@ def convert_big(folder):
 
 
 def test_neither_direction_holds_the_model(rank_pool, tmp_path):
-    """Of 192 MiB, half of them in one tensor, a sixth at most is ever in memory, and the values are right."""
     [(taken, right)] = rank_pool.run(1, convert_big, str(tmp_path))
     assert right
     assert {name: nbytes for name, nbytes in taken.items() if nbytes > MOST} == {}
@@ -346,7 +342,6 @@ def command(*args):
 
 
 def test_the_command_converts_both_ways(tmp_path):
-    """With torch's arguments; a file goes into a checkpoint and back."""
     torch.save({"w": numbered(5)}, tmp_path / "file.pt")
     there = command("torch_to_dcp", tmp_path / "file.pt", tmp_path / "ck")
     back = command("dcp_to_torch", tmp_path / "ck", tmp_path / "back.pt")

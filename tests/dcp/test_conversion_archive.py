@@ -136,7 +136,6 @@ def unfinished(folder):
 
 
 def writing(path, fill, *args):
-    """Start a process that writes an archive."""
     process = multiprocessing.get_context("fork").Process(
         target=write_archive, args=(destination(path), ARCHIVE, lambda parts: fill(parts, *args))
     )
@@ -172,7 +171,6 @@ def test_what_killed_processes_left_is_removed(tmp_path, monkeypatch):
 
 
 def test_what_living_processes_write_is_theirs(tmp_path):
-    """Two processes write one file: both come to an end, and it is that of the later one."""
     path = tmp_path / "file.pt"
     here, there = multiprocessing.get_context("fork").Pipe()
     process = writing(path, wait, there)

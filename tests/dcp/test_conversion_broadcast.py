@@ -58,7 +58,6 @@ def zeros(tree):
 
 
 def broadcast(state, path, planner=ours.DynamicMetaLoadPlanner):
-    """Load a state from a file that one rank reads."""
     quietly(load, state, storage_reader=ours.BroadcastingTorchSaveReader(path), planner=planner())
 
 
@@ -133,7 +132,6 @@ def test_torchs_reader_does_the_same_with_plain_tensors(rank_pool, tmp_path):
 
 
 def failure(path, state, planner=ours.DynamicMetaLoadPlanner):
-    """What a rank raises."""
     try:
         broadcast(state, path, planner)
     except CheckpointException as error:
@@ -152,8 +150,6 @@ class Refusing(ours.DynamicMetaLoadPlanner):
 
 
 class Late(ours.DynamicMetaLoadPlanner):
-    """Fails on rank 1 when all is filled."""
-
     def commit_tensor(self, read_item, tensor):
         if dist.get_rank() == 1:
             raise ValueError("too late")

@@ -32,8 +32,6 @@ OLD = b"what was there"
 
 
 class Config:
-    """A class of the user's."""
-
     def __init__(self):
         self.width = 3
 
@@ -44,7 +42,6 @@ class Config:
 
 
 def everything_in(folder):
-    """Every file below a folder, and its bytes."""
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -101,7 +98,6 @@ def test_metadata_that_were_cut_short(tmp_path, left):
 
 
 def forged(folder, change):
-    """Change what a checkpoint's metadata say."""
     path = checkpoint_in(folder) / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -161,7 +157,6 @@ def test_a_path_that_is_none_leaves_the_name(tmp_path):
 
 
 def test_an_object_of_an_unknown_class(tmp_path, monkeypatch):
-    """Refused with its key and what to do; taken if the user says so."""
     checkpoint_in(tmp_path / "ck", {"w": numbered(3), "config": Config()})
     error = fails_to_torch(tmp_path, PickleRefused, match="'config'")
     assert "SHARDKEEP_ALLOW_PICKLE" in error.hint
@@ -255,7 +250,6 @@ def test_every_byte_of_a_small_file_counts(tmp_path):
 
 @pytest.mark.parametrize("form", [True, False], ids=["archive", "legacy"])
 def test_a_hostile_file(tmp_path, form):
-    """What it names is not run, and the message says how to allow what is trusted."""
     trap = tmp_path / "trap"
     path = tmp_path / "file.pt"
     torch.save({"w": numbered(3), "x": Trap(str(trap))}, path, _use_new_zipfile_serialization=form)
@@ -296,7 +290,6 @@ def test_a_file_that_holds_no_state(tmp_path):
 
 @pytest.mark.parametrize("kind", ["text", "zip", "compressed", "twice", "program"])
 def test_other_files(tmp_path, kind):
-    """No text, no other archive, and no compiled program, which torch would load in another way."""
     path = tmp_path / "file.pt"
     if kind == "text":
         path.write_text("hello, world\n" * 100)

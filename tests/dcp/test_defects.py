@@ -36,7 +36,6 @@ def state_of(k: int) -> dict[str, Any]:
 
 
 def level_at(dcp: Any, folder: str) -> Any:
-    """Which `k` a checkpoint is of, tensor by tensor and object by object."""
     into = {**{f"t{n}": torch.full((50, 4), -1.0) for n in range(4)}, "step": None}
     quietly(dcp.load, into, checkpoint_id=folder, no_dist=True)
     return [int(into[f"t{n}"][0, 0].item() - n) // 1000 for n in range(4)] + [into["step"]]
@@ -241,8 +240,6 @@ def test_4_a_flipped_byte_of_metadata_is_found(tmp_path: Any) -> None:
 
 
 class Config:
-    """What is no plain value."""
-
     lr = 3
 
 
@@ -445,8 +442,6 @@ def test_12_two_extensions_on_one_stream(tmp_path: Any, order: int) -> None:
 
 
 class Bad:
-    """What runs a command when it is unpickled."""
-
     def __init__(self, mark: str) -> None:
         self.mark = mark
 

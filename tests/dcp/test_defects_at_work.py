@@ -176,10 +176,7 @@ def load_replica(name: str, folder: str) -> int:
         fetched(self, fetch, view)
 
     reader = counted.reader(name, folder) if name == "torch" else None  # one of ours that is changed reads alone
-    with (
-        mock.patch.dict(os.environ, {"SHARDKEEP_SHARE_READS": "1"}),
-        mock.patch.object(peers.Peers, "_timed", count),
-    ):
+    with mock.patch.dict(os.environ, {"SHARDKEEP_SHARE_READS": "1"}), mock.patch.object(peers.Peers, "_timed", count):
         quietly(dcp.load, into, checkpoint_id=folder, storage_reader=reader)
     assert seen(into) == seen(state)
     return counted.nbytes

@@ -6,8 +6,6 @@ import io
 import itertools
 import os
 import pickle
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -29,17 +27,7 @@ from tests.toolkit.samples import numbered
 CALLS = (*CHANGING, *ASKING, "listdir", "stat")
 
 
-@pytest.fixture
-def place() -> Iterator[str]:
-    """A directory for one checkpoint, in memory where the system has that: what fails here is not the disk."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = tempfile.mkdtemp(prefix="shardkeep-files-", dir=base)
-    yield os.path.join(folder, "ck")
-    shutil.rmtree(folder)
-
-
 def state_of(k: int) -> dict[str, Any]:
-    """A state that says `k` in every element, in two files."""
     return {
         "w": torch.full((90, 50), float(k)),
         "t": torch.full((64, 64), float(k)).t(),
@@ -54,7 +42,6 @@ def save(where: str, k: int, *, writer: type | None = None, **options: Any) -> A
 
 
 def saved_loudly(where: str, k: int, *, writer: type | None = None, **options: Any) -> Any:
-    """Save it, and leave warnings alone: threads share what is done with those."""
     made = (writer or dcp.FileSystemWriter)(where, **{"thread_count": 2, **options})
     try:
         dcp.save(state_of(k), storage_writer=made, no_dist=True)
@@ -64,7 +51,6 @@ def saved_loudly(where: str, k: int, *, writer: type | None = None, **options: A
 
 
 def level_at(where: str) -> int:
-    """Say which `k` every element of a checkpoint is."""
     into = {"w": torch.zeros(90, 50), "t": torch.zeros(64, 64), "b": torch.zeros(99, dtype=torch.int64), "step": None}
     quietly(dcp.load, into, checkpoint_id=where, no_dist=True)
     k = into["step"]
@@ -74,7 +60,6 @@ def level_at(where: str) -> int:
 
 
 def clean(where: str) -> bool:
-    """Say whether a directory holds the files of its checkpoint, and nothing else."""
     return set(os.listdir(where)) == {".metadata", *files_named(where)}
 
 
@@ -173,8 +158,6 @@ def test_dead_from_any_call_on(place: str) -> None:
 
 
 class Faulty(FileSystem):
-    """Files as streams, of which operation `at` fails."""
-
     def __init__(self, at: int, number: int = errno.EIO) -> None:
         self.at = at
         self.number = number

@@ -70,7 +70,6 @@ class Boxes(torch.Tensor):
 
 
 def cuts_of(draw: Any, size: int) -> list[tuple[int, int]]:
-    """Cut an axis into parts."""
     if size < 2:
         return [(0, size)]
     inner = draw(st.lists(st.integers(1, size - 1), max_size=2, unique=True))
@@ -79,7 +78,6 @@ def cuts_of(draw: Any, size: int) -> list[tuple[int, int]]:
 
 
 def grid_of(draw: Any, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Cut a shape into a grid of boxes."""
     boxes: list[tuple[slice, ...]] = [()]
     for size in shape:
         cuts = cuts_of(draw, size)
@@ -88,7 +86,6 @@ def grid_of(draw: Any, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
 
 
 def held_as(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in other memory."""
     raw = raw_view(tensor)
     if layout == "permuted" and raw.dim():
         made = raw.permute(*reversed(range(raw.dim()))).contiguous().permute(*reversed(range(raw.dim())))
@@ -110,7 +107,6 @@ LAYOUTS = st.sampled_from(["dense", "permuted", "strided", "view"])
 
 @st.composite
 def tensors(draw: Any) -> dict[str, torch.Tensor]:
-    """Tensors by name, of random bits."""
     shapes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=4))
     return {
         f"k{n}.{'x' * draw(st.integers(0, 3))}": random_tensor(shape, draw(st.sampled_from(DTYPES)), seed=n)
@@ -130,7 +126,6 @@ def spread(draw: Any, words: Any, full: torch.Tensor, *, blank: bool) -> Any:
 
 
 def check(full: torch.Tensor, into: Any) -> None:
-    """Compare what was read with the values themselves."""
     for at, found in into.boxes if isinstance(into, Boxes) else [((0,) * full.dim(), into)]:
         box = tuple(slice(o, o + n) for o, n in zip(at, found.shape, strict=True))
         assert bits(found) == bits(full[box])

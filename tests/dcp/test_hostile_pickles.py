@@ -26,8 +26,6 @@ KINDS = [
 
 
 class Mine:
-    """A class of the user's."""
-
     def __init__(self, value: int = 1) -> None:
         self.value = value
 
@@ -38,10 +36,7 @@ class Mine:
 
 
 class Planner(dcp.DefaultSavePlanner):
-    """Leaves a value of its own class in the metadata."""
-
     def create_global_plan(self, all_plans):
-        """Add it."""
         plans, made = super().create_global_plan(all_plans)
         made.planner_data = {"mine": Mine(), **made.planner_data}
         return plans, made

@@ -35,8 +35,6 @@ def run(*command, cwd, check=True, warm=False, **env):
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a script, and return where it is."""
-
     def written(text, name="job.py"):
         (tmp_path / name).write_text(textwrap.dedent(text))
         return str(tmp_path / name)

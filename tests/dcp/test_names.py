@@ -130,7 +130,6 @@ def ours(module):
 
 
 def differences(module):
-    """Say what differs, by name."""
     theirs = torchs(module)
     try:
         own = ours(module)
@@ -217,7 +216,6 @@ def is_for_itself(value):
 
 
 def compared(name, theirs, own):
-    """Say how two values of one name differ, by name."""
     if inspect.isclass(theirs) != inspect.isclass(own) or inspect.isroutine(theirs) != inspect.isroutine(own):
         return {name: f"is a {type(own).__name__}, not a {type(theirs).__name__}"}
     if inspect.isroutine(theirs):

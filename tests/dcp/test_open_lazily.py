@@ -73,7 +73,6 @@ def test_objects_of_other_files_stay_unread_and_threads_may_ask(tmp_path: Path, 
     with mock.patch.object(torch_values, "read_items", wraps=torch_values.read_items) as read:
         assert opened["o7"] == {"value": 7}
     assert [len(call.args[1]) for call in read.call_args_list] == [1]
-
     monkeypatch.setattr(torch_values, "_KEPT_OBJECTS_NBYTES", 0)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -115,7 +114,6 @@ def save_of_everything(folder: str) -> None:
 
 
 def described(folder: Path) -> tuple[object, ...]:
-    """Everything that an opened checkpoint says and holds."""
     opened = sk.open(folder)
     index, files = opened.index, [file.name for file in opened.record.files]
 

@@ -41,7 +41,6 @@ def _outcome(name: str, writes: str, reads: str, folder: str) -> tuple[str, Any,
 
 
 def _difference(ours: tuple[str, Any, Any], torchs: tuple[str, Any, Any]) -> str:
-    """Say how an outcome differs from torch's; an error may be more than torch's, and never less."""
     if ours[0] != torchs[0]:
         return f"{ours[0]} where torch {torchs[0]}: {ours[2] or torchs[2]!r}"
     if ours[0] == "returned":
@@ -54,7 +53,6 @@ def _difference(ours: tuple[str, Any, Any], torchs: tuple[str, Any, Any]) -> str
 
 
 def _unequal(mine: Any, torchs: Any, where: str) -> list[str]:
-    """Return where two values differ."""
     if type(mine) is type(torchs) and isinstance(mine, dict) and mine.keys() == torchs.keys():
         return [said for key in mine for said in _unequal(mine[key], torchs[key], f"{where}[{key!r}]")]
     if type(mine) is type(torchs) and isinstance(mine, (list, tuple)) and len(mine) == len(torchs):

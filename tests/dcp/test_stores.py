@@ -91,7 +91,6 @@ def test_ranks_save_and_load_by_url(rank_pool, root, s3_server):
 
 
 def test_torch_reads_what_was_saved_by_url(root):
-    """Torch's own reader, through fsspec on obstore, loads from S3 what was saved there."""
     on_obstore = pytest.importorskip("obstore.fsspec")
     quietly(dcp.save, state_of(3), checkpoint_id=f"{root}/ours", no_dist=True)
     into = blank()
@@ -107,7 +106,6 @@ def test_torch_reads_what_was_saved_by_url(root):
 
 
 def test_what_torch_wrote_is_read_in_a_store(root, tmp_path):
-    """A checkpoint of torch's own, copied to S3 file by file, is loaded, opened and converted there."""
     quietly(theirs.save, state_of(4), checkpoint_id=tmp_path / "theirs", no_dist=True)
     store = open_place(f"{root}/theirs")
     for path in (tmp_path / "theirs").iterdir():

@@ -14,15 +14,12 @@ from tests.protocol.samples import quietly
 
 
 class Renaming(ours.FileSystemReader):
-    """A reader of the user's, between ours and torch's load."""
-
     def read_metadata(self, *args, **kwargs):
         return super().read_metadata(*args, **kwargs)
 
 
 @pytest.fixture
 def saved(tmp_path):
-    """A checkpoint in torch's layout, and a Hugging Face model."""
     quietly(ours.save, {"w": torch.arange(4.0), "o": {"x": (1, 2)}}, checkpoint_id=tmp_path / "ck")
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.arange(4.0)}, tmp_path / "hf" / "model.safetensors")

@@ -130,7 +130,6 @@ def misfit():
 
 
 def test_a_tensor_that_does_not_fit_is_refused_before_any_has_changed(rank_pool):
-    """Another size is an error with the key on the receiver, and the sender does not wait for ever."""
     assert rank_pool.run(2, misfit)[1] == 0
 
 

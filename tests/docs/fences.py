@@ -18,8 +18,6 @@ _OPTION = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class Fence:
-    """One block."""
-
     language: str
     options: dict[str, str]
     body: str
@@ -30,12 +28,10 @@ class Fence:
 
     @property
     def title(self) -> str:
-        """What stands above it."""
         return self.options.get("title", "")
 
     @property
     def skipped(self) -> bool:
-        """Whether it does not run."""
         return self.language == "console" and self.title == "install"
 
     @property
@@ -45,7 +41,6 @@ class Fence:
 
 
 def fences_of(page: str) -> list[Fence]:
-    """Return the blocks of a page, in order."""
     return [
         Fence(
             found["language"],
@@ -68,7 +63,6 @@ class Command:
 
 
 def commands_of(fence: Fence) -> list[Command]:
-    """Return the commands of a console block."""
     parts = re.split(r"^\$ ", fence.body, flags=re.MULTILINE)
     if parts[0].strip():
         raise ValueError(f"line {fence.line}: a console block begins with a command")

@@ -19,7 +19,6 @@ def test_killed_job_resumes_on_fewer_ranks(tmp_path) -> None:
     """A job killed in the middle of a save resumes from the save before it, on another number of ranks, exactly."""
     command = [sys.executable, str(DEMO / "demo.py"), "--short", "--dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
-
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     assert "FAIL" not in done.stdout
@@ -49,5 +48,4 @@ GOOD = {
 def test_verdict_sees_what_is_wrong(wrong, failing) -> None:
     """Each check of the demo fails if and only if what it checks is wrong."""
     checks = checks_of(**(GOOD | wrong))
-
     assert failing == [number for number, check in enumerate(checks) if not check.ok]

@@ -42,7 +42,6 @@ def data_file() -> Path:
 
 
 def on_ranks(size: int, work: Callable[[World], Any], timeout_s: float = 10.0) -> NoReturn:
-    """Raise what rank 0 raised."""
     outcome = thread_outcomes(size, work, timeout_s=timeout_s)[0]
     if isinstance(outcome, BaseException):
         raise outcome
@@ -120,8 +119,6 @@ def storage_error() -> None:
 
 
 class Small(sk.LocalStore):
-    """A disk that is nearly full."""
-
     def free_nbytes(self) -> int:
         return 100
 

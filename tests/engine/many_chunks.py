@@ -40,7 +40,6 @@ def cut_by_row(index):
 
 
 def publish(store, index, record):
-    """Commit an index over the files of another commit in the same place."""
     native.publish(
         store,
         index,
@@ -56,7 +55,6 @@ def publish(store, index, record):
 
 
 def write_many_chunks(store):
-    """Save the state, then give it an index with a chunk for each row."""
     sk.save(saved_state(), store, step=12)
     opened = sk.open(store)
     publish(store, cut_by_row(opened.index), opened.record)
@@ -64,7 +62,6 @@ def write_many_chunks(store):
 
 @cache
 def many_chunks():
-    """Return the files of such a checkpoint."""
     store = MemoryStore()
     write_many_chunks(store)
     return {info.name: store.get(info.name, limit=info.nbytes) for info in store.list()}
@@ -93,8 +90,6 @@ class CountingStore(StoreWrapper):
 
 
 class CountingReader(ReaderWrapper):
-    """Counts reads."""
-
     def __init__(self, inner, store, kind):
         super().__init__(inner)
         self.store, self.kind = store, kind

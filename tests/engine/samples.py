@@ -29,7 +29,6 @@ class Trap:
 
 
 def random_tensor(shape, dtype, seed=0):
-    """Random bits of any dtype, NaNs and all; bool stays 0 or 1."""
     gen = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=gen).bool()
@@ -41,7 +40,6 @@ def random_tensor(shape, dtype, seed=0):
 
 
 def bits(value):
-    """Everything about a leaf that must survive, as something comparable."""
     if isinstance(value, torch.nn.Parameter):
         value = value.detach()
     if isinstance(value, torch.Tensor):

@@ -83,7 +83,6 @@ def test_loads_through_windows_are_bit_exact(tmp_path, as_on_a_device):
     sk.load(target, tmp_path, options=options)
     assert bits(target) == bits({key: state[key] for key in target})
     assert len(as_on_a_device) == len(state) - 1 + len(state["many"])
-
     strided = {"long": torch.zeros(1000, 1100, 3).permute(2, 1, 0)}
     sk.load(strided, tmp_path, options=options, strict=False)
     assert bits(strided["long"]) == bits(state["long"])
@@ -94,7 +93,6 @@ def test_loads_through_windows_are_bit_exact(tmp_path, as_on_a_device):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_of_stored_chunks_are_read_through_windows(tmp_path, as_on_a_device, axis):
-    """Rows of a stored tensor are one run on both sides, columns are not; both are filled with what they should."""
     full = random_tensor((64, 96), torch.float32, seed=5)
     sk.save({"w": full}, tmp_path)
     offsets = (9, 0) if axis == 0 else (0, 9)
@@ -111,8 +109,6 @@ def test_parts_of_stored_chunks_are_read_through_windows(tmp_path, as_on_a_devic
 
 
 class Far(TorchScattered):
-    """Memory that says it is on the second accelerator."""
-
     def __init__(self, nbytes):
         super().__init__(torch.zeros(nbytes, dtype=torch.uint8), torch.uint8)
         self.accelerator = 1

@@ -42,9 +42,7 @@ def test_one_tensor_takes_kilobytes_of_a_large_index():
     blobs = many_chunks()
     entry, _ = index_of(blobs)
     store = CountingStore(store_of(blobs))
-
     weight = sk.open(store)[KEY]
-
     assert weight.shape == (ROWS, 3)
     assert store.calls == ["get json", "open metadata", "open skindex", "read skindex"]
     assert store.nbytes["skindex"] == entry.head_nbytes
@@ -56,9 +54,7 @@ def test_one_tensor_takes_kilobytes_of_a_large_index():
 def test_a_load_reads_the_parts_of_its_boxes():
     store = CountingStore(store_of(many_chunks()))
     state = {"model": {"layers.050.weight": torch.zeros(ROWS, 3)}}
-
     sk.load(state, store, include="model.layers.050")
-
     assert torch.equal(state["model"]["layers.050.weight"], saved_state()["model"]["layers.050.weight"])
     assert store.calls.count("read skindex") == 3
     assert store.nbytes["skindex"] < 8 << 10
@@ -97,7 +93,6 @@ def test_only_a_large_plain_index_has_parts():
     assert torch.equal(sk.open(small)["w"][...], torch.ones(3))
     assert [call for call in small.calls if "skindex" in call] == ["get skindex"]
     assert b"head_" not in small.get(RECORD_NAME, limit=1 << 20)
-
     many = {f"w{number:06d}": torch.full((1,), float(number)) for number in range(40_000)}
     coded, plain = sk.MemoryStore(), sk.MemoryStore()
     sk.save({"m": many}, coded, codecs=["aes"], options=OPTIONS)
@@ -112,10 +107,8 @@ def test_older_readers_see_the_same_index():
     """Decoded as one, with parts and without, the index says the same; the version of the record is still the first."""
     entry, data = index_of(many_chunks())
     record = decode_record(many_chunks()[RECORD_NAME], "test")
-
     index = decode_index(data, where="test")
     without = decode_index(encode_index(index), where="test")
-
     assert record.version == 1
     assert entry.head_nbytes == index_parts.head_nbytes(data)
     assert index_parts.head_nbytes(encode_index(index)) is None
@@ -170,7 +163,6 @@ def partial_index(data):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_parts_say_what_the_whole_says_of_a_box(data):
-    """The plan of random boxes, in random order, is the same by parts and by the whole."""
     index, encoded = irregular()
     partial, reads = partial_index(encoded)
     tensors = data.draw(st.lists(st.integers(0, 61), min_size=1, max_size=5))
@@ -181,22 +173,17 @@ def test_parts_say_what_the_whole_says_of_a_box(data):
             sizes[at, axis] = data.draw(st.integers(1, full - int(offsets[at, axis])))
     wants = ReadRequests(offsets, sizes, np.array(tensors), np.arange(1, len(tensors) + 1) << 44)
     files = np.full(500, 1 << 62)
-
     narrow = plan_load(partial.narrowed(wants.tensor, wants), wants, files)
     wide = plan_load(index, wants, files)
-
     assert all(map(np.array_equal, narrow.runs.columns(), wide.runs.columns()))
     assert narrow.scatters == wide.scatters
     assert reads
 
 
 def test_parts_hold_the_columns_of_the_whole():
-    """Names, shapes, ties and values are those of the whole, and `check_parts` finds nothing."""
     index, encoded = irregular()
     partial, _ = partial_index(encoded)
-
     partial.check_parts()
-
     assert partial.keys.all() == index.keys.all()
     assert all(map(np.array_equal, partial.tensors.columns(), index.tensors.columns()))
     assert (partial.value_rows, partial.value_data.all(), partial.tree) == ({"v": 0}, [b"\x01"], b"")
@@ -235,9 +222,7 @@ def test_what_is_damaged_on_the_way_is_read_again(at, caplog):
     """One flipped bit in any read of the index is repaired by a second read, and a warning says so."""
     faulty = FaultyStore(store_of(many_chunks()), "flip", at=at, verbs=("read_into",))
     state = {"model": {"layers.050.weight": torch.zeros(ROWS, 3)}, "step": 0}
-
     sk.load(state, faulty, include=["model.layers.050", "step"])
-
     assert torch.equal(state["model"]["layers.050.weight"], saved_state()["model"]["layers.050.weight"])
     assert "right when read again" in caplog.text
 
@@ -358,7 +343,6 @@ def test_values_that_begin_before_the_index_are_refused():
     at = len(MAGIC) + 4 + len(header)
     forgery = b"".join((MAGIC, len(header).to_bytes(4, "little"), header, bytes(-at % 64), data[start:]))
     opened = sk.open(with_index(blobs, forgery))
-
     with pytest.raises(sk.MalformedFile, match="beyond its end"):
         bounded(lambda: opened["step"], mib=96)
 
@@ -366,7 +350,6 @@ def test_values_that_begin_before_the_index_are_refused():
 def test_an_honest_forger_of_parts_is_believed():
     """The yardstick: taken apart and put together without a change, it is the same checkpoint."""
     store = forged(lambda directory, parts: None)
-
     assert torch.equal(sk.open(store)[KEY][...], saved_state()["model"]["layers.050.weight"])
     assert sk.open(store).verify().deep
 
@@ -389,6 +372,5 @@ def test_a_forged_head_is_refused(head):
     record = json.loads(blobs[RECORD_NAME])
     record.pop("checksum")
     record["index"] |= head
-
     with pytest.raises(sk.DamagedCheckpoint):
         sk.open(store_of({**blobs, RECORD_NAME: seal_record(json_text(record))}))

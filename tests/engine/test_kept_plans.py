@@ -30,8 +30,6 @@ def _nothing_is_kept():
 
 
 class CountingStore:
-    """The ranks' key-value store, and how many bytes were put into it."""
-
     def __init__(self, store):
         self._store = store
         self.nbytes = 0
@@ -57,7 +55,6 @@ def state_of(rank, step, *, tensors=TENSORS, dtype=torch.float32):
 
 
 def check(where, step, *, tensors=TENSORS, dtype=torch.float32):
-    """The checkpoint holds what `state_of` made for this step."""
     ck = sk.open(where)
     ck.verify()
     wanted = torch.cat([torch.full((2, 3), float(100 * step + rank), dtype=dtype) for rank in range(RANKS)])
@@ -106,7 +103,6 @@ def test_large_plans_are_kept_as_far_as_there_is_room():
     run_thread_ranks(RANKS, lambda world: sk.save(state_of(world.rank, 0), store, group=world))
     [plan] = kept_plans().plans.values()
     assert plan.nbytes <= 12 * (RANKS * TENSORS + 1)
-
     plans = KeptPlans()
     chunks = [16_384_000, 1000, 7_000_000, 30_000_000]
     names = [plans.keep_plan(SimpleNamespace(nbytes=12 * each)) for each in chunks]
@@ -140,7 +136,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_on_all_ranks_is_planned(tmp_path, change):
-    """The save after a change holds what the state is then; and so does the one that changes back."""
     plans = [{}, {}, change, change, {}]
     saves(tmp_path, [lambda rank, step=step, how=how: state_of(rank, step, **how) for step, how in enumerate(plans)])
     for step, how in enumerate(plans):
@@ -149,8 +144,6 @@ def test_a_change_on_all_ranks_is_planned(tmp_path, change):
 
 @pytest.mark.parametrize("changed", range(RANKS))
 def test_a_change_on_one_rank_is_planned(tmp_path, changed):
-    """One rank's new tensor makes all ranks send their manifests again."""
-
     def state(rank, step):
         extra = {"extra": torch.full((4,), float(step))} if rank == changed and step == 2 else {}
         return state_of(rank, step) | extra
@@ -177,8 +170,6 @@ def test_a_tensor_that_moves_to_another_rank_is_planned(tmp_path):
 
 
 def test_tensors_that_become_tied_are_planned(tmp_path):
-    """What is stored once follows from memory, which a rank compares in every save."""
-
     def state(rank, step):
         first = torch.full((4,), float(step))
         return {"a": first, "b": first if step == 2 else first + 1}

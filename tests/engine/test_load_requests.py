@@ -123,9 +123,7 @@ def test_a_state_of_views_of_one_memory_loads_what_it_saved(tmp_path, views):
     expected = bits(memory)
     for each in memory:
         each.zero_()
-
     sk.load(state, tmp_path / "ck")
-
     assert bits(memory) == expected
 
 
@@ -170,7 +168,6 @@ class Odd(tuple):
     ids=["mapping", "tuple"],
 )
 def test_containers_that_cannot_change_are_found_before_anything_does(tmp_path, plain, odd):
-    """One rank's unchangeable container is an error on all ranks, and no tensor of any has been touched."""
     sk.save({"x": torch.ones(2), "o": plain(torch.ones(2))}, tmp_path / "ck")
     states = {}
 
@@ -180,7 +177,6 @@ def test_containers_that_cannot_change_are_found_before_anything_does(tmp_path, 
         sk.load(states[world.rank], tmp_path / "ck", group=world)
 
     errors = thread_outcomes(2, load)
-
     assert all(isinstance(error, sk.StateError) for error in errors), errors
     assert not any(state["x"].any() for state in states.values())
 
@@ -267,7 +263,6 @@ def test_each_accelerator_is_waited_for_once(monkeypatch):
 
 
 def test_devices_are_settled_before_and_after_the_read(saved, monkeypatch):
-    """What the caller has queued is done before a byte is read, and the load is done before the caller goes on."""
     seen = []
     monkeypatch.setattr(
         "shardkeep.engine.load_session.synchronize_devices", lambda into: seen.append([bool(t.any()) for t in into])

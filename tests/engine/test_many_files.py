@@ -61,7 +61,6 @@ def test_files_are_written_at_the_same_time():
 
     store = Watched(at_first)
     write_files(store, [job(name, 8 * WINDOW) for name in "abcd"], threads=4, window_nbytes=WINDOW)
-
     assert sorted(begun[:4]) == [("a", 0), ("b", 0), ("c", 0), ("d", 0)]
     assert {name: sorted(offsets) for name, offsets in store.offsets.items()} == {
         name: list(range(0, 8 * WINDOW, WINDOW)) for name in "abcd"

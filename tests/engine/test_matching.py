@@ -44,16 +44,13 @@ def test_report_says_what_was_loaded(saved):
 
 
 def test_all_differences_come_in_one_error_before_anything_changes(saved):
-    """Missing, unexpected, wrongly shaped and wrongly kinded keys are listed together, and the state is untouched."""
     state = zeros()
     state["model"]["layers.2.w"] = torch.zeros(1)
     state["model"]["layers.1.w"] = torch.zeros(3, 2)
     state["step"] = torch.tensor(0)
     del state["optim"]
-
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, saved)
-
     assert caught.value.missing == ["model.layers.2.w"]
     assert caught.value.unexpected == ["optim.layers.0.w"]
     assert caught.value.mismatched == [
@@ -67,9 +64,7 @@ def test_all_differences_come_in_one_error_before_anything_changes(saved):
 
 def test_not_strict_loads_what_fits_and_reports_the_rest(saved):
     state = {"model": {"layers.0.w": torch.zeros(2, 3), "extra": torch.full((2,), 9.0)}}
-
     report = sk.load(state, saved, strict=False)
-
     assert report.missing == ["model.extra"]
     assert report.unexpected == ["model.layers.1.w", "optim.layers.0.w", "step"]
     assert torch.equal(state["model"]["layers.0.w"], torch.arange(6.0).reshape(2, 3))
@@ -85,7 +80,6 @@ def test_include_limits_what_is_loaded_and_what_is_expected(saved, include):
     """Names outside the selection are neither loaded nor missed, in any spelling of it."""
     state = zeros()
     report = sk.load(state, saved, include=include)
-
     assert report.unexpected == []
     assert state["model"]["layers.1.w"].all()
     assert not state["optim"]["layers.0.w"].any()
@@ -198,10 +192,8 @@ def test_wrapper_prefixes_are_recognised(tmp_path, there, here):
     """Keys that differ by a wrapper's prefix, on either side, are suggested, with the rename that loads them; and it does."""
     sk.save({there: torch.ones(3), "step": 1}, tmp_path / "ck")
     state = {here: torch.zeros(3), "step": 0}
-
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, tmp_path / "ck")
-
     text = str(caught.value)
     assert f"did you mean {there!r}?" in text
     advice = re.search(r"pass rename=([\[{].*[\]}])", text).group(1)
@@ -223,10 +215,8 @@ def test_a_tree_below_another_prefix_is_recognised(tmp_path, there, here, advice
     names = [f"{part}.w" for part in "abcde"]
     sk.save({there + name: torch.ones(3) for name in names}, tmp_path / "ck")
     state = {here + name: torch.zeros(3) for name in names}
-
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load(state, tmp_path / "ck")
-
     assert caught.value.hint.endswith(f": pass rename={advice!r}")
     sk.load(state, tmp_path / "ck", rename=advice)
     assert all(value.all() for value in state.values())
@@ -261,7 +251,6 @@ def test_a_name_that_is_loaded_is_not_suggested_for_another(tmp_path):
 
 
 def test_suggestions_are_of_the_same_kind_and_depth(tmp_path):
-    """A tensor is suggested for a tensor, a value for a value, and neither one that lies deeper."""
     sk.save({"rates": torch.ones(1), "rate": 1, "in": {"rates.x": torch.ones(1)}}, tmp_path / "ck")
     with pytest.raises(sk.StateMismatch) as caught:
         sk.load({"ratess": 0, "ratez": torch.ones(1), "in": {"ratesx": torch.ones(1)}}, tmp_path / "ck")
@@ -296,7 +285,6 @@ def test_one_memory_cannot_take_two_tensors(saved):
 
 
 def test_nothing_there_says_so(tmp_path):
-    """An empty place, and one with only other files, are not checkpoints, and no file is made by asking."""
     with pytest.raises(sk.CheckpointNotFound, match="does not exist"):
         sk.load({}, tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -335,7 +323,6 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path, there, capsys):
 
 
 def test_a_place_that_refuses_the_first_file_is_named(tmp_path):
-    """The error of a save that cannot begin names the place, not the claim file."""
     for at in range(8):
         with pytest.raises(sk.StorageFull) as caught:
             sk.save({"w": torch.zeros(1)}, FaultyStore(sk.MemoryStore("memory://m"), "full", at=at))
@@ -343,14 +330,11 @@ def test_a_place_that_refuses_the_first_file_is_named(tmp_path):
 
 
 def test_overwriting_is_an_opt_in(saved):
-    """A committed checkpoint is replaced only when asked, and then nothing of it is left."""
     before = sk.open(saved).record.save_id
     with pytest.raises(FileExistsError, match="overwrite=True"):
         sk.save({"x": torch.ones(1)}, saved)
     assert sk.open(saved).record.save_id == before
-
     sk.save({"x": torch.ones(1)}, saved, overwrite=True)
-
     assert list(sk.open(saved)) == ["x"]
     assert not [path.name for path in saved.iterdir() if before in path.name]
 

@@ -17,7 +17,6 @@ MIB = 1 << 20
 
 
 def resident(field):
-    """VmRSS or VmHWM of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -25,7 +24,6 @@ def resident(field):
 
 
 def open_descriptors():
-    """What the descriptors of this process point to, and how many to each."""
     found = Counter()
     for entry in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one by which they were listed
@@ -34,7 +32,6 @@ def open_descriptors():
 
 
 def peak_growth(call):
-    """How far resident memory rises above where it is while something runs."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = resident("VmRSS")

@@ -37,8 +37,6 @@ def sample(where, dtypes):
 
 
 def empty_like(state):
-    """The same tensors, of the same strides, with other bits."""
-
     def other(tensor):
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         raw_view(made).fill_(1)

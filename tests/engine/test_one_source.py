@@ -23,7 +23,6 @@ LAYOUTS = ["native", "dcp", "torch", "safetensors"]
 
 @pytest.fixture(params=LAYOUTS)
 def saved(request, tmp_path):
-    """A checkpoint of each layout, in several files where the layout allows it."""
     state = {f"w{n}": torch.arange(40.0).reshape(5, 8) + n for n in range(4)}
     where = tmp_path / "ck"
     if request.param == "native":
@@ -39,7 +38,6 @@ def saved(request, tmp_path):
 
 
 def plans_of_load(monkeypatch, where, state, **changes):
-    """What one load asks the read pipeline for."""
     calls = []
     read_files = engine_fill.read_files
 

@@ -32,7 +32,6 @@ def opened(tmp_path):
 
 @pytest.fixture
 def place(tmp_path):
-    """A checkpoint of one small tensor."""
     sk.save({"w": torch.zeros(9)}, tmp_path / "ck")
     return tmp_path / "ck"
 
@@ -76,7 +75,6 @@ def test_a_misspelt_key_is_answered_with_near_ones(tmp_path, capsys, asked, says
 
 
 def test_a_tensor_knows_what_it_is_before_it_is_read(opened):
-    """Shape, dtype, size and stored boxes need no data."""
     stored = opened["w"]
     assert (stored.shape, stored.dtype, stored.ndim) == ((3, 4, 5), torch.float32, 3)
     assert (stored.nbytes, len(stored)) == (240, 3)
@@ -103,7 +101,6 @@ def test_numpy_views(opened):
     ],
 )  # fmt: skip
 def test_bad_indices_are_refused(opened, index):
-    """Out of range, too many, negative steps, masks and fancy indices name the key. True is not the index 1."""
     with pytest.raises((IndexError, ValueError), match="'w'"):
         opened["w"][index]
 
@@ -116,9 +113,7 @@ def test_a_large_step_reads_only_what_it_needs(tmp_path, shape, step, most_nbyte
     full = torch.randn(shape)
     sk.save({"w": full}, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
-
     assert bits(sk.open(store)["w"][::step]) == bits(full[::step])
-
     assert store.nbytes["safetensors"] <= most_nbytes
 
 
@@ -133,13 +128,10 @@ def test_opening_reads_no_tensor_data(place):
 
 
 def test_to_dict_reads_all_tensors_together(tmp_path):
-    """Hundreds of tensors cost a few opens and one read of each header, not one of each for every tensor."""
     state = {"m": {f"t{i}": torch.full((3,), float(i)) for i in range(300)}, "o": {"x": torch.ones(2)}, "n": 3}
     sk.save(state, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
-
     found = sk.open(store).to_dict()
-
     assert bits(found) == bits(state)
     assert store.calls.count("open safetensors") <= 4
     assert store.calls.count("read safetensors") == 4
@@ -149,9 +141,7 @@ def test_slices_read_a_header_once(tmp_path):
     sk.save({"w": torch.arange(10.0)}, tmp_path / "ck")
     store = CountingStore(sk.LocalStore(tmp_path / "ck"))
     checkpoint = sk.open(store)
-
     assert [checkpoint["w"][i].item() for i in range(5)] == [0, 1, 2, 3, 4]
-
     assert store.calls.count("read safetensors") == 1 + 5
 
 
@@ -159,9 +149,7 @@ def test_tied_leaves_of_two_kinds_come_back_as_their_own_kind():
     """A torch tensor and a numpy array of one memory are read back as a tensor and an array, still tied."""
     forgery = take_apart(_saved({"a": (shared := torch.arange(4.0)), "b": shared}))
     forgery.put("origin", forgery.rows["b"], 1)
-
     found = sk.open(store_of(forgery.blobs())).to_dict()
-
     assert isinstance(found["a"], torch.Tensor)
     assert isinstance(found["b"], np.ndarray)
     found["a"][0] = 9
@@ -175,7 +163,6 @@ def test_tensors_that_share_bytes_of_a_file_are_refused_before_memory_is_made(mo
     forgery.set("shape", np.full((8, 1), 65 + 64))
     forgery.set("sizes", np.full((8, 1), 65 + 64))
     monkeypatch.setattr(slicing.torch, "empty", None)
-
     with pytest.raises(sk.MalformedFile, match="more than their files hold"):
         sk.open(store_of(forgery.blobs())).to_dict()
 
@@ -205,9 +192,7 @@ def test_a_small_step_holds_one_band_at_a_time(tmp_path, monkeypatch):
     held = []
     fill = slicing.fill
     monkeypatch.setattr(slicing, "fill", lambda *a, **k: held.append(sum(t.nbytes for t in a[3])) or fill(*a, **k))
-
     found = sk.open(tmp_path / "ck", options=Options(host_budget_bytes=4 << 20))["w"][::9]
-
     assert bits(found) == bits(full[::9])
     assert max(held) <= 1 << 20
 
@@ -233,10 +218,8 @@ def test_verify_lists_damaged_ranges(tmp_path, blocks, ranges, more):
     checkpoint = sk.open(tmp_path / "ck")
     header, block = checkpoint.record.files[0].header_nbytes, checkpoint.record.files[0].block_nbytes
     damage(path, [header + block * n + 5 for n in blocks])
-
     with pytest.raises(sk.DamagedCheckpoint) as caught:
         checkpoint.verify()
-
     found = [problem.split(": ")[1].split(" are")[0] for problem in caught.value.details["problems"]]
     named = [f"bytes {header + a * block} to {header + b * block}" for a, b in ranges]
     assert found == [*named, *(f"{each} damaged ranges" for each in more)]
@@ -285,10 +268,8 @@ def test_what_can_be_no_key_is_not_there(opened, key):
 
 
 def test_a_checkpoint_replaced_while_open_says_so(place):
-    """Its files are gone because another save took their place; nothing needs to be restored."""
     checkpoint = sk.open(place)
     sk.save({"w": torch.ones(9)}, place, overwrite=True)
-
     for use in (lambda: checkpoint["w"][...], checkpoint.to_dict):
         with pytest.raises(sk.WrongSize, match="replaced by another save") as caught:
             use()
@@ -314,7 +295,6 @@ def test_a_checkpoint_replaced_between_record_and_index_says_so(place, monkeypat
 
 
 def _saved(state):
-    """A checkpoint as `take_apart` takes it."""
     store = MemoryStore()
     sk.save(state, store)
     return Subject("small", blobs_of(store), None, None)

@@ -18,7 +18,6 @@ NBYTES = 24 << 20
 
 @pytest.fixture(autouse=True)
 def on_disk(tmp_path):
-    """Page caches are only of disks."""
     probe = tmp_path / "probe"
     probe.write_bytes(b"x")
     with local._opened(str(probe)) as fd:
@@ -30,7 +29,6 @@ def on_disk(tmp_path):
 
 
 def cached(where):
-    """How much of the data files is in the page cache."""
     total = held = 0
     for path in Path(where).iterdir():
         if (nbytes := path.stat().st_size) > 1 << 20:
@@ -49,7 +47,6 @@ def wait_for(what):
 
 @pytest.mark.parametrize("door", ["sk", "dcp"])
 def test_the_newest_save_is_kept_and_the_one_before_dropped(tmp_path, door):
-    """After a save its files get into the page cache; when a newer one is committed, they leave it."""
     state = {"w": torch.ones(NBYTES // 4)}
     for step in (1, 2):
         where = tmp_path / f"step-{step}"

@@ -25,7 +25,6 @@ SHAPES = [(), (5,), (7, 6), (3, 5, 4), (0, 3), (1, 9), (16, 2)]
 
 
 def random_layout(seed, world_size, ndim):
-    """A mesh shape and placements; the same on every rank and in every process."""
     rng = random.Random(seed)
     mesh = rng.choice(MESHES[world_size])
     return mesh, [rng.choice([Replicate(), *(Shard(d) for d in range(ndim))]) for _ in mesh]
@@ -36,7 +35,6 @@ def full_tensors():
 
 
 def distributed(seed, *, blank):
-    """The full tensors, each in a random layout over all ranks of this world."""
     state = {}
     for i, (key, full) in enumerate(full_tensors().items()):
         shape, placements = random_layout(seed * 100 + i, dist.get_world_size(), full.dim())
@@ -87,7 +85,6 @@ class Block(nn.Module):
 
 
 def model_in(layout):
-    """A seeded model, parallelised; equal over all layouts as a whole."""
     torch.manual_seed(5)
     model = nn.Sequential(Block(), Block())
     world = dist.get_world_size()
@@ -144,7 +141,6 @@ def test_parallel_models_load_into_each_other(rank_pool, tmp_path, saved, writer
 
 
 def save_outside(where):
-    """Ranks 2 and 3 are outside the mesh."""
     mesh = DeviceMesh("cpu", [0, 1])
     return sk.save({"w": distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)])}, where).bytes_written
 
@@ -220,7 +216,6 @@ DOORS = {
 
 @contextlib.contextmanager
 def warnings_logged():
-    """Give the list of warnings that are logged meanwhile."""
     said, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("shardkeep").addHandler(handler)

@@ -23,7 +23,6 @@ mesh_shapes = st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (1, 3), (2, 3), (
 
 @st.composite
 def layouts(draw, shape):
-    """A mesh, the cuts it makes, and how many ranks stand outside of it."""
     mesh = draw(mesh_shapes)
     dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
     cutting = [mesh_dim for mesh_dim in range(len(mesh)) if shape and draw(st.booleans())]
@@ -42,7 +41,6 @@ def cases(draw):
 
 
 def coordinate_of(rank, mesh):
-    """Row-major coordinate of a rank, or None outside the mesh."""
     if rank >= math.prod(mesh):
         return None
     coordinate = []
@@ -76,7 +74,6 @@ def world_size(layout):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
 def test_any_layout_loads_into_any_other(case):
-    """Whatever the shapes, dtypes, meshes and placements, every rank gets exactly its part of the full tensors."""
     fulls = [random_tensor(shape, dtype, seed=i) for i, (shape, dtype, _, _) in enumerate(case)]
     writers = max(world_size(before) for _, _, before, _ in case)
     readers = max(world_size(after) for _, _, _, after in case)
@@ -139,7 +136,6 @@ def test_large_replicas_are_split_and_nothing_is_written_twice(tmp_path):
         return sk.save({"big": big, **small, "mine": mine}, tmp_path / "ck", group=world)
 
     reports = run_thread_ranks(4, save)
-
     total = big.nbytes + sum(t.nbytes for t in small.values()) + (16 << 20)
     files = sum(path.stat().st_size for path in (tmp_path / "ck").glob("*.safetensors"))
     assert reports[0].bytes_total == total
@@ -153,9 +149,7 @@ def test_one_row_costs_about_one_row(tmp_path):
     full = torch.randn(4096, 4096)
     sk.save({"w": full}, tmp_path / "ck")
     row = torch.zeros(1, 4096)
-
     report = sk.load({"w": sk.ShardedBox(row, offsets=(1234, 0), shape=(4096, 4096))}, tmp_path / "ck")
-
     assert torch.equal(row[0], full[1234])
     assert report.bytes_read < 200_000 < full.nbytes
 

@@ -17,10 +17,8 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
     state = rich_state()
     sk.save(state, tmp_path / "ck")
     blank = blank_like(state)
-
     report = sk.load(blank, tmp_path / "ck")
     tree = sk.open(tmp_path / "ck").to_dict()
-
     assert bits(blank) == bits(state)
     assert (report.missing, report.unexpected, report.cast) == ([], [], {})
     state["rng"] = {0: state["rng"].value}
@@ -32,9 +30,7 @@ def test_autograd_notices_that_a_tensor_was_filled(tmp_path):
     weight = torch.randn(3, requires_grad=True)
     sk.save({"w": weight}, tmp_path / "ck")
     loss = (weight * weight).sum()
-
     sk.load({"w": weight}, tmp_path / "ck")
-
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -43,13 +39,11 @@ def test_cast_is_opt_in_and_reported(tmp_path):
     saved = torch.randn(100, 10)
     sk.save({"a": {"w": saved}, "b": {"w": saved}}, tmp_path / "ck")
     state = {"a": {"w": torch.zeros(100, 10, dtype=torch.bfloat16)}, "b": {"w": torch.zeros(100, 10)}}
-
     with pytest.raises(sk.StateMismatch, match=r"a\.w: bfloat16 in the state, float32 in the checkpoint"):
         sk.load(state, tmp_path / "ck")
     with pytest.raises(sk.StateMismatch):
         sk.load(state, tmp_path / "ck", cast="b")
     assert not state["a"]["w"].any()
-
     report = sk.load(state, tmp_path / "ck", cast="a.*")
     assert report.cast == {"a.w": "float32 -> bfloat16"}
     assert torch.equal(state["a"]["w"], saved.bfloat16())
@@ -57,11 +51,9 @@ def test_cast_is_opt_in_and_reported(tmp_path):
 
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
 def test_every_dtype_is_valid_safetensors(tmp_path, dtype):
-    """Data files open in the safetensors library, which sees the same bytes."""
     tensor = random_tensor((6, 4), dtype)
     sk.save({"w": tensor}, tmp_path / "ck")
     [name] = [name for name in os.listdir(tmp_path / "ck") if name.endswith(".safetensors")]
-
     with safe_open(tmp_path / "ck" / name, "pt") as file:
         assert list(file.keys()) == ["w"]
     if dtype not in (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu):  # the library's torch side cannot build these yet
@@ -73,10 +65,8 @@ def test_whole_tensors_load_with_safetensors_as_they_are(tmp_path):
     """A checkpoint of whole tensors is a set of plain safetensors files, names and all, aligned for direct I/O."""
     state = {"model": {f"w{i}": torch.randn(i + 1, 1024) for i in range(5)}, "optim": {"m": torch.randn(3)}}
     sk.save(state, tmp_path / "ck")
-
     files = {name.split("-")[0]: name for name in os.listdir(tmp_path / "ck") if name.endswith(".safetensors")}
     model = load_file(tmp_path / "ck" / files["model"])
-
     assert sorted(files) == ["model", "optim"]
     assert {key: bits(value) for key, value in model.items()} == {
         f"model.{key}": bits(value) for key, value in state["model"].items()
@@ -91,21 +81,17 @@ def test_either_group_of_files_can_be_dropped(tmp_path):
     [optim] = (tmp_path / "ck").glob("optim-*")
     optim.unlink()
     blank = {"model": {"w": torch.zeros(4)}}
-
     sk.load(blank, tmp_path / "ck", include="model")
-
     assert torch.equal(blank["model"]["w"], state["model"]["w"])
     with pytest.raises(sk.WrongSize, match=r"optim-.*missing"):
         sk.load(blank_like(state), tmp_path / "ck")
 
 
 def test_pickle_is_an_opt_in_at_both_ends(tmp_path):
-    """A leaf without a safe form is refused by name, or pickled if allowed; so it is by a load."""
     state = {"deep": {"thing": Colour}, "w": torch.ones(2)}
     with pytest.raises(sk.UnsupportedLeaf, match=r"deep\.thing"):
         sk.save(state, tmp_path / "ck")
     assert not (tmp_path / "ck").exists() or not list((tmp_path / "ck").iterdir())
-
     sk.save(state, tmp_path / "ck", allow_pickle=True)
     blank = {"deep": {"thing": None}, "w": torch.zeros(2)}
     with pytest.raises(sk.PickleRefused, match=r"deep\.thing"):
@@ -119,9 +105,7 @@ def test_numpy_arrays_are_filled_in_place(tmp_path):
     saved = np.random.default_rng(0).normal(size=(50, 3))
     sk.save({"a": saved}, tmp_path / "ck")
     mine = np.zeros((50, 3))
-
     sk.load({"a": mine}, tmp_path / "ck")
-
     assert np.array_equal(mine, saved)
     assert isinstance(sk.open(tmp_path / "ck").to_dict()["a"], np.ndarray)
 
@@ -138,6 +122,5 @@ def test_a_user_may_call_a_tensor_anything(tmp_path):
     names = ["__metadata__", "w[0:4]", "../../etc", "a b", "ünï", "", ".", "@3", "x/y", "\n"]
     state = {name: torch.full((2,), float(i)) for i, name in enumerate(names)}
     sk.save(state, tmp_path / "ck")
-
     assert bits(sk.open(tmp_path / "ck").to_dict()) == bits(state)
     assert {path.suffix for path in (tmp_path / "ck").iterdir()} == {".json", ".skindex", ".safetensors"}

@@ -36,13 +36,10 @@ def names(place):
 
 @pytest.mark.parametrize("step", [1.5, "3", True, 1 << 63, -(1 << 63) - 1, math.nan])
 def test_a_step_that_is_no_number_is_refused_before_anything_changes(tmp_path, step):
-    """A step the record cannot hold is a StateError, and the checkpoint that was there is as it was."""
     sk.save({"x": torch.ones(3)}, tmp_path, step=1)
     before = names(tmp_path)
-
     with pytest.raises(StateError, match="step is"):
         sk.save({"x": torch.zeros(3)}, tmp_path, step=step, overwrite=True)
-
     assert names(tmp_path) == before
     assert sk.open(tmp_path).record.step == 1
 
@@ -76,7 +73,6 @@ ENDLESS["me"] = ENDLESS
     ],
 )
 def test_meta_that_json_would_change_is_refused_before_anything_is_written(meta, what):
-    """What would not come back equal is named by its path, and no file was made."""
     store = MemoryStore()
     store.create = None  # planning writes nothing
     with pytest.raises(StateError, match=what):
@@ -105,7 +101,6 @@ def test_what_cannot_be_read_is_never_committed(tmp_path, monkeypatch, module, p
     """Index and record are read back before either is put; if that fails, the old checkpoint stays."""
     sk.save({"x": torch.ones(3)}, tmp_path, step=1)
     before = names(tmp_path)
-
     decode = getattr(module, part)
 
     def refuse(data, where):
@@ -116,7 +111,6 @@ def test_what_cannot_be_read_is_never_committed(tmp_path, monkeypatch, module, p
     monkeypatch.setattr(module, part, refuse)
     with pytest.raises(StateError, match="no reader takes this"):
         sk.save({"x": torch.zeros(3)}, tmp_path, step=2, overwrite=True)
-
     assert names(tmp_path) == before
     assert sk.open(tmp_path).record.step == 1
 
@@ -199,7 +193,6 @@ def test_ranks_that_see_other_file_systems_cannot_commit():
         sk.save({"a": rows}, stores[world.rank], group=world)
 
     errors = thread_outcomes(2, main)
-
     assert [type(error) for error in errors] == [StorageError] * 2
     assert all(word in str(errors[0]) for word in ("rank 1 wrote state-00001-of-00002", "one file system"))
     assert [list(store.list()) for store in stores] == [[], []]
@@ -315,7 +308,6 @@ def test_a_failed_write_removes_its_finished_files():
 
 @pytest.mark.parametrize("where", [None, b"runs/a", 3, {"a": 1}, ["a"]], ids=repr)
 def test_what_is_no_place_is_refused(where):
-    """A place of another type is refused by name, with what is accepted."""
     for call in (sk.save, sk.load):
         with pytest.raises(CheckpointError, match=r"not a place to keep a checkpoint\n  hint: .*pass a path"):
             call({"x": torch.ones(3)}, where)
@@ -335,12 +327,10 @@ def test_a_damaged_checkpoint_is_replaced_when_asked(tmp_path):
     sk.save({"x": torch.ones(3)}, tmp_path)
     old = set(names(tmp_path)) - {RECORD_NAME}
     (tmp_path / RECORD_NAME).write_bytes(b"{broken")
-
     with pytest.raises(sk.CheckpointExists, match=r"cannot be read is already there: .*\n  hint: pass overwrite=True"):
         sk.save({"x": torch.zeros(3)}, tmp_path)
     assert old <= set(names(tmp_path))
     sk.save({"x": torch.zeros(3)}, tmp_path, overwrite=True)
-
     assert not sk.open(tmp_path).to_dict()["x"].any()
     assert not old & set(names(tmp_path))
 
@@ -355,7 +345,6 @@ def test_metadata_of_torch_in_the_target(tmp_path, contents, said):
     sk.convert(tmp_path / "native", tmp_path / "torch", layout="dcp")
     if contents is not None:
         (tmp_path / "torch" / ".metadata").write_bytes(contents)
-
     with pytest.raises(sk.CheckpointExists, match=f"{said} already there"):
         sk.save({"x": torch.zeros(3)}, tmp_path / "torch")
 

@@ -64,14 +64,12 @@ def laid_out(full, rng):
 
 
 def blank_of(seed):
-    """An empty state of a random layout, the same on every rank."""
     rng = random.Random(seed)
     state = {key: laid_out(torch.zeros_like(full), rng) for key, full in full_tensors(seed // 10).items()}
     return {**state, "step": 0}
 
 
 def local(state):
-    """Everything that this rank holds, bit for bit."""
     return bits({key: each.to_local() if hasattr(each, "to_local") else each for key, each in state.items()})
 
 
@@ -136,7 +134,6 @@ def test_replicas_are_read_once(rank_pool, tmp_path):
 
 @sharing_anyway
 def count_fetches(where, environment):
-    """Load from a bucket, and count what this rank asked the bucket for."""
     os.environ.update(environment)
     fetched = []
     fetch = peers.Peers._timed
@@ -153,7 +150,6 @@ def count_fetches(where, environment):
 
 
 def test_a_bucket_is_read_once(rank_pool, s3_server, s3_root):
-    """On an object store, sharing is the default: four ranks fetch each byte once."""
     sk.save({"w": torch.ones(6 << 20), "b": torch.ones(1000)}, s3_root)
     fetched = rank_pool.run(4, count_fetches, s3_root, s3_server.environment)
     nbytes = (6 << 20) * 4 + 4000

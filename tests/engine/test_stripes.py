@@ -20,7 +20,6 @@ BLANK = 0xEE
 
 @st.composite
 def boxes_in(draw, shape, sizes=None):
-    """A box of a tensor of this shape, of these sizes if they are given."""
     sizes = sizes or tuple(draw(st.one_of(st.just(n), st.integers(1, n))) for n in shape)
     return Box(tuple(draw(st.integers(0, full - n)) for full, n in zip(shape, sizes, strict=True)), sizes)
 

@@ -43,7 +43,6 @@ def in_any_order(value):
 
 
 def write(state, where, layout):
-    """Save a state in a layout, with the library that the layout belongs to."""
     if layout == "native":
         sk.save(state, where, step=3, meta={"note": "x"})
     elif layout == "dcp":
@@ -66,5 +65,4 @@ def lose_bits(monkeypatch):
 
 
 def files_in(where):
-    """The bytes of every file below a directory."""
     return {str(path.relative_to(where)): path.read_bytes() for path in where.rglob("*") if path.is_file()}

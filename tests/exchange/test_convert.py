@@ -97,7 +97,6 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, layout, there):
 
 @pytest.mark.parametrize("layout", ["native", "safetensors"])
 def test_nothing_of_a_checkpoint_is_lost(tmp_path, layout):
-    """Order, ties, arrays of numpy, step and meta come through the native layout and through safetensors files."""
     sk.save(training_state(), tmp_path / "ck", step=3, meta={"note": [1, "x"]})
     sk.convert(tmp_path / "ck", tmp_path / "new", layout)
     checkpoint = sk.open(tmp_path / "new")
@@ -124,7 +123,6 @@ def test_torch_reads_what_was_converted(tmp_path):
 
 
 def test_other_tools_see_the_tensors(tmp_path):
-    """The safetensors library reads the tensors of converted files under their flat names."""
     sk.save(training_state(), tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "st", "safetensors")
     found = load_file(tmp_path / "st" / "model.safetensors")
@@ -133,7 +131,6 @@ def test_other_tools_see_the_tensors(tmp_path):
 
 
 def test_a_state_is_loaded_from_converted_files(tmp_path):
-    """`sk.load` fills a state, plain values and all, from safetensors files that a conversion wrote."""
     sk.save(training_state(), tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "st", "safetensors", max_shard_bytes=600)
     assert len(list((tmp_path / "st").glob("*.safetensors"))) > 2
@@ -146,7 +143,6 @@ def test_a_state_is_loaded_from_converted_files(tmp_path):
 
 
 def save_shards(where):
-    """On a rank: save a state of shards and of what each rank has of its own."""
     rank = dist.get_rank()
     rows = sk.ShardedBox(torch.arange(6.0).reshape(2, 3) + 10 * rank, offsets=(2 * rank, 0), shape=(4, 3))
     sk.save({"w": rows, "rng": sk.PerRank({"seed": rank, "noise": torch.full((2,), float(rank))})}, where)
@@ -182,7 +178,6 @@ def test_every_dtype_goes_where_it_can(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_names_are_dropped(tmp_path, layout):
-    """What is dropped is gone, container and all; of tied weights the name that stays keeps the memory."""
     sk.save(training_state(), tmp_path / "ck")
     sk.convert(tmp_path / "ck", tmp_path / "new", layout, drop=["optim", "array", "model.embed.weight", "n*"])
     expected = training_state()
@@ -200,15 +195,12 @@ def test_a_part_of_a_list_is_not_dropped(tmp_path):
 
 
 class Odd:
-    """A class that only pickle can store."""
-
     def __init__(self, number):
         self.number = number
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pickled_values_go_along_only_if_allowed(tmp_path, layout):
-    """A pickled value stops a conversion, which names it; with allow_pickle, or without the value, it goes on."""
     sk.save({"w": torch.ones(2), "odd": Odd(3)}, tmp_path / "ck", allow_pickle=True)
     with pytest.raises(sk.PickleRefused, match="odd"):
         sk.convert(tmp_path / "ck", tmp_path / "no", layout)
@@ -249,7 +241,6 @@ def test_whatever_fails_the_old_checkpoint_stays(fault):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
-    """An unknown layout, a checkpoint that is not there and codecs for files of other programs are clear errors."""
     sk.save({"w": torch.ones(3)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="zarr"):
         sk.convert(tmp_path / "ck", tmp_path / "x", "zarr")

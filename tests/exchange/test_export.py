@@ -41,7 +41,6 @@ def held_in(where):
 
 
 def weights():
-    """The model of the sample, without the tied name."""
     return {key: value for key, value in training_state()["model"].items() if key != TIED}
 
 
@@ -63,7 +62,6 @@ def test_a_checkpoint_of_any_layout_becomes_a_model(tmp_path, layout):
 @settings(max_examples=25)
 @given(st.data())
 def test_files_are_as_large_as_asked_for(tmp_path_factory, data):
-    """Whatever the sizes, no file holds more than the limit unless one tensor alone does, and all tensors are there."""
     where = tmp_path_factory.mktemp("shards")
     sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=12))
     limit = data.draw(st.integers(1, 4000))
@@ -83,7 +81,6 @@ def test_files_are_as_large_as_asked_for(tmp_path_factory, data):
 @settings(max_examples=20)
 @given(st.sampled_from(["bf16", "fp16", "float32", torch.float64]), st.integers(0, 9), st.sampled_from([1, 300, 70000]))
 def test_numbers_are_converted_as_torch_converts_them(tmp_path_factory, dtype, seed, count):
-    """Floating point numbers of every width become what `tensor.to` makes of them; others stay what they are."""
     where = tmp_path_factory.mktemp("cast")
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.float8_e4m3fn]
     state = {str(kind): random_tensor((count,), kind, seed) for kind in kinds}
@@ -132,7 +129,6 @@ def test_finite_numbers_that_become_infinite_are_reported(tmp_path, form, dtype,
     ],
 )  # fmt: skip
 def test_names_are_chosen_and_changed(tmp_path, how, names):
-    """Include, exclude, rename and prefix say which tensors go out and what they are called."""
     sk.save(training_state(), tmp_path / "ck")
     sk.export(tmp_path / "ck", tmp_path / "hf", **how)
     assert set(held_in(tmp_path / "hf")) == names
@@ -175,7 +171,6 @@ class AppState(Stateful):
 
 
 def trained():
-    """A model and its optimizer after a step."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -209,7 +204,6 @@ def test_optimizer_state_is_not_exported(capsys, tmp_path, layout, form):
 
 
 def test_parts_beside_the_model_are_reported(tmp_path):
-    """Tensors outside of the model are not exported, and the report counts them, by part; what was excluded, it does not."""
     state = training_state() | {"ema": {"a": torch.ones(2), "b": {"c": torch.ones(1)}}}
     sk.save(state, tmp_path / "ck")
     assert sk.export(tmp_path / "ck", tmp_path / "hf").skipped == {"optim": 1, "array": 1, "ema": 2}
@@ -217,13 +211,11 @@ def test_parts_beside_the_model_are_reported(tmp_path):
 
 
 def test_plain_values_are_left_out_and_told(tmp_path):
-    """A Hugging Face model holds tensors only: the report lists the values that are not in it."""
     sk.save({"w": torch.ones(3), "step": 1, "deep": {"name": "x"}}, tmp_path / "ck")
     assert sk.export(tmp_path / "ck", tmp_path / "hf").left_out == ["step", "deep.name"]
 
 
 def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
-    """A tensor that no safetensors file can hold is an error that names it, and nothing is left behind."""
     sk.save({"good": torch.ones(3), "bad": torch.ones(3, dtype=torch.complex128)}, tmp_path / "ck")
     with pytest.raises(sk.StateError, match="'bad'"):
         sk.export(tmp_path / "ck", tmp_path / "hf")
@@ -231,14 +223,12 @@ def test_dtypes_that_safetensors_lacks_are_refused(tmp_path):
 
 
 def test_a_model_may_be_converted_in_its_place(tmp_path):
-    """A model exported over itself in another dtype is read before it is replaced."""
     write({"a": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "hf", "safetensors")
     sk.export(tmp_path / "hf", tmp_path / "hf", dtype="bf16", max_shard_bytes=10, overwrite=True)
     assert bits(held_in(tmp_path / "hf")["a"]) == bits(torch.arange(5.0).bfloat16())
 
 
 def test_configuration_and_tokenizer_are_copied(tmp_path):
-    """Everything beside the weights of another model is copied, byte for byte, and no weights are."""
     base = tmp_path / "base"
     base.mkdir()
     for name in ("config.json", "tokenizer.model", "modeling_x.py", "model.safetensors", "pytorch_model.bin", INDEX):
@@ -293,7 +283,6 @@ def test_torch_opens_the_file_safely(tmp_path, layout):
 
 
 def test_values_that_torch_would_not_open_are_refused(tmp_path):
-    """A value that needs more than weights_only is an error that names it: the file would not open."""
     sk.save({"w": torch.ones(3), "odd": frozenset({1})}, tmp_path / "ck")
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.export(tmp_path / "ck", tmp_path / "m.pt", format="torch")
@@ -343,7 +332,6 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, form):
 
 
 def test_every_failing_read_of_the_source_is_an_error(tmp_path):
-    """Whichever operation of the source's store fails, the export raises and the target stays as it was."""
     store = sk.MemoryStore()
     sk.save({"w": torch.ones(300), "b": torch.zeros(5)}, store)
     calm = FaultyStore(store)
@@ -357,7 +345,6 @@ def test_every_failing_read_of_the_source_is_an_error(tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint of 300 MB, one tensor of it 200 MB."""
     where = tmp_path_factory.mktemp("large")
     sk.save({"w": torch.ones(50, 1 << 20), "more": {str(i): torch.ones(1 << 18) for i in range(100)}}, where / "ck")
     return where
@@ -368,7 +355,6 @@ def large(tmp_path_factory):
     [("export", "hf"), ("export", "torch"), ("convert", "native"), ("convert", "dcp"), ("convert", "safetensors")],
 )
 def test_memory_does_not_grow_with_the_checkpoint(large, what, how):
-    """Of a checkpoint of 300 MB with a budget of 32 MB, little more than the budget is in memory."""
     options = sk.Options(io_threads=4, host_budget_bytes=32 << 20)
     to = large / f"{what}-{how}"
 

@@ -25,7 +25,6 @@ def model():
 
 
 def in_two_files(where):
-    """A model in two files, with an index; returns its tensors."""
     tensors = model()
     keys = sorted(tensors)
     names = {key: f"model-0000{1 + at % 2}-of-00002.safetensors" for at, key in enumerate(keys)}
@@ -89,7 +88,6 @@ def test_a_file_that_is_no_checkpoint_says_so(tmp_path, name, error, says):
 @settings(max_examples=25)
 @given(st.integers(1, 7), st.sampled_from([torch.float32, torch.float64, torch.int16]), st.integers(0, 3))
 def test_tensors_may_begin_anywhere(tmp_path_factory, shift, dtype, cut):
-    """A file whose tensors are not aligned to their elements, as other tools may write them, is read in any slice."""
     where = tmp_path_factory.mktemp("askew")
     tensor = random_tensor((9, 5), dtype, shift)
     raw = tensor.numpy().tobytes()
@@ -119,7 +117,6 @@ def load_shards(where):
 
 
 def test_ranks_load_their_shards(rank_pool, tmp_path):
-    """Ranks fill DTensors from a model, each with its own part, and all of them from the same files."""
     tensors = in_two_files(tmp_path)
     found = rank_pool.run(2, load_shards, str(tmp_path))
     assert found[0][:2] == (bits(tensors["rows"]), bits(tensors["ints"]))
@@ -127,7 +124,6 @@ def test_ranks_load_their_shards(rank_pool, tmp_path):
 
 
 def test_what_a_save_left_is_no_model(tmp_path):
-    """Data files of a native save that was never committed are not taken for a model."""
     sk.save({"w": torch.ones(4)}, tmp_path)
     (tmp_path / "shardkeep.json").unlink()
     with pytest.raises(sk.CheckpointNotFound, match="did not finish"):
@@ -166,7 +162,6 @@ def test_damage_is_found_when_it_is_opened(tmp_path, damage):
 
 
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path):
-    """An index file cannot make anyone read outside its directory."""
     (tmp_path / "model").mkdir()
     save_file({"w": torch.ones(3)}, tmp_path / "secret.safetensors")
     (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
@@ -175,7 +170,6 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path):
 
 
 def test_one_name_in_two_files_is_refused(tmp_path):
-    """Two files that both have a tensor, and no index to say which counts, are an error and not a guess."""
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     save_file({"w": torch.zeros(3)}, tmp_path / "b.safetensors")
     with pytest.raises(sk.DamagedCheckpoint, match="'w'"):

@@ -16,7 +16,6 @@ from tests.hugging_face.samples import load, same, save
 
 
 def test_directories_are_compared_by_what_they_are(tmp_path, monkeypatch):
-    """By links, relative paths, URLs and wrapped stores it is the same directory, whether it exists or not."""
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("there", "not-yet"):
@@ -30,7 +29,6 @@ def test_directories_are_compared_by_what_they_are(tmp_path, monkeypatch):
 
 
 def test_stores_in_memory_are_the_same_only_if_they_are_one():
-    """Those that were given no name are not taken for each other."""
     one = MemoryStore()
     assert same_place(one, one)
     assert not same_place(one, MemoryStore())

@@ -33,7 +33,6 @@ def state_of(k):
 
 @pytest.fixture(scope="module")
 def sources():
-    """Two checkpoints of the same names and shapes: they differ only in their values."""
     made = [MemoryStore(), MemoryStore()]
     for k, store in enumerate(made):
         sk.save(state_of(k), store)
@@ -63,7 +62,6 @@ def reading(path):
 def test_in_a_directory(tmp_path, sources, monkeypatch, before, after):
     """Between any two steps of a replacement there is the old model, the new one, or clearly none."""
     sk.export(sources[0], tmp_path, max_shard_bytes=MOST[before])
-
     get = reading(tmp_path)
     views = [seen(get)]
     monkeypatch.setattr(safetensors_publish, "os", Watched(after=lambda _: views.append(seen(get))))

@@ -20,7 +20,6 @@ FORMS = ("native", "dcp", "safetensors", "hf", "torch")
 
 
 def wide_state():
-    """Enough tensors that every rank has some to write."""
     return {
         "model": {f"layers.{at}.weight": random_tensor((64, 32 + at), torch.float32, at) for at in range(12)},
         "optim": {"exp_avg": random_tensor((1100, 2000), torch.float32, 50)},
@@ -43,7 +42,6 @@ def source(tmp_path_factory):
 
 
 def make(source, to, form, **more):
-    """Convert or export to one of `FORMS`."""
     if form in ("hf", "torch"):
         return sk.export(source, to, format=form, max_shard_bytes="30kB", dtype="bf16", **more)
     return sk.convert(source, to, form, max_shard_bytes="30kB", **more)
@@ -65,7 +63,6 @@ def test_a_shared_copy_is_that_of_one_process(source, tmp_path, form, ranks):
     """Every rank has the same report; the files are the same byte for byte, or, in layouts of ranks, hold the same."""
     expected = make(source, tmp_path / "alone", form)
     reports = run_thread_ranks(ranks, lambda world: make(source, tmp_path / "shared", form, group=world))
-
     assert len({repr(told(report)) for report in reports}) == 1
     if form in ("native", "dcp"):
         shared, alone = sk.open(tmp_path / "shared"), sk.open(tmp_path / "alone")
@@ -80,7 +77,6 @@ def test_a_shared_copy_is_that_of_one_process(source, tmp_path, form, ranks):
 
 @pytest.mark.parametrize("form", FORMS[:4])
 def test_each_rank_writes_a_fair_share(source, form):
-    """No rank writes more than its half and one file; nothing is written twice."""
     inner = MemoryStore()
     stores = [Measured(inner) for _ in range(2)]
     report = run_thread_ranks(2, lambda world: make(source, stores[world.rank], form, group=world))[0]
@@ -92,8 +88,6 @@ def test_each_rank_writes_a_fair_share(source, form):
 
 
 class Measured(FaultyStore):
-    """Counts the bytes of the blobs that it created."""
-
     nbytes = 0
 
     def create(self, name, nbytes):
@@ -142,7 +136,6 @@ def test_a_failed_copy_leaves_no_directory(source, tmp_path, form):
 
 
 def test_a_model_that_is_there_stays(source, tmp_path):
-    """Without overwrite all ranks are refused, and with it the old model is replaced."""
     make(source, tmp_path / "to", "hf")
     before = files_in(tmp_path / "to")
     outcomes = thread_outcomes(2, lambda world: make(source, tmp_path / "to", "hf", group=world))
@@ -167,8 +160,6 @@ def test_a_checkpoint_of_another_layout_is_replaced_at_the_end(source, tmp_path)
 
 @pytest.mark.parametrize("form", ["hf", "native"])
 def test_ranks_with_different_arguments_are_refused(source, tmp_path, form):
-    """Ranks that were asked for different things write nothing, and the error names the odd one."""
-
     def rank_main(world):
         names = {"exclude": "*.3.*"} if form == "hf" else {"drop": "model.layers.3.weight"}
         return make(source, tmp_path / "to", form, group=world, **(names if world.rank == 2 else {}))
@@ -180,7 +171,6 @@ def test_ranks_with_different_arguments_are_refused(source, tmp_path, form):
 
 
 def test_encrypted_checkpoints_are_shared(source, tmp_path):
-    """Codecs work on every rank, and all ranks learn that a plain copy of an encrypted checkpoint is plain."""
     keys = sk.Options(keys=sk.KeyRing.from_text(sk.new_key()))
     secret, plain = tmp_path / "secret", tmp_path / "plain"
     coded = run_thread_ranks(
@@ -203,7 +193,6 @@ def test_a_check_is_shared(source, tmp_path, deep):
     reports = run_thread_ranks(3, lambda world: sk.open(where).verify(deep=deep, group=world))
     assert len({repr(told(report)) for report in reports}) == 1
     assert reports[0].files == len(sk.open(where).record.files) >= 3
-
     damaged = sorted(where.glob("*.safetensors"))[:3]
     for file in damaged:
         data = bytearray(file.read_bytes())
@@ -244,7 +233,6 @@ def export_in_group(source, to, **more):
 
 
 def test_real_ranks_share_an_export(rank_pool, source, tmp_path):
-    """Over gloo, the default group shares the work; a program without a group passes the same argument."""
     shared = rank_pool.run(4, export_in_group, source, tmp_path / "shared")
     [alone] = rank_pool.run(1, export_in_group, source, tmp_path / "alone", init=False)
     assert shared == [alone] * 4
@@ -261,7 +249,6 @@ def export_on_rank_0(source, to):
 
 
 def test_rank_0_may_export_alone(rank_pool, source, tmp_path):
-    """Without `group`, the call of a single rank waits for no other."""
     reports = rank_pool.run(2, export_on_rank_0, source, tmp_path / "to")
     assert [report is None for report in reports] == [False, True]
     assert (tmp_path / "to" / "model.safetensors").exists()
@@ -292,8 +279,6 @@ def export_with_a_death(source, to, dies):
 
 
 class DyingStore(FaultyStore):
-    """Kills its process when it creates a file."""
-
     def create(self, name, nbytes):
         writer = super().create(name, nbytes)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -127,7 +127,6 @@ def test_exported_models(root):
 
 @pytest.mark.parametrize("root", ["memory", "s3", "fsspec", "directory"], indirect=True)
 def test_files_for_torch_load(root, monkeypatch):
-    """A file in a store is what torch.load reads; another replaces it only when asked, in one step or not at all."""
     states = [{"w": random_tensor((5000,), torch.float32, k), "step": k} for k in range(3)]
     for k, state in enumerate(states):
         sk.save(state, f"{root}/{k}")
@@ -156,7 +155,6 @@ def test_files_for_torch_load(root, monkeypatch):
 
 @pytest.mark.parametrize("form", ["torch", "hf", "native"])
 def test_a_directory_is_made_where_it_is_missing(tmp_path, form):
-    """Every format of an export makes the directories that its place is in, given as a URL or as a path."""
     state = {"w": random_tensor((50,), torch.float32, 1)}
     sk.save(state, tmp_path / "a")
     for where in (f"file://{tmp_path}/new/one/w.pt", f"{tmp_path}/other/two/w.pt"):
@@ -197,8 +195,6 @@ def test_a_large_file_for_torch_load_is_replaced_in_one_step(s3_root):
 
 
 def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
-    """Write a file, and read it back to see whether it is what was meant."""
-
     def write(store, name):
         writer = store.create(name, len(data))
         writer.write_at(0, memoryview(data))
@@ -212,7 +208,6 @@ def write_bytes(url, data, meant=None, budget_nbytes=1 << 20):
 
 
 def test_equal_bytes_take_the_place_of_a_file(s3_root):
-    """A file that is replaced by equal bytes has the same version as before, and was replaced all the same."""
     data = bytes(9 << 20)
     for _ in range(2):
         write_bytes(f"{s3_root}/w.pt", data)
@@ -223,7 +218,6 @@ def test_equal_bytes_take_the_place_of_a_file(s3_root):
 def test_the_last_request_of_a_replacement_goes_wrong(s3_server, monkeypatch, fault):
     """If its answer is lost, the new file is found. If it never arrives, the old file is there, and that is said."""
     old, new = bytes(9 << 20), bytes([1]) * (9 << 20)
-
     with Proxy(s3_server.port) as proxy:
         monkeypatch.setattr(to_file, "open_store", lambda url, direct: open_place(url, **QUICK))
         for name, value in s3_server.environment.items():
@@ -270,7 +264,6 @@ def fail(problem):
 
 
 def test_a_file_for_torch_load_is_looked_at_before_it_replaces_another():
-    """What is not what was meant to be never takes the place of a file."""
     url = f"memory://{uuid.uuid4().hex}/w.pt"
     write_bytes(url, b"good", budget_nbytes=1000)
     with pytest.raises(sk.ChecksumMismatch):
@@ -407,8 +400,6 @@ class Hangs:
 
 
 class Late:
-    """A blob of that store."""
-
     def __init__(self, store, name, nbytes):
         self._store, self._name, self._data = store, name, bytearray(nbytes)
 
@@ -425,7 +416,6 @@ class Late:
 @pytest.mark.parametrize("at", ["model-00002-of.*", INDEX + ".new.*", NOTE_NAME, INDEX])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_export_that_hung_never_mixes_with_another(at, overwrite):
-    """An export hangs while another one is made to the same place: the place holds one of the models, whole."""
     states = [{f"l{i}": torch.full((40,), 10.0 * k + i) for i in range(2)} for k in range(3)]
     sources = [MemoryStore() for _ in states]
     for state, source in zip(states, sources, strict=True):

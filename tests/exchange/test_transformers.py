@@ -18,7 +18,6 @@ TOKENS = torch.arange(24).reshape(2, 12) % 60
 
 
 def llama(*, tied):
-    """A small model with random weights; nothing is downloaded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -37,7 +36,6 @@ def llama(*, tied):
 
 
 def sharded(model):
-    """The model, sharded over all ranks."""
     mesh = mesh_of(dist.get_world_size())
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -45,7 +43,6 @@ def sharded(model):
 
 
 def answers(model):
-    """The model's logits, as bytes."""
     with torch.no_grad():
         return model.eval()(input_ids=TOKENS).logits.numpy().tobytes()
 

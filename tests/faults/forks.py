@@ -25,7 +25,6 @@ class Fork:
         theirs.close()
 
     def kill(self):
-        """Kill it without warning, if it is still there, and wait for its end."""
         if self._process.is_alive():
             os.kill(self._process.pid or 0, signal.SIGKILL)
         self.join()
@@ -36,7 +35,6 @@ class Fork:
         return self._process.exitcode
 
     def said(self):
-        """Everything it has sent and nobody has read."""
         heard = []
         try:
             while self.pipe.poll():

@@ -72,7 +72,6 @@ def blank_of(world=None):
 
 
 def facts(state):
-    """Everything in a state that must survive, comparable."""
     [(mine, offsets)] = state["model"]["w"].pieces
     return bits({**state, "model": {"w": mine, "at": offsets, "b": state["model"]["b"]}})
 
@@ -103,7 +102,6 @@ def load_all(ranks, where, *, timeout_s=20.0):
 
 
 def assert_saved(outcomes, why=""):
-    """No rank raised."""
     assert [outcome for outcome in outcomes if isinstance(outcome, BaseException)] == [], why
 
 
@@ -136,7 +134,6 @@ def files_of_checkpoint(place):
 
 
 def names_in(place):
-    """Everything in a directory, hidden files too."""
     return set(os.listdir(place))
 
 
@@ -189,8 +186,6 @@ class DyingStore(FaultyStore):
 
 
 class InterruptedStore(FaultyStore):
-    """At operation `when`, the user presses Ctrl-C."""
-
     def __init__(self, inner, *, when):
         super().__init__(inner)
         self._when = when

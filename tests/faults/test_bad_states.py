@@ -39,7 +39,6 @@ def test_every_rank_raises_the_same(place, case, there):
 
 
 def test_every_rank_raises_the_same_on_real_ranks(rank_pool, place):
-    """The same between processes, one failure after another in one process group."""
     assert_saved(save_all(3, place, 0))
     before = names_in(place)
     heard = rank_pool.run(3, fail_in_turn, place)

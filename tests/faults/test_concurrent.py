@@ -65,11 +65,7 @@ def play_on(store, seed, *games):
 @pytest.mark.parametrize("players", [2, 3])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_saves_in_any_order_of_steps(players, overwrite):
-    """
-    Whatever the order of their operations, of several saves that overwrite one is there in the end, whole, and it is
-    one that reported success; where none may overwrite, exactly one succeeds. The others raise CheckpointExists, be it
-    at the very commit.
-    """
+    """Of saves that overwrite one, a reported one is there, whole; without overwrite one succeeds, the others see CheckpointExists."""
     beaten = 0
     for seed in range(SCHEDULES):
         store = sk.MemoryStore()
@@ -141,7 +137,6 @@ def test_processes_that_save_to_one_place(place):
 
 
 def test_a_place_where_another_process_is_saving(place, monkeypatch):
-    """While a live process writes there, a save raises CheckpointExists with its name; afterwards the place is free."""
     save_level(place, 0)
     with Fork(hold_a_save, place, 1) as fork:
         pid = fork.pipe.recv()
@@ -174,7 +169,6 @@ def test_a_claim_of_another_machine_is_respected(place):
             file.write('{"host": "elsewhere", "pid": 1, "started": "1"}')
     save_level(place, 1)
     assert names_in(place) == files_of_checkpoint(place) | set(foreign)
-
     yesterday = time.time() - 25 * 3600
     for name in foreign:
         os.utime(os.path.join(place, name), (yesterday, yesterday))

@@ -39,7 +39,6 @@ def free_pages(place):
 
 
 def big_state(rows, ranks=1, rank=0):
-    """A state of so many rows of 4 KiB, shared out over the ranks."""
     w = torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)
     share = rows // ranks
     mine = sk.ShardedBox(w[rank * share : (rank + 1) * share], offsets=(rank * share, 0), shape=w.shape)
@@ -49,11 +48,7 @@ def big_state(rows, ranks=1, rank=0):
 @pytest.mark.parametrize("reserves", [True, False], ids=["fallocate", "no-fallocate"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_checkpoint_that_does_not_fit(tiny, monkeypatch, ranks, reserves):
-    """
-    Overwriting with more than the disk holds is StorageFull on every rank, which names file and errno, whether the
-    system can reserve space or finds out in the middle of a write. The earlier checkpoint is intact, no byte of the
-    new one is left, and a smaller save works at once.
-    """
+    """StorageFull on every rank, with file and errno, at reserving or in a write; all is as before, and a smaller save works."""
     if not reserves:
         monkeypatch.setattr("shardkeep.storage.local.reserve", lambda fd, nbytes: None)
 
@@ -86,10 +81,7 @@ def test_a_checkpoint_that_does_not_fit(tiny, monkeypatch, ranks, reserves):
 
 
 def test_any_amount_of_free_space(tiny):
-    """
-    With any number of pages left, from none to just enough, an overwriting save is StorageFull and leaves the place
-    as it was, or it fits and succeeds. Space runs out in the claim, the data, the index and the record.
-    """
+    """From no page to just enough: StorageFull and nothing changed, or success. Claim, data, index and record run out of space."""
     save_all(1, tiny, 0)
     before = free_pages(tiny)
     save_all(1, tiny, 1)

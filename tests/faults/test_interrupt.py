@@ -61,10 +61,7 @@ def save_here(place, k, store=None):
 
 
 def test_ctrl_c_during_any_operation(place):
-    """
-    The interrupt goes through at once, whether the main thread is in the operation or waits for a thread that is. No
-    thread and no file is left, and the earlier checkpoint is intact, or the new one if it was committed.
-    """
+    """The interrupt goes through at once, wherever the main thread is; no thread or file stays, and a checkpoint is intact."""
     save_here(place, 0)
     latest = 0
     for n in itertools.count():
@@ -107,10 +104,7 @@ def _old_objects_aside():
 
 @pytest.mark.usefixtures("_old_objects_aside")
 def test_ctrl_c_at_any_line(place):
-    """
-    An interrupt between any two lines of the save story leaves the earlier checkpoint or the new one, whole, and the
-    next save finds the way clear and removes what a clean-up that was itself interrupted could not.
-    """
+    """Between any two lines: the earlier checkpoint or the new one is whole, and the next save removes what is left."""
     folder = os.path.dirname(shardkeep.__file__)
     files = {os.path.join(folder, name) for name in ("saving.py", "layouts/native.py", "layouts/orphans.py")}
     save_here(place, 0)

@@ -89,10 +89,7 @@ def check_what_is_left(place, heard, earlier):
     ("victim", "host", "times"), [(0, "parent", 2), (0, "rank 0", 4), (1, "parent", 2), (2, "rank 0", 2)]
 )
 def test_one_rank_killed(place, victim, host, times):
-    """
-    When a rank is killed, the others raise RanksSilent before the deadline and name it; the checkpoint is whole. If
-    rank 0 lives it removes all that the save wrote, the dead rank's files too; otherwise the next save does.
-    """
+    """The others name it before the deadline; the checkpoint is whole. Rank 0, or the next save, removes all that is left."""
     rng = random.Random(f"{victim} {host}")
     latest = 0
     save_level(place, 0)

@@ -51,7 +51,6 @@ def strikes(ranks, place, make, *, rank=None, least=None):
 
 
 def assert_healed(caplog, name):
-    """One warning, of that file."""
     [said] = [record.getMessage() for record in caplog.records if "were damaged when first read" in record.getMessage()]
     assert name in said
 
@@ -78,10 +77,7 @@ def test_a_failed_operation_reaches_every_rank(place, ranks, faults):
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "each time"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_one_flipped_bit_is_never_loaded(place, caplog, ranks, lasting):
-    """
-    A bit that flips once on the way, in any read, is read again: the exact data, and a warning that names the file. One
-    that flips each time is an error on every rank that names it, in tensor data ChecksumMismatch.
-    """
+    """A bit that flips once is read again, with a warning that names the file; one that flips each time is an error of every rank."""
     save_all(ranks, place, 1)
 
     def flipping(inner, n):
@@ -176,7 +172,6 @@ def test_slow_reads_are_waited_for_and_late_ones_named(place):
     slow = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=0.3)
     outcomes, states = load_all(3, slow, timeout_s=DEADLINE_S)
     assert_loaded(outcomes, states, 1)
-
     late = FaultyStore(inner, "slow", at=1, verbs=["read_into"], delay_s=2.2)
     with no_leaks():
         outcomes, _ = load_all(3, [inner, inner, late], timeout_s=1.0)

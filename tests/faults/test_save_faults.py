@@ -32,12 +32,10 @@ DEADLINE_S = 15.0
 
 
 def only(rank, store):
-    """Give one of three ranks this store, and the others the sound one below it."""
     return [store if each == rank else store.inner for each in range(3)]
 
 
 def is_committed(store, before):
-    """Whether the record was put by the operations before the given one."""
     return COMMIT in store.operations[:before]
 
 
@@ -53,15 +51,7 @@ class Strike(NamedTuple):
     before: set[str]
 
 
-def strikes(
-    ranks,
-    place,
-    make,
-    *,
-    rank=None,
-    crashing=False,
-    least=15,
-):
+def strikes(ranks, place, make, *, rank=None, crashing=False, least=15):
     """
     Save with a store that goes wrong at the n-th operation, for every n; on all ranks, or on one of them.
 
@@ -90,11 +80,7 @@ def strikes(
 
 @pytest.mark.parametrize(("ranks", "faults"), RANKS_AND_FAULTS)
 def test_a_failed_operation_loses_nothing_and_leaves_nothing(place, ranks, faults):
-    """
-    Until the commit, every rank raises the same storage error, which names file, errno and rank; the earlier
-    checkpoint is intact and not one file is added. After the commit, the save succeeds, and what it could not remove
-    is removed by the next one.
-    """
+    """Before the commit every rank raises the error and all is as it was; after it the save succeeds, and the next one cleans up."""
     began = time.monotonic()
     for each in strikes(ranks, place, lambda disk, n: FaultyStore(disk, faults[n % len(faults)], at=n)):
         assert time.monotonic() - began < DEADLINE_S
@@ -141,10 +127,7 @@ def test_a_slow_operation_is_waited_for(place, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_crash_loses_nothing_and_the_next_save_sweeps_it(place, ranks):
-    """
-    When the process dies at any operation, the earlier checkpoint is intact, or the new one if it was committed; no
-    file descriptor stays open. Once its claim is that of a dead process, the next save removes whatever it left.
-    """
+    """A process that dies at any operation leaves the old or the committed checkpoint; the next save removes what it left."""
     for each in strikes(ranks, place, lambda disk, n: FaultyStore(disk, "crash", at=n), crashing=True):
         operations, struck = each.store.operations[: each.at], each.struck
         died = [o for o in each.outcomes if isinstance(o, (InjectedCrash, sk.CheckpointError))]
@@ -175,11 +158,7 @@ def test_a_crash_of_one_rank_reaches_the_others(place, rank):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_disk_that_goes_away_loses_nothing(place, ranks):
-    """
-    When every operation fails from some point on, clean-up included, all ranks still raise the storage error, and the
-    earlier checkpoint is intact, or the new one if it was committed. The same process can save there again, and that
-    save removes what could not be removed before.
-    """
+    """Every operation fails from one on, clean-up included: all raise, a checkpoint is whole, and the next save cleans up."""
     for each in strikes(ranks, place, lambda disk, n: DyingStore(disk, since=n)):
         for outcome in each.outcomes:
             assert each.committed or type(outcome) is sk.StorageError, each.struck

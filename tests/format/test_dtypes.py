@@ -20,9 +20,7 @@ ORDINARY = [d for d in TORCH_DTYPES if d not in QUANTIZED]
 
 @pytest.mark.parametrize("dtype", ORDINARY, ids=str)
 def test_every_torch_dtype_is_covered(dtype):
-    """Each dtype torch has, but the quantized ones, is in the table with torch's own element size."""
     row = dtypes.of_torch(dtype)
-
     assert f"torch.{row.name}" == str(dtype)
     assert row.itemsize == dtype.itemsize
     assert dtypes.to_torch(row) is dtype
@@ -39,10 +37,8 @@ def test_safetensors_accepts_the_header(row, shape, tmp_path):
     header = json.dumps({"t": {"dtype": name, "shape": stored, "data_offsets": [0, nbytes]}}).encode()
     path = tmp_path / "t.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
-
     with safe_open(path, "pt") as file:
         tensor = file.get_tensor("t")
-
     assert tensor.numel() * tensor.dtype.itemsize == nbytes
     if row.safetensors is not None and (row.packed == 1 or shape):
         assert (tensor.dtype, tuple(tensor.shape)) == (dtypes.to_torch(row), shape)
@@ -52,16 +48,13 @@ def test_safetensors_accepts_the_header(row, shape, tmp_path):
 
 @pytest.mark.parametrize("row", [row for row in dtypes.DTYPES if row.safetensors], ids=lambda row: row.name)
 def test_safetensors_agrees_about_the_header(row):
-    """Where safetensors knows a dtype, its own writer gives the dtype and shape that we give."""
     tensor = torch.zeros(2, 3 * row.itemsize, dtype=torch.uint8).view(dtypes.to_torch(row))
     blob = safetensors_save({"t": tensor})
     header = json.loads(blob[8 : 8 + struct.unpack("<Q", blob[:8])[0]])
-
     assert (header["t"]["dtype"], tuple(header["t"]["shape"])) == row.in_safetensors((2, 3))
 
 
 def test_fallback_shapes():
-    """A type safetensors lacks is U8, with an axis more if its elements are several bytes."""
     assert dtypes.by_name("complex128").in_safetensors((3,)) == ("U8", (3, 16))
     assert dtypes.by_name("complex32").in_safetensors(()) == ("U8", (4,))
     assert dtypes.by_name("uint4").in_safetensors((3, 5)) == ("U8", (3, 5))
@@ -93,7 +86,6 @@ def test_every_numpy_dtype(code):
     """A numpy type is in the table exactly if torch has it, whatever C type it is an alias of, in native byte order."""
     native = np.dtype(code)
     row = dtypes.of_numpy(native)
-
     if row is None:
         with pytest.raises(TypeError, match="can't convert"):
             torch.from_numpy(np.zeros(2, code))

@@ -67,7 +67,6 @@ def test_classes_of_the_process_stay_as_they_are(kind):
 
 
 def test_dtypes_of_numpy_stay_as_they_are():
-    """A pickle that turns the bytes of one around turns those of a copy around."""
     state = pickle.dumps((3, ">", None, None, None, -1, -1, 0), 2)[2:-1]
     made = read(named("numpy", "dtype") + b"(" + text("f8") + b"\x89\x89tR" + state + b"b")
     assert made == np.dtype(">f8")
@@ -104,7 +103,6 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_little_does_not_become_much(bomb):
-    """A few bytes that ask for far more are refused, before they get it."""
     with pytest.raises(MalformedFile):
         read(BOMBS[bomb])
 
@@ -130,7 +128,6 @@ VALUES = [
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_plain_values_come_back(protocol):
-    """In every protocol, with their classes."""
     made = load_pickle(pickle.dumps(VALUES, protocol), plain_names(), where="a file")
     assert made == VALUES
     assert [type(each) for each in made] == [type(each) for each in VALUES]
@@ -141,7 +138,6 @@ def test_plain_values_come_back(protocol):
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_arrays_come_back(protocol):
-    """With any byte order, text, and fields."""
     record = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", ">f8")])
     arrays = [np.arange(5), np.arange(6.0).reshape(2, 3).T, np.array(["a", "bc"]), np.arange(3, dtype=">i8"), record]
     raw = pickle.dumps(arrays, protocol)

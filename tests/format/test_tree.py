@@ -79,7 +79,6 @@ plain_trees = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(trees)
 def test_any_tree_comes_back(tree):
-    """Containers, order and the exact types of keys come back."""
     assert repr(tree) == repr(decode_tree(encode_tree(tree)))
 
 
@@ -89,7 +88,6 @@ def test_flat_names_are_parts_joined_by_dots():
         "model.layer.0.weight", "model.layer.0.bias", "optim.state.0.step", "optim.groups.0", "odd.None", "odd.b'x'",
         "odd.1.5", "odd.True", "odd.(1, ('a',))", "odd.", "rng.@0", "rng.@3.0", "step",
     ]  # fmt: skip
-
     assert expected == list(leaf_keys(STATE))
     assert expected == list(leaf_keys(decode_tree(encode_tree(STATE))))
     assert list(leaf_keys(box("dict", ("", None), (".", None), ("", box("dict", (".a", None)))))) == ["", ".", "..a"]
@@ -98,7 +96,6 @@ def test_flat_names_are_parts_joined_by_dots():
 def test_unflatten_builds_the_real_containers():
     """The nested state has the kinds, order and keys of the skeleton; ranks become a dict; a leaf or list is no state."""
     state = unflatten(STATE, str.upper)
-
     assert state == {
         "model": {"layer.0.weight": "MODEL.LAYER.0.WEIGHT", "layer.0.bias": "MODEL.LAYER.0.BIAS"},
         "optim": {"state": {0: {"step": "OPTIM.STATE.0.STEP"}}, "groups": ["OPTIM.GROUPS.0"]},
@@ -129,7 +126,6 @@ def test_merge_is_the_union_in_order(nodes):
         merged = merge_trees(nodes)
     except InvalidShards:
         return
-
     got = list(leaf_keys(merged))
     assert set().union(*names) == set(got)
     assert names[0] == [name for name in got if name in set(names[0])]
@@ -139,7 +135,6 @@ def test_merge_is_the_union_in_order(nodes):
 def test_merge_collects_the_ranks():
     """Each rank's own child joins, equal parts stay one, and children that only later trees have come behind."""
     ranks = [box("dict", ("m", box("dict", ("w", None))), ("rng", box("ranks", (r, None)))) for r in range(4)]
-
     expected = box("dict", ("m", box("dict", ("w", None))), ("rng", box("ranks", *[(r, None) for r in range(4)])))
     assert expected == merge_trees(ranks)
     assert box("dict") == merge_trees([])
@@ -152,9 +147,7 @@ def test_merge_collects_the_ranks():
 
 @pytest.mark.parametrize("other", [None, box("list"), box("odict"), box("ranks")], ids=str)
 def test_merge_refuses_kinds_that_differ(other):
-    """One path, two kinds: the error names path and kinds."""
     trees = [box("dict", ("a", box("dict", ("b", node)))) for node in (box("dict"), other)]
-
     kind = "leaf" if other is None else other.kind
     with pytest.raises(
         InvalidShards, match=rf"'a\.b' is not the same kind .*: (dict and {kind}|{kind} and dict)\n"
@@ -164,10 +157,8 @@ def test_merge_refuses_kinds_that_differ(other):
 
 
 def test_collisions_name_both_paths():
-    """Two paths with one flat name, in one tree or over ranks, are refused."""
     dotted, nested = ("a.b", None), ("a", box("dict", ("b", None)))
     expected = r"flat name 'a\.b': \['a\.b'\] and \['a', 'b'\]"
-
     with pytest.raises(KeyCollision, match=expected):
         refuse_collisions(box("dict", dotted, nested))
     with pytest.raises(KeyCollision, match=expected):
@@ -227,7 +218,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_trees_are_refused(data):
-    """What breaks a rule raises an error of ours, at once."""
     began = time.perf_counter()
     expected = PickleRefused if data is HOSTILE["a pickled key"] else MalformedFile
     with pytest.raises(expected, match="tree"):
@@ -243,7 +233,6 @@ def test_depth_is_the_same_on_both_sides():
 
 
 def test_mutated_trees_raise_only_our_errors():
-    """Damaged skeletons decode to something usable or raise an error of ours."""
     rng = random.Random(20260730)
     seeds = [encode_tree(STATE), encode_tree(box("list", None, box("tuple", None))), encode_tree(chain(20))]
     refused = 0
@@ -275,7 +264,6 @@ def test_mutated_trees_raise_only_our_errors():
     )
 )
 def test_random_columns_raise_only_our_errors(found):
-    """Any three columns are a skeleton or raise MalformedFile."""
     try:
         tree = decode_tree(encode_value(list(found), key="k"))
     except MalformedFile:
@@ -284,9 +272,7 @@ def test_random_columns_raise_only_our_errors(found):
 
 
 def test_what_is_a_key():
-    """Keys are distinguished by exact type."""
     good = ["", 0, -(2**63), 2**64 - 1, True, 1.5, None, b"", (), (1, ("a", None))]
     bad = [2**64, -(2**63) - 1, [], {}, frozenset(), ..., 1j, (1, [2]), msgspec.UNSET, (2**64,)]
-
     assert [True] * len(good) == [is_part(part) for part in good]
     assert [False] * len(bad) == [is_part(part) for part in bad]

@@ -95,7 +95,6 @@ def raw_ext(code, payload):
 
 
 def same(a, b):
-    """Equal in type, order and bits, at every depth."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray):
@@ -160,7 +159,6 @@ FIXED = [
 
 @pytest.mark.parametrize("value", FIXED, ids=lambda v: f"{type(v).__name__}")
 def test_every_kind_comes_back(value):
-    """Each kind comes back with its type and bits, alone, in a list, and (where it can) as a key."""
     assert same(value, round_trip(value))
     assert same([value, (value, 1)], round_trip([value, (value, 1)]))
     if not isinstance(value, list | set | dict | bytearray | slice | np.void) and not (
@@ -170,10 +168,8 @@ def test_every_kind_comes_back(value):
 
 
 def test_every_name_torch_has():
-    """All dtypes, layouts and memory formats of this torch come back as the same object."""
     kinds = (torch.dtype, torch.layout, torch.memory_format)
     found = [value for value in vars(torch).values() if isinstance(value, kinds)]
-
     assert len(found) > 40
     assert all(a is b for a, b in zip(found, round_trip(found), strict=True))
 
@@ -198,9 +194,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: str(a.dtype))
 def test_arrays_keep_dtype_shape_and_order(array):
-    """Arrays come back writable, with dtype, shape, items and memory order."""
     got = round_trip(array)
-
     assert (array.dtype, array.shape, array.tolist()) == (got.dtype, got.shape, got.tolist())
     assert got.flags.writeable
     assert got.flags.f_contiguous == (array.flags.f_contiguous or got.ndim < 2)
@@ -236,7 +230,6 @@ nested = st.recursive(
 @settings(max_examples=120, deadline=None)
 @given(nested)
 def test_random_nested_values_come_back(value):
-    """Any nesting of plain kinds comes back with types, order and bits."""
     assert same(value, round_trip(value))
 
 
@@ -313,22 +306,18 @@ def test_the_rest_is_refused_by_name(value):
 
 
 def test_numpy_variable_width_strings_are_refused():
-    """numpy's StringDType keeps pointers, which are no data."""
     string_dtype = pytest.importorskip("numpy.dtypes").StringDType
-
     with pytest.raises(UnsupportedLeaf):
         encode_value(np.array(["a"], dtype=string_dtype()), key="k")
 
 
 def test_cycles_and_depth_are_refused():
-    """A list inside itself and a nesting too deep raise, and 64 levels pass."""
     loop = [1]
     loop.append(loop)
     twice = []
     twice += [twice, twice]
     deep = functools.reduce(lambda inner, _: [inner], range(64), 1)
     tuples = functools.reduce(lambda inner, _: (inner,), range(64), 1)
-
     for bad in (loop, twice, [deep], (tuples,), {"a": {"b": deep}}):
         with pytest.raises(UnsupportedLeaf, match="'k' is nested more than 64 levels deep, or contains itself"):
             encode_value(bad, key="k", allow_pickle=True)
@@ -340,10 +329,8 @@ def test_cycles_and_depth_are_refused():
 
 
 def test_pickle_only_where_asked_and_only_the_unplain_part():
-    """allow_pickle pickles the inner object alone, and reading asks for it again."""
     value = [1, Opaque(7), {"a": Opaque(8)}]
     data = encode_value(value, key="k", allow_pickle=True)
-
     assert value == decode_value(data, key="k", allow_pickle=True)
     with pytest.raises(PickleRefused, match=r"'model\.k' is stored as a pickle") as caught:
         decode_value(data, key="model.k")
@@ -352,7 +339,6 @@ def test_pickle_only_where_asked_and_only_the_unplain_part():
 
 
 def test_pickles_that_fail_are_named():
-    """What cannot be pickled or unpickled raises an error of ours."""
     with pytest.raises(UnsupportedLeaf, match="cannot be pickled"):
         encode_value(lambda: 0, key="k", allow_pickle=True)
     with pytest.raises(MalformedFile, match="'k': stored pickle is malformed"):
@@ -373,7 +359,6 @@ def test_enum_without_its_class_is_a_reference():
 
     data = encode_value(Local.A, key="k")
     ref = decode_value(data, key="k")
-
     assert EnumRef(__name__, Local.__qualname__, "A", "a") == ref
     assert data == encode_value(ref, key="k")
     assert Local.A is decode_value(data, key="k", like=Local.A)
@@ -387,7 +372,6 @@ def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
     trap.__getattr__ = lambda name: pytest.fail("a module's __getattr__ was called")
     trap.thing = print
     monkeypatch.setitem(sys.modules, "trap", trap)
-
     for module, qualname in [
         ("trap", "X"), ("trap", "thing"), ("trap", "thing.__self__.X"), ("os", "path.X"), ("sys", "modules"),
         ("antigravity", "X"), ("", ""), ("builtins", "int"), ("os", "system"),
@@ -397,8 +381,6 @@ def test_enum_lookup_imports_and_runs_nothing(monkeypatch):
 
 
 def test_enum_members_that_are_gone_are_references():
-    """A member or flag the class no longer has comes as it was stored."""
     where = (__name__, "Color"), (__name__, "Bits")
-
     assert EnumRef(*where[0], "BLUE", 9) == decode_value(ext(23, *where[0], "BLUE", 9), key="k")
     assert EnumRef(*where[1], None, 1 << 40) == decode_value(ext(23, *where[1], None, 1 << 40), key="k")

@@ -107,7 +107,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_bytes_raise_malformed_file(data):
-    """Nonsense raises MalformedFile naming the key, at once and without memory."""
     began = time.perf_counter()
     tracemalloc.start()
     try:
@@ -116,7 +115,6 @@ def test_malformed_bytes_raise_malformed_file(data):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
     assert peak < 100 * len(data) + 200_000
     assert time.perf_counter() - began < 5
 
@@ -126,7 +124,6 @@ def test_keys_of_one_hash_do_not_hang():
     prime = sys.hash_info.modulus
     items = [prime * i for i in range(50_000)]
     began = time.perf_counter()
-
     for forged in (ext(5, *items), ext(7, *items)):
         with pytest.raises(MalformedFile, match="one hash"):
             decode_value(forged, key="k")
@@ -134,7 +131,6 @@ def test_keys_of_one_hash_do_not_hang():
 
 
 def test_what_only_this_machine_lacks_is_no_damage():
-    """An unknown time zone or long double is not called a damaged checkpoint."""
     for data in (ext(18, "Mars/Olympus"), ext(29, ["long double", 99, "<f16"], b"0" * 16)):
         with pytest.raises(UnsupportedLeaf, match="'k' cannot be rebuilt here"):
             decode_value(data, key="k")
@@ -164,7 +160,6 @@ def mutated(rng, data, others):
 
 
 def test_mutated_bytes_raise_only_our_errors():
-    """Damaged encodings decode to something or raise an error of ours, never another."""
     rng = random.Random(20260730)
     seeds = corpus()
     refused = 0
@@ -174,13 +169,11 @@ def test_mutated_bytes_raise_only_our_errors():
             decode_value(data, key="k")
         except CheckpointError:
             refused += 1
-
     assert refused > 10_000
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60) | st.tuples(st.integers(0, 40), st.binary(max_size=40)).map(lambda p: raw_ext(*p)))
 def test_random_bytes_raise_only_our_errors(data):
-    """Random bytes, bare or under a known code, raise nothing foreign."""
     with contextlib.suppress(CheckpointError):
         decode_value(data, key="k")

@@ -34,7 +34,6 @@ AT_SAVE, AT_END = "state after step 2", "state after step 4"
 
 
 def python(*words, check=True):
-    """Run Python in a process of its own, and return how it ended."""
     environment = {key: value for key, value in {**os.environ, **ENVIRONMENT}.items() if value is not None}
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -59,7 +58,6 @@ class Trained:
     saw: dict[str, dict]
 
     def copy(self, side, tmp_path):
-        """Return a copy of a side's checkpoint, for a run that may write there."""
         return shutil.copytree(self.folders[side], tmp_path / side)
 
     @property
@@ -88,7 +86,6 @@ def after(step, losses):
 def test_framework_runs_on_ours_and_trains_the_same(trained):
     """Under install() our code writes, with its checksums, and training gives the bits that it gives on torch's."""
     torchs, ours = trained.saw["torch"], trained.saw["ours"]
-
     assert (torchs["dcp"], torchs["checksum files"]) == ("torch.distributed.checkpoint", 0)
     assert ("shardkeep.dcp", ours["data files"]) == (ours["dcp"], ours["checksum files"])
     assert ours["writer"].startswith("shardkeep.")
@@ -106,7 +103,6 @@ def test_framework_runs_on_ours_and_trains_the_same(trained):
 def test_resumes_bit_for_bit(trained, tmp_path, saved, resumed, ranks):
     """What either side saved is resumed by the other, on more or fewer ranks, as in an unbroken run."""
     seen = run(trained.framework, trained.copy(saved, tmp_path), "--resume", ours=resumed == "ours", ranks=ranks)
-
     assert (resumed == "ours") == (seen["dcp"] == "shardkeep.dcp")
     assert ranks == seen["ranks"]
     assert trained.uninterrupted[AT_SAVE] == seen[AT_SAVE]
@@ -122,9 +118,7 @@ def test_damage_is_found_by_our_reader(trained, tmp_path):
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-
     done = run(trained.framework, folder, "--resume", ours=True, ranks=1, check=False)
-
     assert done.returncode != 0
     assert victim.name in done.stderr
     assert "checksum" in done.stderr.lower()
@@ -136,7 +130,6 @@ def test_torchtitan_saves_in_the_background(mode, tmp_path):
     needed("torchtitan")
     saw = run("torchtitan", tmp_path, "--mode", mode, ours=True)
     seen = run("torchtitan", tmp_path, "--resume", ours=False)
-
     assert (saw["data files"], saw["checksum files"]) == (2, 2)
     assert (saw[AT_SAVE], saw[AT_END]) == (seen[AT_SAVE], seen[AT_END])
     assert after(2, saw["losses"]) == seen["losses"]
@@ -155,7 +148,6 @@ def test_gain_is_printed(framework, tmp_path):
 
 
 def test_gain_needs_a_framework():
-    """Without any of them it says what to install."""
     if any(map(find_spec, FRAMEWORKS)):
         pytest.skip("there is one")
     done = python(PROGRAMS / "gain.py", check=False)
@@ -183,7 +175,6 @@ def test_frameworks_tool_merges_the_same(trained, tmp_path):
         names = {"folder": trained.folders[saved], "out": tmp_path / saved}
         python(*launch, *(word.format(**names) for word in words))
         merged.append(tensors_of(Path(made.format(**names))))
-
     assert merged[0].keys() == merged[1].keys()
     assert len(merged[0]) >= 4
     assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])

@@ -46,7 +46,6 @@ def _rank(rank: int, folder: str, port: int) -> None:
     except ImportError:  # up to 2.4
         from torch.distributed._tensor import Shard, distribute_tensor
         from torch.distributed.device_mesh import init_device_mesh
-
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     dcp.save(state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])), checkpoint_id=folder)

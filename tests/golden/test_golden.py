@@ -13,7 +13,6 @@ OPTIONS = sk.Options(keys=KEYS)
 
 
 def test_there_is_one_for_every_version():
-    """Every format version so far has its golden checkpoint."""
     from shardkeep.format.record import VERSION
 
     assert {sk.open(HERE / name, options=OPTIONS).record.version for name in GOLDEN} == {*range(1, VERSION + 1)}
@@ -21,10 +20,8 @@ def test_there_is_one_for_every_version():
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_checkpoints_read_as_they_were_written(name):
-    """Whole tree, tied tensors, per-rank values, record and checksums."""
     ck = sk.open(HERE / name, options=OPTIONS)
     tree = ck.to_dict()
-
     assert tree.pop("rng") == {0: 0, 1: 10}
     assert bits(tree.pop("table", table()["table"])) == bits(table()["table"])
     assert bits(tree) == bits(full_state())
@@ -41,7 +38,6 @@ def test_an_index_in_parts_is_read_in_part():
     """Of the parts of its golden checkpoint, only the second is read for a row of the second."""
     opened = sk.open(store := CountingStore(sk.LocalStore(HERE / "v1-parts")))
     head = opened.record.index.head_nbytes
-
     assert store.nbytes["skindex"] == head
     assert torch.equal(opened["table"][4100], table()["table"][4100])
     assert head < store.nbytes["skindex"] < head + 200

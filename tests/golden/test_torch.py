@@ -18,7 +18,6 @@ VERSIONS = sorted(path.name for path in (HERE / "torch").iterdir())
 
 
 def emptied(value):
-    """A state of the same form, with nothing in it."""
     if isinstance(value, dict):
         return {key: emptied(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -28,12 +27,10 @@ def emptied(value):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_torchs_checkpoints_load(version):
-    """Every tensor and object, by `dcp.load` and as a whole."""
     expected = state_of()
     loaded = emptied(expected)
     quietly(dcp.load, loaded, checkpoint_id=HERE / "torch" / version)
     assert bits(loaded) == bits(expected)
-
     whole = sk.open(HERE / "torch" / version).to_dict()
     assert {key: bits(each) for key, each in whole["model"].items()} == {
         key: bits(each) for key, each in expected["model"].items()

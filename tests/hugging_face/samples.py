@@ -71,7 +71,6 @@ def load(side, state, folder, *, loader=None, no_dist=False, **options):
 
 
 def by_library(folder):
-    """What the safetensors library finds in a directory's files."""
     found = {}
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
@@ -80,7 +79,6 @@ def by_library(folder):
 
 
 def same(found, expected):
-    """Say which keys differ, in any bit."""
     return sorted(key for key in found.keys() | expected.keys() if seen(found.get(key)) != seen(expected.get(key)))
 
 

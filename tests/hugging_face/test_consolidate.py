@@ -108,7 +108,6 @@ def test_what_either_saves_is_made_whole_as_torch_does(rank_pool, tmp_path, rank
 
 
 def test_the_same_files_as_torch(tmp_path):
-    """For tensors that torch can do, its files and index are the same but for the order of keys."""
     full = {"a": numbered(6, 8), "b": numbered(4, 3, dtype=torch.bfloat16)}
     shard(tmp_path, 1, {"a": (full["a"][:, :3], [0, 0]), "b": (full["b"][:1], [0, 0])})
     shard(tmp_path, 2, {"a": (full["a"][:, 3:], [0, 3]), "b": (full["b"][1:], [1, 0])})
@@ -175,7 +174,6 @@ def consolidate_with_a_failure(folder):
 
 
 def test_a_rank_that_fails_fails_all_and_the_old_model_stays(rank_pool, tmp_path):
-    """Both ranks raise the failure of one, and the directory holds the older model and nothing else."""
     shard(tmp_path, 1, {"a": (numbered(4), [0]), "b": (numbered(3), [0])})
     consolidate_safetensors_files(tmp_path, tmp_path / "out", {"a": 1})
     before = by_library(tmp_path / "out")
@@ -195,7 +193,6 @@ def test_bits_that_a_disk_loses_are_found_by_reading_back(tmp_path, monkeypatch)
 
 
 def test_memory_does_not_grow_with_the_tensors(tmp_path, monkeypatch):
-    """Two tensors of sixty MiB, cut along either axis, are made in a window and the pages around it."""
     full = torch.arange(15 << 20, dtype=torch.int32).reshape(1024, -1)
     halves = full.shape[1] // 2
     shard(tmp_path, 1, {"rows": (full[:300], [0, 0]), "columns": (full[:, :halves], [0, 0])})
@@ -210,7 +207,6 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path, monkeypatch):
 
 
 def test_types_of_less_than_a_byte(tmp_path):
-    """Two 4-bit floats to a byte, and 8-bit exponents: the same bytes, for safetensors too."""
     raw = torch.arange(60, dtype=torch.uint8).reshape(5, 12)
     full = {"four": raw.view(torch.float4_e2m1fn_x2), "eight": raw.view(torch.float8_e8m0fnu)}
     save("ours", full, tmp_path, no_dist=True, save_distributed=True)
@@ -235,7 +231,6 @@ def test_tensors_left_out_of_the_mapping_are_named(tmp_path, caplog):
 
 
 def test_shards_and_model_may_share_a_directory(tmp_path):
-    """Done twice in the directory of the shards, the second model replaces the first, and the shards stay."""
     for turn in range(2):
         path = shard(tmp_path, 1, {"a": (numbered(4) + turn, [0])})
         consolidate_safetensors_files(tmp_path, tmp_path, {"a": 1})

@@ -82,7 +82,6 @@ def test_a_hostile_header_is_refused_by_name(tmp_path, name):
 
 
 def test_a_stream_without_a_header_is_refused(tmp_path):
-    """The function that reads a header from a stream does not read a length of 2**64."""
     for name in ("less than a length", "a header beyond any memory"):
         (tmp_path / "f").write_bytes(HOSTILE[name])
         with open(tmp_path / "f", "rb") as stream, pytest.raises(MalformedFile, match="header"):
@@ -135,7 +134,6 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path):
 
 
 def test_mappings_that_do_not_fit(tmp_path):
-    """Names that are not there, no names, and files that are no numbers are ValueErrors before anything is written."""
     shard(tmp_path, 1, {"a": (TWO, [0, 0])})
     for mapping, said in [({"a": 1, "x": 1}, "'x'"), ({}, "empty"), ({"a": 0}, "from 1"), ({"a": "1"}, "from 1")]:
         with pytest.raises(ValueError, match=said):
@@ -172,7 +170,6 @@ def test_shards_of_an_older_save_are_gone(rank_pool, tmp_path):
 
 
 def test_files_of_two_saves_are_refused(rank_pool, tmp_path):
-    """A file of one save put among those of another is known by its save's id, even where it would fit."""
     for turn in ("one", "two"):
         rank_pool.run(2, save_shards, str(tmp_path / turn), "ours", 1)
     name = min(os.listdir(tmp_path / "one"))
@@ -236,7 +233,6 @@ def test_shards_are_not_put_beside_a_model(tmp_path):
 
 
 def test_shards_beside_a_foreign_file(tmp_path):
-    """Files without an index may stay beside shards; one with the same tensors makes the load fail, by name."""
     save_file({"a": numbered(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     save("ours", {"b": numbered(2)}, tmp_path, no_dist=True, save_distributed=True)
     into = {"a": torch.zeros(3), "b": torch.zeros(2)}
@@ -247,7 +243,6 @@ def test_shards_beside_a_foreign_file(tmp_path):
 
 
 def test_foreign_files_are_left_alone(tmp_path):
-    """Only what a checkpoint writer wrote is removed by a later save."""
     save_file({"x": numbered(3)}, tmp_path / "model-00007-of-00009.safetensors")
     (tmp_path / "notes.txt").write_text("mine")
     save("ours", {"a": numbered(3)}, tmp_path, no_dist=True, save_distributed=True)
@@ -264,21 +259,17 @@ def save_objects(folder):
 
 
 def test_objects_have_no_place(rank_pool, tmp_path):
-    """A value that is no tensor fails the save on all ranks, by name, before a file is written."""
     tmp_path.joinpath("ck").mkdir()
     assert rank_pool.run(2, save_objects, str(tmp_path / "ck")) == [(True, True, [])] * 2
 
 
 def test_a_dtype_that_safetensors_lacks(tmp_path):
-    """complex128 has no name in safetensors; the error has the tensor's."""
     with pytest.raises(CheckpointException, match="'c' is of dtype complex128"):
         save("ours", {"c": torch.zeros(2, dtype=torch.complex128)}, tmp_path, no_dist=True)
     assert os.listdir(tmp_path) == []
 
 
 class Failing(DefaultSavePlanner):
-    """Has nothing to write on one rank."""
-
     def __init__(self, rank):
         super().__init__()
         self.failing = rank
@@ -300,7 +291,6 @@ def save_and_fail(folder, failing):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_leaves_nothing_of_the_others(rank_pool, tmp_path, failing):
-    """Whichever rank fails, the files that others wrote for the save are gone."""
     assert rank_pool.run(2, save_and_fail, str(tmp_path), failing) == [[], []]
 
 
@@ -333,7 +323,6 @@ def test_the_rank_that_consolidates_is_waited_for(rank_pool, tmp_path):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_full_disk_fails_the_save_and_keeps_the_old_model(tmp_path, monkeypatch, at):
-    """A thread that cannot write fails the whole save, its files are removed, and the older model is as it was."""
     mapping = {"a": 1, "b": 2}
     old = {"a": numbered(300, 300), "b": numbered(7)}
     save("ours", old, tmp_path, no_dist=True, fqn_to_index_mapping=mapping)
@@ -385,7 +374,6 @@ def test_ranks_cannot_save_one_model_each(rank_pool, tmp_path):
 
 
 def test_leftovers_of_a_dead_save_are_cleared(tmp_path):
-    """Files under temporary names are no part of any model, and the next save removes them."""
     LocalStore(tmp_path).put(f"{FILE}.new-0123", b"half")
     save("ours", {"a": numbered(3)}, tmp_path, no_dist=True)
     assert sorted(os.listdir(tmp_path)) == [FILE, INDEX]

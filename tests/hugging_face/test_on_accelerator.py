@@ -23,7 +23,6 @@ def there(tensors):
 
 @pytest.mark.parametrize("reader", ["ours", "theirs"])
 def test_tensors_come_and_go(tmp_path, reader):
-    """Every dtype is written from the accelerator and read back into it, by us and by torch."""
     state = full_state()
     save("ours", there(state), tmp_path, no_dist=True)
     assert same(by_library(tmp_path), state) == []
@@ -33,7 +32,6 @@ def test_tensors_come_and_go(tmp_path, reader):
 
 
 def test_strided_tensors_are_copied_a_window_at_a_time(tmp_path, monkeypatch):
-    """A transposed tensor of several windows arrives in another transposed one."""
     monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(2 << 20))
     full = numbered(1500, 1000)
     save("ours", there({"w": full.t()}), tmp_path, no_dist=True)
@@ -43,7 +41,6 @@ def test_strided_tensors_are_copied_a_window_at_a_time(tmp_path, monkeypatch):
 
 
 def test_quantized_weights_arrive_as_torchs(tmp_path):
-    """Numbers made strip by strip are, on the accelerator, those of torch's reader."""
     from tests.hugging_face.test_quantized import COLUMNS, FP8, ROWS, model, save_model
 
     save_model(tmp_path, model())

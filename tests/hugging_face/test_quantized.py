@@ -52,8 +52,6 @@ def save_model(folder, tensors, files=1):
 
 
 class Into:
-    """A planner with one tensor to fill."""
-
     def __init__(self, tensor):
         self.tensor = tensor
 
@@ -72,7 +70,6 @@ def request(plans, metadata_index, key, axes, box):
 
 
 def by_torch(folder, key, box, homes, **options):
-    """What torch's reader makes of a request, when it is given one."""
     reader = theirs.QuantizedHuggingFaceStorageReader(str(folder), **options)
     metadata = reader.read_metadata()
     [index] = [each for each in metadata.storage_data if each.fqn == key]
@@ -95,8 +92,6 @@ def by_us(folder, key, box, **options):
 
 
 def boxes(*sizes):
-    """Any box of a tensor, from anywhere to anywhere."""
-
     def axis(size):
         return st.integers(0, size - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, size - at)))
 
@@ -156,7 +151,6 @@ def load_cut(folder, kind=QuantizedHuggingFaceStorageReader):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_get_their_parts(rank_pool, tmp_path, ranks):
-    """Columns that begin inside blocks, and values that begin inside groups, cast to the dtype of the state."""
     homes = save_model(tmp_path, model())
     expected = [
         by_torch(tmp_path, FP8, ALL_OF[FP8], homes).bfloat16(),
@@ -237,7 +231,6 @@ def test_a_reader_on_top_of_it(rank_pool, tmp_path, kind):
 
 
 def test_scales_that_do_not_fit_are_named(tmp_path):
-    """Too few scales, for this block size, and weights that are no matrix are errors with the names."""
     for number, (change, said) in enumerate(
         [
             ({f"{FP8}_scale_inv": torch.rand(2, 2)}, "(?s)weight_scale_inv.*block_size=128"),
@@ -260,7 +253,6 @@ def test_scales_that_do_not_fit_are_named(tmp_path):
 
 
 def test_memory_is_that_of_some_strips(tmp_path):
-    """Of 32 MiB of weights, 128 of numbers, a strip for each thread is held beyond the target."""
     rows, columns = 8192, 4096
     raw = torch.zeros(rows, columns, dtype=torch.uint8).fill_(0x38).view(torch.float8_e4m3fn)
     save_model(tmp_path, {FP8: raw, f"{FP8}_scale_inv": torch.full((rows // 128, columns // 128), 2.0)})

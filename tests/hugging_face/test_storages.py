@@ -61,7 +61,6 @@ def names_after(folder, side, **options):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_files_are_called_as_torch_calls_them(rank_pool, tmp_path, mapped):
-    """The same names for shards, in one file or in several, and the same keys in their headers beside ours."""
     keys = [*full_state(), "chunks"]
     mapping = {key: number % 2 + 1 for number, key in enumerate(keys)} if mapped else None
     names = {
@@ -116,7 +115,6 @@ def test_parts_of_tensors_need_save_distributed(rank_pool, tmp_path):
 
 
 def refusal(folder, state, **options):
-    """Return why a save was refused, and what it left."""
     with pytest.raises(CheckpointException) as raised:
         save("ours", state(), folder, **options)
     return str(raised.value.failures[0][0]), os.listdir(folder)
@@ -200,7 +198,6 @@ class Halving(DefaultSavePlanner):
 
 
 def test_a_planner_may_store_another_dtype(tmp_path, monkeypatch):
-    """What `resolve_data` returns is stored, whatever the plan said; only some of it is alive at once."""
     monkeypatch.setenv("SHARDKEEP_HOST_BUDGET_BYTES", str(2 << 20))
     state = {f"t{n}": numbered(256, 256 + n) for n in range(40)} | {"n": torch.tensor(3)}
     writer = hf_storage.HuggingFaceStorageWriter(str(tmp_path))
@@ -212,7 +209,6 @@ def test_a_planner_may_store_another_dtype(tmp_path, monkeypatch):
 
 
 def test_strided_tensors_are_written_and_filled(tmp_path):
-    """Transposed and sliced tensors are stored row by row, and filled where they lie."""
     wide = numbered(6, 10)
     state = {"t": wide.t(), "s": wide[1:5, 2::3], "r": numbered(4)[::2]}
     save("ours", state, tmp_path, no_dist=True)
@@ -225,7 +221,6 @@ def test_strided_tensors_are_written_and_filled(tmp_path):
 
 
 def test_values_are_cast_as_torch_casts_them(tmp_path):
-    """Into another dtype the numbers are those that torch's reader gives."""
     state = {key: value for key, value in full_state().items() if key != "nothing"}
     save_file(state, tmp_path / "model.safetensors")
     for dtype in (torch.float16, torch.float64, torch.int32):
@@ -237,7 +232,6 @@ def test_values_are_cast_as_torch_casts_them(tmp_path):
 
 
 def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
-    """Of a tensor of 4 MiB one row of 4 KiB is wanted, and beside the header and the index file 4 KiB are read."""
     full = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     save("ours", {"w": full}, tmp_path, no_dist=True)
     read = []
@@ -265,7 +259,6 @@ def test_one_row_is_read_without_the_tensor(tmp_path, monkeypatch):
 
 
 def test_files_of_a_hub_cache_are_links(tmp_path):
-    """A snapshot of Hugging Face's cache, whose files are symbolic links with long names, is read."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     (tmp_path / "snapshot").mkdir()
@@ -276,7 +269,6 @@ def test_files_of_a_hub_cache_are_links(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as stored", "converted"])
 def test_elements_cut_by_windows_are_loaded(tmp_path, monkeypatch, dtype):
-    """Files without padding fill tensors with gaps, of any dtype, though windows end inside elements."""
     monkeypatch.setattr(engine_reader, "_CACHED_STEP_NBYTES", 4096)
     stored = {
         "a": torch.arange(21, dtype=torch.uint8).reshape(3, 7),

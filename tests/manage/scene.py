@@ -19,7 +19,6 @@ OPTIONS = sk.Options(io_threads=2, host_budget_bytes=16 << 20, timeout_s=20.0)
 
 
 def state_at(step, world=None):
-    """Make a state whose numbers depend on the step."""
     return {"w": torch.arange(64.0) + 1000 * step, "step": step}
 
 
@@ -35,12 +34,10 @@ def checkpointer(root, *, clock=QUICK, **more):
 
 
 def train(ckpt, steps, **more):
-    """Run steps, and return those that were saved."""
     return [step for step in steps if ckpt.step(step, state_at(step), **more) is not None]
 
 
 def damage(place):
-    """Flip a bit in the data of a checkpoint."""
     [file] = place.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -53,7 +50,6 @@ def tear(place):
 
 
 def until(what, seconds=30.0):
-    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not what():
         if time.monotonic() > end:
@@ -120,11 +116,9 @@ class FarRoot:
             self.before(verb, name)
 
     def count(self, verb, start=""):
-        """Count operations on blobs whose names start with `start`."""
         return sum(each.startswith(f"{verb} {start}") for each in self.seen)
 
     def names(self, place):
-        """Return the names of the blobs of a place."""
         return [info.name for info in self.inner.place(place).list()]
 
 

@@ -26,7 +26,6 @@ def save(root, step, **meta):
 
 
 def test_a_root_that_does_not_exist_is_empty(tmp_path):
-    """An empty root is no error."""
     catalog = Catalog(tmp_path / "nothing")
     assert catalog.entries() == []
     assert catalog.latest() is None
@@ -55,7 +54,6 @@ def test_entries_are_what_the_records_say(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_checkpoints_are_entries(tmp_path):
-    """A checkpoint that torch wrote is committed by its metadata."""
     torch_dcp.save({"w": torch.arange(8.0)}, checkpoint_id=tmp_path / "step-4", no_dist=True)
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-5" / "__0_0.distcp").write_bytes(b"xyz")
@@ -106,7 +104,6 @@ def test_what_is_not_committed_says_why(tmp_path):
 
 
 def test_a_thousand_steps_are_listed_in_order():
-    """Records are read by many threads, and come in order."""
     root = MemoryStore()
     sk.save({"w": torch.ones(2)}, root.place("step-0"), step=0)
     record = root.place("step-0").get("shardkeep.json", limit=1 << 20)
@@ -137,14 +134,12 @@ TEMPLATES = st.sampled_from(["step-{step}", "step-{step:08d}", "ckpt_{step}", "{
 
 @given(STEPS, TEMPLATES)
 def test_a_name_leads_back_to_its_step(step, template):
-    """Every step has a name, and the name has that step."""
     naming = Naming(template)
     assert naming.step(naming.name(step)) == step
 
 
 @given(st.text("step-0123456789 _", max_size=14), TEMPLATES)
 def test_only_names_of_steps_are_taken(name, template):
-    """A name that some step has is that step's, and no other name is any step's."""
     naming = Naming(template)
     step = naming.step(name)
     assert step is None or naming.name(step) == name
@@ -156,7 +151,6 @@ def test_only_names_of_steps_are_taken(name, template):
      ("step-{step}", "step-1x"), ("step-{step}", "step-" + "9" * 30), ("step-{step}", "step-٣"), ("step-{step}", "step-")],
 )  # fmt: skip
 def test_names_of_others_are_left_alone(template, name):
-    """Another spelling of a number is another name."""
     assert Naming(template).step(name) is None
 
 
@@ -166,7 +160,6 @@ def test_names_of_others_are_left_alone(template, name):
      "{step:5.1f}", "{", "{step:300d}", "-{step}", ".tmp-{step}", "s {step}", "{step.real}", "{step:5d}", None],
 )  # fmt: skip
 def test_a_template_that_names_no_step_is_refused(template):
-    """What cannot be read back, or is no name of a place, is an error that shows a template."""
     with pytest.raises(StateError, match="template") as caught:
         Naming(template)
     assert "step-{step}" in str(caught.value)

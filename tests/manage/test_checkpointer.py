@@ -86,7 +86,6 @@ def test_a_request_that_cannot_be_taken_away_is_served_once(tmp_path, monkeypatc
 
 
 def test_when_a_file_or_a_call_asks_for_it(tmp_path):
-    """One save is made, and the file deleted; a call may come from any thread, but not where ranks exchange no requests."""
     with checkpointer(tmp_path, request_file="please") as ckpt:
         assert train(ckpt, range(1, 3)) == []
         (tmp_path / "please").touch()
@@ -257,7 +256,6 @@ def test_a_signal_saves_and_stops(tmp_path):
 
 
 def test_signals_need_the_main_thread(tmp_path):
-    """Python handles signals in the main thread only, and the error says so."""
     found = []
 
     def make():
@@ -280,7 +278,6 @@ def test_signals_need_the_main_thread(tmp_path):
 
 
 def test_a_resumed_job_counts_from_what_it_restored(tmp_path):
-    """The step that was restored is not saved again; those after it are overwritten."""
     with checkpointer(tmp_path, every_steps=2) as ckpt:
         train(ckpt, range(1, 9))
     with checkpointer(tmp_path, every_steps=2) as ckpt:
@@ -362,7 +359,6 @@ def test_a_store_that_fails_is_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_root_of_torchs_checkpoints_is_gone_on_with(tmp_path):
-    """Checkpoints that torch wrote are restored, counted and pruned."""
     import torch.distributed.checkpoint as torch_dcp
 
     torch_dcp.save({"w": state_at(1)["w"], "step": 1}, checkpoint_id=tmp_path / "step-1", no_dist=True)
@@ -446,7 +442,6 @@ class _Sticky(LocalStore):
 
 
 def test_what_cannot_be_deleted_fails_no_save(tmp_path):
-    """It is reported, and the next save tries again."""
     heard = []
     with checkpointer(_Sticky(tmp_path), every_steps=1, keep_last=1, on_event=heard.append) as ckpt:
         train(ckpt, range(1, 4))
@@ -553,7 +548,6 @@ def test_a_failure_is_raised_by_whatever_comes_next(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_failure_is_a_warning_or_given_to_a_function(tmp_path, asynchronous, caplog):
-    """Training goes on."""
     with checkpointer(_broken(tmp_path), on_error="warn", asynchronous=asynchronous) as ckpt:
         ckpt.save(1, state_at(1))
         ckpt.step(2, state_at(2))
@@ -591,7 +585,6 @@ def test_what_passes_is_tried_again(tmp_path):
 
 
 def test_bad_input_is_an_error_that_loses_nothing(tmp_path):
-    """Invalid steps, metrics and meta."""
     with checkpointer(tmp_path, asynchronous=False) as ckpt:
         assert isinstance(ckpt.save(1, state_at(1)), sk.SaveReport)
         for step in (-1, 1.5, True, None, 1 << 64):
@@ -668,7 +661,6 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path):
 
 
 def test_several_may_be_in_flight(tmp_path):
-    """As many as allowed, in order, and all are committed in the end."""
     with checkpointer(tmp_path, every_steps=1, max_in_flight=3, keep_last=3) as ckpt:
         train(ckpt, range(1, 9))
     assert sk.Catalog(tmp_path).latest().step == 8

@@ -87,7 +87,6 @@ def test_a_second_job_is_refused_and_told_by_whom(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_job_held_is_free(tmp_path):
-    """Its process no longer exists, so the new job begins at once."""
     with holder(tmp_path) as process:
         process.kill()
         process.wait()
@@ -98,7 +97,6 @@ def test_what_a_killed_job_held_is_free(tmp_path):
 
 
 def test_a_holder_elsewhere_that_moves_is_alive():
-    """It is watched, and the second job refused as soon as it writes."""
     root = MemoryStore()
     root.put(LEASE_NAME, of_elsewhere())
     clock = SleepClock(lambda now: now > 20 and root.put(LEASE_NAME, of_elsewhere(1), replace=True))
@@ -110,7 +108,6 @@ def test_a_holder_elsewhere_that_moves_is_alive():
 
 @pytest.mark.parametrize("seen", [of_elsewhere(), b"{", b"x" * 5000])
 def test_a_holder_elsewhere_that_does_not_move_has_lost_it(seen):
-    """After as long as a lease lasts."""
     root = MemoryStore()
     root.put(LEASE_NAME, seen)
     clock = SleepClock()

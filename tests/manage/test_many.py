@@ -133,7 +133,6 @@ def test_the_newest_is_found_where_a_job_died_before_it_pointed_to_it(tmp_path, 
 
 
 def test_what_a_dead_save_left_makes_room_for_the_next_save(tmp_path, monkeypatch):
-    """A disk that a job filled in its last save has room for the first save of the next job."""
     with checkpointer(tmp_path) as ckpt:
         train(ckpt, (1, 2, 3), force=True)
     orphans.make_claim(LocalStore(tmp_path / "step-3"), sk.open(tmp_path / "step-3").record.save_id)

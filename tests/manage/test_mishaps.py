@@ -315,7 +315,6 @@ def test_an_earlier_failure_is_not_lost_where_the_next_call_fails_too(tmp_path, 
 
 
 def test_close_can_be_called_again_after_an_interrupt(tmp_path, monkeypatch):
-    """An interrupted close releases the root, and the second call does the rest."""
     ckpt = checkpointer(tmp_path, signals=("SIGUSR1",))
     ckpt.save(1, state_at(1)).result()
     with monkeypatch.context() as patch:
@@ -350,7 +349,6 @@ def misuse(root, metrics):
 
 @pytest.mark.parametrize("metrics", [0.5, {"loss": 10**400}, {"loss": 10**5000}])
 def test_metrics_of_a_wrong_kind_are_refused_on_all_ranks(tmp_path, rank_pool, metrics):
-    """At once, even if they are wrong on one rank only; numbers of numpy are accepted."""
     for outcome in rank_pool.outcomes(2, misuse, tmp_path, metrics, timeout_s=60):
         assert "metric" in str(outcome.value), outcome
     assert [entry.step for entry in sk.Catalog(tmp_path).entries()] == [2]

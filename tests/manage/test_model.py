@@ -158,7 +158,6 @@ def newest_first(made):
 
 
 def ranked(made, mode):
-    """Order steps by their loss, the best first; of equals the newest."""
     known = [each for each in made if each.loss is not None and not math.isnan(each.loss)]
     known.sort(key=lambda each: each.age, reverse=True)
     known.sort(key=lambda each: each.loss or 0.0, reverse=mode == "max")
@@ -219,7 +218,6 @@ class Machine(RuleBasedStateMachine):
         return max(0, by + (newest if self.job.highest is None else self.job.highest))
 
     def any_step(self, data):
-        """Draw a step that is there, or one that is not."""
         return data.draw(st.sampled_from([*sorted({*self.made, *self.garbled}), 99]), "step")
 
     @rule(data=st.data(), by=AHEAD, at=st.integers(0, 14), resumes=st.booleans())
@@ -298,7 +296,6 @@ class Machine(RuleBasedStateMachine):
         assert "save-now" not in {info.name for info in self.root.list()}
 
     def save(self, step, loss, *, overwrite=False, by_step=False, due=True):
-        """Save, and do to the model what must come of it."""
         job, self.count = self.job, self.count + 1
         refused = self.refused(step, overwrite=overwrite) if due else None
         metrics = {} if loss is None else {"loss": loss}
@@ -390,7 +387,6 @@ class Machine(RuleBasedStateMachine):
         self.restore([(step, self.made.get(step))], lambda state: self.job.ckpt.restore(step, state))
 
     def restore(self, order, restoring):
-        """Restore the first of these that is whole."""
         state, job = blank(), self.job
         good = next((row for row, (_, each) in enumerate(order) if each is not None and not each.rotten), None)
         if not order:
@@ -436,7 +432,6 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data())
     def rot(self, data):
-        """A bit of the data flips."""
         step = data.draw(st.sampled_from(sorted(self.made)), "rotten")
         if not self.made[step].rotten:
             self.flip(step, ".safetensors")
@@ -456,7 +451,6 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data())
     def garble(self, data):
-        """A bit of a record flips."""
         step = data.draw(st.sampled_from(sorted(self.made)), "garbled")
         self.flip(step, RECORD)
         del self.made[step]
@@ -494,7 +488,6 @@ class Machine(RuleBasedStateMachine):
         assert pointer.decode() == due or (self.goes_back and not pointer)
 
     def on_disk(self):
-        """Read the records that are whole."""
         for name in self.root.places():
             blobs = {info.name for info in self.root.place(name).list()}
             if RECORD in blobs:
@@ -536,7 +529,6 @@ def value_of(state):
 
 
 def attempt(job, step, state, how, *, by_step=False):
-    """Save and wait; return what went wrong."""
     try:
         saved = job.ckpt.step(step, state, **how) if by_step else job.ckpt.save(step, state, **how)
         job.ckpt.wait()

@@ -27,7 +27,6 @@ OPTIONS = sk.Options(io_threads=2, host_budget_bytes=8 << 20)
 
 
 def groups(step):
-    """Make a state of several files."""
     return {f"part{number}": {"w": torch.arange(20_000.0) + step + number} for number in range(4)}
 
 
@@ -113,7 +112,6 @@ def test_what_comes_damaged_once_is_no_damage(codecs):
 
 
 def test_a_copy_goes_on_after_any_failure():
-    """Whichever operation of the target fails, or half of it: the next attempt ends well."""
     source = MemoryStore()
     sk.save(groups(1), source)
     counting = FaultyStore(MemoryStore())
@@ -325,7 +323,6 @@ def held_at_create():
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path):
-    """The new save of the step is promoted in its place."""
     far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, groups(1))
@@ -372,7 +369,6 @@ def test_waiting_has_an_end(tmp_path):
 
 
 def test_cancelled_promotions_are_taken_up_after_the_next_save(tmp_path):
-    """A cancellation is no failure."""
     far, arrived, go = held_at_create()
     with checkpointer(tmp_path, promote_to=far) as ckpt:
         ckpt.save(1, groups(1))

@@ -73,7 +73,6 @@ def resume(root):
 
 
 def test_all_ranks_walk_back_to_the_same_step(tmp_path, rank_pool):
-    """Past torn and damaged ones."""
     with checkpointer(tmp_path, every_steps=1) as ckpt:
         train(ckpt, range(1, 6))
     tear(tmp_path / "step-5")
@@ -84,7 +83,6 @@ def test_all_ranks_walk_back_to_the_same_step(tmp_path, rank_pool):
 
 
 def fail_on(root, broken, kind):
-    """Save with something wrong on one rank; return what each call raised."""
     said = []
     state = state_at(1)
     if rank() == broken:
@@ -127,7 +125,6 @@ def pure(root):
 
 
 def test_steps_that_say_it_themselves_need_no_talk(tmp_path, rank_pool):
-    """No key is written for a step that is not saved."""
     assert rank_pool.run(2, pure, tmp_path) == [([2, 4], 0)] * 2
 
 
@@ -141,7 +138,6 @@ def different(root):
 
 
 def test_different_arguments_are_found_out(tmp_path, rank_pool):
-    """Before anything is saved, on all ranks."""
     for said in rank_pool.run(2, different, tmp_path):
         assert "same arguments" in said
 
@@ -165,7 +161,6 @@ def test_a_root_in_use_is_refused_on_all_ranks(tmp_path, rank_pool):
 
 
 def end_of_run(root, how):
-    """End a run in which the last step is not saved; return what was raised."""
     group = torch.distributed.new_group()
     state = {"w": torch.full((8,), float(rank())), "own": sk.PerRank(rank())}
     try:
@@ -320,8 +315,6 @@ def test_a_thousand_decisions_leave_the_store_as_it_was():
 
 
 def test_a_silent_rank_0_is_named():
-    """A rank that waits in vain says for whom, and at which step."""
-
     def main(world):
         if world.rank:
             decisions_of(world).next(7)
@@ -354,7 +347,6 @@ def test_a_key_value_store_that_does_not_answer_is_explained():
 
 
 def test_what_fails_while_rank_0_decides_is_raised_there():
-    """By the next step that needs the decision."""
     with pytest.raises(ZeroDivisionError):
         decisions_of(World(0, 2, torch.distributed.HashStore(), 5.0), decide=lambda _: 1 / 0).next(7)
 

@@ -98,7 +98,6 @@ def test_what_is_deleted_is_what_no_policy_wants(every, policies, spare):
 
 
 def test_policies_combine():
-    """Kept if any of them wants it."""
     every = [entry(step) for step in range(1, 11)]
     kept, _ = plan(every, KeepLast(2) | KeepEvery(4), NOW)
     assert [each.step for each in kept] == [4, 8, 9, 10]
@@ -111,6 +110,5 @@ def test_policies_combine():
      lambda: KeepYounger(0), lambda: KeepYounger(math.nan)],
 )  # fmt: skip
 def test_policies_that_make_no_sense_are_refused(make):
-    """At once, not at the first prune."""
     with pytest.raises(StateError):
         make()

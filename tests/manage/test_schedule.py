@@ -30,13 +30,11 @@ def due(schedule, steps):
     ],
 )
 def test_steps_that_are_due(schedule, steps, expected):
-    """Each multiple and each given step that is reached or passed, once."""
     assert due(schedule, steps) == expected
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 30), max_size=3), st.lists(st.integers(0, 40), unique=True))
 def test_due_once_for_each_point_that_is_passed(every, at, steps):
-    """Compared with going through all numbers one by one."""
     steps.sort()
     points = {step for step in range(1, 41) if step % every == 0} | set(at)
     expected = []

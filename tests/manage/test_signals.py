@@ -26,7 +26,6 @@ def said(folder, rank, word):
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """A job of two ranks, and its agent."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.WORLD)]
     repository = Path(__file__).parents[2]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), "GLOO_SOCKET_IFNAME": "lo"}
@@ -44,7 +43,6 @@ def torchrun(tmp_path):
 
 
 def exact(place, step):
-    """Whether a checkpoint is that of a step, as its ranks had it."""
     found, wanted = sk.open(place), job.values_at(step)
     found.verify()
     state = found.to_dict()

@@ -113,7 +113,6 @@ class TwoRoots(RuleBasedStateMachine):
 
     @rule(pick=PICKS, root=ROOTS)
     def rot(self, pick, root):
-        """A bit of a data file flips."""
         self.wait()
         there = sorted(step for step, _ in self.records(root))
         if there:

@@ -131,7 +131,6 @@ def test_each_root_has_its_own_retention(tmp_path):
 
 
 def test_some_steps_are_promoted_and_the_newest_at_the_end(tmp_path):
-    """Multiples of promote_every, what is pinned, and when all is over the newest."""
     near, far = tmp_path / "near", FarRoot()
     with checkpointer(near, promote_to=far, promote_every=4, every_steps=1) as ckpt:
         train(ckpt, range(1, 4))
@@ -157,7 +156,6 @@ def test_a_job_that_only_reads_takes_nothing(tmp_path):
 
 
 def test_two_jobs_do_not_promote_to_one_root(tmp_path):
-    """The second one is refused, whatever root it saves to."""
     far = FarRoot()
     with checkpointer(tmp_path / "a", promote_to=far) as first, checkpointer(tmp_path / "b", promote_to=far) as second:
         first.save(1, state_at(1))
@@ -302,7 +300,6 @@ def groups(step):
 
 
 def job(near, far, fails):
-    """Save, with one rank that fails to copy the second time."""
     root, heard = FarRoot(inner=LocalStore(far)), list[Event]()
     said = []
     with checkpointer(near, promote_to=root, keep_last=2, on_event=heard.append, retries=0) as ckpt:

@@ -20,12 +20,10 @@ MOST_STEPS = 5000
 
 
 def values_at(step):
-    """What the sharded tensor holds after a step."""
     return torch.arange(10.0 * 8).reshape(10, 8) + 1000.0 * step
 
 
 def main(folder):
-    """Train until SIGTERM comes."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

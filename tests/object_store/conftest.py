@@ -19,8 +19,6 @@ TAKES_BACK = tuple(map(int, obstore.__version__.split(".")[:2])) >= (0, 12)
 
 @pytest.fixture(scope="session")
 def s3_place(s3_server):
-    """Open a place of its own."""
-
     def opened(**options):
         path = options.pop("path", None) or f"tests/{os.getpid()}-{next(_numbers)}"
         place = open_place(s3_server.url(path), **{**s3_server.options, **options})
@@ -32,6 +30,5 @@ def s3_place(s3_server):
 
 @pytest.fixture(scope="module")
 def proxy(s3_server):
-    """A proxy in front of the server."""
     with Proxy(s3_server.port, seed=7) as proxy:
         yield proxy

@@ -34,7 +34,6 @@ def state_of(k, rank=0, size=1):
 
 
 def load_and_compare(where, k, rank=0, size=1, group=None):
-    """Load this rank's part of state `k`, and compare every bit."""
     wanted, found = state_of(k, rank, size), state_of(k + 1, rank, size)
     for state in (wanted, found):
         del state["rng"]

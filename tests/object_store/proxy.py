@@ -70,7 +70,6 @@ class Rule:
     """Bytes that the request's body must have."""
 
     def wants(self, request):
-        """Return whether the rule applies to a request."""
         return bool(
             re.fullmatch(self.method or ".*", request.method)
             and re.search(self.path, request.path)
@@ -94,7 +93,6 @@ class Proxy:
     """Listens on a port of its own, as long as the context lasts."""
 
     def __init__(self, port, *, seed=0):
-        """Stand before a server on this machine."""
         self.upstream = port
         self._seed = seed
         self._rules = []
@@ -139,7 +137,6 @@ class Proxy:
             thread.join(10)
 
     def judge(self, request):
-        """Say what becomes of a request."""
         with self._lock:
             self.counts.requests.append(request)
             number = self._seen[request.like]
@@ -161,7 +158,6 @@ class Proxy:
         return None
 
     def has_seen(self, requests):
-        """Return whether more requests than that came."""
         return len(self.counts.requests) > requests
 
     def count(self, *, sent=0, received=0):
@@ -176,7 +172,6 @@ class Proxy:
         return connection
 
     def forget(self, connection):
-        """Close a connection."""
         if connection is not None:
             with self._lock:
                 self._open.discard(connection)
@@ -284,8 +279,8 @@ class _Link:
             head = re.sub(rb"(?i)(\r\ncontent-length: *)\d+", rb"\g<1>%d" % stop, head)
         self._client.sendall(head)
         for piece in _body(server, early, nbytes, stop, nbytes // 2 if fault == "flip_answer" else -1):
+            self._proxy.count(received=len(piece))  # first: a test looks as soon as the client has it
             self._client.sendall(piece)
-            self._proxy.count(received=len(piece))
             if rule and fault == "trickle":
                 self._proxy.over.wait(rule.delay_s)
         if stop < nbytes:

@@ -113,15 +113,7 @@ def test_a_network_that_is_gone_is_not_waited_for(s3_server, s3_place, way):
     [(99, "PUT", "late", "put late"), (PART + 99, "POST", r"late\?uploadId=", "upload late")],
     ids=["put", "upload"],
 )
-def test_what_was_left_behind_does_not_stay(
-    s3_server,
-    s3_place,
-    monkeypatch,
-    nbytes,
-    method,
-    path,
-    thread,
-):
+def test_what_was_left_behind_does_not_stay(s3_server, s3_place, monkeypatch, nbytes, method, path, thread):
     """A cancelled put or upload whose last request is on its way is not waited for; what appears later is deleted."""
     monkeypatch.setattr(multipart, "_DEADLINE_S", 0.0)
     scope = CancelScope()

@@ -73,7 +73,6 @@ def race(url, environment, rounds):
 
 @pytest.mark.parametrize("kind", ["s3", "local"])
 def test_two_processes(s3_place, s3_server, tmp_path, kind):
-    """Each name is won by one of them, whose bytes are there, and of what both add to one blob nothing is lost."""
     store = s3_place() if kind == "s3" else LocalStore(tmp_path)
     rounds = 4 if kind == "s3" else 100
     store.put("counter", b"[]")
@@ -219,7 +218,6 @@ def test_a_put_is_not_retried_beyond_its_limits(s3_place, monkeypatch, retry_s, 
 
 
 def test_a_probe_whose_answer_is_lost_is_repeated(s3_place):
-    """A transient failure of the probe does not fail the put."""
     store = s3_place(requests=12)
     small = _LosesAnswers(store.bucket, store.prefix, store.url)
     assert small.checks_conditions(None)

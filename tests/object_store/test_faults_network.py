@@ -20,7 +20,6 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def place(proxy, s3_place):
-    """A place behind the proxy, to which state 1 was saved."""
     proxy.rules = []
     place = s3_place(endpoint=proxy.endpoint, **QUICK)
     save(place, 1)
@@ -33,7 +32,6 @@ def save(place, k):
 
 
 def assert_whole(place, k):
-    """State `k` is there, every bit of it, and no other blob."""
     ck = sk.open(place)
     ck.verify()
     assert ck.step == k
@@ -45,7 +43,6 @@ def assert_whole(place, k):
     "fault", ["refuse", "cut_request", "lose_answer", "cut_answer", "end_answer", "slow_down", "broken"]
 )
 def test_every_request_fails_once(proxy, place, fault):
-    """Whatever becomes of the first of every request, a save that overwrites and a load succeed."""
     proxy.rules = [Rule(fault, first=True)]
     save(place, 2)
     assert proxy.counts.faults[fault] >= 10
@@ -112,7 +109,6 @@ def test_an_outage(proxy, s3_place, place, fault, after, number):
 
 
 def test_a_stalled_request_is_cut_and_made_again(proxy, s3_place, place):
-    """A request that is never answered is given up after its timeout; the next try is answered."""
     cutting = s3_place(path=place.prefix.strip("/"), endpoint=proxy.endpoint, **{**QUICK, "timeout_s": 1.0})
     proxy.rules = [Rule("stall", path="partNumber=1", times=1), Rule("stall", method="HEAD", times=1)]
     save(cutting, 2)
@@ -144,7 +140,6 @@ def test_what_changes_on_the_way_up_is_noticed_by_the_server(proxy, place):
     assert proxy.counts.faults["flip_request"] == 4
     proxy.rules = []
     assert_whole(place, 2)
-
     proxy.rules = [Rule("flip_request", method="PUT", path="partNumber=2")]
     with pytest.raises(sk.StorageError, match="the service received other bytes than were sent: 400 BadDigest"):
         save(place, 3)

@@ -20,7 +20,6 @@ def train(near, far, steps):
 
 
 def doomed(pipe, near, url, options):
-    """Save the first step, and promote it."""
     pipe.send("ready")
     train(near, open_place(url, **options), range(1, 2))
 

@@ -29,7 +29,6 @@ def until(what):
 
 
 def test_killed_at_any_request(s3_server, s3_place, monkeypatch):
-    """Wherever a saving process is killed, a checkpoint stays that is exact and no older than reported."""
     rng = random.Random(0)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)

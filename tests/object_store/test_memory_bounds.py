@@ -19,7 +19,6 @@ SLACK = 24 * MIB
 
 @pytest.mark.parametrize(("budget", "codecs"), [(32, ["float"]), (16, None)], ids=["32 coded", "16 plain"])
 def test_a_save_to_s3_stays_within_its_budget(s3_place, budget, codecs):
-    """Of a state several times as large, no more is held at a time than the budget and a little, and all comes back."""
     options = sk.Options(host_budget_bytes=budget * MIB)
     place = s3_place()
     sk.save({"warm": torch.randn(3 * MIB)}, place, codecs=codecs, options=options)  # threads, connections, modules

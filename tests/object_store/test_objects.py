@@ -90,7 +90,6 @@ def test_a_place_is_removed_with_what_makes_it_a_checkpoint_first(s3_place, monk
 
 
 def test_preferences_of_a_store(s3_place):
-    """They are the same through a store that retries."""
     store = RetryingStore(s3_place(requests=7, part_bytes=6 << 20), RetryPolicy(1))
     assert is_sequential(store)
     assert preferred_requests(store, 2) == 7
@@ -120,7 +119,6 @@ def test_a_url_and_the_environment_are_enough(s3_server, s3_place, monkeypatch, 
 
 
 def test_keys_of_a_profile(s3_server, s3_place, monkeypatch, tmp_path):
-    """By option or by variable; one that is not there is named."""
     mine = s3_place()
     mine.put("a", b"x")
     options = s3_server.options
@@ -171,7 +169,6 @@ for url in (before, other):
 
 
 def test_a_forked_process_raises_and_does_not_hang(s3_server, s3_place):
-    """Through the parent's connections or through new ones; a store that was not used yet works in a child."""
     first, other = s3_place(), s3_place()
     done = subprocess.run(
         [sys.executable, "-c", _FORKS, first.url, other.url],
@@ -185,7 +182,6 @@ def test_a_forked_process_raises_and_does_not_hang(s3_server, s3_place):
 
 
 def test_memory_is_one_place_a_name():
-    """All who name it see the same blobs, at any depth, and other names see none of them."""
     store = open_store("memory://tests-objects/runs/step-1", direct=True)
     store.put("a", b"x")
     root = open_root("memory://tests-objects/runs", direct=True)
@@ -198,7 +194,6 @@ def test_memory_is_one_place_a_name():
 
 
 def test_a_path_has_options_too(tmp_path):
-    """A path opens with options of its own; others are refused by name."""
     assert open_place(tmp_path, direct=False).url == str(tmp_path)
     for where in (tmp_path, "memory://tests-objects"):
         with pytest.raises(CheckpointError, match="no option 'endpoint'"):
@@ -206,7 +201,6 @@ def test_a_path_has_options_too(tmp_path):
 
 
 def test_what_is_missing_to_open_a_place_is_named(monkeypatch):
-    """A library that is not installed is asked for by the name of the extra."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(CheckpointError, match=r"pip install 'shardkeep\[cloud\]'"):
         open_store("gs://a-bucket-never-opened/run", direct=True)

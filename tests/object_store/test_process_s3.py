@@ -66,7 +66,6 @@ def until(what):
 
 
 def holds(place, k):
-    """Insist that state `k` is there, every bit of it, and no other blob."""
     load_and_compare(place, k)
     assert {info.name for info in place.list()} == {RECORD_NAME, *sk.open(place).record.names}
 
@@ -139,7 +138,6 @@ def test_killed_in_the_middle_of_an_upload(proxy, s3_place):
     with pytest.raises(WriterDied, match=rf"pid {pid}\) was killed by SIGKILL"):
         handle.result(PATIENCE_S)
     holds(place, 1)
-
     proxy.rules = []
     save(3, place).result(PATIENCE_S)
     holds(place, 3)
@@ -169,7 +167,6 @@ def write_all(process, file, data):
 
 
 def test_files_of_a_save_that_has_failed_do_not_wait(proxy, s3_place):
-    """A stalled upload is cancelled when its save fails or is cancelled; files of other saves are not."""
     target = spec_of(s3_place(endpoint=proxy.endpoint, part_bytes=PART, retries=0, timeout_s=10 * PATIENCE_S))
     data, patience = bytes(2 * PART), WaitPolicy(PATIENCE_S)
 
@@ -232,7 +229,6 @@ def end_saver():
 
 
 def test_a_state_in_torchs_layout(s3_server, monkeypatch):
-    """Saved by a URL in a process of its own, and changed right after the call, it is loaded bit for bit."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     where = s3_server.url("tests/process-dcp")

@@ -62,7 +62,6 @@ def test_memory_may_be_used_again_at_once(small_parts, threads, first):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_any_order_comes_to_an_end(small_parts, threads):
-    """One thread that writes backwards, or several at random, with more parts than requests, do not deadlock."""
     data = sample(9 * PART)
     order = windows(len(data), PART // 2 + 1) if threads > 1 else windows(len(data), PART)
     random.Random(0).shuffle(order) if threads > 1 else order.reverse()
@@ -84,7 +83,6 @@ def test_ends_early_in_any_part(small_parts, end):
 
 
 def test_what_is_abandoned_leaves_nothing(small_parts, boto):
-    """The service lists the upload while it lasts and not afterwards; the object never appears."""
     writer = small_parts.create("a", 3 * PART)
     writer.write_at(0, memoryview(bytes(2 * PART)))
     assert begun(boto, small_parts) == [f"{small_parts.prefix}a"]
@@ -157,7 +155,6 @@ def test_every_write_raises_the_failure_of_its_upload(s3_place, options, message
 
 
 def test_parts_grow_with_the_blob(s3_place):
-    """S3 takes ten thousand parts of an upload, and no more."""
     policy = s3_place().bucket.policy
     assert policy.part_bytes_for(1) == 8 * MIB
     assert policy.part_bytes_for(5 << 40) * 10_000 >= 5 << 40

@@ -27,7 +27,6 @@ def state():
 
 @pytest.fixture(scope="module")
 def bucket(s3_server):
-    """The server, as one that the environment names."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_server.environment.items():
             patch.setenv(name, value)
@@ -47,7 +46,6 @@ def verify(url, capsys, *more):
 
 
 def flip(store, name, at):
-    """Flip a bit, and return what there was."""
     good = bytes(store.get(name, limit=1 << 30))
     bad = bytearray(good)
     bad[at] ^= 1
@@ -142,7 +140,6 @@ def test_files_are_read_at_the_same_time():
 
 
 def test_many_batches_of_one_file(monkeypatch):
-    """Each damaged frame is listed, in order, whichever thread found it."""
     monkeypatch.setattr("shardkeep.engine.reader._STEP_NBYTES", 2 << 20)
     store = MemoryStore()
     sk.save({"w": torch.randn(9 << 18)}, store, codecs=["aes"], options=OPTIONS)

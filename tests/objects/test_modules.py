@@ -30,7 +30,6 @@ def contents(module):
 
 
 def test_a_module_is_filled_where_it_is(tmp_path):
-    """Parameters, buffers and extra state; the parameter objects and their memory stay."""
     torch.manual_seed(0)
     model = Tied()
     model.notes["seen"] = 7
@@ -72,14 +71,12 @@ def test_a_module_on_meta_gets_its_memory_from_the_load(tmp_path):
 
 
 def test_names_inside_a_module_are_checked(tmp_path):
-    """A layer too many and a layer too few are one error that names both."""
     sk.save({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))}, tmp_path / "c")
     with pytest.raises(sk.StateMismatch, match=r"(?s)model\.2\.weight.*model\.1\.weight"):
         sk.load({"model": nn.ModuleDict({"0": nn.Linear(2, 2), "2": nn.Linear(2, 3)})}, tmp_path / "c")
 
 
 def test_a_module_and_its_state_dict_are_one_thing(tmp_path):
-    """Saved as a module, loaded as a plain state dict, and the other way round."""
     model = nn.Linear(3, 3)
     sk.save({"model": model}, tmp_path / "a")
     state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
@@ -92,7 +89,6 @@ def test_a_module_and_its_state_dict_are_one_thing(tmp_path):
 
 
 def test_hooks_that_wait_for_a_load_are_called(tmp_path):
-    """A module's and an optimizer's own load hooks run after the load, and see what was loaded."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
@@ -121,7 +117,6 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_hooks_that_change_the_form_of_state_are_honoured(device, tmp_path):
-    """A module whose state_dict holds other tensors than its parameters gets them in the parameter's form."""
     sk.save({"m": Turned()}, tmp_path / "c")
     with torch.device(device):
         other = Turned()

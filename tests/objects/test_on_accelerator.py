@@ -50,7 +50,6 @@ def test_training_goes_on_bit_for_bit_on_the_device(kind, tmp_path):
     trained(model, optimizer)
     sk.save({"model": model, "optim": optimizer, "rng": sk.RNG()}, tmp_path / "c")
     expected = trained(model, optimizer)
-
     other = net()
     fresh = MAKERS[kind](other.parameters())
     random.random()

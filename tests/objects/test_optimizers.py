@@ -103,7 +103,6 @@ def test_a_fresh_optimizer_goes_on_as_the_saved_one(kind, tmp_path):
     train(model, optimizer, 3, seed=1)
     sk.save({"model": model, "optim": optimizer}, tmp_path / "c")
     expected = train(model, optimizer, 3, seed=2)
-
     other = Net()
     fresh = MAKERS[kind](trainable(other))
     with torch.random.fork_rng():
@@ -142,7 +141,6 @@ def test_groups_are_found_by_their_parameters(tmp_path):
 
 
 def test_one_group_of_two_different_ones_is_refused(tmp_path):
-    """The error names both parameters and what differs; nothing has been loaded."""
     model = Net()
     groups = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.second.weight], "lr": 0.2}]
     sk.save({"model": model, "optim": torch.optim.SGD(groups)}, tmp_path / "c")
@@ -187,7 +185,6 @@ def test_a_parameter_that_was_not_optimized_is_missing(tmp_path):
 
 
 def test_an_optimizer_without_its_module_needs_names(tmp_path):
-    """A clear error at save; named_parameters() gives the optimizer names of its own."""
     model = Net()
     with pytest.raises(sk.StateError, match="no module in the state"):
         sk.save({"optim": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path / "c")
@@ -201,7 +198,6 @@ def test_an_optimizer_without_its_module_needs_names(tmp_path):
 
 
 def test_several_optimizers_and_modules(tmp_path):
-    """Each optimizer finds its module; one over two modules names parameters by both."""
     one, two = Net(), Net()
     state = {
         "one": one,
@@ -233,7 +229,6 @@ def test_several_optimizers_and_modules(tmp_path):
 
 
 def test_a_renamed_layer_takes_its_moments_along(tmp_path):
-    """`rename` reaches the names inside optimizer state, and hyper-parameters follow."""
     model, optimizer = trained_and_saved(lambda ps: torch.optim.Adam(ps, lr=0.02), tmp_path)
     other = Net()
     other.start = other.first
@@ -259,7 +254,6 @@ def test_a_part_of_the_state_alone(tmp_path):
 
 
 def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
-    """What get_optimizer_state_dict returned, saved as a dict, is the same state."""
     model = Net()
     optimizer = torch.optim.Adam(trainable(model), lr=0.03)
     train(model, optimizer, 2, seed=0)
@@ -271,8 +265,6 @@ def test_a_state_dict_by_names_is_loaded_into_the_object(tmp_path):
 
 
 def test_what_an_overridden_state_dict_returns_is_stored(tmp_path):
-    """What its `state_dict` returns is what its `load_state_dict` gets."""
-
     class Own(torch.optim.SGD):
         def state_dict(self):
             return {"mine": torch.ones(2), "rate": self.param_groups[0]["lr"]}
@@ -288,7 +280,6 @@ def test_what_an_overridden_state_dict_returns_is_stored(tmp_path):
 
 
 def test_tensors_that_an_optimizer_keeps_for_no_parameter(tmp_path):
-    """A tensor of many elements that belongs to no parameter, and is neither true nor false, is saved and loaded."""
     model = Net()
     optimizer, fresh = (torch.optim.Adam(trainable(model)) for _ in range(2))
     train(model, optimizer, 1, seed=0)
@@ -315,7 +306,6 @@ def test_going_back_to_before_the_first_step_clears_state(tmp_path):
     step(model, optimizer, 3)
     sk.load(state, tmp_path / "a")
     assert not optimizer.state
-
     model[0].requires_grad_(False)
     step(model, optimizer)
     sk.save(state, tmp_path / "b")
@@ -422,7 +412,6 @@ def test_learning_rates_that_are_tensors(tmp_path):
 
 
 def test_one_hyper_parameter_alone(tmp_path):
-    """A glob that reaches the learning rates, and nothing else, loads the learning rates."""
     model = nn.Linear(2, 2)
     sk.save({"m": model, "o": torch.optim.Adam(model.parameters(), lr=0.3)}, tmp_path / "c")
     fresh = torch.optim.Adam(model.parameters())
@@ -469,7 +458,6 @@ def test_step_counters_are_not_shared_because_they_were(tmp_path):
 
 
 def test_names_that_are_dropped_leave_state_alone(tmp_path):
-    """`rename` to None is as good as `exclude`: live state stays."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)
@@ -480,7 +468,6 @@ def test_names_that_are_dropped_leave_state_alone(tmp_path):
 
 
 def test_moments_follow_the_dtype_and_shape_of_their_parameter(tmp_path):
-    """Another dtype is an error, or cast with the parameter; another shape is an error, also without the module."""
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)

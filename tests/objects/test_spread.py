@@ -178,7 +178,6 @@ def load_with_fault(where):
 
 
 def test_no_object_takes_anything_if_a_rank_fails_to_read(rank_pool, tmp_path):
-    """A read fails on one rank: all ranks raise, and no optimizer has been touched."""
     rank_pool.run(2, save_net, str(tmp_path / "c"))
     for outcome in rank_pool.run(2, load_with_fault, str(tmp_path / "c")):
         count, lr, message = outcome

@@ -39,13 +39,10 @@ class Loader(Stateful):
 
 
 def saved(ranks, where, make):
-    """Save what `make` returns for each rank."""
     run_thread_ranks(ranks, lambda world: sk.save(make(world), where, group=world))
 
 
 def loading(where, make, **how):
-    """Return a function that loads into what `make` returns for a rank, and returns that."""
-
     def load(world):
         state = make(world)
         sk.load(state, where, group=world, **how)
@@ -55,7 +52,6 @@ def loading(where, make, **how):
 
 
 def test_an_object_is_given_what_it_returned(tmp_path):
-    """`load_state_dict` gets what `state_dict` gave, nested or empty, tensors or arrays, whatever is there now."""
     state = {
         "z": 1,
         "a": {"list": [1, 2, {"deep": torch.arange(3)}], "tuple": (torch.ones(2), "x"), "none": None},
@@ -66,10 +62,8 @@ def test_an_object_is_given_what_it_returned(tmp_path):
         7: "int key",
     }
     sk.save({"thing": Stateful(state), "other": 1}, tmp_path / "c")
-
     fresh = Stateful(something="else", a=[1])
     report = sk.load({"thing": fresh, "other": 0}, tmp_path / "c")
-
     assert report.missing == report.unexpected == []
     assert fresh.loads == 1
     assert list(fresh.state) == list(state)
@@ -77,7 +71,6 @@ def test_an_object_is_given_what_it_returned(tmp_path):
 
 
 def test_objects_in_lists_and_below_other_keys(tmp_path):
-    """An object is found wherever it stands, and its neighbours are loaded as ever."""
     things = [Stateful(n=1), Stateful(n=2)]
     sk.save({"app": {"list": things, "tuple": (Stateful(n=3), 5), "step": 1}}, tmp_path / "c")
     fresh = {"app": {"list": [Stateful(), Stateful()], "tuple": (Stateful(), 0), "step": 0}}
@@ -91,7 +84,6 @@ def test_objects_in_lists_and_below_other_keys(tmp_path):
 
 
 def test_an_object_the_checkpoint_lacks_is_missing(tmp_path):
-    """Strict: an error that names it. Otherwise it is reported, and not touched."""
     sk.save({"a": Stateful(n=1)}, tmp_path / "c")
     state = {"a": Stateful(), "new": Stateful(n=5)}
     with pytest.raises(sk.StateMismatch, match="new"):
@@ -104,14 +96,12 @@ def test_an_object_the_checkpoint_lacks_is_missing(tmp_path):
 
 
 def test_an_object_that_nothing_asks_for_is_unexpected(tmp_path):
-    """What was saved of an object is not dropped in silence."""
     sk.save({"a": Stateful(n=1), "b": Stateful(n=2)}, tmp_path / "c")
     with pytest.raises(sk.StateMismatch, match=r"b\.n"):
         sk.load({"a": Stateful()}, tmp_path / "c")
 
 
 def test_selection_and_renaming_reach_objects(tmp_path):
-    """`include`, `exclude` and `rename` mean the names inside objects too."""
     sk.save({"a": Stateful(x=1, y=2), "b": Stateful(n=2)}, tmp_path / "c")
     state = {"a": Stateful(), "b": Stateful()}
     sk.load(state, tmp_path / "c", exclude="b")
@@ -125,7 +115,6 @@ def test_selection_and_renaming_reach_objects(tmp_path):
 
 
 def test_a_state_dict_that_is_no_mapping_is_refused(tmp_path):
-    """The error names the object's key."""
     with pytest.raises(sk.UnsupportedLeaf, match="'odd'"):
         sk.save({"odd": Stateful([1, 2])}, tmp_path / "c")
 
@@ -148,7 +137,6 @@ def test_state_that_differs_between_ranks_is_each_ranks_own(tmp_path):
 
 def test_on_another_number_of_ranks_the_object_decides(tmp_path):
     """`load_rank_states` gets what all ranks saved; an object without it is an error that names it."""
-
     where = tmp_path / "c"
     saved(3, where, lambda world: {"loader": Stateful(position=10 + world.rank), "n": 1})
     for rank, found in enumerate(run_thread_ranks(2, loading(where, lambda _: {"loader": Loader(), "n": 0}))):
@@ -170,8 +158,6 @@ def test_what_other_ranks_saved_is_not_this_ranks(tmp_path):
 
 
 def test_a_failing_object_fails_on_every_rank(tmp_path):
-    """`state_dict` raises on one rank: all ranks hear of it, and nothing is committed."""
-
     class Broken(Stateful):
         def state_dict(self):
             raise ValueError("no state today")
@@ -190,7 +176,6 @@ def draws():
 
 
 def test_generators_go_on_as_they_would_have(tmp_path):
-    """Python, NumPy and torch draw the same numbers after a load as they drew after the save."""
     random.gauss(0, 1)
     np.random.standard_normal()
     sk.save({"rng": sk.RNG()}, tmp_path / "c")
@@ -305,7 +290,6 @@ def test_what_differs_beside_spread_tensors_is_refused_or_wrapped(tmp_path):
 
 
 def test_an_object_is_not_replaced_by_a_value(tmp_path):
-    """A number or a tensor where an object stands is an error; the object stays."""
     for saved in (3, torch.ones(2)):
         sk.save({"s": saved}, tmp_path / "c", overwrite=True)
         state = {"s": Stateful()}
@@ -336,7 +320,6 @@ def test_per_rank_inside_and_around_objects(tmp_path):
 
 
 def test_containers_keep_their_classes(tmp_path):
-    """Counters, default dicts and named tuples come back as what the object holds now."""
     shows = {"c": Counter({3: 2}), "d": defaultdict(int, a=1), "t": Pair(torch.ones(1), 2)}
     sk.save({"s": Stateful(shows)}, tmp_path / "c")
     fresh = Stateful({"c": Counter(), "d": defaultdict(int), "t": Pair(0, 0)})
@@ -346,14 +329,12 @@ def test_containers_keep_their_classes(tmp_path):
 
 
 def test_the_order_of_keys_is_no_difference(tmp_path):
-    """Two ranks that list the same items in another order have the same state."""
     items = [("a", 1), ("b", 2)]
     saved(2, tmp_path / "c", lambda world: {"s": Stateful(dict(items if world.rank else items[::-1]))})
     assert sorted(sk.open(tmp_path / "c").keys()) == ["s.a", "s.b"]
 
 
 def test_objects_on_some_ranks_only_are_refused(tmp_path):
-    """A rank without the object of another: both raise an error that names it, and nothing has changed."""
     sk.save({"s": Stateful({"a": 1}), "w": torch.ones(2)}, tmp_path / "c")
     tensors = [torch.zeros(2), torch.zeros(2)]
 

@@ -22,7 +22,6 @@ def state_of(kind, optimizer, mesh):
 
 
 def first_part(folder, kind, optimizers):
-    """Train two steps, save, and go on without a break."""
     losses, mesh = {}, mesh_for(kind)
     for optimizer in optimizers:
         state = state_of(kind, optimizer, mesh)
@@ -34,7 +33,6 @@ def first_part(folder, kind, optimizers):
 
 
 def second_part(folder, kind, sources):
-    """Load what others saved, save it again, and go on."""
     losses, mesh = {}, mesh_for(kind)
     for source, optimizer in sources:
         state = state_of(kind, optimizer, mesh)

@@ -96,7 +96,6 @@ def fsdp1(model, *, use_orig_params):
 
 
 def stage(rank, ranks):
-    """The blocks of one pipeline stage."""
     return range(rank * DEPTH // ranks, (rank + 1) * DEPTH // ranks)
 
 
@@ -126,7 +125,6 @@ def mesh_for(kind):
 
 
 def build(kind, mesh):
-    """Wrap the model; called on every rank of a world of `WORLDS[kind]`, with `mesh_for(kind)`."""
     torch.manual_seed(dist.get_world_size())  # another start for each, so that what is equal was loaded
     ranks = dist.get_world_size()
     model = Net(stage(dist.get_rank(), ranks)) if kind == "pipeline" else Net()

@@ -90,7 +90,6 @@ def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
 
 
 def test_parts_have_the_blocks_of_the_whole():
-    """To cut a group into files makes its blocks no smaller; another group has its own."""
     [orders] = split_by_rank(plan_of([{"model": [300 * MIB] * 16, "other": [MIB]}]), 1)
     assert [file.block_nbytes for file in orders.files] == [MIB] * 8 + [64 << 10]
 
@@ -109,7 +108,6 @@ def test_a_cut_is_no_worse_than_one_chunk(sizes, count):
 
 
 def test_a_small_state_and_a_lone_tensor_are_one_file():
-    """Below two parts' size nothing is cut, nor is a tensor, however large."""
     plan = plan_of([{"model": [100 * MIB] * 3}, {"model": [20 << 30]}])
     assert [(file.rank, file.part) for file in plan.files] == [(0, 0), (1, 0)]
 
@@ -123,7 +121,6 @@ def test_many_ranks_cut_less(ranks, count):
 
 @pytest.fixture
 def tiny_parts(monkeypatch):
-    """Parts and large chunks are of a few KB."""
     monkeypatch.setattr(parts, "PART_NBYTES", 16 << 10)
     monkeypatch.setattr(parts, "SLICE_NBYTES", 1 << 10)
 

@@ -11,15 +11,7 @@ from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import ITEMSIZES, Box, distinct, grid, intersect, matrix_of, slices
 from shardkeep.format.dtypes import DTYPES, by_code
 from shardkeep.format.index import build_index, decode_index, encode_index
-from shardkeep.plan.load_plan import (
-    ReadRequests,
-    Runs,
-    Scatter,
-    check_tensors,
-    every_block,
-    plan_load,
-    plan_reads,
-)
+from shardkeep.plan.load_plan import ReadRequests, Runs, Scatter, check_tensors, every_block, plan_load, plan_reads
 
 CODES = [next(row.code for row in DTYPES if row.itemsize == size) for size in (1, 2, 4, 8, 16)]
 FAR = 1 << 20
@@ -28,7 +20,6 @@ FAR = 1 << 20
 
 @given(st.lists(st.integers(0, 9)), st.sampled_from(["u1", "<u4", "<i8"]))
 def test_distinct_numbers_are_those_of_numpy(numbers, code):
-    """In order, of any integers, and none of none."""
     column = np.array(numbers, code)
     assert np.array_equal(distinct(column), np.unique(column))
     assert distinct(column).dtype == column.dtype
@@ -43,7 +34,6 @@ def flat(shape, cell):
 
 
 def bytes_of(scatter):
-    """Every wanted byte of a scatter, in the file's data."""
     for cell in cells(scatter.source):
         at = scatter.start + flat(scatter.shape, cell) * scatter.itemsize
         yield from range(at, at + scatter.itemsize)
@@ -115,9 +105,7 @@ def test_every_wanted_byte_is_read_once_and_no_block_twice(case):
     """
     apart, (runs, scatters, data_nbytes, block, window) = case
     plan = plan_reads(0, runs, scatters, data_nbytes=data_nbytes, block_nbytes=block, window_nbytes=window)
-
     read_count, placed, given_to = carry_out(plan, data_nbytes, block, window)
-
     places, wants = expected(runs, scatters)
     assert (placed.keys(), given_to.keys()) == (places, wants)
     if apart:
@@ -127,7 +115,6 @@ def test_every_wanted_byte_is_read_once_and_no_block_twice(case):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_every_block_is_every_byte_once(data_nbytes, blocks):
-    """The plan that checks a file reads all of it, in windows."""
     plan = every_block(0, data_nbytes, window_nbytes=16 * blocks)
     read_count, placed, given_to = carry_out(plan, data_nbytes, 16, 16 * blocks)
     assert read_count == Counter(range(data_nbytes))
@@ -274,7 +261,6 @@ def test_only_what_is_wanted_must_be_stored_exactly_once(case, data):
 
 
 def place(chunks, cell, size):
-    """Where an element is stored: file, and byte of its data."""
     for box, file, start in chunks:
         inside = [c - o for c, o in zip(cell, box.offsets, strict=True)]
         if all(0 <= c < n for c, n in zip(inside, box.sizes, strict=True)):

@@ -27,7 +27,6 @@ shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
 
 def paint(shape, boxes):
-    """How many boxes cover each element."""
     counts = np.zeros(shape, int)
     for box in boxes:
         counts[slices(box)] += 1
@@ -46,7 +45,6 @@ def box_in(draw, shape):
 
 @st.composite
 def cut_up(draw, shape):
-    """Boxes that tile a shape, by random guillotine cuts."""
     boxes = [whole(shape)]
     for _ in range(draw(st.integers(0, 5))):
         at = draw(st.integers(0, len(boxes) - 1))
@@ -107,7 +105,6 @@ def test_empty_tensors_are_tiled_by_nothing():
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_boxes_meet_as_painted_boxes_do(data):
-    """Intersection, relative position and flat ranges agree with sets of indices."""
     shape = data.draw(shapes)
     a, b = data.draw(box_in(shape)), data.draw(box_in(shape))
     both = (paint(shape, [a]) == 1) & (paint(shape, [b]) == 1)
@@ -121,15 +118,12 @@ def test_boxes_meet_as_painted_boxes_do(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
-    """The boxes of elements start..stop, laid end to end, are exactly those elements, in that order."""
     shape = data.draw(shapes)
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
     numbers = np.arange(total).reshape(shape)
-
     boxes = list(flat_range_to_boxes(shape, start, stop))
-
     laid = [numbers[slices(box)].reshape(-1) for box in boxes]
     assert np.concatenate([np.empty(0, int), *laid]).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -139,14 +133,11 @@ def test_a_flat_range_is_cut_into_few_boxes_in_order(data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_contiguous_run_knows_when_a_box_is_one_run(data):
-    """A run is found exactly when the box's flat indices are consecutive, and then it is those."""
     shape = data.draw(shapes)
     box = data.draw(box_in(shape))
     flat = np.arange(math.prod(shape)).reshape(shape)[slices(box)].reshape(-1)
     consecutive = bool(np.all(np.diff(flat) == 1))
-
     run = contiguous_run(shape, box)
-
     assert (run is not None) == consecutive
     if run:
         assert run == (flat[0], len(flat))
@@ -198,13 +189,11 @@ def test_every_replicated_byte_has_one_writer_that_holds_it(data):
 
 
 def test_one_large_replica_is_poured_evenly():
-    """A tensor that all ranks hold is split so that all end with the same load."""
     load = np.array([100, 0, 50, 0], np.int64) << 20
     one = np.array([0])
     group, _, begin, end = assign_replicas(
         load, np.array([250 << 20]), one, np.array([4]), np.arange(4), np.array([250])
     )
-
     assert len(group) == 3  # rank 0 already has its share
     assert (end - begin).sum() == 250
     assert (load >> 20).tolist() == [100, 100, 100, 100]

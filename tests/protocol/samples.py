@@ -14,8 +14,6 @@ __all__ = ["Counter", "blank", "holds", "on_few_ranks", "quietly", "state_of_ran
 
 
 class Counter:
-    """An object with a state of its own."""
-
     def __init__(self, count=0):
         self.count = count
         self.log = torch.full((3,), float(count))
@@ -49,7 +47,6 @@ def on_few_ranks(full):
 
 
 def state_of_ranks():
-    """Every kind of value, nested in every way."""
     return {
         **sharded_tree(),
         "deep": {"er": {"list": [numbered(3), {"x": numbered(2)}, 5], "set": {1, 2}}, "0": {"1": numbered(4)}},
@@ -87,7 +84,6 @@ def blank(value):
 
 
 def holds(state):
-    """What a state holds, to be compared."""
     return {
         key: ("counter", value.count, seen(value.log)) if isinstance(value, Counter) else seen(value)
         for key, value in state.items()

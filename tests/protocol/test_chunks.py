@@ -43,7 +43,6 @@ one_list = st.integers(0, 3).flatmap(lambda dims: boxes_of(dims, most=10))
 @without_deadline
 @given(two_lists)
 def test_overlapping_pairs_are_those_with_common_elements(lists):
-    """The pairs found are exactly those that share an element, and the region is exactly what they share."""
     wanted, stored = lists
     expected = [(i, j) for i, a in enumerate(wanted) for j, b in enumerate(stored) if elements(a) & elements(b)]
     assert overlaps(wanted, stored) == expected
@@ -63,7 +62,6 @@ def test_overlapping_pairs_are_those_with_common_elements(lists):
 @without_deadline
 @given(two_lists)
 def test_boxes_with_elements_are_judged_as_torch_does(lists):
-    """Where both boxes have elements, torch's functions say the same."""
     for a, b in itertools.product(*lists):
         if all(a.sizes) and all(b.sizes):
             assert boxes_overlap(a, b) == resharding._check_shard_metadata_pair_overlap(a, b)
@@ -83,7 +81,6 @@ def test_a_box_without_elements_overlaps_nothing():
 @without_deadline
 @given(one_list)
 def test_a_clash_is_found_if_there_is_one(boxes):
-    """Pairs are reported only if they share an element, and some pair is if any two do."""
     found = clashes(boxes)
     assert all(elements(a) & elements(b) for a, b in found)
     assert bool(found) == any(elements(a) & elements(b) for a, b in itertools.combinations(boxes, 2))
@@ -119,7 +116,6 @@ def test_clashes_of_a_large_grid_are_found_without_comparing_all_pairs():
     ],
 )
 def test_bounds(box, inside):
-    """A box lies within its tensor with all of its axes, or it does not."""
     assert within(torch.Size([4, 5]), chunk(*box)) is inside
 
 

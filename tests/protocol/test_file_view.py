@@ -29,7 +29,6 @@ steps = st.lists(
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), steps)
 def test_a_view_reads_as_a_stream_of_its_own(offset, length, actions):
-    """Whatever is done to a view gives what the same gives on a stream that holds only these bytes."""
     view, alone = utils._create_file_view(io.BytesIO(DATA), offset, length), io.BytesIO(DATA[offset : offset + length])
     assert view.readable()
     assert view.seekable()
@@ -51,7 +50,6 @@ def test_a_view_reads_as_a_stream_of_its_own(offset, length, actions):
 
 
 def test_a_view_is_what_torch_loads_from():
-    """A tensor stored between other bytes is loaded from a view of its own; the stream stays open."""
     stored = io.BytesIO()
     torch.save(numbered(3, 2), stored)
     whole = io.BytesIO(b"before" + stored.getvalue() + b"after")
@@ -96,7 +94,6 @@ def test_a_shard_is_found_by_its_offset(rank_pool):
 
 def test_profiles_are_printed_where_asked_for(monkeypatch, capsys):
     """Nothing is printed by default; with the switch on, where the time went."""
-
     with utils._profile():
         pass
     assert capsys.readouterr().out == ""

@@ -22,8 +22,6 @@ RANKS = [1, 2, 4]
 
 
 class Unsendable(Exception):
-    """Cannot be pickled."""
-
     def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
         self.lock = threading.Lock()
@@ -56,7 +54,6 @@ def every_method(leader, kind):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("leader", ["first", "last"])
 def test_each_method_does_what_torchs_does(rank_pool, ranks, leader):
-    """The same results on every rank, whichever one coordinates."""
     chosen = 0 if leader == "first" else ranks - 1
     mine = rank_pool.run(ranks, every_method, chosen, _DistWrapper)
     assert mine == rank_pool.run(ranks, every_method, chosen, theirs.utils._DistWrapper)
@@ -144,7 +141,6 @@ def fail_while_deciding(method):
 
 @pytest.mark.parametrize("method", ["reduce_scatter", "all_reduce", "broadcast"])
 def test_a_failure_of_the_coordinator_is_raised_on_all(rank_pool, method):
-    """What fails at the coordinator alone is its failure, on every rank."""
     assert rank_pool.run(3, fail_while_deciding, method) == [{1: "undecided"}] * 3
 
 
@@ -255,7 +251,6 @@ def compare_keys():
 
 
 def test_keys_of_all_ranks(rank_pool):
-    """The keys of all ranks are found, and those that a rank lacks are named there."""
     assert rank_pool.run(2, compare_keys) == [{"a", "only 0", "only 1"}] * 2
 
 
@@ -275,8 +270,6 @@ def test_what_a_wrapped_exception_is():
 
 
 class Stuck:
-    """An object that cannot give its state on one rank."""
-
     def state_dict(self):
         if not dist.is_initialized() or dist.get_rank() == 1:
             raise LookupError("no state")

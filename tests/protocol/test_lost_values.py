@@ -34,7 +34,6 @@ def test_shards_inside_an_object_are_refused(rank_pool, tmp_path, planner_option
 
 
 def test_sparse_tensors_are_refused(tmp_path):
-    """A sparse tensor, which nothing could load again, fails the save by name."""
     with pytest.raises(dcp.CheckpointException) as failed:
         dcp.save({"s": torch.eye(3).to_sparse()}, checkpoint_id=tmp_path / "ck")
     error = failed.value.failures[0][0]

@@ -55,8 +55,6 @@ RANKS = [1, 2, 4]
 
 
 class Pair(NamedTuple):
-    """A tuple with names."""
-
     left: object
     right: object
 
@@ -130,7 +128,6 @@ def test_dedupe_drops_nothing_and_doubles_nothing():
 
 
 def test_a_key_written_twice_is_refused():
-    """Two values that are no shards, or a shard and an object, under one name: an AssertionError that names it."""
     tensor = dataclasses.replace(item("w", 2), type=WriteItemType.TENSOR)
     thing = WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)
     for first, second in [(tensor, tensor), (thing, thing), (thing, item("w", 2))]:
@@ -173,7 +170,6 @@ def metadata_of_everything():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metadata_without_a_save(rank_pool, ranks):
-    """What `_create_default_local_metadata` says of a state is what torch says."""
     assert rank_pool.run(ranks, metadata_of_everything) == [True] * ranks
 
 
@@ -196,7 +192,6 @@ def load_plans(options):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("options", [{}, {"allow_partial_load": True}])
 def test_loads_are_planned_as_torch_plans_them(rank_pool, ranks, options):
-    """The same reads for the same state, on each rank, from torch's own metadata."""
     for same, count in rank_pool.run(ranks, load_plans, options):
         assert same
         assert count > 20
@@ -209,7 +204,6 @@ def saved(folder, state, **options):
 
 
 def refusal(reader, state):
-    """What a load into this state is refused with."""
     with pytest.raises(CheckpointException) as caught:
         quietly(load, state, storage_reader=reader)
     return caught.value.failures[0][0]
@@ -239,7 +233,6 @@ def test_near_names_are_suggested_for_missing_keys(tmp_path, stored, asked, hint
 
 
 def test_all_missing_keys_are_named_at_once(tmp_path):
-    """One RuntimeError, in torch's words, with every key that the checkpoint lacks; nothing was touched."""
     reader = saved(tmp_path, {"a": numbered(2)})
     state = {"a": torch.zeros(2), "b": numbered(3), "c": {"d": 1}}
     error = refusal(reader, state)
@@ -249,7 +242,6 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
 
 
 def test_all_wrong_sizes_are_named_at_once(tmp_path):
-    """One ValueError with both sizes of each tensor."""
     reader = saved(tmp_path, {"a": numbered(2), "b": numbered(3, 3), "c": numbered(1)})
     error = refusal(reader, {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(1)})
     assert isinstance(error, StateMismatch)
@@ -271,7 +263,6 @@ def test_an_object_in_the_place_of_a_tensor_is_refused(tmp_path):
 
 
 def test_meta_tensors_get_memory_and_nothing_else_changes():
-    """Tensors on meta are replaced in dicts, lists and tuples, in place; what holds none stays the object it was."""
     on_meta = torch.empty(3, device="meta")
     inner, same = [on_meta, 1], (1, {2})
     state = {"w": on_meta, "list": inner, "pair": Pair(on_meta, "x"), "same": same, "tuple": (on_meta,)}
@@ -324,7 +315,6 @@ def test_the_state_must_be_empty_where_it_is_made():
 
 
 def test_an_option_without_effect_is_said(caplog):
-    """`dedup_replicated_tensors` is taken, and logged."""
     DefaultSavePlanner(dedup_replicated_tensors=True)
     assert "dedup_replicated_tensors" in caplog.text
 
@@ -355,7 +345,6 @@ def recording(base):
 
 
 def test_hooks_are_called_as_torch_calls_them(tmp_path):
-    """A subclass of our planner under our driver sees the calls that a subclass of torch's sees under torch's."""
     state = {"w": numbered(2), "n": 1, "sub": {"x": numbered(3)}}
     noted = {}
     for who, saver, loader, save_base, load_base in [
@@ -431,7 +420,6 @@ class OldFashioned(DefaultSavePlanner):
 
 
 def test_a_planner_of_old_is_told_less(tmp_path):
-    """A `set_up_planner` of two arguments works, with a warning."""
     with pytest.warns(UserWarning, match="OldFashioned.set_up_planner|on its own"):
         save({"w": numbered(2)}, storage_writer=theirs.FileSystemWriter(tmp_path), planner=OldFashioned())
     into = {"w": torch.zeros(2)}
@@ -440,7 +428,6 @@ def test_a_planner_of_old_is_told_less(tmp_path):
 
 
 def test_what_cannot_be_found_is_named():
-    """A plan that asks for what the state has not is a ValueError that names the key."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": numbered(4), "n": 1})
     for index in (MetadataIndex("x"), MetadataIndex("w", [2]), MetadataIndex("n", [0])):
@@ -450,7 +437,6 @@ def test_what_cannot_be_found_is_named():
 
 
 def test_planners_can_be_sent_to_another_process():
-    """The default planners survive a pickle, fresh and in use, as saves in another process need it."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for each in (planner, DefaultLoadPlanner(), _EmptyStateDictLoadPlanner({"a"})):
         assert type(pickle.loads(pickle.dumps(each))) is type(each)

@@ -75,7 +75,6 @@ def save_led_by(folder, leader):
 
 @pytest.mark.parametrize("leader", [0, 2])
 def test_any_rank_may_coordinate(rank_pool, tmp_path, leader):
-    """The old functions take the coordinator's rank, and do as well with the last one."""
     assert rank_pool.run(3, save_led_by, str(tmp_path / "ck"), leader) == [True] * 3
 
 
@@ -105,7 +104,6 @@ def test_a_storage_may_still_be_the_second_argument(tmp_path):
 
 
 def test_a_storage_is_needed(tmp_path):
-    """Without a storage, and without an id that says where it is, there is a RuntimeError that says what to give."""
     for call, kind in [(state_dict_saver.save, "storage_writer"), (state_dict_loader.load, "storage_reader")]:
         with pytest.raises(RuntimeError, match=f"checkpoint_id` must be specified if {kind}"):
             quietly(call, {})

@@ -33,7 +33,6 @@ def test_an_index_finds_what_is_stored_under_torchs(offset, hint):
 
 
 def test_an_index_is_frozen_and_survives():
-    """It cannot be changed, only replaced; pickling keeps all of it."""
     index = metadata.MetadataIndex("w", [1, 2], 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         index.fqn = "v"
@@ -59,7 +58,6 @@ def test_item_types_equal_torchs_of_the_same_name(name):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
 def test_properties_are_pickled_as_torchs_are(memory_format):
-    """The state is the tuple torch writes, and torch's own tuple is understood."""
     mine = metadata.TensorProperties(torch.bfloat16, memory_format=memory_format, requires_grad=True)
     theirs = their_metadata.TensorProperties(torch.bfloat16, memory_format=memory_format, requires_grad=True)
     assert pickle.loads(pickle.dumps(mine)) == mine
@@ -80,7 +78,6 @@ def test_a_memory_format_that_cannot_be_stored_is_refused():
 
 
 def every_value(of_metadata, of_plans, of_storage):
-    """One of each class, in either tree of classes."""
     index = of_metadata.MetadataIndex("w", (2, 0), 1)
     chunk = of_metadata.ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 3]))
     properties = of_metadata.TensorProperties(torch.int8)
@@ -111,7 +108,6 @@ def every_value(of_metadata, of_plans, of_storage):
 
 
 def test_values_go_to_torch_and_back_without_loss():
-    """Everything torch's classes hold arrives in ours, and the other way round; all of it has changed sides."""
     mine = every_value(metadata, plans, storage)
     theirs = every_value(their_metadata, their_planner, their_storage)
     assert to_ours(theirs) == mine
@@ -138,7 +134,6 @@ def test_what_is_not_of_the_protocol_stays_as_it_is():
 
 
 def test_what_another_version_of_torch_added_is_kept():
-    """An attribute that our class does not know comes along."""
     theirs = their_metadata.BytesStorageMetadata()
     theirs.extra = random.random()
     assert to_ours(theirs).extra == theirs.extra

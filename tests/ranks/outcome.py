@@ -47,6 +47,5 @@ def ask(meeting, phase, work, decide=echo):
 
 
 def ask_once(work, decide=echo, *, timeout_s=5.0, title="save to a", phase="write"):
-    """Make one call of one phase."""
     with rendezvous(current_world(timeout_s=timeout_s), title) as meeting:
         return ask(meeting, phase, work, decide)

@@ -32,10 +32,8 @@ def mailbox(store):
 def test_a_message_arrives_and_leaves_nothing_behind(store, mailbox, nbytes):
     body = bytes(range(256)) * (nbytes // 256 + 1)
     before = store.num_keys()
-
     mailbox.put("letter", body[:nbytes])
     mailbox.put("postcard", b"\x00\xff")
-
     assert mailbox.read(["letter", "postcard"]) == [body[:nbytes], b"\x00\xff"]
     mailbox.drop("letter", nbytes)
     mailbox.drop("postcard")
@@ -47,20 +45,17 @@ def test_more_messages_than_one_request_reads(mailbox):
     names = [f"n{number}" for number in range(3 * mailbox_module.BATCH + 1)]
     for name in names:
         mailbox.put(name, name.encode())
-
     assert mailbox.read(names) == [name.encode() for name in names]
 
 
 def test_a_log_has_what_was_appended_in_its_order_until_it_is_dropped(store, mailbox):
     bodies = [b"", b"?", b"\x00\xff", b"x" * 5000]
     before = store.num_keys()
-
     assert mailbox.entries("log") == []
     for body in bodies:
         mailbox.append("log", body)
     assert mailbox.entries("log") == bodies
     mailbox.drop_log("log")
-
     assert mailbox.entries("log") == []
     assert store.num_keys() == before
 
@@ -69,7 +64,6 @@ def test_a_log_has_what_was_appended_in_its_order_until_it_is_dropped(store, mai
 def test_a_look_at_a_message_returns_at_once(mailbox, body):
     assert mailbox.peek("letter") is None
     mailbox.put("letter", body)
-
     assert mailbox.peek("letter") == body
 
 
@@ -77,7 +71,6 @@ def test_waiting_ends_with_its_time_in_silence(mailbox, capfd):
     """torch's own `wait` writes two lines to stderr each time it ends without the key."""
     mailbox.put("first", b"")
     began = time.monotonic()
-
     assert mailbox.poll(lambda: mailbox.peek("second"), 0.3) is None
     assert 0.3 <= time.monotonic() - began < 1
     assert capfd.readouterr().err == ""
@@ -96,7 +89,6 @@ def test_a_visit_that_hangs_is_left_behind_and_ends_at_its_next_look(store, monk
 
     with pytest.raises(StoreUnreachable, match=r"did not answer for 0\.3 s"):
         with_mailbox(store, 2, errand, within_s=0.2)
-
     assert time.monotonic() - began < 2
     release.set()
     visitors[0].join(5)

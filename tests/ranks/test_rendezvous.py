@@ -28,9 +28,7 @@ def ask_for_rank():
 def test_each_rank_gets_its_answer(rank_pool, size):
     """Contributions reach `decide` in the order of ranks, and each rank gets the answer meant for it."""
     everyone = b",".join(b"%d" % number for number in range(size))
-
     answers = [outcome.answer for outcome in rank_pool.run(size, ask_for_rank)]
-
     assert answers == [everyone + b">%d" % number for number in range(size)]
 
 
@@ -41,7 +39,6 @@ def many_phases():
 
 def test_phases_of_one_name_follow_each_other(rank_pool):
     expected = [[b"0,%d,%d>%d" % (n, 2 * n, number) for n in range(5)] for number in range(3)]
-
     assert rank_pool.run(3, many_phases) == expected
 
 
@@ -62,9 +59,7 @@ def test_long_contributions_and_answers_arrive_whole(rank_pool, shared):
     """A TCPStore cuts off a client that sends more than 8 MiB at once."""
     nbytes = 2 * PIECE_BYTES + 3
     digests = ",".join(hashlib.md5(b"%d" % number * nbytes).hexdigest() for number in range(3))
-
     heard = rank_pool.run(3, long_texts, nbytes, shared)
-
     assert heard == [(digests, "" if shared else str(number)) for number in range(3)]
 
 
@@ -80,7 +75,6 @@ def fail_on(failing):
 @pytest.mark.parametrize("failing", [[0], [1], [2], [1, 3]])
 def test_failures_reach_every_rank(rank_pool, failing):
     lines = [f"rank {number}: no space for part {number}" for number in failing]
-
     for number, one in enumerate(rank_pool.run(4, fail_on, failing)):
         assert one.kind == "StorageFull"
         assert one.message == "\n".join([*lines, "(during 'write' of save to a)"])
@@ -106,7 +100,6 @@ def fail_deciding(wrong):
 )
 def test_a_failing_decision_reaches_every_rank(rank_pool, wrong, text):
     outcomes = rank_pool.run(3, fail_deciding, wrong)
-
     assert {one.kind for one in outcomes} == {"CheckpointError"}
     assert {one.message for one in outcomes} == {f"rank 0: {text}\n(during 'write' of save to a)"}
     assert [bool(one.cause) for one in outcomes] == [True, False, False]
@@ -127,7 +120,6 @@ def fail_and_go_on():
 def test_ranks_can_go_on_after_a_failure(rank_pool):
     """A failed phase leaves all ranks in step, for the next phase and for the next call."""
     heard = rank_pool.run(3, fail_and_go_on)
-
     assert heard == [("rank 1: OSError: no", b"0,1,2>%d" % number, b"0,1,2>%d" % number) for number in range(3)]
 
 
@@ -156,7 +148,6 @@ def be_stopped(kind, stopped, where):
 @pytest.mark.parametrize(("stopped", "where"), [(0, "work"), (1, "work"), (0, "decide")])
 def test_an_interrupt_goes_on_and_reaches_the_others(rank_pool, kind, stopped, where):
     outcomes = rank_pool.run(3, be_stopped, kind, stopped, where)
-
     assert outcomes.pop(stopped) == f"{kind.__name__}('stop')"
     for one in outcomes:
         assert one.message.startswith(f"rank {stopped}: {kind.__name__}: stop\n")
@@ -186,7 +177,6 @@ def stay_when_stopped(stopped):
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_an_interrupt_reaches_the_others_before_the_call_ends(rank_pool, stopped):
     heard = rank_pool.run(3, stay_when_stopped, stopped)
-
     assert heard.pop(stopped) == []
     assert heard == [[f"rank {stopped}: KeyboardInterrupt"] * 2] * 2
 
@@ -208,7 +198,6 @@ def leave_early(leaving):
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool, leaving):
     heard = rank_pool.run(3, leave_early, leaving)
-
     assert max(seconds for seconds, _, _ in heard) < 3
     assert [answer for _, _, answer in heard] == [b"0,1,2>0", b"0,1,2>1", b"0,1,2>2"]
     texts = [text for _, text, _ in heard]
@@ -241,7 +230,6 @@ def test_a_call_may_go_on_in_the_background(rank_pool):
 
 
 def count_keys(sizes, times):
-    """Count the keys of the store after calls with contributions of each size, the first of which is made once."""
     world = current_world(timeout_s=20)
     counts = []
     for turn, nbytes in enumerate(sizes):
@@ -292,7 +280,6 @@ def test_ranks_meet_through_each_kind_of_store(stores, monkeypatch, ranks_per_lo
     monkeypatch.setattr(rendezvous_module, "LOG_RANKS", ranks_per_log)
     stores[-1] = stores[-1] if isinstance(stores[-1], PrefixStore) else PrefixStore("a", stores[-1])
     saved = [(b">%d" % number, b"01234", b"c") for number in range(5)]
-
     assert on_all_ranks(stores, save_in_three_phases) == saved
     before = stores[0].num_keys()
     assert on_all_ranks(stores, lambda world: [save_in_three_phases(world) for _ in range(200)][-1]) == saved
@@ -304,8 +291,6 @@ LOOKS = {"compare_set", "check", "has_extended_api"}
 
 
 class CountingStore:
-    """Counts the requests that a rank makes, by their kind."""
-
     def __init__(self, store):
         self.requests = Counter()
         self._store = store
@@ -327,7 +312,6 @@ def test_a_rank_makes_few_requests_and_rank_0_not_many_more(monkeypatch):
                 meeting.agree(phase, lambda: b"%d" % world.rank, lambda said: [b"ok"] * len(said))
 
     on_all_ranks(stores, save)
-
     rank_0, *others = ({kind: n for kind, n in one.requests.items() if kind not in LOOKS} for one in stores)
     last_to_leave = {"add": 2, "set": 1, "append": 3, "delete_key": 3}
     others.remove(last_to_leave)

@@ -54,7 +54,6 @@ def oversleep(sleeper):
 
 def test_a_sleeping_rank_is_named_and_learns_of_it_when_it_wakes(rank_pool):
     heard = rank_pool.run(4, oversleep, 2)
-
     for outcome, _ in heard:
         assert outcome.kind == "RanksSilent"
         assert outcome.details == {"ranks": [2]}
@@ -69,7 +68,6 @@ def test_a_sleeping_rank_is_named_and_learns_of_it_when_it_wakes(rank_pool):
 
 def test_a_sleeping_rank_0_is_named(rank_pool):
     heard = rank_pool.run(3, oversleep, 0)
-
     for outcome, after_s in heard[1:]:
         assert outcome.kind == "RanksSilent"
         assert outcome.details == {"ranks": [0]}
@@ -96,7 +94,6 @@ def die(doomed, timeout_s):
 @pytest.mark.parametrize("doomed", [0, 3])
 def test_a_rank_killed_in_a_phase_is_named(rank_pool, doomed):
     outcomes = rank_pool.run(4, die, doomed, TIMEOUT_S, expect_death=[doomed])
-
     for number in {0, 1, 2, 3} - {doomed}:
         assert (outcomes[number].kind, outcomes[number].details) == ("RanksSilent", {"ranks": [doomed]})
 
@@ -104,7 +101,6 @@ def test_a_rank_killed_in_a_phase_is_named(rank_pool, doomed):
 def test_the_death_of_the_store_is_noticed_at_once(rank_pool):
     """The store lives in rank 0's process, as torchrun has it, so its connection breaks with it."""
     outcomes = rank_pool.run(3, die, 0, 5 * SOON_S, expect_death=[0], store_on="rank0")
-
     for one in outcomes[1:]:
         assert (one.kind, one.details) == ("RanksSilent", {"ranks": [0]})
         assert one.message.startswith("rank 0: cannot be reached: ")
@@ -129,7 +125,6 @@ def call_after_death():
 
 def test_a_call_begun_after_the_death_of_the_store_fails(rank_pool):
     heard = rank_pool.run(2, call_after_death, expect_death=[0], store_on="rank0")
-
     assert heard[1].startswith("rank 0: cannot be reached: ")
 
 
@@ -154,7 +149,6 @@ def freeze():
 
 def test_a_frozen_store_does_not_hold_the_others_past_their_deadline(rank_pool):
     heard = rank_pool.run(2, freeze, store_on="rank0")
-
     assert (heard[1].kind, heard[1].details) == ("RanksSilent", {"ranks": [0]})
     assert "the store did not answer" in heard[1].message
     assert heard[1].seconds < SOON_S
@@ -178,7 +172,6 @@ def vanish_after(failing):
 def test_rank_0_stays_until_the_others_have_its_answer(rank_pool, failing):
     """A script may end right after its save, and on rank 0 that ends the store."""
     outcomes = rank_pool.run(3, vanish_after, failing, expect_death=[0], store_on="rank0")[1:]
-
     message = "rank 1: OSError: no space\n(during 'write' of save to a)" if failing else ""
     assert [one.message for one in outcomes] == [message] * 2
     assert [one.answer for one in outcomes] == ([None, None] if failing else [b",,>1", b",,>2"])
@@ -195,7 +188,6 @@ def vanish_when_others_pause():
 
 def test_rank_0_stays_longer_than_the_longest_pause_of_the_others(rank_pool):
     outcomes = rank_pool.run(3, vanish_when_others_pause, expect_death=[0], store_on="rank0")[1:]
-
     assert [one.message for one in outcomes] == ["", ""]
     assert [one.answer for one in outcomes] == [b",,>1", b",,>2"]
 
@@ -280,7 +272,6 @@ def skip_one(skipping):
 @pytest.mark.parametrize("skipping", [[2], [0], [0, 2], [1, 2]])
 def test_a_missed_call_spoils_no_later_one(rank_pool, skipping):
     heard = rank_pool.run(3, skip_one, skipping)
-
     for number, said in enumerate(heard):
         fine = [f"0,1,2>{number}"] * 2
         assert said == (fine if number in skipping else ["RanksSilent", *fine])
@@ -296,7 +287,6 @@ CALLS = {
 
 
 def call_on_one_rank(caller, call, where):
-    """Make a call on one rank only; return what was logged, and the error."""
     lines, log, error_text = [], logging.getLogger("shardkeep"), ""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -323,7 +313,6 @@ def call_on_one_rank(caller, call, where):
 def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(rank_pool, tmp_path, caller, call):
     """The log names the ranks that have not called, seldom, and the error says that all of them must."""
     lines, error = rank_pool.run(3, call_on_one_rank, caller, call, str(tmp_path / "a"))[caller]
-
     assert 1 <= len(lines) <= 3  # at first, and after three times as long
     away = "ranks 1-2" if caller == 0 else "rank 0"
     assert f"still waiting for {away} after 0 s, this rank gives up after {1 if caller == 0 else 2} s" in lines[0]
@@ -332,7 +321,6 @@ def test_a_call_that_not_all_ranks_make_is_logged_while_it_waits(rank_pool, tmp_
 
 
 def slow_part():
-    """All ranks call, and one of them takes long for its part."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -389,7 +377,6 @@ def count_keys_when_late(late):
 def test_late_ranks_remove_their_keys(rank_pool, late):
     kind, in_time = rank_pool.run(4, count_keys_when_late, [])[0]
     late_kind, left = rank_pool.run(4, count_keys_when_late, late)[0]
-
     assert (kind, late_kind) == ("", "RanksSilent")
     assert left == in_time
 
@@ -416,7 +403,6 @@ def interrupted_while_waiting():
 
 def test_ctrl_c_ends_the_wait_of_rank_0_and_the_others_hear_of_it(rank_pool):
     (zero, zero_s), (one, one_s) = rank_pool.run(2, interrupted_while_waiting)
-
     assert zero == "KeyboardInterrupt()"
     assert "rank 0: KeyboardInterrupt" in one
     assert max(zero_s, one_s) < SOON_S

@@ -18,9 +18,7 @@ def test_a_process_without_a_group_is_alone():
 
 def test_being_alone_does_not_import_torch():
     code = "import sys; from shardkeep.dist.world import current_world; current_world(timeout_s=1); print('torch' in sys.modules)"
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
     assert done.stdout.strip() == "False"
 
 
@@ -48,7 +46,6 @@ def in_groups():
 
 def test_ranks_count_within_their_group(rank_pool):
     zero, one, two = rank_pool.run(3, in_groups)
-
     assert zero == (0, (0, 2, False))
     assert two == (1, (1, 2, False))
     assert one[1] == (0, 1, True)
@@ -75,7 +72,6 @@ def interleaved():
 
 def test_groups_beside_each_other_never_mix(rank_pool):
     heard = rank_pool.run(4, interleaved)
-
     all_of = [f"{turn}:0 {turn}:1 {turn}:2 {turn}:3" for turn in range(3)]
     assert heard[0] == heard[2] == ["0:0 0:2", all_of[0], "1:0 1:2", all_of[1], "2:0 2:2", all_of[2]]
     assert heard[1] == heard[3] == ["0:1 0:3", all_of[0], *["1:1 1:3"] * 2, all_of[1], *["2:1 2:3"] * 3, all_of[2]]

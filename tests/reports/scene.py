@@ -16,7 +16,6 @@ SLOW_S = 0.8
 
 
 def slow_store(where, verb, delay_s=SLOW_S):
-    """Make a store that sleeps before each operation of one verb."""
     return BeforeStore(sk.LocalStore(where), lambda each, _: time.sleep(delay_s * (each == verb)))
 
 
@@ -36,7 +35,6 @@ def state():
 
 @contextlib.contextmanager
 def heard(**kinds):
-    """All events inside, in order."""
     events = []
     with sk.on_event(events.append, **kinds):
         yield events
@@ -44,7 +42,6 @@ def heard(**kinds):
 
 @contextlib.contextmanager
 def logged():
-    """The lines that shardkeep logs inside."""
     lines = []
 
     class Handler(logging.Handler):

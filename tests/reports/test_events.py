@@ -93,7 +93,6 @@ def save_through(where, broken):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_failures_are_reported_on_every_rank(rank_pool, tmp_path, ranks):
-    """A disk that is full on one rank is a SaveFailed on all, a missing checkpoint a LoadFailed, with what went wrong."""
     for events in rank_pool.run(ranks, save_through, str(tmp_path / "ck"), ranks - 1):
         ends = [event for event in events if isinstance(event, (SaveCommitted, SaveFailed, LoadFinished, LoadFailed))]
         assert scene.names(ends) == ["SaveFailed", "SaveFailed", "LoadFailed"]
@@ -106,7 +105,6 @@ def test_failures_are_reported_on_every_rank(rank_pool, tmp_path, ranks):
 
 
 def test_a_cancelled_save_is_marked():
-    """The failure of a cancelled save is marked as cancelled."""
     store = HeldStore(sk.MemoryStore(), "create")
     with scene.heard() as events:
         handle = sk.async_save(scene.state(), store)
@@ -164,7 +162,6 @@ def test_a_callback_that_raises_hurts_nothing(tmp_path, caplog, error):
 
 
 def test_a_stopped_callback_gets_no_events(tmp_path):
-    """After `stop`, or the end of a `with`, no events arrive; stopping twice is not an error."""
     first, second = [], []
     listening = sk.on_event(first.append)
     with sk.on_event(second.append):
@@ -176,7 +173,6 @@ def test_a_stopped_callback_gets_no_events(tmp_path):
 
 
 def test_only_the_requested_kinds_arrive(tmp_path):
-    """Those who ask for some classes get these; progress only goes to those who ask for it."""
     with scene.heard() as some, scene.heard(kinds=[SaveCommitted]) as ends, scene.heard(kinds=[SaveProgressed]) as bars:
         sk.save(scene.state(), tmp_path / "a")
     assert scene.names(ends) == ["SaveCommitted"]
@@ -187,7 +183,6 @@ def test_only_the_requested_kinds_arrive(tmp_path):
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_progress_of_a_save_in_the_background(tmp_path, writer):
-    """Bytes only grow, up to what this rank writes."""
     with scene.heard(kinds=[SaveProgressed]) as bars:
         sk.async_save({"w": torch.ones(1 << 20)}, tmp_path / "a", writer=writer).result()
     assert bars[-1].bytes_staged == bars[-1].bytes_written == bars[-1].bytes_total == 4 << 20
@@ -195,8 +190,6 @@ def test_progress_of_a_save_in_the_background(tmp_path, writer):
 
 
 def test_no_event_is_built_without_a_listener():
-    """Without a listener of its kind an event is not even built."""
-
     def made():
         raise AssertionError("there is no listener")
 
@@ -208,7 +201,6 @@ def test_no_event_is_built_without_a_listener():
 
 
 def test_saves_go_on_while_a_callback_waits(tmp_path):
-    """Each save emits events on its own thread, so a slow callback does not delay other saves."""
     entered, release = threading.Event(), threading.Event()
 
     def slow(event):
@@ -240,7 +232,6 @@ def test_a_forked_process_has_no_listeners(rank_pool):
 
 
 def test_names_that_are_no_text_do_not_break_json(tmp_path):
-    """A path that is not UTF-8 is reported in a form that JSON can carry."""
     where = os.fsdecode(os.fsencode(tmp_path) + b"/ck-\xff")
     with scene.heard() as events:
         sk.save(scene.state(), where)

@@ -48,7 +48,6 @@ def late_rank(where, late):
 
 
 def test_a_rank_that_comes_late_is_named(rank_pool, tmp_path):
-    """A rank that makes the call later than the others is named as the slowest."""
     (saved, loaded), *_ = rank_pool.run(2, late_rank, str(tmp_path / "ck"), 1)
     for report in (saved, loaded):
         assert (report.slowest.rank, report.slowest.phase) == (1, "late")
@@ -75,7 +74,6 @@ def test_the_line_names_the_rank_that_is_slow(rank_pool, tmp_path, ranks, slow, 
 
 
 def test_a_single_rank_is_not_compared(tmp_path):
-    """A process on its own has no slowest rank."""
     with scene.logged() as lines:
         report = sk.save(scene.state(), tmp_path / "ck")
         sk.load(scene.state(), tmp_path / "ck")
@@ -85,7 +83,6 @@ def test_a_single_rank_is_not_compared(tmp_path):
 
 
 def test_a_call_that_waits_for_an_earlier_save_says_so(tmp_path):
-    """Time that the call spent waiting for another save is reported separately."""
     with scene.logged() as lines:
         first = sk.async_save(scene.state(), scene.slow_store(tmp_path / "first", "create"))
         second = sk.async_save(scene.state(), tmp_path / "second").result()
@@ -198,5 +195,4 @@ def test_what_one_sees_at_a_prompt_is_one_line(tmp_path):
     ],
 )
 def test_times_are_in_units_that_fit(seconds, text):
-    """Three digits of the unit in which a time is neither a fraction nor a long number."""
     assert format_seconds(seconds) == text

@@ -112,7 +112,6 @@ def fail_in_terminal():
 
 
 def test_a_save_that_fails_leaves_no_bar(rank_pool):
-    """What is printed next is the last on the terminal, and no callback went wrong."""
     [(shown, lines)] = rank_pool.run(1, fail_in_terminal)
     assert shown.endswith("afterwards\r\n")
     assert not [line for line in lines if "SaveFailed" in line or "SaveBegan" in line]

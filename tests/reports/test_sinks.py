@@ -83,7 +83,6 @@ def board_of_ranks(where, board):
 
 
 def test_tensorboard_hears_rank_0_alone(rank_pool, tmp_path):
-    """Two ranks that write to one folder make one file."""
     pytest.importorskip("tensorboard")
     rank_pool.run(2, board_of_ranks, str(tmp_path / "ck"), str(tmp_path / "board"))
     assert len(list((tmp_path / "board").iterdir())) == 1
@@ -174,6 +173,5 @@ print([name for name in wanted if name in sys.modules])
 
 
 def test_reports_import_nothing_that_is_not_used():
-    """A progress bar without a terminal, a trace and a callback import none of the packages."""
     found = warm_python("-c", SCRIPT)
     assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr

@@ -28,7 +28,6 @@ ARGS_OF_NAMES = {
 
 
 def read(path):
-    """The entries of a trace, every field of which is as the format says; by kind."""
     entries = defaultdict(list)
     for entry in json.loads(path.read_bytes()):
         fields = FIELDS[entry["ph"]]
@@ -112,7 +111,6 @@ def test_other_ranks_never_touch_the_file(rank_pool, tmp_path):
 
 
 def test_failures_are_in_a_trace(tmp_path):
-    """A save that fails shows how far it came, and why it came no further."""
     store = FaultyStore(sk.MemoryStore(), "full", at=0, verbs={"write_at"})
     with sk.trace(tmp_path / "trace.json"), pytest.raises(sk.StorageFull):
         sk.save(scene.state(), store, step=4)
@@ -173,7 +171,6 @@ def test_a_save_that_began_before_the_trace_is_not_waited_for(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_known_at_once(tmp_path):
-    """Not when training has ended."""
     with pytest.raises(sk.StorageError, match="cannot be created"), sk.trace(tmp_path / "nowhere" / "trace.json"):
         pytest.fail("the block was entered")
 

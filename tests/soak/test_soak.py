@@ -37,8 +37,7 @@ def test_a_short_soak(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("decide", "short", "kinds", "count"),
-    [(round_of, True, KINDS, ROUNDS + 1), (bucket_round_of, False, S3_KINDS, 40)],
+    ("decide", "short", "kinds", "count"), [(round_of, True, KINDS, ROUNDS + 1), (bucket_round_of, False, S3_KINDS, 40)]
 )
 def test_rounds_are_decided_by_the_seed(decide, short, kinds, count):
     """A round can be done again; and every kind of trouble comes up."""

@@ -51,14 +51,12 @@ def test_values_are_those_of_the_call(options, side):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_the_blocking_stager_waits(cache):
-    """The same for the stager that writers are."""
     stager = BlockingAsyncStager(cache_staged_state_dict=cache)
     assert rounds(stager.stage, fresh_state()) == [{float(step)} for step in range(ROUNDS)]
     stager.close()
 
 
 def test_pinned_memory_is_used_again_and_given_back():
-    """The same pinned memory serves all snapshots; closing unpins it."""
     stager = DefaultStager(StagingOptions(True, False, False, True))
     state = {"w": torch.ones(1_000_000, device=torch.accelerator.current_accelerator())}
     places = set()
@@ -77,7 +75,6 @@ def test_pinned_memory_is_used_again_and_given_back():
 
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
 def test_saves_from_an_accelerator(tmp_path, kind):
-    """What is saved asynchronously while the state is being changed is the state of the call."""
     state = {"w": torch.zeros(500_000, device=torch.accelerator.current_accelerator())}
     stager = DefaultStager()
     uploads = []

@@ -12,7 +12,6 @@ SIZE = 1 << 16
 
 
 def test_closing_forgets_the_limit():
-    """After `close` a pool holds what the next user allows, however much the one before was allowed."""
     pool = BufferPool(ordinary_buffer, SIZE, 8 * SIZE)
     pool.grow(lambda: True)
     assert pool.nbytes == 8 * SIZE
@@ -77,7 +76,6 @@ def test_memory_that_cannot_be_had():
 
 
 def test_an_arena_that_cannot_be_made_is_not_counted():
-    """What was free is freed for it, and the next one is made as ever."""
     arenas = Arenas()
     arenas.give(arenas.take(1000))
     with pytest.raises(OSError, match="memory"):

@@ -25,12 +25,10 @@ def test_tensors_are_what_they_were_at_the_call():
     """A tensor that gets another shape or other memory before anybody asks is still given as it was."""
     resized, replaced, transposed = torch.arange(6.0), torch.arange(4), torch.arange(12).view(3, 4).t()
     wanted = copy.deepcopy([resized, replaced, transposed])
-
     found = taken([resized, replaced, transposed])
     resized.resize_(2, 1)
     replaced.data = torch.ones(2, 2, dtype=torch.int8)
     transposed.t_()
-
     assert all(map(torch.equal, found.tensors, wanted))
 
 
@@ -39,9 +37,7 @@ def test_what_is_the_same_memory_is_copied_once():
     array = np.arange(1000.0)
     one = torch.from_numpy(array)
     again, halves, bits = torch.from_numpy(array), one.view(2, 500), one.view(torch.int64)
-
     found = taken([one, again, one, halves, bits])
-
     assert found.arena.view.nbytes == 3 * 8000
     first, *others = found.tensors
     assert [each.data_ptr() == first.data_ptr() for each in others] == [True, True, False, False]
@@ -58,7 +54,6 @@ def test_memory_that_begins_inside_a_buffer():
 
     source = torch.arange(33, dtype=torch.int16)
     found = taken([source, source[1:]], Arenas(make))
-
     assert torch.equal(found.tensors[0], source)
     assert torch.equal(found.tensors[1], source[1:])
 
@@ -105,7 +100,6 @@ def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monke
     """With less room, and no optimizer that guards the state, nothing is copied there and the call has to wait."""
     monkeypatch.setattr(pieces, "_free_nbytes", lambda device: free)
     elsewhere = [torch.empty(500, dtype=torch.uint8, device="meta") for _ in range(2)]
-
     assert pieces._chosen_for_copy(elsewhere, [0, 1], staging, []) == (copied, guarded)
 
 

@@ -37,8 +37,6 @@ class Marked(torch.Tensor):
 
 
 class Holder:
-    """An object with tensors in it, one twice."""
-
     def __init__(self):
         self.tensor = numbered(3)
         self.again = self.tensor
@@ -138,7 +136,6 @@ def test_only_the_own_bytes_of_a_view_are_staged():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_views_of_one_storage(data):
-    """Views with any offsets, steps and types are copied bit for bit, and two share memory only where they did."""
     base = torch.arange(240, dtype=torch.uint8)
     state = {}
     for index in range(data.draw(st.integers(1, 6))):
@@ -184,7 +181,6 @@ def test_memory_is_used_again_only_when_nobody_holds_it(kind):
 
 
 def test_many_small_tensors_share_a_few_pieces_of_shared_memory():
-    """A thousand tensors take a handful of file descriptors, and each still shows its own values."""
     state = {str(index): torch.full((5,), float(index)) for index in range(1000)}
     staged = StateDictStager(share_memory=True).stage(state)
     assert len({tensor.untyped_storage().data_ptr() for tensor in staged.values()}) < 5
@@ -192,7 +188,6 @@ def test_many_small_tensors_share_a_few_pieces_of_shared_memory():
 
 
 def test_a_value_that_cannot_be_copied_is_named():
-    """The error says where it is."""
     with pytest.raises(TypeError, match=r"'a\.b\.1' holds a lock"):
         StateDictStager().stage({"a": {"b": [numbered(2), threading.Lock()]}})
 
@@ -216,7 +211,6 @@ def test_tensors_that_live_for_a_moment():
 
 
 def test_a_state_that_contains_itself():
-    """A cycle is copied as a cycle."""
     state = {"w": numbered(2)}
     state["self"] = state
     staged = StateDictStager().stage(state)
@@ -330,7 +324,6 @@ def test_the_blocking_stager_checks_types_if_asked_to():
 
 
 def test_stagers_are_pickled_without_their_memory():
-    """A writer that is a stager goes to another process without the last state it staged."""
     stager = BlockingAsyncStager(cache_staged_state_dict=True)
     staged = stager.stage({"w": torch.zeros(100_000)})
     sent = pickle.dumps(stager)
@@ -341,8 +334,6 @@ def test_stagers_are_pickled_without_their_memory():
 
 
 class Box:
-    """An object that holds a module and a tensor."""
-
     def __init__(self):
         self.layer = torch.nn.Linear(2, 3)
         self.tensor = numbered(4)

@@ -59,7 +59,6 @@ def _ordinary_only() -> dict[str, Any]:
     "state", [_many_ways(), _ordinary_only(), {}, {"value": 3}], ids=["all", "plain", "no", "value"]
 )
 def test_columns_say_what_leaves_say(state: dict[str, Any]) -> None:
-    """Types, shapes, boxes, memory and ties of a state are those that its leaves have when each is described alone."""
     found = describe(state, rank=0)
 
     leaves = [describe_leaf(key, state[key]) for key in found.keys]
@@ -110,9 +109,7 @@ STATES: dict[str, dict[Any, Any]] = {
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_groups_are_the_containers_at_the_top(state: dict[Any, Any]) -> None:
-    """A tensor's group is the container at the top that it is in, whatever dots there are in names."""
     found = describe(_with_tensors(state), rank=0)
-
     expected: dict[str, str] = {}
     assert isinstance(found.tree, Container)
     for part, node in found.tree.children:

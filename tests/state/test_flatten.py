@@ -28,8 +28,6 @@ class Pair(typing.NamedTuple):
 
 
 class TensorTuple(tuple):
-    """A tensor of some framework that happens to be a tuple."""
-
     __slots__ = ()
 
 
@@ -130,14 +128,12 @@ def test_what_is_walked():
 
 
 def test_per_rank_around_a_leaf():
-    """A PerRank holds a leaf as well as a subtree, and each rank has its own name."""
     assert flat({"seed": PerRank(5)}, rank=7)[0] == {"seed.@7": 5}
     assert flat({"seed": PerRank([1, 2])}, rank=7)[0] == {"seed.@7": [1, 2]}
 
 
 @pytest.mark.parametrize("inner", [PerRank(1), {"a": PerRank(1)}, [0, PerRank(1)]], ids=repr)
 def test_per_rank_does_not_nest(inner):
-    """A PerRank inside a PerRank has no meaning."""
     with pytest.raises(UnsupportedLeaf, match=r"'x\.@0.*' is a PerRank inside a PerRank"):
         flat({"x": PerRank(inner)})
 
@@ -153,7 +149,6 @@ def test_per_rank_does_not_nest(inner):
     ],
 )
 def test_collisions_name_both_paths(state, name, first, second):
-    """Two leaves of one flat name are refused with both paths."""
     with pytest.raises(KeyCollision) as caught:
         flat(state)
     assert f"{name!r}: {first!r} and {second!r}" in caught.value.message
@@ -161,7 +156,6 @@ def test_collisions_name_both_paths(state, name, first, second):
 
 @pytest.mark.parametrize("key", [frozenset(), 1j, 2**64, np.int64(1), (1, 1j), torch.float32, "\ud800"], ids=repr)
 def test_keys_that_cannot_be_stored(key):
-    """A key without an exact stored form is refused, naming where it is."""
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b' has a key "):
         flat({"a": {"b": {key: 1}}})
     with pytest.raises(UnsupportedLeaf, match="the state has a key "):
@@ -169,16 +163,13 @@ def test_keys_that_cannot_be_stored(key):
 
 
 def test_every_storable_key():
-    """Keys of all storable types, the empty string and non-ASCII ones, are kept exactly."""
     state = {key: Tensor() for key in ["", "é", 1, -1, 2.5, None, b"x", (1, ("a",)), False]}
     leaves, tree = flat(state)
-
     assert state == unflatten(decode_tree(encode_tree(tree)), leaves.__getitem__)
     assert [repr(key) for key in state] == [repr(part) for part, _ in decode_tree(encode_tree(tree)).children]
 
 
 def test_cycles_are_refused():
-    """A container inside itself, by dict, list, tuple or PerRank, is named; one object at two places is fine."""
     by_dict = {"a": {}}
     by_dict["a"]["b"] = by_dict
     by_list = {"a": [{}]}
@@ -192,20 +183,17 @@ def test_cycles_are_refused():
             flat(state)
         with pytest.raises(UnsupportedLeaf, match="contains itself"):
             fill(state, {})
-
     shared = {"x": Tensor()}
     assert list(flat({"a": shared, "b": shared})[0]) == ["a.x", "b.x"]
 
 
 def test_depth_is_limited():
-    """Nesting without end is refused before Python's own limit."""
     state = {}
     for _ in range(100):
         state = {"a": state}
     with pytest.raises(UnsupportedLeaf, match="100 levels"):
         flat(state)
     assert flat(state["a"])[0] == {}
-
     deep = [1]
     for _ in range(5000):
         deep = [deep]
@@ -215,7 +203,6 @@ def test_depth_is_limited():
 
 @pytest.mark.parametrize("state", [[1], None, Tensor(), PerRank({})], ids=lambda s: type(s).__name__)
 def test_the_top_must_be_a_mapping(state):
-    """Anything but a mapping is refused by name, with what to pass instead."""
     for call in (flat, lambda s: fill(s, {})):
         with pytest.raises(UnsupportedLeaf, match=f"is a {type(state).__name__}, expected a mapping") as caught:
             call(state)
@@ -227,14 +214,12 @@ def test_the_top_must_be_a_mapping(state):
 
 
 def test_refill_replaces_every_leaf_in_place():
-    """All containers the user holds stay the same objects, but for tuples, and hold the new leaves."""
     _, state = training_state()
     held = [state["model"], state["optim"]["state"][0], state["optim"]["param_groups"], state["rng"]]
     held.append(state["rng"].value["cuda"])
     leaves, tree = flat(state, rank=2)
     new = {name: Tensor() for name in leaves}
     fill(state, new, rank=2)
-
     again, same_tree = flat(state, rank=2)
     assert new == again
     assert tree == same_tree
@@ -245,8 +230,6 @@ def test_refill_replaces_every_leaf_in_place():
 
 
 class Watched(dict):
-    """A dict that records what is assigned."""
-
     def __init__(self, items):
         super().__init__(items)
         self.assigned = []
@@ -257,11 +240,9 @@ class Watched(dict):
 
 
 def test_refill_touches_only_what_changed():
-    """Absent names and identical objects are not assigned, and unchanged tuples are not rebuilt."""
     a, b, pair = Tensor(), Tensor(), (Tensor(), {})
     state = Watched({"a": a, "b": b, "pair": pair, "n": 1, "inner": Watched({"x": 1})})
     fill(state, {"a": a, "n": 2, "elsewhere": 3, "pair.0": pair[0]})
-
     assert state.assigned == ["n"]
     assert state["inner"].assigned == []
     assert state["pair"] is pair
@@ -269,12 +250,10 @@ def test_refill_touches_only_what_changed():
 
 
 def test_refill_rebuilds_tuples_inside_their_parents():
-    """Nested tuples, namedtuples and torch's own result tuples are built anew with their types."""
     best = torch.max(torch.tensor([[1.0, 2.0]]), dim=1)
     state = {"a": [(Tensor(), Pair(Tensor(), (Tensor(), 5)))], "best": best}
     new = {"a.0.1.1.0": "new", "best.0": "values"}
     fill(state, new)
-
     assert state["a"][0][1].right[0] == "new"
     assert state["a"][0][1].right[1] == 5
     assert type(state["a"][0][1]) is Pair
@@ -284,10 +263,8 @@ def test_refill_rebuilds_tuples_inside_their_parents():
 
 
 def test_refill_of_a_per_rank_leaf():
-    """A PerRank takes its new value, of its own rank only."""
     state = {"seed": PerRank(5), "list": PerRank([1])}
     fill(state, {"seed.@0": 6, "seed.@1": 7, "list.@1": [2]}, rank=1)
-
     assert (state["seed"].value, state["list"].value) == (7, [2])
 
 
@@ -301,10 +278,8 @@ class Strict(tuple):
 
 
 def test_refill_says_what_cannot_be_changed():
-    """A changed leaf in an immutable mapping, or in a tuple that cannot be rebuilt, is named."""
     state = {"a": {"f": Frozen(x=1)}, "s": Strict(Tensor(), 1)}
     fill(state, {"a.f.x": state["a"]["f"]["x"]})
-
     with pytest.raises(StateError, match=r"'a\.f' is a Frozen, which cannot be changed, and 'x' in it must be"):
         fill(state, {"a.f.x": 2})
     with pytest.raises(StateError, match="'s' is a Strict, a tuple that cannot be built"):
@@ -346,7 +321,6 @@ def test_random_states_come_back(state):
     rebuilt = unflatten(decode_tree(encode_tree(tree)), leaves.__getitem__)
     assert as_plain(state) == as_plain(rebuilt)
     assert repr(as_plain(state)) == repr(as_plain(rebuilt))
-
     new = {name: Tensor() for name in leaves}
     fill(state, new)
     # A plain list that became a tensor changes nothing else: the skeleton is the same.

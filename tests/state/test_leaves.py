@@ -35,8 +35,6 @@ class SpecialParameter(nn.Parameter):
 
 
 class Packed(torch.Tensor):
-    """A wrapper around inner tensors (torchao)."""
-
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
         made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
@@ -56,7 +54,6 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def only(leaf: TensorLeaf) -> torch.Tensor:
-    """The tensor of a leaf that is one whole piece."""
     (piece,) = leaf.pieces
     assert piece.offsets == (0,) * len(leaf.shape)
     assert tuple(piece.tensor.shape) == leaf.shape
@@ -97,11 +94,9 @@ PLAIN = {
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_plain_tensors_are_viewed(make: Any) -> None:
-    """A tensor that lies in memory is one piece, which is that memory."""
     tensor = make()
     leaf = describe_leaf("k", tensor)
     view = only(leaf)
-
     check_plain(view)
     assert (leaf.dtype, leaf.shape) == (tensor.dtype, tuple(tensor.shape))
     assert (view.data_ptr(), view.stride()) == (tensor.data_ptr(), tensor.stride())
@@ -110,18 +105,14 @@ def test_plain_tensors_are_viewed(make: Any) -> None:
 
 
 def test_functions_of_a_subclass_are_not_called() -> None:
-    """Describing a tensor never runs code of its class."""
     raw = torch.arange(3.0)
-
     assert only(describe_leaf("k", raw.as_subclass(Watched))).data_ptr() == raw.data_ptr()
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0, 2)])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_elements_no_pieces(shape: tuple[int, ...], device: str) -> None:
-    """A tensor without elements has dtype and shape and nothing to store."""
     expected = TensorLeaf(torch.int16, shape, (), None)
-
     assert describe_leaf("k", torch.empty(shape, dtype=torch.int16, device=device)) == expected
     if device == "cpu":
         assert describe_leaf("k", np.empty(shape, np.int16)) == expected
@@ -140,7 +131,6 @@ def test_lazy_views_are_resolved(lazy: torch.Tensor) -> None:
     """Conjugate and negative bits are not stored as such: the values are."""
     assert lazy.is_conj() or lazy.is_neg()
     view = only(describe_leaf("k", lazy))
-
     assert not view.is_conj()
     assert not view.is_neg()
     assert torch.equal(view, lazy)
@@ -172,7 +162,6 @@ def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
     """A numpy array is described as a tensor over its memory, or over a copy where torch cannot view it."""
     assert is_tensor(array)
     view = only(describe_leaf("k", array))
-
     check_plain(view)
     assert str(view.dtype) == f"torch.{array.dtype.name}"
     assert np.array_equal(view.numpy(), array)
@@ -180,14 +169,12 @@ def test_numpy_arrays(array: np.ndarray[Any, Any]) -> None:
 
 
 def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
-    """A read-only array, a memory map included, is viewed without a warning and cannot be loaded into."""
     np.arange(6.0).tofile(tmp_path / "a")
     mapped = np.memmap(tmp_path / "a", mode="r", dtype=np.float64)
     locked = np.arange(6.0)
     locked.flags.writeable = False
     for array in (mapped, locked):
         view = only(describe_leaf("k", array))
-
         assert view.data_ptr() == array.ctypes.data
         assert view.tolist() == [0, 1, 2, 3, 4, 5]
         with pytest.raises(UnsupportedLeaf, match="'k' is a read-only"):
@@ -214,7 +201,6 @@ def test_read_only_arrays_do_not_warn(tmp_path: Any) -> None:
     ids=lambda obj: type(obj).__name__,
 )
 def test_other_things_are_not_tensors(obj: Any) -> None:
-    """What is not plainly a tensor is left to others."""
     assert not is_tensor(obj)
 
 
@@ -223,10 +209,8 @@ def test_other_things_are_not_tensors(obj: Any) -> None:
     "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc], ids=str
 )
 def test_sparse_is_refused(layout: torch.layout) -> None:
-    """A sparse tensor is refused with its layout and what to save instead."""
     block = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     sparse = torch.eye(4).to_sparse(layout=layout, blocksize=block)
-
     with pytest.raises(UnsupportedLeaf, match=rf"'a\.b' has layout {layout}\n.*to_dense"):
         describe_leaf("a.b", sparse)
 
@@ -278,22 +262,17 @@ def _functional() -> torch.Tensor:
     ],
 )
 def test_refusals_name_key_and_kind(make: Any, what: str) -> None:
-    """Each kind without a plain form is refused with the key, what it is and a way out."""
     leaf = make()
     assert is_tensor(leaf)
-
     with pytest.raises(UnsupportedLeaf, match=what) as caught:
         describe_leaf("a.b", leaf)
-
     assert caught.value.message.startswith("'a.b' ")
     assert caught.value.hint
     assert caught.value.details["key"] == "a.b"
 
 
 def test_meta_where_allowed() -> None:
-    """For loading, a meta tensor has its shape and no memory."""
     leaf = describe_leaf("k", torch.empty(2, 3, device="meta"), allow_meta=True, writable=True)
-
     assert only(leaf).is_meta
     assert leaf.alias is None
 
@@ -302,7 +281,6 @@ def test_alias_is_the_same_memory_seen_the_same_way() -> None:
     """Tied weights share an alias; another shape, stride, offset, dtype or memory does not."""
     base = torch.arange(12.0).reshape(3, 4)
     alias = describe_leaf("a", base).alias
-
     same = [base, nn.Parameter(base), base.view(3, 4), base.numpy(), base.as_subclass(Tagged), base[:]]
     same += [ShardedBox(base, offsets=(0, 0), shape=(3, 4))]
     for other in same:
@@ -316,7 +294,6 @@ def test_alias_is_the_same_memory_seen_the_same_way() -> None:
 
 
 def test_alias_of_several_pieces() -> None:
-    """A leaf of pieces is another one's alias if all pieces are."""
     a, b = torch.ones(2), torch.ones(2)
 
     def boxed(*pieces: tuple[torch.Tensor, tuple[int, ...]]) -> Any:
@@ -334,15 +311,12 @@ def test_alias_of_several_pieces() -> None:
     ids=["expanded", "broadcast", "reversed"],
 )
 def test_what_cannot_be_filled(leaf: Any) -> None:
-    """A leaf whose memory would not become the loaded values is refused for loading, not for saving."""
     describe_leaf("k", leaf)
-
     with pytest.raises(UnsupportedLeaf, match="'k'"):
         describe_leaf("k", leaf, writable=True)
 
 
 def test_writable_leaves_see_what_is_written() -> None:
-    """Writing into the pieces changes the leaf, whichever kind it is, and autograd hears of it."""
     parameter = nn.Parameter(torch.zeros(2, 3).t())
     box = ShardedBox(torch.zeros(2).as_subclass(Tagged), offsets=(1,), shape=(3,))
     array = np.zeros(3)
@@ -360,13 +334,11 @@ def test_writable_leaves_see_what_is_written() -> None:
 
 
 def test_sharded_boxes() -> None:
-    """A ShardedBox gives its pieces where they lie, the empty ones left out."""
     first, second = torch.ones(2, 3), nn.Parameter(torch.zeros(1, 3))
     box = ShardedBox.of(
         [(first, (0, 0)), (torch.ones(0, 3), (2, 0)), (second, (4, 0))], shape=(6, 3), dtype=torch.float32
     )
     leaf = describe_leaf("k", box)
-
     assert (leaf.dtype, leaf.shape) == (torch.float32, (6, 3))
     assert [piece.offsets for piece in leaf.pieces] == [(0, 0), (4, 0)]
     assert [piece.tensor.data_ptr() for piece in leaf.pieces] == [first.data_ptr(), second.data_ptr()]
@@ -387,9 +359,7 @@ def test_sharded_boxes() -> None:
     ],
 )
 def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) -> None:
-    """A piece outside the tensor, or of another dtype, is an error that names the key."""
     box = ShardedBox.of([(tensor, offsets)], shape=(6, 3), dtype=torch.float32)
-
     with pytest.raises(InvalidShards, match=rf"'a\.b'.*{what}"):
         describe_leaf("a.b", box)
 
@@ -398,21 +368,17 @@ def test_wrong_boxes(tensor: torch.Tensor, offsets: tuple[int, ...], what: str) 
     "piece", [np.ones(2), Packed(torch.ones(2)), torch.eye(2).to_sparse()], ids=["numpy", "wrapper", "sparse"]
 )
 def test_pieces_are_plain_tensors(piece: Any) -> None:
-    """A piece is held to the same rules as a leaf."""
     box = ShardedBox.of([(piece, (0,) * len(piece.shape))], shape=tuple(piece.shape), dtype=torch.float32)
-
     with pytest.raises(UnsupportedLeaf, match="'k'"):
         describe_leaf("k", box)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_dtensor(mesh: DeviceMesh, placement: Any) -> None:
-    """A DTensor's piece is its local tensor, without communication, copy or autograd."""
     full = torch.arange(12.0).reshape(4, 3)
     parameter = nn.Parameter(distribute_tensor(full, mesh, [placement]))
     leaf = describe_leaf("k", parameter)
     view = only(leaf)
-
     check_plain(view)
     assert torch.equal(view, full)
     assert view.data_ptr() == parameter._local_tensor.data_ptr()
@@ -465,7 +431,6 @@ def test_materialize_plain_tensors() -> None:
     """A meta tensor gets memory of the same shape and order of strides; anything else is returned as it is."""
     meta = torch.empty(2, 3, 4, device="meta", dtype=torch.bfloat16).permute(2, 0, 1)
     made = materialize("k", meta)
-
     assert (made.device.type, made.shape, made.stride(), made.dtype) == ("cpu", meta.shape, meta.stride(), meta.dtype)
     assert only(describe_leaf("k", made, writable=True)).data_ptr() == made.data_ptr()
     for real in (
@@ -480,7 +445,6 @@ def test_materialize_plain_tensors() -> None:
 
 
 def test_materialize_keeps_the_kind() -> None:
-    """Class, attributes and `requires_grad` survive."""
     frozen = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
     special = SpecialParameter(torch.empty(2, device="meta"))
     special.tensor_parallel = True
@@ -488,7 +452,6 @@ def test_materialize_keeps_the_kind() -> None:
     tagged_parameter = nn.Parameter(torch.empty(2, device="meta").as_subclass(Tagged))
     for leaf in (frozen, special, tagged_parameter, nn.Parameter(torch.empty(2, device="meta"))):
         made = materialize("k", leaf)
-
         assert type(made) is type(leaf)
         assert isinstance(made, nn.Parameter)
         assert made.is_leaf
@@ -500,22 +463,18 @@ def test_materialize_keeps_the_kind() -> None:
 
 
 def test_materialize_boxes() -> None:
-    """The pieces of a ShardedBox are given memory where they lack it."""
     real = torch.ones(2)
     box = ShardedBox.of([(real, (0,)), (torch.empty(2, device="meta"), (2,))], shape=(4,), dtype=torch.float32)
     made = materialize("k", box)
-
     assert made.pieces[0][0] is real
     assert [offsets for _, offsets in made.pieces] == [(0,), (2,)]
     assert len(describe_leaf("k", made, writable=True).pieces) == 2
 
 
 def test_materialize_dtensors(mesh: DeviceMesh) -> None:
-    """A DTensor on meta gets a local tensor on its mesh's device, with the same placements."""
     meta = nn.Parameter(distribute_tensor(torch.empty(3, 4, device="meta").t(), mesh, [Shard(1)]))
     meta.tensor_parallel = True
     made = materialize("k", meta)
-
     assert isinstance(made, DTensor)
     assert isinstance(made, nn.Parameter)
     assert made.requires_grad
@@ -529,9 +488,7 @@ def test_materialize_dtensors(mesh: DeviceMesh) -> None:
 
 
 def test_materialize_refuses_what_it_cannot_make() -> None:
-    """A meta tensor of a kind without a plain form is refused by name."""
     wrapper = torch.Tensor._make_wrapper_subclass(Packed, (2,), device="meta")
-
     with pytest.raises(UnsupportedLeaf, match=r"'a\.b'.*Packed"):
         materialize("a.b", wrapper)
 

@@ -40,7 +40,6 @@ def spec_of(shape: Ints, mesh: Ints, at: Ints | None, placements: tuple[Placemen
 
 
 def left_to_right(full: torch.Tensor, mesh: Ints, at: Ints, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Split as `distribute_tensor` does, by torch's own functions."""
     for size, index, placement in zip(mesh, at, placements, strict=True):
         if not placement.is_replicate():
             full = placement._split_tensor(full, size, with_padding=False, contiguous=False)[0][index]
@@ -48,7 +47,6 @@ def left_to_right(full: torch.Tensor, mesh: Ints, at: Ints, placements: tuple[Pl
 
 
 def in_order(full: torch.Tensor, mesh: Ints, at: Ints, cuts: list[tuple[int, int]]) -> torch.Tensor:
-    """Split by `torch.chunk`, mesh dimension by mesh dimension in the order given."""
     for mesh_dim, dim in cuts:
         full = Shard(dim)._split_tensor(full, mesh[mesh_dim], with_padding=False)[0][at[mesh_dim]]
     return full
@@ -94,7 +92,6 @@ def test_left_to_right(sharding: tuple[Ints, Ints, tuple[Placement, ...]]) -> No
         local = left_to_right(full, mesh, at, placements)
         size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
         found, boxes = local_layout(shape, mesh, at, as_written(placements))
-
         assert found == tuple(local.shape) == tuple(size)
         check(full, local, boxes)
         if 0 not in size:
@@ -114,7 +111,6 @@ def test_plain_shards_are_one_box(sharding: tuple[Ints, Ints, tuple[Placement, .
         for there, _ in boxes:
             count[slices(there)] += 1
     replicas = math.prod(n for n, p in zip(mesh, placements, strict=True) if p.is_replicate())
-
     assert bool((count == replicas).all())
 
 
@@ -154,19 +150,15 @@ def test_three_dimensional_meshes(placements: tuple[Placement, ...], order: list
     for rows, columns, at in itertools.product(range(20), (1, 5), coordinates(mesh)):
         full = numbered((rows, columns))
         local = in_order(full, mesh, at, order)
-
         check(full, local, dtensor_boxes("k", spec_of((rows, columns), mesh, at, placements), tuple(local.shape)))
 
 
 def test_strided_without_its_partner() -> None:
-    """A strided placement that no other accounts for gives several disjoint boxes, in the order of the local tensor."""
     boxes = dtensor_boxes("k", spec_of((9,), (4,), (0,), (_StridedShard(0, split_factor=2),)), (3,))
-
     assert boxes == [(Box((0,), (2,)), Box((0,), (2,))), (Box((5,), (1,)), Box((2,), (1,)))]
 
 
 def test_runs_that_touch_are_one() -> None:
-    """Parts that follow one another in the whole tensor are one box, not several."""
     assert local_layout((8,), (1,), (0,), [Cut(0, 0, 4)])[1] == [(Box((0,), (8,)), Box((0,), (8,)))]
     assert local_layout((4,), (2,), (0,), [Cut(0, 0, 4)])[1] == [(Box((0,), (4,)), Box((0,), (4,)))]
     assert local_layout((4,), (2,), (1,), [Cut(0, 0, 4)])[1] == []
@@ -176,27 +168,22 @@ def test_views_keep_the_written_order() -> None:
     """A spec that says its strides are no shard order is read left to right only."""
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     spec = spec_of((9,), (4, 2), (3, 0), placements, use_strided_shard_as_shard_order=False)
-
     assert possible_cuts("k", spec, (4, 2)) == [[Cut(0, 0, 2), Cut(1, 0)]]
 
 
 def test_shard_order_of_each_dimension() -> None:
-    """Each tensor dimension has an order of its own."""
     mesh, shape = (2, 2, 2, 2), (7, 9)
     placements = (Shard(1), Shard(0), Shard(0), Shard(1))
     full = numbered(shape)
     for at in coordinates(mesh):
         local = in_order(full, mesh, at, [(2, 0), (1, 0), (3, 1), (0, 1)])
         spec = spec_of(shape, mesh, at, placements, shard_order=((0, (2, 1)), (1, (3, 0))))
-
         check(full, local, dtensor_boxes("k", spec, tuple(local.shape)))
 
 
 def test_huge_dimensions_cost_nothing() -> None:
-    """Runs are worked out, not listed: a dimension of a million million elements is no different."""
     n = 10**12 + 7
     boxes = local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[1]
-
     assert (
         sum(there.sizes[0] for there, _ in boxes)
         == local_layout((n, 3), (7, 5), (6, 4), [Cut(0, 0, 3), Cut(1, 0)])[0][0]
@@ -205,7 +192,6 @@ def test_huge_dimensions_cost_nothing() -> None:
 
 
 def test_scalars_and_ranks_outside() -> None:
-    """A replicated scalar is one box without axes; a rank outside the mesh holds nothing."""
     assert dtensor_boxes("k", spec_of((), (2,), (1,), (Replicate(),)), ()) == [(Box((), ()), Box((), ()))]
     assert dtensor_boxes("k", spec_of((4,), (2,), None, (Shard(0),)), (0,)) == []
 
@@ -224,7 +210,6 @@ def test_placements_that_are_refused(placement: Placement, said: str) -> None:
 
 
 def test_wrong_local_shape() -> None:
-    """A local tensor that is not what its placements give, as `from_local` allows, is reported with both shapes."""
     for local in ((4,), (0,)):
         with pytest.raises(InvalidShards, match=rf"'k'.*\({local[0]},\).*\(3,\) at \(0,\)"):
             dtensor_boxes("k", spec_of((5,), (2,), (0,), (Shard(0),)), local)
@@ -238,7 +223,6 @@ def test_empty_local_tensors_of_another_shape() -> None:
 def test_the_rare_size_at_which_shapes_cannot_tell() -> None:
     """One rank in fifty thousand has two readings of one shape; it is read as FSDP's, and a wrong tiling would show."""
     spec = spec_of((27,), (3, 4), (2, 2), (_StridedShard(0, split_factor=4), Shard(0)))
-
     assert [
         local_layout((27,), (3, 4), (2, 2), cuts)[1][0][0].offsets for cuts in possible_cuts("k", spec, (3, 4))
     ] == [(20,), (26,)]
@@ -263,7 +247,6 @@ def pieces_of(leaf: Any) -> Pieces:
 
 
 def distributed(mesh_shape: Ints, cases: list[tuple[Ints, tuple[Plain, ...]]]) -> list[Pieces]:
-    """On each rank: what it holds of numbered tensors that torch distributed."""
     mesh = init_device_mesh("cpu", mesh_shape)
     held = []
     for shape, plain in cases:
@@ -325,7 +308,6 @@ def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
     mixes = list(itertools.product(choices, repeat=len(mesh_shape)))
     cases = [(shape, mix) for shape, mix in itertools.product(SHAPES, mixes)][:: 1 if len(mixes) < 30 else 7]
     world = rank_pool.run(math.prod(mesh_shape), distributed, mesh_shape, cases)
-
     for i, (shape, mix) in enumerate(cases):
         replicas = math.prod(n for n, p in zip(mesh_shape, mix, strict=True) if p == ("replicate",))
         check_world(shape, [rank[i] for rank in world], replicas)
@@ -333,10 +315,8 @@ def test_real_ranks(rank_pool: RankPool, mesh_shape: Ints) -> None:
 
 @pytest.mark.parametrize(("mesh_shape", "shape"), [((2, 2), (7, 2)), ((2, 2, 2), (16, 3)), ((2, 2, 2), (11, 1))])
 def test_real_shard_orders(rank_pool: RankPool, mesh_shape: Ints, shape: Ints) -> None:
-    """A DTensor that torch cut in another order than left to right holds what the boxes say."""
     orders = list(itertools.permutations(range(len(mesh_shape))))
     world = rank_pool.run(math.prod(mesh_shape), reordered, mesh_shape, shape, orders)
-
     for i in range(len(orders)):
         check_world(shape, [rank[i][0] for rank in world], 1)
         assert all(rank[i][1] for rank in world)
@@ -349,7 +329,6 @@ def test_real_fsdp_over_tensor_parallel(rank_pool: RankPool, mesh_shape: Ints) -
     world = rank_pool.run(math.prod(mesh_shape), parallel_layers, mesh_shape, rows)
     tensor = mesh_shape[-1]
     replicas = mesh_shape[0] if len(mesh_shape) == 3 else 1
-
     for i, n in enumerate(rows):
         placements, _ = world[0][i]
         assert ("_StridedShard" in placements[0]) == (tensor > 1)

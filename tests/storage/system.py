@@ -16,7 +16,6 @@ MIB = 1 << 20
 
 
 def failing(name, number, monkeypatch, *, when=None):
-    """Make a call of the `os` module fail."""
     real = getattr(os, name)
 
     def call(*args, **kwargs):
@@ -29,7 +28,6 @@ def failing(name, number, monkeypatch, *, when=None):
 
 @contextmanager
 def no_file_above(nbytes):
-    """Let no file of this process grow beyond a size."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:

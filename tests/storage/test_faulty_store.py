@@ -15,7 +15,6 @@ DATA = bytes(range(100))
 
 
 def work(store):
-    """Use every verb once, in the order of `VERBS`, then delete what remains."""
     write_blob(store, "a", DATA)
     read_blob(store, "a")
     store.put("b", b"small")
@@ -26,7 +25,6 @@ def work(store):
 
 
 def test_operations_are_recorded_in_order():
-    """Without a fault all passes through, and the log says what was asked; a slow operation succeeds."""
     store, start = FaultyStore(MemoryStore(), "slow", at=0, delay_s=0.05), time.perf_counter()
     work(store)
     assert time.perf_counter() - start >= 0.05
@@ -42,9 +40,7 @@ def test_operations_are_recorded_in_order():
     [("error", StorageError, errno.EIO), ("full", StorageFull, errno.ENOSPC), ("short", StorageError, errno.EIO)],
 )
 def test_errors_strike_once_at_their_turn(fault, error, number, at):
-    """The n-th operation fails with that errno; those before and after work."""
     store = FaultyStore(MemoryStore(), fault, at=at)
-
     with raises_errno(number, error):
         work(store)
     assert VERBS[at] == store.operations[-1].split()[0]
@@ -52,25 +48,21 @@ def test_errors_strike_once_at_their_turn(fault, error, number, at):
 
 
 def test_only_chosen_verbs_are_counted():
-    """`at` counts the operations of the given verbs alone; the log has all."""
     store = FaultyStore(MemoryStore(), at=1, verbs={"put"})
     store.put("a", b"1")
     store.delete("a")
-
     with pytest.raises(StorageError):
         store.put("b", b"2")
     assert store.operations == ["put a", "delete a", "put b"]
 
 
 def test_short_write_and_read_move_half():
-    """A short write leaves the first half behind, a short read fills it."""
     inner = MemoryStore()
     writer = FaultyStore(inner, "short", at=0, verbs={"write_at"}).create("a", 100)
     with pytest.raises(StorageError):
         writer.write_at(0, memoryview(DATA))
     writer.finish()
     assert DATA[:50] + bytes(50) == read_blob(inner, "a")
-
     into = bytearray(50)
     with pytest.raises(StorageError):
         FaultyStore(inner, "short", at=0, verbs={"read_into"}).open("a").read_into(0, memoryview(into))
@@ -78,14 +70,12 @@ def test_short_write_and_read_move_half():
 
 
 def test_truncate_and_flip_are_silent():
-    """A lying disk drops half or flips a bit of what is written, and says all is well."""
     inner = MemoryStore()
     write_blob(FaultyStore(inner, "truncate", at=0, verbs={"write_at"}), "cut", DATA)
     write_blob(FaultyStore(inner, "flip", at=0, verbs={"write_at"}), "flipped", DATA)
     FaultyStore(inner, "flip", at=0).put("put", DATA)
     FaultyStore(inner, "truncate", at=0).put("half", DATA)
     once = DATA[:50] + bytes([DATA[50] ^ 0x10]) + DATA[51:]
-
     assert DATA[:50] + bytes(50) == read_blob(inner, "cut")
     assert once == read_blob(inner, "flipped")
     assert once == read_blob(inner, "put")
@@ -93,7 +83,6 @@ def test_truncate_and_flip_are_silent():
 
 
 def test_flip_on_read_harms_only_the_reader():
-    """A bit flipped on the way in is still right in the store."""
     inner = MemoryStore()
     write_blob(inner, "a", DATA)
     assert read_blob(FaultyStore(inner, "flip", at=0, verbs={"read_into"}), "a") != DATA
@@ -103,13 +92,11 @@ def test_flip_on_read_harms_only_the_reader():
 
 @pytest.mark.parametrize("at", range(len(VERBS)))
 def test_crash_ends_everything(at):
-    """After a crash every verb raises, and nothing in the store changes any more."""
     inner = MemoryStore()
     store = FaultyStore(inner, "crash", at=at)
     with pytest.raises(InjectedCrash):
         work(store)
     left = [(blob.name, blob.nbytes) for blob in inner.list()]
-
     for attempt in (partial(work, store), store.list, partial(store.open, "a"), partial(store.delete, "a")):
         with pytest.raises(InjectedCrash):
             attempt()
@@ -117,14 +104,12 @@ def test_crash_ends_everything(at):
 
 
 def test_the_dead_do_not_clean_up():
-    """After a crash `abandon` leaves the partial blob; without one it removes it."""
     inner = MemoryStore()
     writer = FaultyStore(inner, "crash", at=1).create("a", 3)
     with pytest.raises(InjectedCrash):
         writer.write_at(0, memoryview(b"abc"))
     writer.abandon()
     assert [blob.name for blob in inner.list()] == ["a"]
-
     writer = FaultyStore(inner, at=1).create("b", 3)
     with pytest.raises(StorageError):
         writer.write_at(0, memoryview(b"abc"))

@@ -24,7 +24,6 @@ COUNT = 50
 
 @pytest.fixture
 def store():
-    """A place in the memory of this process."""
     fs, path = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
     yield FsspecStore(fs, path, f"memory:/{path}", settle_s=0.0)
     if fs.exists(path):
@@ -32,7 +31,6 @@ def store():
 
 
 def created(store, pieces, *, scope=None):
-    """Begin a blob, with room for so many pieces that come early."""
     room = MemoryBudget(pieces * PIECE)
     with (scope or CancelScope(budget=room)).active():
         return store.create("a", COUNT * PIECE), room

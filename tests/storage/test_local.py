@@ -26,7 +26,6 @@ from tests.storage.system import MIB, drop_cached, failing, is_direct, linux_onl
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A store on a file system of 8 MiB."""
     path = tmp_path / "tiny"
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True, check=False)
@@ -50,7 +49,6 @@ def closing_abandoned(writer):
 @pytest.mark.parametrize("verb", ["open", "get"])
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "directory", "socket", "device"])
 def test_only_regular_files_are_read(store, tmp_path, kind, verb):
-    """A link, FIFO, socket, device or directory in the place is refused at once, and is not listed."""
     store.put("a", b"1")
     planted = tmp_path / "store" / "planted"
     if kind == "symlink":
@@ -77,36 +75,29 @@ def test_only_regular_files_are_read(store, tmp_path, kind, verb):
 
 
 def test_writes_do_not_follow_links(store, tmp_path):
-    """A link planted under a blob's name is neither written through nor in the way of a replacing put."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     store.put("a", b"1")
     (tmp_path / "store" / "planted").symlink_to(victim)
-
     with pytest.raises(StorageError):
         store.create("planted", 3)
     with pytest.raises(StorageError):
         store.put("planted", b"new")
     store.put("planted", b"new", replace=True)
-
     assert victim.read_bytes() == b"precious"
     assert store.get("planted", limit=3) == b"new"
 
 
 def test_strange_files_are_not_listed(store, tmp_path):
-    """Files whose names are no blob names, our own temporary ones among them, are not blobs."""
     store.put("a", b"1")
     for name in (".tmp-0123", "with space", "ünï", "~backup"):
         (tmp_path / "store" / name).write_bytes(b"x")
-
     assert [blob.name for blob in store.list()] == ["a"]
 
 
 def test_a_file_in_place_of_the_directory(tmp_path):
-    """A place that is a file is an error for every verb, and says so."""
     (tmp_path / "file").write_bytes(b"x")
     store = LocalStore(tmp_path / "file")
-
     for attempt in (lambda: store.put("a", b""), lambda: store.open("a"), store.list, lambda: store.create("a", 1)):
         with raises_errno(errno.ENOTDIR, match="Not a directory"):
             attempt()
@@ -116,10 +107,8 @@ def test_a_file_in_place_of_the_directory(tmp_path):
 
 
 def test_a_full_disk_is_known_at_create(tiny):
-    """Space is taken when a blob is created: no byte is written in vain, and nothing is left behind."""
     with pytest.raises(StorageFull, match=r"/big: cannot create: No space left on device \(errno ENOSPC\)") as caught:
         tiny.create("big", 64 * MIB)
-
     assert caught.value.errno == errno.ENOSPC
     assert "free some space" in caught.value.hint
     assert list(tiny.list()) == []
@@ -140,7 +129,6 @@ def test_a_full_disk_stops_a_write(tiny, monkeypatch):
     with pytest.raises(StorageFull, match=f"at offset {4 * MIB}") as caught:
         writer.write_at(4 * MIB, memoryview(bytes(12 * MIB)))
     writer.abandon()
-
     assert caught.value.details == {"name": "big", "offset": 4 * MIB, "errno": errno.ENOSPC}
     assert list(tiny.list()) == []
 
@@ -148,7 +136,6 @@ def test_a_full_disk_stops_a_write(tiny, monkeypatch):
 @linux_only
 @pytest.mark.parametrize("verb", ["create", "put"])
 def test_file_size_limit(store, verb):
-    """A limit on file sizes (RLIMIT_FSIZE) is an error with EFBIG, and leaves nothing."""
     store.put("a", b"1")
     with no_file_above(MIB), pytest.raises(StorageError, match="EFBIG") as caught:
         store.create("big", 2 * MIB) if verb == "create" else store.put("big", bytes(2 * MIB))
@@ -165,7 +152,6 @@ def test_finish_reports_and_abandon_cleans(store, monkeypatch, call):
     with pytest.raises(StorageError, match=r"/a: cannot make durable: Input/output error \(errno EIO\)"):
         writer.finish()
     writer.abandon()
-
     assert os.listdir(store.url) == []
 
 
@@ -175,7 +161,6 @@ def test_finish_reports_and_abandon_cleans(store, monkeypatch, call):
     + [("replace", True), ("link", False)],
 )
 def test_a_failed_put_keeps_the_old_blob(store, monkeypatch, call, replace):
-    """Whatever call fails, there is the old blob or the new one, whole, and no temporary file."""
     store.put("a", b"old")
     with monkeypatch.context() as patch:
         if call == "close":
@@ -184,7 +169,6 @@ def test_a_failed_put_keeps_the_old_blob(store, monkeypatch, call, replace):
             failing(call, errno.EIO, patch)
         with pytest.raises(StorageError) as caught:
             store.put("a", b"new", replace=replace)
-
     assert caught.value.errno in {errno.EIO, errno.EEXIST}
     assert os.listdir(store.url) == ["a"]
     # Only the directory's fsync comes after the replacing.
@@ -198,7 +182,6 @@ def _close_late(fd, real=os.close):
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
 def test_put_without_hard_links(store, monkeypatch, number):
-    """A file system that has no links still never writes over a blob."""
     failing("link", number, monkeypatch)
     store.put("a", b"old")
     with raises_errno(errno.EEXIST):
@@ -219,21 +202,17 @@ LocalStore(sys.argv[1]).put("a", b"new", replace=True)
 def test_a_crash_inside_put_leaves_old_or_new(store, call):
     """A process that dies before the replace leaves the old bytes; what it leaves besides is not listed."""
     store.put("a", b"old")
-
     died = subprocess.run([sys.executable, "-c", CRASHING, store.url, call], check=False)
-
     assert died.returncode == 9
     assert store.get("a", limit=3) == (b"new" if call == "fsync" else b"old")
     assert [blob.name for blob in store.list()] == ["a"]
 
 
 def test_messages_name_place_and_errno(store, monkeypatch):
-    """A read error says which file, at which offset, and what the system said."""
     write_blob(store, "a", bytes(100))
     failing("preadv", errno.EIO, monkeypatch)
     with closing(store.open("a")) as reader, pytest.raises(StorageError) as caught:
         reader.read_into(7, memoryview(bytearray(3)))
-
     assert str(caught.value) == f"{store.url}/a: cannot read at offset 7: Input/output error (errno EIO)"
     assert caught.value.details == {"name": "a", "offset": 7, "errno": errno.EIO}
     assert isinstance(caught.value.__cause__, OSError)
@@ -244,7 +223,6 @@ def test_failed_opens_leak_nothing(store, monkeypatch):
     data = sample(3 * MIB)
     write_blob(store, "a", data)
     failing("open", errno.EINVAL, monkeypatch, when=lambda path, flags, *_: bool(flags & os.O_DIRECT))
-
     assert read_blob(store, "a") == data
     write_blob(store, "b", data)
     assert read_blob(store, "b") == data
@@ -259,7 +237,6 @@ def test_failed_opens_leak_nothing(store, monkeypatch):
 
 @pytest.mark.parametrize("most", [1000, 5000, 70_000])
 def test_short_reads_and_writes(store, monkeypatch, most):
-    """A system that moves fewer bytes than asked, in pieces of any size, still moves all of them."""
     pwrite, preadv, data = os.pwrite, os.preadv, sample(2 * MIB + 77)
     memory = aligned_buffer(len(data))
     memory[:] = data
@@ -272,13 +249,11 @@ def test_short_reads_and_writes(store, monkeypatch, most):
     writer = store.create("a", len(data))
     writer.write_at(0, memory)
     writer.finish()
-
     drop_cached(store, "a", 0, len(data))
     assert read_blob(store, "a") == data
 
 
 def test_direct_writes_refused(store, monkeypatch):
-    """A file system that opens for direct I/O and then refuses it gets buffered reads and writes."""
     failing("pwrite", errno.EINVAL, monkeypatch, when=is_direct)
     failing("preadv", errno.EINVAL, monkeypatch, when=is_direct)
     data = aligned_buffer(3 * MIB)
@@ -286,13 +261,11 @@ def test_direct_writes_refused(store, monkeypatch):
     writer = store.create("a", len(data))
     writer.write_at(0, data)
     writer.finish()
-
     drop_cached(store, "a", 0, len(data))
     assert read_blob(store, "a") == bytes(data)
 
 
 def test_a_write_that_goes_nowhere(store, monkeypatch):
-    """A system that writes nothing and gives no error does not make us wait for ever."""
     monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: 0)
     writer = store.create("a", 3)
     with pytest.raises(StorageError, match="wrote nothing"):
@@ -315,7 +288,6 @@ def test_descriptors_outlive_close_while_in_use(store):
 
 
 def test_a_closed_reader_says_so(store):
-    """Reading after close is our error, not a read of whatever file has the number now."""
     store.put("a", b"abc")
     reader = store.open("a")
     reader.close()
@@ -394,7 +366,6 @@ def test_reads_from_network_file_systems_are_shared(store, monkeypatch, kind, is
     """By default ranks share reads from a file system that is not on a disk of this machine, and from no other."""
     monkeypatch.setattr(local, "_file_system", lambda _fd: kind)
     store.put("a", b"1")
-
     assert base.is_remote(FaultyStore(store)) == is_remote
     assert (peers_of(store, World(0, 2), sk.Options()) is not None) == is_remote
     assert peers_of(store, World(0, 2), sk.Options(share_reads=False)) is None

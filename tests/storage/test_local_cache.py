@@ -20,12 +20,10 @@ from tests.storage.system import MIB, cached, drop_cached, failing, is_direct, l
 @linux_only
 @pytest.mark.parametrize("offset", [0, 100])
 def test_large_writes_bypass_the_cache(store, offset):
-    """Of an aligned write only the first and the last page, if partial, are in the page cache afterwards."""
     data = aligned_buffer(3 * MIB + 100)
     writer = store.create("a", len(data))
     writer.write_at(offset, data[offset:])
     writer.finish()
-
     assert cached(store, "a") <= ALIGNMENT * (1 + bool(offset))
 
 
@@ -60,13 +58,11 @@ def test_one_refused_buffer_does_not_end_direct_reads(store):
 
 @linux_only
 def test_warm_reads_come_from_the_cache(store, monkeypatch):
-    """Bytes the page cache has are not asked of the disk."""
     data = sample(6 * MIB)
     write_blob(LocalStore(store.url, direct=False), "a", data)
     if cached(store, "a") < len(data):
         pytest.skip("the system did not keep the file cached")
     failing("preadv", errno.EIO, monkeypatch, when=is_direct)
-
     assert read_blob(store, "a") == data
 
 
@@ -90,7 +86,6 @@ def mixed(tmp_path_factory):
 @given(cold=st.lists(ranges, max_size=4), wanted=ranges, shift=st.sampled_from([0, 1, 64, 4095]), warm=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_any_range_in_any_state_of_the_cache(mixed, cold, wanted, shift, warm):
-    """Whatever part is cached, any range read into any memory is the file's bytes, and its end is noticed."""
     if warm:
         Path(mixed.url, "a").read_bytes()
     for start, end in cold:
@@ -114,7 +109,6 @@ def test_any_range_in_any_state_of_the_cache(mixed, cold, wanted, shift, warm):
 )
 @settings(max_examples=40, deadline=None)
 def test_any_parts_in_any_order(tmp_path_factory, parts, cuts, shift):
-    """Parts cut anywhere, in any order, direct and buffered side by side, make the blob."""
     store = LocalStore(tmp_path_factory.mktemp("parts"))
     memory = aligned_buffer(SIZE + shift)[shift:]
     memory[:] = CONTENT
@@ -128,7 +122,6 @@ def test_any_parts_in_any_order(tmp_path_factory, parts, cuts, shift):
 
 @linux_only
 def test_a_reader_knows_what_is_in_memory(store):
-    """What was read through the page cache is cached, what was dropped from it is not."""
     write_blob(store, "a", sample(2 * MIB))
     drop_cached(store, "a", 0, 2 * MIB)
     with closing(store.open("a")) as reader:

@@ -27,9 +27,7 @@ from shardkeep.storage.resolve import open_store
     ],
 )
 def test_paths_and_file_urls_are_local(where, path):
-    """Paths and file:// URLs become local stores of that path."""
     store = open_store(where, direct=False)
-
     assert isinstance(store, LocalStore)
     assert path == store.url
 
@@ -101,7 +99,6 @@ def test_an_at_sign_that_means_something(where):
 
 
 def test_opening_touches_nothing(tmp_path):
-    """A place that does not exist is not made by naming it, nor by looking; a store is used as it is."""
     store = open_store(tmp_path / "new", direct=True)
     assert store is open_store(store, direct=True)
     assert list(store.list()) == []
@@ -124,6 +121,5 @@ def test_opening_touches_nothing(tmp_path):
     ],
 )
 def test_other_places_are_refused(where, message):
-    """The error names the scheme, and what would be understood."""
     with pytest.raises(CheckpointError, match=message):
         open_store(where, direct=True)

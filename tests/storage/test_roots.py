@@ -27,7 +27,6 @@ def fill(root, name, *blobs):
 
 
 def test_a_root_that_does_not_exist_has_no_places(root):
-    """Looking at a root makes nothing, and finds nothing."""
     assert list(root.places()) == [] == list(root.list())
     root.remove("step-1")
     root.drop_empty("step-1")
@@ -35,7 +34,6 @@ def test_a_root_that_does_not_exist_has_no_places(root):
 
 
 def test_places_are_named_and_blobs_of_the_root_are_none(root):
-    """A root's own blobs are apart from its places."""
     fill(root, "step-1", "a")
     fill(root, "step-2", "a", "b")
     root.put("latest", b"step-2")
@@ -58,7 +56,6 @@ def test_other_programs_name_places_as_they_like(root):
 
 
 def test_a_removed_place_is_gone(root):
-    """What was removed can be made anew, and the other places stay."""
     fill(root, "step-1", RECORD_NAME, "data")
     fill(root, "step-2", RECORD_NAME)
     root.remove("step-1")
@@ -70,14 +67,12 @@ def test_a_removed_place_is_gone(root):
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", ".tmp-1", "-x"])
 def test_names_that_lead_elsewhere_are_refused(root, name):
-    """Nothing outside the root can be removed."""
     for verb in (root.place, root.remove, root.drop_empty):
         with pytest.raises(MalformedFile):
             verb(name)
 
 
 def test_only_an_empty_place_is_dropped(root):
-    """A place with anything in it stays."""
     fill(root, "step-1", "data")
     root.drop_empty("step-1")
     assert list(root.places()) == ["step-1"]
@@ -115,7 +110,6 @@ def test_a_full_disk_does_not_keep_a_place(root):
 
 
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
-    """A link is removed; the place it points to stays."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / RECORD_NAME).write_bytes(b"x")
@@ -129,7 +123,6 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
 
 
 def test_all_that_others_put_into_a_place_goes_with_it(tmp_path):
-    """Directories and odd names too, but nothing behind a link."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_bytes(b"x")
@@ -143,7 +136,6 @@ def test_all_that_others_put_into_a_place_goes_with_it(tmp_path):
 
 
 def test_an_error_of_the_system_is_ours(tmp_path, monkeypatch):
-    """A place that cannot be removed is named, with its errno."""
     root = LocalStore(tmp_path)
     fill(root, "step-1", "a")
 
@@ -156,7 +148,6 @@ def test_an_error_of_the_system_is_ours(tmp_path, monkeypatch):
 
 
 def test_roots_are_found_by_path_url_or_object(tmp_path):
-    """What a user writes becomes a root; what cannot be one is refused."""
     memory = MemoryStore()
     assert open_root(memory, direct=True) is memory
     assert open_root(tmp_path, direct=True).url == str(tmp_path)

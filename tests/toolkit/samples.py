@@ -31,7 +31,6 @@ def seen(value):
 
 
 def numbered(*shape, dtype=torch.float32):
-    """A tensor of distinct numbers."""
     return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
@@ -40,18 +39,15 @@ def mesh_of(*shape):
 
 
 def grid():
-    """The ranks as a mesh of two dimensions."""
     size = dist.get_world_size()
     return mesh_of(2, size // 2) if size > 1 else mesh_of(1, 1)
 
 
 def spread_out(full, mesh, *placements):
-    """A DTensor of numbers that all ranks know."""
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def copied(tensor):
-    """A copy of any dtype, those that torch cannot copy included."""
     return raw_view(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
@@ -85,7 +81,6 @@ def in_chunks(full):
 
 
 def sharded_tree():
-    """Every kind of leaf, over all ranks."""
     line, square = mesh_of(dist.get_world_size()), grid()
     return {
         "even": spread_out(numbered(8, 3), line, Cut(0)),

@@ -49,7 +49,6 @@ def same(tree, **options):
 
 
 def test_containers_come_out_new_and_alike():
-    """Dicts, lists, tuples and named tuples are rebuilt; tensors and plain values are the same objects."""
     buffer = io.BytesIO(b"x")
     tree = {
         "d": OrderedDict(a=1),
@@ -144,7 +143,6 @@ def sharded_misfits():
 
 
 def test_sharded_companions_must_be_cut_alike(rank_pool):
-    """Another placement, kind, dtype, cut, or no memory."""
     for said in rank_pool.run(2, sharded_misfits):
         assert len(said) == 8
         assert "sharded as" in said[0]

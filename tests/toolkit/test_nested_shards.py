@@ -120,7 +120,6 @@ def flatten_badly(case):
     ],
 )
 def test_what_cannot_be_flattened_is_refused(rank_pool, case, said):
-    """A ValueError that names the key, and says what was found."""
     for outcome in rank_pool.outcomes(2, flatten_badly, case):
         with pytest.raises(InvalidShards, match=rf"'a\.w' is .*{said}") as caught:
             raise outcome.error

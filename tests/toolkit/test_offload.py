@@ -20,7 +20,6 @@ from tests.toolkit.samples import numbered, seen, sharded_tree
 
 
 def pointers(tree):
-    """Where the memory of each tensor is."""
     return [tensor.data_ptr() for tensor in plain_tensors(tree)]
 
 
@@ -35,7 +34,6 @@ def offload_both():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_offloads_as_torch_does(rank_pool, ranks):
-    """The same tree, on all ranks or on one of them."""
     assert rank_pool.run(ranks, offload_both) == [[True, True]] * ranks
 
 
@@ -91,7 +89,6 @@ def companions_both():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_companions_are_those_of_torch(rank_pool, ranks):
-    """Made and filled by ours and by torch's functions, the trees are equal."""
     assert rank_pool.run(ranks, companions_both) == [True] * ranks
 
 
@@ -103,7 +100,6 @@ def read_shared(queue, answers):
 
 
 def test_shared_companions_are_seen_by_another_process():
-    """What is copied into a shared companion is read by another process, and what that writes is seen here."""
     made = create_cpu_state_dict({"w": torch.zeros(3), "step": torch.tensor(0)}, share_memory=True)
     copy_state_dict({"w": numbered(3), "step": torch.tensor(4)}, made)
     context = torch.multiprocessing.get_context("forkserver")
@@ -141,7 +137,6 @@ def test_odd_tensors_get_companions_too():
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_dtype_is_copied_bit_for_bit():
-    """Also those of which torch has no copy."""
     tree = {str(dtype): random_tensor((3, 2), dtype) for dtype in all_dtypes()}
     assert seen(copy_state_dict(tree, create_cpu_state_dict(tree))) == seen(tree)
 
@@ -149,7 +144,6 @@ def test_every_dtype_is_copied_bit_for_bit():
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to pin memory for")
 @pytest.mark.parametrize("share_memory", [False, True])
 def test_pinning_without_an_accelerator_raises_as_torch_does(share_memory):
-    """The same error as torch's, of the same type."""
     tree = {"w": torch.ones(3)}
     with pytest.raises((RuntimeError, AssertionError)) as expected:
         theirs._create_cpu_state_dict(tree, pin_memory=True, share_memory=share_memory)

@@ -48,7 +48,6 @@ def tree_on(device):
 
 
 def locals_of(tree):
-    """The plain tensors of a tree."""
     if isinstance(tree, torch.Tensor):
         return [getattr(tree, "_local_tensor", tree)]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
@@ -128,7 +127,6 @@ def test_a_blocking_copy_needs_no_synchronisation(device, pin):
 
 
 def test_a_companion_on_the_accelerator_is_filled_from_the_host(device):
-    """Copies go the other way too."""
     target = {"w": torch.zeros(1000, device=device)}
     copied = copy_state_dict({"w": numbered(1000)}, target)
     assert copied["w"] is target["w"]
@@ -172,7 +170,6 @@ def test_a_full_tree_is_put_into_one_on_the_accelerator(device, put, start, monk
 
 
 def test_an_offloaded_broadcast_ends_on_the_host(device):
-    """With `cpu_offload` all that arrives is on the CPU."""
     expected = tree_on(device)
     del expected["nested"]
     full = gather_state_dict(expected)

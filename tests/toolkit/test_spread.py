@@ -100,7 +100,6 @@ def broadcast_both(batch_bytes, device, options):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("batch_bytes", "options"), [(64 << 20, {}), (48, {"strict": True})])
 def test_broadcasts_as_torch_does(rank_pool, ranks, device, batch_bytes, options):
-    """The same values in DTensors of all layouts and plain tensors, in one batch or many that cut through tensors."""
     assert rank_pool.run(ranks, broadcast_both, batch_bytes, device, options) == [(True, True, True)] * ranks
 
 
@@ -145,7 +144,6 @@ def broadcast_every_dtype():
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_dtype_arrives_bit_for_bit(rank_pool):
-    """Dtypes that gloo cannot send, NaNs with odd payloads included."""
     assert rank_pool.run(2, broadcast_every_dtype) == [[], []]
 
 
@@ -189,7 +187,6 @@ def distribute_both(device):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_distributes_as_torch_does(rank_pool, ranks, device):
-    """Every rank cuts its parts out of its own full tree; what stood in the local one keeps its values."""
     assert rank_pool.run(ranks, distribute_both, device) == [(True, True)] * ranks
 
 
@@ -241,7 +238,6 @@ def different_wishes():
 
 
 def test_ranks_may_want_different_keys(rank_pool):
-    """As pipeline stages do: each gets what it has keys for."""
     assert rank_pool.run(4, different_wishes) == [True] * 4
 
 
@@ -331,7 +327,6 @@ def test_what_does_not_fit_is_one_error_on_all_ranks(rank_pool, case, kind, name
 
 
 def test_distributing_what_does_not_fit_changes_nothing():
-    """Without other ranks: the error names the key, and the local state dict is as it was."""
     local = {"a": torch.zeros(3), "b": torch.zeros(2)}
     before = seen(local)
     with pytest.raises(StateMismatch, match=r"'b' has shape \(4,\)"):
@@ -375,7 +370,6 @@ def test_a_dtensor_in_a_full_tree_must_be_cut_as_its_destination(rank_pool):
 
 
 def test_a_process_on_its_own_needs_no_group():
-    """Broadcast and distribute work without torch.distributed, with values that cannot be pickled."""
     opaque = Opaque()
     for put in (broadcast_state_dict, distribute_state_dict):
         local = {"w": torch.zeros(3), "o": None}

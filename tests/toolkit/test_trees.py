@@ -39,7 +39,6 @@ TREES = st.dictionaries(KEYS, st.recursive(LEAVES, containers, max_leaves=8), ma
 
 
 def outcome(func, *args):
-    """What a function returns, with tensors as comparable values, or which error it raises."""
     try:
         made = func(*args)
     except ValueError:
@@ -55,7 +54,6 @@ def outcome(func, *args):
 @settings(deadline=None)
 @given(tree=TREES)
 def test_flattening_is_that_of_torch(mine, its, prefix, tree):
-    """Names, order, paths, leaves and what comes back are equal; a name used twice is a ValueError in both."""
     our_flatten, their_flatten = (getattr(module, f"{prefix}flatten_state_dict") for module in (mine, its))
     our_unflatten, their_unflatten = (getattr(module, f"{prefix}unflatten_state_dict") for module in (mine, its))
     before = seen(tree)
@@ -86,7 +84,6 @@ PLAIN = st.dictionaries(
 @settings(deadline=None)
 @given(tree=PLAIN)
 def test_there_and_back_is_the_same_tree(tree):
-    """Trees of dicts by name and lists of tensors come back as they were, leaf by leaf the same objects."""
     for flatten in (our_nested.flatten_state_dict, flatten_state_dict_v_2_3, ours._flatten_state_dict):
         flat, mapping = flatten(tree)
         assert seen(our_nested.unflatten_state_dict(flat, mapping)) == seen(tree)
@@ -102,7 +99,6 @@ def visits(traverse, tree, *more):
 @settings(deadline=None)
 @given(tree=TREES)
 def test_traversals_are_those_of_torch(tree):
-    """Each set of rules visits the same values at the same paths, also with another idea of what to go into."""
     pairs = [
         (our_traverse.traverse_state_dict, their_traverse.traverse_state_dict),
         (our_traverse.traverse_state_dict_v_2_3, their_traverse.traverse_state_dict_v_2_3),
@@ -127,7 +123,6 @@ def test_which_rules_a_name_stands_for():
 @pytest.mark.parametrize("flatten", [our_nested.flatten_state_dict, ours._flatten_state_dict, flatten_state_dict_v_2_3])
 @pytest.mark.parametrize("tree", [{"a.b": numbered(1), "a": {"b": numbered(1)}}, {1: numbered(1), "1": numbered(1)}])
 def test_two_paths_of_one_name_are_an_error(flatten, tree):
-    """It is torch's ValueError, and says both paths."""
     with pytest.raises(KeyCollision, match=r"duplicated flatten key .*both \(.*\) and \("):
         flatten(tree)
 
@@ -137,7 +132,6 @@ def test_two_paths_of_one_name_are_an_error(flatten, tree):
     "path", [("a",), ("a", "b"), ("l", 2), ("l", 0, "x"), ("l", 1, 1, 1), ("new", 1, "x", 0), ("a", "new", "er")]
 )
 def test_elements_are_set_as_torch_does(module, path):
-    """Dicts and lists on the way are made, and lists filled up with None."""
     set_ours = our_traverse.set_element if module == "_traverse" else ours._set_element
     set_theirs = their_traverse.set_element if module == "_traverse" else theirs._set_element
     trees = [{"a": {"b": 1}, "l": [None]} for _ in range(2)]
@@ -151,7 +145,6 @@ def test_elements_are_set_as_torch_does(module, path):
     ("path", "held"), [(("a", "b"), "int"), (("l", "x"), "list"), (("n", 0), "NoneType"), ((), "")]
 )
 def test_a_value_in_the_way_is_an_error(path, held):
-    """A path that leads through a value, or into a list by name, says what it met."""
     tree = {"a": 1, "l": [1], "n": None}
     with pytest.raises(StateError, match=held or "path"):
         our_traverse.set_element(tree, path, 5)
@@ -184,5 +177,4 @@ def printed_both():
 
 
 def test_printing_is_that_of_torch(rank_pool):
-    """A line for each value, and one more for each local part of a sharded one."""
     assert rank_pool.run(2, printed_both) == [(True, 6)] * 2

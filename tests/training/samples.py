@@ -13,8 +13,6 @@ DIM = 8
 
 
 class Block(nn.Module):
-    """Two layers, one of which can be split by columns and one by rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(DIM, 2 * DIM)
@@ -111,7 +109,6 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Make steps of training, numbered so that they can be made again."""
     device = next(model.parameters()).device
     for step in steps:
         model(batch(step).to(device)).pow(2).mean().backward()
@@ -165,7 +162,6 @@ def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, so that -0.0 differs from 0.0 and NaN equals itself."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -39,7 +39,6 @@ def read(functions: Any, model: nn.Module, optim: torch.optim.Optimizer, options
 
 
 def reference(wrapper: str, model: nn.Module, optim: torch.optim.Optimizer, options: dict[str, bool]) -> Any:
-    """Return what torch reads."""
     if wrapper.startswith("fsdp1") and options == FULL_ON_CPU:
         # Torch crashes here on CPUs: FSDP1 hands out memory that it has freed. Rank 0 gets what all would get.
         whole = read(theirs, model, optim, {"full_state_dict": True})
@@ -86,7 +85,6 @@ SET_OPTIONS: list[dict[str, bool]] = [
 
 
 def set_options(wrapper: str, optimizer: str) -> list[dict[str, bool]]:
-    """Choose the options to set with, in the same way."""
     if optimizer != "adamw":
         return SET_OPTIONS[-2:]
     return SET_OPTIONS[::2] if wrapper in FEWER else SET_OPTIONS
@@ -164,5 +162,4 @@ def on_a_rank(wrapper: str) -> list[str]:
 def test_state_is_that_of_torch_and_training_goes_on(rank_pool: RankPool, wrapper: str, size: int):
     """Names, kinds and bits of what is read equal torch's; what is set trains on as if it had never stopped."""
     found: list[Any] = rank_pool.run(size, on_a_rank, wrapper, timeout_s=60)
-
     assert found == [[]] * size

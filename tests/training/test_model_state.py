@@ -52,9 +52,7 @@ def test_everything_a_module_has_comes_back(options: Any, wrap: Any):
     source.norm.num_batches_tracked += 5
     state = get_model_state_dict(source, options=options)
     before = plain(state)
-
     keys = set_model_state_dict(target, state, options=options)
-
     assert list(state) == list(Extra().state_dict())
     assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
     assert not differences(plain(target.state_dict()), plain(source.state_dict()))
@@ -62,16 +60,13 @@ def test_everything_a_module_has_comes_back(options: Any, wrap: Any):
 
 
 def test_state_is_the_modules_own_memory():
-    """Nothing is copied where nothing needs to be."""
     model = torch.compile(Net())
     state = module_state(model)
-
     assert all(state[name].data_ptr() == tensor.data_ptr() for name, tensor in model._orig_mod.named_parameters())
     assert not any(value.requires_grad for value in state.values())
 
 
 def test_frozen_parameters_and_submodules_can_be_chosen():
-    """The options give what torch's give; frozen parameters are left out under all of their names."""
     model = Net()
     for options in ({"ignore_frozen_params": True}, {"keep_submodule_prefixes": False}, {}):
         with pytest.warns(FutureWarning):
@@ -99,13 +94,11 @@ def test_frozen_parameters_and_submodules_can_be_chosen():
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile], ids=["plain", "compiled"])
 def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
-    """They are errors, or are returned by canonical name; torch takes a missing key for a present one in whole state."""
     model = wrap(Net())
     state = get_model_state_dict(model)
     state.pop("head.bias")
     state["head.other"] = torch.ones(1)
     options = StateDictOptions(strict=strict, full_state_dict=whole)
-
     if strict:
         with pytest.raises(RuntimeError, match=r"head\.bias"):
             set_model_state_dict(model, state, options=options)
@@ -117,24 +110,19 @@ def test_missing_and_unexpected_keys(strict: bool, whole: bool, wrap: Any):
 
 @pytest.mark.parametrize("options", [None, WHOLE], ids=["as it is", "whole"])
 def test_other_shapes_are_refused_by_name(options: Any):
-    """A tensor of another shape is named."""
     state = get_model_state_dict(Net())
     state["head.bias"] = torch.ones(7)
-
     with pytest.raises((RuntimeError, ValueError), match=r"head\.bias"):
         set_model_state_dict(Net(), state, options=options)
 
 
 def test_a_model_on_meta_takes_whole_state():
-    """Parameters and buffers get memory; what was there already stays the same object, as optimizers hold it."""
     source = Net()
     with torch.device("meta"):
         target = Net()
     target.head = nn.Linear(*source.head.weight.shape[::-1])
     held = target.head.weight
-
     set_model_state_dict(target, get_model_state_dict(source), options=WHOLE)
-
     assert target.head.weight is held
     assert not target.norm.weight.requires_grad
     assert not differences(plain(target.state_dict()), plain(source.state_dict()))
@@ -169,27 +157,21 @@ def test_modules_that_rename_their_own_state(whole: bool):
     options = StateDictOptions(dsd_fqn_modifiers="my_names", full_state_dict=whole)
     source, target = nn.Sequential(Hooked()), nn.Sequential(Hooked())
     state, optim_state = get_state_dict(source, adamw(source.parameters()), options=options)
-
     set_model_state_dict(target, state, options=options)
-
     assert set(state) == {"0.weight", "0.bias", "0.made.up"}
     assert set(optim_state["state"]) == {"0.weight", "0.bias"}
     assert torch.equal(target[0].inner.weight, source[0].inner.weight)
 
 
 def test_state_by_submodule_is_still_understood():
-    """The deprecated form, a state dict for each submodule, loads with a warning."""
     source, target = Net(), Net()
     state = {getattr(target, name): getattr(source, name).state_dict() for name in ("first", "second")}
-
     with pytest.warns(FutureWarning):
         set_model_state_dict(target, state, options=StateDictOptions(strict=False))
-
     assert not differences(plain(target.second.state_dict()), plain(source.second.state_dict()))
 
 
 def test_empty_state_is_refused():
-    """There must be something to read and something to set."""
     for call in (lambda: get_model_state_dict(nn.ReLU()), lambda: set_model_state_dict(Net(), {})):
         with pytest.raises(RuntimeError, match="empty") as caught:
             call()
@@ -199,16 +181,13 @@ def test_empty_state_is_refused():
 
 
 def test_two_keys_that_become_one_are_refused():
-    """State that would overwrite other state is an error, not lost."""
     model = nn.Module()
     model.layer = torch.compile(nn.Linear(2, 2))
     model._register_state_dict_hook(lambda _m, state, prefix, _l: state.update({"layer.weight": torch.ones(1)}))
-
     with pytest.raises(KeyCollision, match=r"layer\.weight"):
         get_model_state_dict(model)
 
 
 def test_the_stateful_protocol():
-    """Whatever has the two methods is stateful."""
     assert isinstance(nn.Linear(1, 1), Stateful)
     assert not isinstance(object(), Stateful)

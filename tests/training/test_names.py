@@ -14,8 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:Deprec
 
 
 class Tied(nn.Module):
-    """Two blocks between an embedding and a head that share one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(4, 4)
@@ -49,7 +47,6 @@ PLAIN = list(Tied().state_dict())
 def test_wrappers_are_no_part_of_names():
     """Compiled and checkpointed parts give the names of the plain module, for keys of state_dict() and for others."""
     model = wrapped()
-
     assert [canonical_key(model, key) for key in model.state_dict()] == PLAIN
     assert {frozenset(get_fqns(model, name)) for name, _ in model.named_parameters()} == {
         frozenset({name}) for name, _ in Tied().named_parameters()
@@ -59,19 +56,15 @@ def test_wrappers_are_no_part_of_names():
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_names_are_those_torch_gives(skip: bool):
-    """Parameters, buffers and keys have the same names as with torch's function, prefixes kept or not."""
     model = wrapped()
     names = [*model.state_dict(), *(name for name, _ in model.named_parameters())]
-
     for name in names:
         theirs = _get_fqns(model, name, skip_compiler_prefix=skip)
         assert get_fqns(model, name, skip_compiler_prefix=skip) == theirs
 
 
 def test_the_way_back_to_keys():
-    """A canonical name leads to the key that state_dict() of the wrapped module has."""
     model = wrapped()
-
     assert [state_dict_key(model, name) for name in PLAIN] == list(model.state_dict())
 
 
@@ -80,16 +73,13 @@ def test_tied_parameters_have_all_their_names():
     model = wrapped()
     model._orig_mod.again = model._orig_mod.blocks[1]
     names = list(parameter_names(live_state(model)).values())
-
     assert names[0] == ("emb.weight", "head.weight")
     assert ("blocks.1.0.weight", "again.0.weight") in names
     assert len(names) == len(list(model.parameters()))
 
 
 def test_hidden_children_are_no_part_of_names():
-    """A module that says which child hides its attributes has the names without that child."""
     model = nn.Sequential(Hiding())
-
     assert get_fqns(model, "0.weight") == {"0.weight"} == _get_fqns(model, "0.weight")
     assert get_fqns(model, "0.inner.weight") == {"0.weight"}
     assert get_fqns(model, "0.inner.weight", dsd_fqn_modifiers="_others") == {"0.inner.weight"}
@@ -97,9 +87,7 @@ def test_hidden_children_are_no_part_of_names():
 
 
 def test_names_that_lead_nowhere_are_refused():
-    """The error for a wrong name contains the part that is wrong; a key that a hook added stays as it is."""
     model = wrapped()
-
     for name, part in [("blocks.7.weight", "'7'"), ("head.weigh", "'weigh'")]:
         with pytest.raises(AttributeError, match=part) as caught:
             get_fqns(model, name)

@@ -86,5 +86,4 @@ def on_one_rank(wrapper: str) -> list[str]:
 def test_state_on_an_accelerator(rank_pool: RankPool, wrapper: str):
     """What is read equals torch's, values and devices; reading draws no number; what is set trains on to the bit."""
     backend = torch.distributed.get_default_backend_for_device(torch.accelerator.current_accelerator())
-
     assert rank_pool.run(1, on_one_rank, wrapper, backend=f"cpu:gloo,cuda:{backend}") == [[]]

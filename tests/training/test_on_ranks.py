@@ -128,7 +128,6 @@ def whole_state_that_rank_0_alone_has() -> list[str]:
 def test_ranks_that_have_no_state_do_not_pass_over_it(rank_pool: RankPool):
     """A rank with an empty state dict says so, and what to do, where torch goes on with what it has."""
     first, second = rank_pool.run(2, whole_state_that_rank_0_alone_has)
-
     assert first == ["nothing", "nothing"]
     assert all("empty on this rank" in said and "broadcast_from_rank0" in said for said in second)
 
@@ -305,8 +304,6 @@ def test_models_compiled_inside_fsdp1_have_canonical_names(rank_pool: RankPool):
 
 @pytest.mark.parametrize("options", [WHOLE, StateDictOptions(cpu_offload=True)], ids=["whole", "cpu"])
 def test_options_need_no_process_group(options: StateDictOptions):
-    """Reading whole state, or state on the CPU, works in a process of its own."""
     model = Net()
     state, _ = get_state_dict(model, adamw(model.parameters()), options=options)
-
     assert not differences(plain(state), plain(model.state_dict()))

@@ -85,9 +85,7 @@ def test_setting_a_fresh_optimizer_makes_no_step():
     model = nn.Linear(4, 2)
     optim = Noisy(model.parameters(), lr=0.1)
     before = plain([model.state_dict(), generators()])
-
     set_optimizer_state_dict(model, optim, state)
-
     assert not differences(plain([model.state_dict(), generators()]), before)
     assert not differences(plain(optim.state_dict()), plain(source.state_dict()))
     assert (optim.steps, optim.param_groups[0]["lr"], optim.param_groups[0]["k"]) == (0, 0.5, 1)
@@ -95,13 +93,11 @@ def test_setting_a_fresh_optimizer_makes_no_step():
 
 
 def test_initialising_gives_the_state_torch_gives():
-    """The function that gives a fresh optimizer its state gives the same as torch's, and none to one that has some."""
     model = Net()
     mine, its = adamw(model.parameters()), adamw(model.parameters())
     _init_optim_state(mine)
     theirs._init_optim_state(its)
     assert not differences(plain(mine.state_dict()), plain(its.state_dict()))
-
     train(model, mine, range(2))
     before = plain(mine.state_dict())
     _init_optim_state(mine)
@@ -120,12 +116,9 @@ class Choosy(torch.optim.Optimizer):
 
 
 def test_marks_on_parameters_are_seen():
-    """An optimizer that asks parameters what they are gets the same answers when its first state is made."""
     model = nn.Linear(2, 2)
     model.weight.rank, model.bias.rank = 4, 0
-
     state = get_optimizer_state_dict(model, Choosy(model.parameters()))["state"]
-
     assert state == {"weight": {"rank": 4}, "bias": {"rank": 0}}
 
 
@@ -159,7 +152,6 @@ class Strange(torch.optim.Optimizer):
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_state_of_any_type_comes_back_as_it_was(dtype: torch.dtype, fresh: bool, flat: bool):
-    """Codes stay whole numbers, masters stay double, strings stay strings, and keys keep their types."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = nn.Linear(3, 2).to(dtype)
     source, target = Strange(model.parameters()), Strange(model.parameters())
@@ -168,9 +160,7 @@ def test_state_of_any_type_comes_back_as_it_was(dtype: torch.dtype, fresh: bool,
     if not fresh:
         target.step()
     state = copy.deepcopy(get_optimizer_state_dict(model, source, options=options))
-
     set_optimizer_state_dict(model, target, state, options=options)
-
     assert not differences(plain(target.state_dict()), plain(source.state_dict()))
 
 
@@ -183,9 +173,7 @@ def test_half_precision_models_keep_the_precision_of_their_statistics():
     state = copy.deepcopy(get_optimizer_state_dict(model, source))
     for tree in state["state"].values():
         tree["exp_avg"] = tree["exp_avg"].float()
-
     set_optimizer_state_dict(model, target, state)
-
     assert target.state[model.weight]["mu_product"].dtype == torch.float32
     assert not differences(plain(target.state_dict()), plain(source.state_dict()))
 
@@ -201,7 +189,6 @@ def grouped(model: Net, *, swapped: bool = False) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_groups_are_found_by_the_names_in_them(flat: bool):
-    """All groups get their own hyper-parameters back, also those in another order, and extra keys."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = Net()
     source = grouped(model)
@@ -211,9 +198,7 @@ def test_groups_are_found_by_the_names_in_them(flat: bool):
     target = grouped(model, swapped=True)
     for group in target.param_groups:
         group |= {"lr": torch.tensor(9.0) if isinstance(group["lr"], torch.Tensor) else 9.0, "added_later": True}
-
     set_optimizer_state_dict(model, target, state, options=options)
-
     kept = [{k: v for k, v in group.items() if k != "params"} for group in source.param_groups]
     found = [{k: v for k, v in group.items() if k != "params"} for group in target.param_groups[::-1]]
     assert not differences(plain(found), plain([group | {"added_later": True} for group in kept]))
@@ -221,7 +206,6 @@ def test_groups_are_found_by_the_names_in_them(flat: bool):
 
 
 def test_groups_that_were_merged_are_refused():
-    """Parameters saved with different rates cannot share a group, unless the caller says it does not matter."""
     model = Net()
     source, target = grouped(model), torch.optim.AdamW(model.parameters())
     train(model, source, range(1))
@@ -230,7 +214,6 @@ def test_groups_that_were_merged_are_refused():
         with pytest.raises(RuntimeError, match=r"'first.up.weight' and .* different '(lr|betas|note)'"):
             set_optimizer_state_dict(model, target, state, options=options)
         assert not target.state
-
     set_optimizer_state_dict(model, target, state, options=StateDictOptions(strict=False))
     assert target.param_groups[0]["lr"] == 0.1
 
@@ -240,9 +223,7 @@ def test_a_rate_that_is_a_tensor_stays_one():
     model = nn.Linear(2, 2)
     state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters(), lr=0.25))
     target = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
-
     set_optimizer_state_dict(model, target, state)
-
     assert torch.equal(target.param_groups[0]["lr"], torch.tensor(0.25))
 
 
@@ -258,7 +239,6 @@ def test_groups_without_parameters():
     target.param_groups[0]["lr"] = 9.0
     set_optimizer_state_dict(model, target, state)
     assert [group["lr"] for group in target.param_groups] == [0.5, 0.1]
-
     state["param_groups"].append({"params": [], "lr": 0.7})
     with pytest.raises(ValueError, match="without parameters"):
         set_optimizer_state_dict(model, target, state)
@@ -269,7 +249,6 @@ def test_groups_without_parameters():
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "nested"])
 def test_several_optimizers(flat: bool):
-    """Each takes what is its own, one that keeps no state among them."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     torch.manual_seed(0)
     model = Net()
@@ -328,7 +307,6 @@ def test_tied_parameters_have_one_state_under_any_of_their_names(flat: bool):
     source.step()
     state = get_optimizer_state_dict(model, source, options=options)
     assert not [key for key in (state if flat else state["state"]) if "head" in key]
-
     for name in ("emb.weight", "head.weight"):
         renamed: Any = {key.replace("emb.weight", name): value for key, value in state.items()}
         if not flat:
@@ -340,24 +318,19 @@ def test_tied_parameters_have_one_state_under_any_of_their_names(flat: bool):
 
 
 def test_state_by_number_is_refused():
-    """What `Optimizer.state_dict()` returns names no parameters."""
     model = Net()
     optimizer = adamw(model.parameters())
-
     with pytest.raises(RuntimeError, match="by numbers"):
         set_optimizer_state_dict(model, optimizer, {"state": {0: {}}, **optimizer.state_dict()})
 
 
 def test_names_of_parameters_in_groups_stay_those_of_the_optimizer():
-    """An optimizer made from named parameters keeps its own list of names."""
     model = nn.Linear(2, 2)
     state = get_optimizer_state_dict(model, torch.optim.SGD(model.named_parameters(), lr=0.1))
     assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
     state["param_groups"][0]["param_names"] = ["other", "names"]
     target = torch.optim.SGD(model.named_parameters(), lr=0.1)
-
     set_optimizer_state_dict(model, target, state)
-
     assert target.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
@@ -373,10 +346,8 @@ def test_missing_state_is_refused_by_name(flat: bool):
         state = {key: value for key, value in state.items() if not key.startswith("state.head.bias")}
     else:
         del state["state"]["head.bias"]
-
     with pytest.raises(RuntimeError, match=r"Missing optimizer state for parameter 'head\.bias'") as caught:
         set_optimizer_state_dict(model, target, state, options=options)
-
     assert isinstance(caught.value, CheckpointError)
     assert not target.state
     set_optimizer_state_dict(model, target, state, options=LENIENT)
@@ -390,7 +361,6 @@ def test_moments_are_never_dropped_because_another_optimizer_has_some():
     train(model, source, range(1))
     state = get_optimizer_state_dict(model, source)
     state["param_groups"].append({"params": ["head.weight", "head.bias"], "lr": 0.5})
-
     fine, bad = adamw(model.first.parameters()), adamw(model.head.parameters())
     with pytest.raises(RuntimeError, match=r"'head\.weight'"):
         set_optimizer_state_dict(model, [fine, bad], state)
@@ -401,7 +371,6 @@ def test_moments_are_never_dropped_because_another_optimizer_has_some():
 
 
 def test_bad_input_is_refused():
-    """Each of these says what is wrong, as our error and as the builtin one that torch raises."""
     model, other = Net(), nn.Linear(2, 2)
     optim = adamw(model.parameters())
     state = get_optimizer_state_dict(model, optim)
@@ -428,17 +397,14 @@ def test_bad_input_is_refused():
 
 
 def without(state: Any, name: str) -> Any:
-    """Take a parameter out of state and groups."""
     groups = [g | {"params": [one for one in g["params"] if one != name]} for g in state["param_groups"]]
     return {"state": {key: tree for key, tree in state["state"].items() if key != name}, "param_groups": groups}
 
 
 def test_what_the_flat_form_cannot_hold_is_named():
-    """An object in the state is refused by name, with a NotImplementedError."""
     model = nn.Linear(2, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     optim.state[model.weight]["thing"] = object()
-
     with pytest.raises(NotImplementedError, match=r"'state.weight.thing' is a object"):
         get_optimizer_state_dict(model, optim, options=FLAT)
 
@@ -462,23 +428,19 @@ def test_an_optimizer_that_needs_a_closure():
 
 
 def test_reading_gives_new_containers():
-    """Changing what was read does not change the optimizer."""
     model = Net()
     optim = Odd(model.parameters())
     train(model, optim, range(1))
     before = plain(optim.state_dict())
     state = get_optimizer_state_dict(model, optim)
-
     for tree in state["state"].values():
         tree["factors"].clear()
         tree.clear()
     state["param_groups"][0]["lr"] = 9
-
     assert not differences(plain(optim.state_dict()), before)
 
 
 def test_objects_can_be_given_these_functions_as_methods():
-    """A patched model and patched optimizers give and take canonical state by their own methods."""
     model, other = torch.compile(Net()), Net()
     optim, fresh = adamw(model.parameters()), adamw(other.parameters())
     train(model._orig_mod, optim, range(2))
@@ -486,10 +448,8 @@ def test_objects_can_be_given_these_functions_as_methods():
     _patch_optimizer_state_dict(model, optimizers=(optim,), options=FLAT)
     _patch_model_state_dict(other)
     _patch_optimizer_state_dict(other, optimizers=fresh)
-
     other.load_state_dict(model.state_dict())
     fresh.load_state_dict(copy.deepcopy(optim.state_dict()))
     for each, its in ((model._orig_mod, optim), (other, fresh)):
         train(each, its, range(2, 4))
-
     assert not differences(plain(other.state_dict()), plain(model.state_dict()))

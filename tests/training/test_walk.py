@@ -60,7 +60,6 @@ def test_as_torch_goes_through_it(make: Any, inside: bool) -> None:
     """Modules come by the same names, in the same order, as often, also where a module has its own ways."""
     torch.manual_seed(0)
     module = _inside(make()) if inside else make()
-
     assert _ids(walk.all_named_modules(module)) == _ids(module.named_modules(remove_duplicate=False))
     assert list(map(id, walk.all_modules(module))) == list(dict.fromkeys(map(id, module.modules())))
 
@@ -74,10 +73,8 @@ def test_what_is_added_is_seen_at_once() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     assert all_canonical(module)
     assert fsdp_modules(module) == []
-
     module[1].add_module("_checkpoint_wrapped_module", nn.Linear(2, 2))
     assert not all_canonical(module)
-
     del module[1]._checkpoint_wrapped_module
     assert all_canonical(module)
     module[0]._fqn_modifiers = dict

@@ -45,8 +45,6 @@ def _server() -> socket.socket:
 
 
 class _Fork:
-    """One process, from its start to its end."""
-
     def __init__(self, words: Sequence[Any], cwd: Any, env: Mapping[str, str] | None, streams: list[int]) -> None:
         self.args = [str(word) for word in words]
         request = {"words": self.args, "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
@@ -57,7 +55,6 @@ class _Fork:
         self.pid = int(self._lines.readline())
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end, and return its exit code, negative for a signal."""
         self._answers.settimeout(timeout)
         try:
             code = int(self._lines.readline())
@@ -70,7 +67,6 @@ class _Fork:
         return code
 
     def kill(self) -> None:
-        """Kill it if it is still there."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -120,6 +116,5 @@ class WarmPopen(_Fork):
         self.stdout = os.fdopen(ours_out)
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end, and return its exit code."""
         self.stdout.close()
         return super().wait(timeout)

@@ -37,5 +37,4 @@ def test_a_script_begins_and_ends_as_it_would_by_itself(tmp_path: Path) -> None:
 
 
 def test_slow_files_are_there() -> None:
-    """What is sorted to the front has not been renamed."""
     assert [name for name in SLOW if not (Path(__file__).parents[1] / name).exists()] == []

@@ -14,16 +14,13 @@ import os
 import secrets
 import struct
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardkeep.codecs.base import WRAPPED, Codec, CodecConfig, CodecRecord, FramePlace, require_module
-from shardkeep.codecs.keys import KEY_NBYTES
+from shardkeep.codecs.keys import KEY_NBYTES, KeySource
 from shardkeep.errors import InvalidCodec, KeyMissing, NotAuthentic, WrongKey
-
-if TYPE_CHECKING:
-    from shardkeep.codecs.keys import KeySource
 
 _NONCE_NBYTES = 12
 _TAG_NBYTES = 16

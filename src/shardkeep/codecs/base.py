@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+from typing_extensions import Buffer, Self
 
 from shardkeep.errors import DamagedFrame, InvalidCodec, PackageMissing, UnknownCodec
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, Self
-
     from shardkeep.codecs.keys import KeySource
 
 

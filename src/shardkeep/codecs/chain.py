@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+
+from typing_extensions import Buffer
 
 from shardkeep.codecs import base
 from shardkeep.codecs.keys import CachedKeys, KeySource
 from shardkeep.errors import CheckpointError, CodecFailed, InvalidCodec, UnknownCodec
 from shardkeep.storage.buffers import flat
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    _Step = Callable[[memoryview, base.FramePlace], Buffer]
+_Step = Callable[[memoryview, base.FramePlace], Buffer]
 
 
 class CodecChain:
@@ -43,9 +41,8 @@ class CodecChain:
         """Begin a new checkpoint: choose its parameters, and data keys that `keys` wraps."""
         if isinstance(codecs, (str, base.CodecConfig)):
             codecs = [codecs]
-        source = keys
-        keys = source and CachedKeys(lambda: source)  # a data key that was just wrapped is not unwrapped again
-        return cls.opened([codec_config(each).begin(keys) for each in codecs], keys=keys)
+        cached = keys and CachedKeys(lambda: keys)  # a data key that was just wrapped is not unwrapped again
+        return cls.opened([codec_config(each).begin(cached) for each in codecs], keys=cached)
 
     @classmethod
     def opened(cls, recorded: Sequence[base.CodecRecord], *, keys: KeySource | None = None) -> CodecChain:

@@ -195,7 +195,6 @@ class DecodingStore:
         self._scratch = PerThread(lambda: aligned_buffer(SCRATCH_NBYTES))
         self._tables: dict[str, FrameTable] = {}
         self._errors: list[DamagedCheckpoint] | None = None
-        self.requests = getattr(inner, "requests", None)
 
     def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
         """Drop a range from caches; all of a coded blob, because any of its stored bytes may be needed."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Buffer
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, damaged_frame, require_module
+from shardkeep.codecs.keys import KeySource
 from shardkeep.errors import InvalidCodec, PackageMissing
 from shardkeep.storage.buffers import PerThread
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    from shardkeep.codecs.keys import KeySource
 
 MODULES = ("compression.zstd", "backports.zstd")
 _MIN_LEVEL, _MAX_LEVEL = -100, 22
@@ -28,7 +26,7 @@ HUFFMAN_ONLY = {_STRATEGY: 1, _MIN_MATCH: 7, _HASH_LOG: 6, _WINDOW_LOG: 17, _STE
 """Parameters with which zstd hardly searches for matches, for data whose bytes repeat but whose runs do not."""
 _RAW, _CODED = b"\0", b"\1"
 
-CompressFrame = Callable[["Buffer"], bytes]
+CompressFrame = Callable[[Buffer], bytes]
 """Compresses data into a whole frame that contains its size. Serves one thread."""
 
 

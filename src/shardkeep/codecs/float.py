@@ -23,19 +23,16 @@ import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 from shardkeep.codecs.base import Codec, CodecConfig, CodecRecord, FramePlace, damaged_frame
 from shardkeep.codecs.compression import HUFFMAN_ONLY, LEVEL, decompress_frame, frame_compressor, require_zstd
+from shardkeep.codecs.keys import KeySource
 from shardkeep.storage.buffers import PerThread
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    from shardkeep.codecs.keys import KeySource
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]

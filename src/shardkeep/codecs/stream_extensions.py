@@ -10,13 +10,12 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
+
+from typing_extensions import Buffer
 
 from shardkeep.codecs.compression import MODULES, zstd_module
 from shardkeep.errors import MalformedFile, UnknownExtension
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class Extension(ABC):

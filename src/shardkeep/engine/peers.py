@@ -406,7 +406,7 @@ class PeerStore(StoreWrapper):
     def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
         """Bytes that were damaged are read from the store itself."""
         self._again.add(name)
-        super().drop_cached(name, offset, nbytes)
+        base.drop_cached(self.inner, name, offset, nbytes)
 
     def wrap_reader(self, reader: base.BlobReader, name: str) -> base.BlobReader:
         return reader if name in self._again else _PeerReader(reader, self._peers, name)

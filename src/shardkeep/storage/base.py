@@ -7,8 +7,8 @@ reports every failure as an error of `shardkeep.errors` that carries the blob's 
 
 Functions that only read or only write ask for less than a `Store`, so that stores of other kinds fit, too.
 
-Verbs that only some stores have are optional. The functions at the end of this module call an optional verb, or return
-its default for a store without it; nothing outside `storage/` checks the class of a store.
+Verbs that only some stores have are optional. Functions below call an optional verb of a store, or of the store that it
+wraps, or return its default; nothing outside `storage/` checks the class of a store.
 """
 
 from __future__ import annotations
@@ -286,14 +286,21 @@ def _mark(store: Store) -> bool:
 # -- optional verbs ----------------------------------------------------------------------------------------------------
 
 
-def _ask(store: object, verb: str, *args: object) -> Any:
-    call = getattr(store, verb, None)
-    return None if call is None else call(*args)
+def _find(store: object, name: str, default: Any = None) -> Any:
+    """Return an optional verb or attribute of a store, or of the nearest store inside that has it."""
+    while not hasattr(store, name):
+        if (store := getattr(store, "inner", None)) is None:
+            return default
+    return getattr(store, name)
+
+
+def _nothing(*_: object) -> None:
+    """Stands for an optional verb that a store does not have."""
 
 
 def free_nbytes(store: object) -> int | None:
     """Return how many more bytes fit in a store; None if it does not know (`free_nbytes()`)."""
-    return cast("int | None", _ask(store, "free_nbytes"))
+    return cast("int | None", _find(store, "free_nbytes", _nothing)())
 
 
 def create_upto(store: WritableStore, name: str, nbytes: int) -> BlobWriter:
@@ -308,7 +315,7 @@ def create_over(store: object, name: str, nbytes: int) -> BlobWriter | None:
 
     The old blob stays whole until `finish`, and if anything fails.
     """
-    return cast("BlobWriter | None", _ask(store, "create_over", name, nbytes))
+    return cast("BlobWriter | None", getattr(store, "create_over", _nothing)(name, nbytes))
 
 
 def delete_all(store: Deletes, names: Sequence[str]) -> None:
@@ -322,25 +329,24 @@ def delete_all(store: Deletes, names: Sequence[str]) -> None:
 
 def is_sequential(store: object) -> bool:
     """Return whether parts of a blob should arrive nearly in order; the store buffers those that do not (`sequential`)."""
-    return bool(getattr(store, "sequential", False))
+    return bool(_find(store, "sequential"))
 
 
 def part_nbytes_of(store: object) -> int:
     """Return how much of each open blob a sequential store buffers before it can send it (`part_nbytes`); else 0."""
     if not is_sequential(store):
         return 0
-    return int(getattr(innermost(store), "part_nbytes", DEFAULT_PART_NBYTES))
+    return int(_find(store, "part_nbytes") or DEFAULT_PART_NBYTES)
 
 
 def preferred_requests(store: object, threads: int) -> int:
     """Return how many reads or writes should be in flight at once (`requests`); `threads` if the store does not say."""
-    return getattr(store, "requests", None) or threads
+    return _find(store, "requests") or threads
 
 
 def local_path(store: object) -> str | None:
     """Return the directory behind a store, if callers may bypass the store and use the file system (`local_path`)."""
-    path: str | None = getattr(store, "local_path", None)
-    return path
+    return cast("str | None", getattr(store, "local_path", None))
 
 
 def broken_path(store: object, *, inside: bool = False) -> str:
@@ -384,28 +390,27 @@ def is_single_file(store: object) -> bool:
 
 def with_any_names(store: S) -> S:
     """Return the store for reading files of other programs: any name, through symbolic links (`any_names()`)."""
-    view: Callable[[], S] | None = getattr(store, "any_names", None)
-    return store if view is None else view()
+    return cast("S", getattr(store, "any_names", lambda: store)())
 
 
 def parent_of(store: object) -> tuple[Store, str] | None:
     """Return the store one level up and the name of this place in it; None if the store cannot say (`parent()`)."""
-    return cast("tuple[Store, str] | None", _ask(store, "parent"))
+    return cast("tuple[Store, str] | None", getattr(store, "parent", _nothing)())
 
 
 def verifies_uploads(store: object) -> bool:
     """Return whether the service compares everything it receives with a checksum before it accepts it."""
-    return bool(getattr(innermost(store), "verifies_uploads", False))
+    return bool(_find(store, "verifies_uploads"))
 
 
 def is_remote(store: object) -> bool:
     """Return whether a store is likely to be slower than the network between ranks (`remote`)."""
-    return bool(getattr(innermost(store), "remote", False))
+    return bool(_find(store, "remote"))
 
 
 def prefetches(store: object) -> bool:
     """Return whether readers of a store can fill a cache of this machine in advance (`prefetches`)."""
-    return bool(getattr(innermost(store), "prefetches", False))
+    return bool(_find(store, "prefetches"))
 
 
 def is_cached(reader: object, offset: int, nbytes: int) -> bool:
@@ -414,7 +419,7 @@ def is_cached(reader: object, offset: int, nbytes: int) -> bool:
 
     If so, many small reads cost no more than a large one.
     """
-    return bool(_ask(reader, "cached", offset, nbytes))
+    return bool(_find(reader, "cached", _nothing)(offset, nbytes))
 
 
 def prefetch(reader: object, offset: int, nbytes: int) -> bool:
@@ -423,12 +428,12 @@ def prefetch(reader: object, offset: int, nbytes: int) -> bool:
 
     Returns whether something has to be read; False if all is cached, or will not be.
     """
-    return bool(_ask(reader, "prefetch", offset, nbytes))
+    return bool(_find(reader, "prefetch", _nothing)(offset, nbytes))
 
 
 def drop_cached(store: object, name: str, offset: int, nbytes: int) -> None:
     """Make the next read of a range come from the storage itself, if the store can do that cheaply (`drop_cached`)."""
-    _ask(store, "drop_cached", name, offset, nbytes)
+    _find(store, "drop_cached", _nothing)(name, offset, nbytes)
 
 
 def keep_cached(store: object, names: Sequence[str], nbytes: int) -> bool:
@@ -437,7 +442,7 @@ def keep_cached(store: object, names: Sequence[str], nbytes: int) -> bool:
 
     Returns whether there is memory for it.
     """
-    return bool(names and _ask(innermost(store), "keep_cached", names, nbytes))
+    return bool(names and _find(store, "keep_cached", _nothing)(names, nbytes))
 
 
 def innermost(store: object) -> Any:

@@ -17,23 +17,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from typing_extensions import Buffer
 
 from shardkeep.errors import BlobNotFound, CheckpointError
 from shardkeep.options import Options
-from shardkeep.storage.base import Store, broken_path, check_below, read_blob, scheme_of, short_read
+from shardkeep.storage import base
+from shardkeep.storage.base import BlobReader, BlobWriter, Store, broken_path, check_below, read_blob, scheme_of
 from shardkeep.storage.buffers import PerThread
 from shardkeep.storage.fsspec import url_to_fs
 from shardkeep.storage.local import LocalStore, storage_errors
 from shardkeep.storage.object_client import SCHEMES
 from shardkeep.storage.resolve import open_store
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
-    from typing_extensions import Buffer
-
-    from shardkeep.storage.base import BlobReader, BlobWriter
-
 
 PathLike = str | os.PathLike[str]
 
@@ -125,12 +121,13 @@ class FsspecFileSystem(FileSystemBase):
     """Whatever fsspec opens: object stores, HTTP, memory, local files."""
 
     def __init__(self) -> None:
-        self.fs: AbstractFileSystem | None = None
+        self.fs: Any = None
+        """The `AbstractFileSystem` of fsspec; None until it is opened."""
         self.url: str | None = None
         """Where it is opened when it is first used, unless `init_path` was called."""
 
     @property
-    def _opened(self) -> AbstractFileSystem:
+    def _opened(self) -> Any:
         if self.fs is None and self.url is not None:
             self.fs, _ = url_to_fs(self.url)
         if self.fs is None:
@@ -248,7 +245,7 @@ class StreamReader:
             while done < len(view):
                 got = int(stream.readinto(view[done:]) or 0)
                 if not got:
-                    raise short_read(str(self._path), self._name, offset, len(view), done)
+                    raise base.short_read(str(self._path), self._name, offset, len(view), done)
                 done += got
 
     def _open(self) -> Any:
@@ -285,9 +282,6 @@ class BlobInput(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.nbytes}[whence]

@@ -128,22 +128,17 @@ class Descriptors:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
-            last = self._closing and not self._users
-        if last:
-            self._close()
+        self._close_if_idle()
 
     def close(self) -> None:
         """Close now, or when the last user is done."""
-        with self._lock:
-            first, self._closing = not self._closing, True
-            idle = not self._users
-        if first and idle:
-            self._close()
+        self._closing = True
+        self._close_if_idle()
 
-    def _close(self) -> None:
-        with ExitStack() as stack:  # all of them, even if closing one fails
-            for fd in self._fds:
-                stack.callback(os.close, fd)
+    def _close_if_idle(self) -> None:
+        with self._lock, ExitStack() as stack:  # closes all of them, even if closing one fails
+            while self._closing and not self._users and self._fds:
+                stack.callback(os.close, self._fds.pop())
 
     def direct_failed(self, error: OSError, alignment: int) -> None:
         """After direct I/O with memory of this alignment failed: require whole pages, or give it up; raise other errors."""
@@ -217,18 +212,25 @@ def sync(fd: int) -> None:
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
 
 
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | _O_PLAIN)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def sync_directory(path: str) -> None:
     """Make names added to or removed from a directory durable."""
     if not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot sync a directory; its file systems journal names
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as exc:
-        if exc.errno != errno.EINVAL:  # some network file systems cannot sync directories, and need not
-            raise
-    finally:
-        os.close(fd)
+    with _opened(path) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # some network file systems cannot sync directories, and need not
+                raise
 
 
 def make_directory(path: str) -> None:
@@ -299,8 +301,7 @@ def directory_lock(directory: str) -> Iterator[None]:
             yield
         return
     # A new descriptor each time: a lock belongs to an open file description, so this also excludes other threads.
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _opened(directory) as fd:
         until = time.monotonic() + _LOCK_TIMEOUT_S
         while not _try_lock(fd):
             if time.monotonic() > until:
@@ -309,8 +310,6 @@ def directory_lock(directory: str) -> Iterator[None]:
                 )
             time.sleep(_LOCK_POLL_S)
         yield
-    finally:
-        os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:
@@ -466,15 +465,6 @@ def _kind_of(path: str) -> int:
     with suppress(OSError), _opened(path) as fd:
         return _file_system(fd)
     return 0
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | _O_PLAIN)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 class _LocalWriter:

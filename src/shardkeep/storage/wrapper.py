@@ -2,8 +2,8 @@
 The base of stores that wrap another store: retrying, watching, injecting faults.
 
 A wrapper passes every verb on. A subclass overrides `call`, or the verbs it changes, and `wrap_reader` and `wrap_writer`
-for the readers and writers that it returns. Three optional verbs are not passed on, because calls through them would bypass the
-wrapper: `local_path`, `any_names` and `spec`.
+for the readers and writers that it returns. Optional verbs are found on `inner` (`base`), but for those whose calls would
+bypass the wrapper, such as `local_path`, `any_names` and `spec`.
 """
 
 from __future__ import annotations
@@ -69,21 +69,6 @@ class StoreWrapper:
     def delete_all(self, names: Sequence[str]) -> None:
         self.call("delete blobs of", "", lambda: base.delete_all(self.inner, names))
 
-    def free_nbytes(self) -> int | None:
-        return base.free_nbytes(self.inner)
-
-    def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
-        base.drop_cached(self.inner, name, offset, nbytes)
-
-    @property
-    def sequential(self) -> bool:
-        return base.is_sequential(self.inner)
-
-    @property
-    def requests(self) -> int:
-        """The inner store's preference; 0 if it has none."""
-        return base.preferred_requests(self.inner, 0)
-
 
 class WriterWrapper:
     """Passes everything on to another writer, of a blob of this name."""
@@ -110,12 +95,6 @@ class ReaderWrapper:
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
-
-    def cached(self, offset: int, nbytes: int) -> bool:
-        return base.is_cached(self.inner, offset, nbytes)
-
-    def prefetch(self, offset: int, nbytes: int) -> bool:
-        return base.prefetch(self.inner, offset, nbytes)
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         self.inner.read_into(offset, into, cached=cached)

@@ -12,6 +12,7 @@ import io
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -156,13 +157,23 @@ class DefaultSave:
         def describe() -> DescribedState:
             with phases.phase("describe"):
                 plain = state()
-                self._writer.set_up_storage_writer(
-                    self._ranks.is_coordinator, rank=self._ranks.rank, use_collectives=True
-                )
-                self._writer.prepare_local_plan(protocol.SavePlan([]))
-                return self._describe(plain)
+                prepared: Future[None] = Future()
+                try:
+                    self._prepare_place()
+                    prepared.set_result(None)
+                except Exception as error:
+                    if not self._copies:
+                        raise
+                    # Raised in the next step: the future of the save fails, and not the call.
+                    prepared.set_exception(error)
+                described = self._describe(plain)
+                return replace(described, samples=lambda: prepared.result() or described.samples())
 
         return describe
+
+    def _prepare_place(self) -> None:
+        self._writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank, use_collectives=True)
+        self._writer.prepare_local_plan(protocol.SavePlan([]))
 
     def _describe(self, state: Mapping[str, Any]) -> DescribedState:
         flat, paths, planner = dict(state), None, self._planner
