@@ -178,3 +178,10 @@ def printed_both():
 
 def test_printing_is_that_of_torch(rank_pool):
     assert rank_pool.run(2, printed_both) == [(True, 6)] * 2
+
+
+def test_traverse_obj_goes_into_everything():
+    """`_traverse_obj`, inside of a function in torch, is a function of its own."""
+    met = []
+    ours._traverse_obj(("a",), {"b": (1, [2])}, lambda path, value: met.append((path, value)))
+    assert met == [(("a", "b", 0), 1), (("a", "b", 1, 0), 2)]

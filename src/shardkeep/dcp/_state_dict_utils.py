@@ -16,6 +16,7 @@ from shardkeep.state.flatten import PATH_ITEM as PATH_ITEM
 from shardkeep.state.flatten import flatten_everything as _flatten_state_dict
 from shardkeep.state.flatten import set_element as _set_element
 from shardkeep.state.flatten import traverse_everything as _traverse_state_dict
+from shardkeep.state.flatten import traverse_obj as _traverse_obj
 from shardkeep.state.flatten import unflatten_state_dict as _unflatten_state_dict
 from shardkeep.state.offload import _identity_func
 from shardkeep.state.offload import check_state_dict_similarity as _check_state_dict_similarity

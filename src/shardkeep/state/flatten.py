@@ -314,7 +314,11 @@ def traverse_state_dict_v_2_3(
 
 def traverse_everything(state_dict: Mapping[str, Any], visitor: Visitor) -> None:
     """Call `visitor(path, value)` for each value, in order, opening every mapping, list and tuple."""
-    _traverse((), state_dict, visitor, is_container)
+    traverse_obj((), state_dict, visitor)
+
+
+def traverse_obj(path: OBJ_PATH, value: Any, visitor: Visitor) -> None:
+    _traverse(path, value, visitor, is_container)
 
 
 def _traverse(path: OBJ_PATH, value: Any, visitor: Visitor, opens: Callable[[Any], bool]) -> None:
