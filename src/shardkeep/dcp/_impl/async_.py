@@ -32,14 +32,7 @@ from shardkeep.dcp._impl.process import RankAndSize, RemoteSave, SaverDied, Save
 from shardkeep.engine.queue import SaveHandle, SaveQueue
 from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from shardkeep.errors import CheckpointError
-from shardkeep.layouts.torch_values import (
-    STATE_DICT_TYPE,
-    LoadPlanner,
-    Metadata,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import per_process
 from shardkeep.saving import StartedSave
 from shardkeep.storage.base import spec_of
@@ -137,7 +130,7 @@ def ranks_of_queue(group: ProcessGroup | None, *, no_dist: bool) -> _DistWrapper
     return ranks
 
 
-Staged = STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
+Staged = protocol.STATE_DICT_TYPE | Future[protocol.STATE_DICT_TYPE]
 """What a save begins with: a copy of the state, or a future of one."""
 
 
@@ -145,8 +138,8 @@ class _SaveArgs(NamedTuple):
     """What a save is called with, besides the state and the ranks."""
 
     checkpoint_id: str | os.PathLike[str] | None
-    storage_writer: StorageWriter | None
-    planner: SavePlanner | None
+    storage_writer: protocol.StorageWriter | None
+    planner: protocol.SavePlanner | None
     use_collectives: bool
 
 
@@ -162,29 +155,27 @@ class _AsyncCheckpointExecutor(abc.ABC):
         staging_future_or_state_dict: Staged,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
-        storage_writer: StorageWriter | None = None,
-        planner: SavePlanner | None = None,
+        storage_writer: protocol.StorageWriter | None = None,
+        planner: protocol.SavePlanner | None = None,
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         use_collectives: bool = True,
-    ) -> Future[Metadata]:
+    ) -> Future[protocol.Metadata]:
         """Begin a save, after earlier ones; all ranks of the group must call this, in the same order."""
 
 
 class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
-    """Saves on a thread."""
-
     def execute_save(
         self,
         staging_future_or_state_dict: Staged,
         *,
         checkpoint_id: str | os.PathLike[str] | None = None,
-        storage_writer: StorageWriter | None = None,
-        planner: SavePlanner | None = None,
+        storage_writer: protocol.StorageWriter | None = None,
+        planner: protocol.SavePlanner | None = None,
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         use_collectives: bool = True,
-    ) -> Future[Metadata]:
+    ) -> Future[protocol.Metadata]:
         saves = group_saves_of(process_group, no_dist=no_dist)
         run = self._prepare(saves, no_dist)
         box = [staging_future_or_state_dict]
@@ -197,7 +188,7 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
             inside.callback(box.clear)
             running = inside.pop_all()
 
-        def work() -> Metadata:
+        def work() -> protocol.Metadata:
             with running:
                 # In its box: neither a stored failure nor this call may keep the state alive.
                 return run(ranks, box, args)
@@ -209,7 +200,9 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
             with running:
                 raise
 
-    def _prepare(self, saves: GroupSaves, no_dist: bool) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], Metadata]:
+    def _prepare(
+        self, saves: GroupSaves, no_dist: bool
+    ) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], protocol.Metadata]:
         """Return the function that saves, on the thread of the queue."""
         return _save_staged
 
@@ -218,26 +211,26 @@ def save_wrapper(
     staging_future_or_state_dict: Staged,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
+    storage_writer: protocol.StorageWriter | None = None,
+    planner: protocol.SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Metadata:
+) -> protocol.Metadata:
     """Save a state on the calling thread, when it is staged."""
     ranks = ranks_of_queue(process_group, no_dist=no_dist)
     args = _SaveArgs(checkpoint_id, storage_writer, planner, use_collectives)
     return _save_staged(ranks, [staging_future_or_state_dict], args)
 
 
-def _save_staged(ranks: _DistWrapper, box: list[Staged], args: _SaveArgs) -> Metadata:
+def _save_staged(ranks: _DistWrapper, box: list[Staged], args: _SaveArgs) -> protocol.Metadata:
     with driver._profile():
         state = in_step(ranks, lambda: driver._stateful_to_state_dict(once_staged(box.pop())))
         writer = driver._storage_setup(args.storage_writer, args.checkpoint_id)
         return driver.run_save(ranks, state, writer, args.planner, args.use_collectives)
 
 
-def once_staged(staged: Staged) -> STATE_DICT_TYPE:
+def once_staged(staged: Staged) -> protocol.STATE_DICT_TYPE:
     """Wait for the staged state, and return it; raises what staging raised."""
     return staged.result() if isinstance(staged, Future) else staged
 
@@ -251,7 +244,9 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
     ranks learn of it at once, and the next save starts another one.
     """
 
-    def _prepare(self, saves: GroupSaves, no_dist: bool) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], Metadata]:
+    def _prepare(
+        self, saves: GroupSaves, no_dist: bool
+    ) -> Callable[[_DistWrapper, list[Staged], _SaveArgs], protocol.Metadata]:
         world = None
         if not driver.is_alone(no_dist):
             import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
@@ -264,7 +259,7 @@ class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
 
 def _save_remotely(
     saves: GroupSaves, world: RankAndSize | None, ranks: _DistWrapper, box: list[Staged], args: _SaveArgs
-) -> Metadata:
+) -> protocol.Metadata:
     if saves.saver is not None and saves.saver.world != world:
         saves.saver.close()
     saver = _start_saver(saves, world)
@@ -273,7 +268,7 @@ def _save_remotely(
     remote = RemoteSave(saver, StagedSave(state, ranks.rank, ranks.is_coordinator, *args))
     del state
     try:
-        metadata: Metadata = pickle.loads(driver.run_steps(ranks, remote, args.use_collectives))
+        metadata: protocol.Metadata = pickle.loads(driver.run_steps(ranks, remote, args.use_collectives))
         return metadata
     finally:
         remote.forget()
@@ -309,23 +304,23 @@ class AsyncSaveResponse:
 
     staging_completion: Future[None]
     """Done when the state may be changed; fails if it could not be copied."""
-    upload_completion: Future[Metadata]
+    upload_completion: Future[protocol.Metadata]
     """Done when the checkpoint is complete."""
 
 
 @driver._dcp_method_logger(log_exceptions=True)
 def async_save(
-    state_dict: STATE_DICT_TYPE,
+    state_dict: protocol.STATE_DICT_TYPE,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
+    storage_writer: protocol.StorageWriter | None = None,
+    planner: protocol.SavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Future[Metadata] | AsyncSaveResponse:
+) -> Future[protocol.Metadata] | AsyncSaveResponse:
     """
     Copy a state, and save the copy in the background.
 
@@ -414,21 +409,21 @@ def _staged_by_engine(
 def _start_by_engine(
     saves: GroupSaves,
     ranks: _DistWrapper,
-    state_dict: STATE_DICT_TYPE,
+    state_dict: protocol.STATE_DICT_TYPE,
     writer: FileSystemWriter,
-    planner: SavePlanner | None,
+    planner: protocol.SavePlanner | None,
     stager: Any,
     *,
     in_process: bool,
-) -> Future[Metadata] | AsyncSaveResponse:
+) -> Future[protocol.Metadata] | AsyncSaveResponse:
     """Take the snapshot of `sk.async_save`, and go on with the save on the thread of the queue."""
     layout, session, events = driver.default_session(ranks, writer, planner, driver.modules_in(state_dict), copies=True)
-    handle: SaveHandle[Metadata] = SaveHandle(f"{os.fspath(writer.checkpoint_id)!r}")
+    handle: SaveHandle[protocol.Metadata] = SaveHandle(f"{os.fspath(writer.checkpoint_id)!r}")
 
-    def state() -> STATE_DICT_TYPE:
+    def state() -> protocol.STATE_DICT_TYPE:
         return driver._stateful_to_state_dict(state_dict)
 
-    def start() -> StartedSave[Metadata]:
+    def start() -> StartedSave[protocol.Metadata]:
         return saving.start_in_session(
             session,
             events,
@@ -450,13 +445,13 @@ def _start_by_engine(
 
 
 def _stage_and_begin(
-    stage: Callable[[], Staged], begin: Callable[[Staged], Future[Metadata]], stager: AsyncStager
-) -> Future[Metadata] | AsyncSaveResponse:
+    stage: Callable[[], Staged], begin: Callable[[Staged], Future[protocol.Metadata]], stager: AsyncStager
+) -> Future[protocol.Metadata] | AsyncSaveResponse:
     try:
         staged = stage()
     except BaseException as error:
         # Fail the save on the other ranks, which have staged their part and would wait for this rank.
-        failed: Future[STATE_DICT_TYPE] = Future()
+        failed: Future[protocol.STATE_DICT_TYPE] = Future()
         failed.set_exception(error)
         begin(failed).add_done_callback(_mark_retrieved)  # it is raised now
         raise
@@ -467,7 +462,7 @@ def _stage_and_begin(
     if not stager.should_synchronize_after_execute:
         return begin(staged)
     # The save waits for the stager's future, and fails with it.
-    checked: Future[STATE_DICT_TYPE] = Future()
+    checked: Future[protocol.STATE_DICT_TYPE] = Future()
     upload = begin(checked)
     try:
         driver.logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
@@ -479,12 +474,12 @@ def _stage_and_begin(
     return upload
 
 
-def _mark_retrieved(upload: Future[Metadata]) -> None:
+def _mark_retrieved(upload: Future[protocol.Metadata]) -> None:
     """Mark a failure as retrieved, so that the next save does not raise it."""
     upload.exception()
 
 
-def _pass_on(staging: Future[STATE_DICT_TYPE], to: Future[None]) -> None:
+def _pass_on(staging: Future[protocol.STATE_DICT_TYPE], to: Future[None]) -> None:
     try:
         staging.result()
     except BaseException as error:  # noqa: BLE001 - raised where the future is retrieved
@@ -501,14 +496,14 @@ class _Checkpointer:
 
     def __init__(
         self,
-        storage_writer: StorageWriter,
-        storage_reader: StorageReader,
+        storage_writer: protocol.StorageWriter,
+        storage_reader: protocol.StorageReader,
         *,
         process_group: ProcessGroup | None = None,
         coordinator_rank: int = 0,
         no_dist: bool = False,
-        load_planner: LoadPlanner | None = None,
-        save_planner: SavePlanner | None = None,
+        load_planner: protocol.LoadPlanner | None = None,
+        save_planner: protocol.SavePlanner | None = None,
     ) -> None:
         self.storage_writer = storage_writer
         self.storage_reader = storage_reader
@@ -518,7 +513,7 @@ class _Checkpointer:
         self.load_planner = load_planner
         self.save_planner = save_planner
 
-    def save(self, state_dict: STATE_DICT_TYPE) -> Metadata:
+    def save(self, state_dict: protocol.STATE_DICT_TYPE) -> protocol.Metadata:
         if self.coordinator_rank and not self.no_dist:
             ranks = _DistWrapper(self.process_group, use_dist=True, coordinator_rank=self.coordinator_rank)
             state = in_step(ranks, lambda: driver._stateful_to_state_dict(state_dict))
@@ -532,7 +527,7 @@ class _Checkpointer:
             no_dist=self.no_dist,
         )
 
-    def async_save(self, state_dict: STATE_DICT_TYPE) -> Future[Metadata]:
+    def async_save(self, state_dict: protocol.STATE_DICT_TYPE) -> Future[protocol.Metadata]:
         response = async_save(
             state_dict,
             storage_writer=self.storage_writer,

@@ -20,7 +20,7 @@ import torch
 
 from shardkeep.dcp._impl import plans
 from shardkeep.dcp._impl.file_reader import FileSystemReader
-from shardkeep.dcp._impl.planners import DefaultLoadPlanner, load_object
+from shardkeep.dcp._impl.planners import DefaultLoadPlanner, FlatState, flat_state, load_object, old_flat_state
 from shardkeep.engine.fill import plain_target
 from shardkeep.engine.load_session import MatchedState
 from shardkeep.engine.reader import Source
@@ -33,15 +33,8 @@ from shardkeep.format.torch_zip import read_object
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options, collector_paused
 from shardkeep.plan.load_plan import is_tiled
+from shardkeep.state import flatten
 from shardkeep.state.describe import describe_leaves
-from shardkeep.state.flatten import (
-    FLATTEN_MAPPING,
-    as_keyed,
-    flatten_sharded_tensors,
-    flatten_state_dict,
-    flatten_state_dict_v_2_3,
-    set_element,
-)
 from shardkeep.state.leaves import ShardedBox, has_part, is_dtensor, is_ordinary
 from shardkeep.storage import file_systems
 
@@ -51,7 +44,7 @@ _ATOMS = {int, float, bool, str, bytes, type(None)}
 def loads_by_default(reader: object, planner: object) -> TypeGuard[FileSystemReader]:
     """Return whether nothing of the user's takes part in a load: our planner, and our reader with a store below it."""
     return (
-        (planner is None or file_systems.keeps_all(planner, DefaultLoadPlanner))
+        file_systems.keeps_all(planner, DefaultLoadPlanner)
         and isinstance(reader, FileSystemReader)
         and file_systems.keeps_all(reader, FileSystemReader)
         and reader.reads_unchanged
@@ -75,11 +68,7 @@ class DefaultTarget:
 
     state: Callable[[], dict[str, Any]]
     reader: FileSystemReader
-    planner: DefaultLoadPlanner | None
-
-    @property
-    def _flattens(self) -> bool:
-        return self.planner is None or self.planner.flatten_state_dict
+    planner: DefaultLoadPlanner
 
     def begin(self) -> tuple[list[str], bool]:
         """Make sure that there is a state."""
@@ -94,37 +83,25 @@ class DefaultTarget:
         return StoredNames(source)
 
     @cached_property
-    def _flat(self) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+    def _flat(self) -> FlatState:
         """The values by flat name, with memory instead of tensors on meta, and their paths."""
-        flat, paths = self._flattened(flatten_state_dict)
+        flat, paths = flat_state(self.state(), self.planner)
         if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in flat.values()):
             plans._init_state_dict(self.state())
-            return self._flattened(flatten_state_dict)
+            return flat_state(self.state(), self.planner)
         return flat, paths
-
-    def _flattened(self, flatten: Callable[..., Any]) -> tuple[dict[str, Any], FLATTEN_MAPPING]:
-        flat: dict[str, Any] = self.state()
-        if self.planner is None or self.planner.flatten_sharded_tensors:
-            flat = flatten_sharded_tensors(flat)
-        return flatten(flat) if self._flattens else (flat, {name: (name,) for name in flat})
 
     @collector_paused()
     def compare(self, source: Source, stored: StoredNames) -> tuple[MatchedState, bytes]:
         flat, paths = self._flat
         names = stored.tensors.keys() | stored.objects
-        if self._flattens and not names >= flat.keys():
-            # By the rules of torch 2.3 if that finds names that today's rules do not.
-            other, other_paths = self._flattened(flatten_state_dict_v_2_3)
-            if other.keys() & (names - flat.keys()):
-                flat, paths = other, other_paths
+        flat, paths = old_flat_state(self.state(), self.planner, flat, names) or (flat, paths)
         missing = [name for name in flat if name not in names]
-        if missing and not (self.planner is not None and self.planner.allow_partial_load):
+        if missing and not self.planner.allow_partial_load:
             raise plans.missing_keys(missing, sorted(names - flat.keys()))
         wanted = {name: value for name, value in flat.items() if name in names and has_part(value)}
         rows = {name: stored.tensors[name] for name in wanted if name in stored.tensors}
-        forms = _stored_forms(source, rows)
-        if not all(_fits(wanted[name], *form) for name, form in forms.items()):
-            plans.check_forms(wanted, forms)
+        plans.check_forms(wanted, _stored_forms(source, rows))
         found = _Found({}, [], [])
         leaves = _fillable(wanted, rows, found)
         matched = MatchedState(source, leaves, {name: rows[name] for name in leaves.keys}, (found, paths, wanted))
@@ -143,12 +120,11 @@ class DefaultTarget:
                 target.copy_(filled)
         state = self.state()
         for name, value in found.objects.items():
-            set_element(state, as_keyed(state, paths[name]), value)
+            flatten.set_element(state, flatten.as_keyed(state, paths[name]), value)
         if found.by_torch:
             self._read_items({name: wanted[name] for name in found.by_torch})
 
     def _read_items(self, values: dict[str, Any]) -> None:
-        """Read tensors item by item, through the reader."""
         metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(metadata, is_coordinator=False)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
@@ -161,14 +137,11 @@ class StoredNames:
 
     def __init__(self, source: Source) -> None:
         self._opened = opened = source if isinstance(source, TorchSource) else TorchView(source)
-        self.tensors: dict[str, int]
+        self.tensors = opened.index.tensor_rows if isinstance(opened, TorchSource) else opened.rows
         """The row of each tensor in the index."""
-        self.paths: Mapping[str, tuple[str | int, ...]]
+        self.paths: Mapping[str, tuple[str | int, ...]] = opened.paths
         """Of each value, the keys and positions in the nested state, in its order."""
-        if isinstance(opened, TorchSource):
-            self.tensors, self.paths, self.objects = opened.index.tensor_rows, opened.paths, set(opened.objects)
-        else:
-            self.tensors, self.paths, self.objects = opened.rows, opened.paths, set(opened.objects)
+        self.objects = set(opened.objects)
 
     def load_objects(self, names: list[str]) -> dict[str, Any]:
         """Unpickle objects; classes that are not known to be safe are refused."""
@@ -192,15 +165,10 @@ class StoredNames:
 
 
 def _stored_forms(source: Source, rows: dict[str, int]) -> dict[str, tuple[list[int], torch.dtype]]:
-    """Return the size and the dtype of each tensor."""
     tensors = source.index.tensors
     shapes, ndims, codes = tensors.shape.tolist(), tensors.ndim.tolist(), tensors.dtype.tolist()
     dtypes = {code: to_torch(by_code(code)) for code in set(codes)}
     return {name: (shapes[row][: ndims[row]], dtypes[codes[row]]) for name, row in rows.items()}
-
-
-def _fits(value: Any, size: list[int], dtype: torch.dtype) -> bool:
-    return (is_ordinary(value) or is_dtensor(value)) and value.dtype == dtype and list(value.shape) == size
 
 
 def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> Any:

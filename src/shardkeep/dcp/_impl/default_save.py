@@ -40,16 +40,7 @@ from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import METADATA_NAME, SUMS_SUFFIX, Columns, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, decode_metadata, encode_plain_metadata, read_metadata
 from shardkeep.options import decodable
-from shardkeep.plan.save_plan import (
-    BUFFER,
-    PlannedChunks,
-    RankManifest,
-    SampledReplicas,
-    TensorNames,
-    encode,
-    manifest_of,
-    plan_whole_shards,
-)
+from shardkeep.plan import save_plan
 from shardkeep.state.describe import Description, describe_leaves, find_buffers
 from shardkeep.state.flatten import flatten_sharded_tensors, flatten_state_dict
 from shardkeep.state.leaves import ShardedBox, has_part, is_dtensor, is_ordinary
@@ -104,11 +95,9 @@ class _SentState(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Planned:
-    """What rank 0 has planned."""
-
     keys: list[str]
     tensors: Tensors
-    pieces: PlannedChunks
+    pieces: save_plan.PlannedChunks
     """By rank, then by row."""
     entries: list[tuple[tuple[str, bool, bool], tuple[int, ...]]]
     """Properties and shape of each key's tensor."""
@@ -116,7 +105,7 @@ class _Planned:
     """The items of their own that each rank writes."""
     states: list[_SentState]
     to_lowest: bool
-    sampled: SampledReplicas | None
+    sampled: save_plan.SampledReplicas | None
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +118,7 @@ class DefaultSave:
 
     _writer: FileSystemWriter
     """Set to its place."""
-    _planner: DefaultSavePlanner | None
+    _planner: DefaultSavePlanner
     _ranks: _DistWrapper
     _modules: Sequence[torch.nn.Module]
     """Those whose state is in the state."""
@@ -176,13 +165,13 @@ class DefaultSave:
         self._writer.prepare_local_plan(protocol.SavePlan([]))
 
     def _describe(self, state: Mapping[str, Any]) -> DescribedState:
-        flat, paths, planner = dict(state), None, self._planner
-        if planner is None or planner.flatten_state_dict:
+        flat, paths = dict(state), None
+        if self._planner.flatten_state_dict:
             flat, mappings = flatten_state_dict(state)
             paths = [list(mappings[name]) for name in flat]
         names = list(flat)
         plain = {type(value) for value in flat.values()} <= _ORDINARY | _ATOMS
-        if not plain and (planner is None or planner.flatten_sharded_tensors):
+        if not plain and self._planner.flatten_sharded_tensors:
             flat = flatten_sharded_tensors(flat)
         description, flags, items = _describe_values(flat)
         if self._copies:
@@ -193,15 +182,15 @@ class DefaultSave:
         samples: Callable[[], bytes] = bytes
         if self._ranks.get_world_size() > 1:
             buffers = find_buffers(description, self._modules)
-            flags |= buffers * np.uint8(BUFFER)
+            flags |= buffers * np.uint8(save_plan.BUFFER)
             samples = sample_replicas(description, ~buffers)
         count = len(description.keys)
-        manifest = manifest_of(
+        manifest = save_plan.manifest_of(
             description,
             groups=["state"] * count,
             flags=flags,
             alias=np.arange(count),
-            tree=encode(sent),
+            tree=save_plan.encode(sent),
             values=b"",
         )
         return DescribedState(description, manifest, samples, items=items)
@@ -230,7 +219,6 @@ class DefaultSave:
         return RankFiles(jobs, lambda: self._complete(jobs, where))
 
     def _complete(self, jobs: list[FileJob], where: IntArray) -> WrittenFiles:
-        """Put the digests of the files beside them."""
         store, entries = self.store, list[FileEntry]()
         try:
             for job in jobs:
@@ -243,18 +231,17 @@ class DefaultSave:
         return WrittenFiles(entries, pack(where))
 
     def discard(self, names: Sequence[str]) -> None:
-        """Remove files that this rank has written, and their digests."""
         self._writer._commit().remove([each for name in names for each in (name, f"{name}{SUMS_SUFFIX}")])
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def plan(self, manifests: list[RankManifest]) -> tuple[_Planned, list[bytes], _Planned | None]:
+    def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[_Planned, list[bytes], _Planned | None]:
         decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.tree for each in manifests}}
         states = [decoded[each.tree] for each in manifests]
         try:
-            plan = plan_whole_shards(
+            plan = save_plan.plan_whole_shards(
                 manifests,
-                to_lowest=self._to_lowest,
+                to_lowest=self._planner.dedup_save_to_lowest_rank,
                 warn=lambda error: log.warning("%s; the first is saved", error.message),
             )
         except InvalidShards as error:
@@ -262,7 +249,7 @@ class DefaultSave:
         keys, tensors, pieces = plan.keys, plan.tensors, plan.pieces
         flags = dict.fromkeys(keys, 0)
         for raw in dict.fromkeys(each.names for each in reversed(manifests)):
-            names = msgspec.msgpack.decode(raw, type=TensorNames)
+            names = msgspec.msgpack.decode(raw, type=save_plan.TensorNames)
             flags.update(zip(names.keys, names.flags, strict=True))
         dtypes = {code: by_code(code).name for code in set(tensors.dtype.tolist())}
         shapes = zip(tensors.dtype.tolist(), tensors.shape.tolist(), tensors.ndim.tolist(), strict=True)
@@ -282,18 +269,20 @@ class DefaultSave:
             first = len(ints(manifests[rank].row_tensor))  # items come after the rows of tensors
             answers.append(pack(np.concatenate([pieces.row[low:high], first + np.array(own, np.int64)])))
         _check_items(keys, items)
-        planned = _Planned(keys, tensors, pieces, entries, items, states, self._to_lowest, plan.sampled)
+        planned = _Planned(
+            keys, tensors, pieces, entries, items, states, self._planner.dedup_save_to_lowest_rank, plan.sampled
+        )
         return planned, answers, None if plan.sampled is None else planned
 
     def plan_again(self, kept: _Planned, values: list[bytes], samples: list[bytes]) -> _Planned | None:
         """Return the plan for a state with the same tensors and names; None if it does not fit."""
-        if kept.to_lowest != self._to_lowest or kept.sampled is None or kept.sampled.differ(samples):
+        if (
+            kept.to_lowest != self._planner.dedup_save_to_lowest_rank
+            or kept.sampled is None
+            or kept.sampled.differ(samples)
+        ):
             return None
         return kept
-
-    @property
-    def _to_lowest(self) -> bool:
-        return self._planner is not None and self._planner.dedup_save_to_lowest_rank
 
     def collect(self, planned: _Planned, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return what all ranks wrote; the commit looks for it."""
@@ -401,18 +390,15 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
         items.extend(own)
 
     for key, value in flat.items():
-        if is_ordinary(value) and value.numel():
-            tensors[key], flags[key] = value, _flags(value.requires_grad, value.is_cpu and value.is_pinned())
+        local = value._local_tensor if is_dtensor(value) else value if is_ordinary(value) else None
+        if not has_part(value):
+            continue
+        if local is not None and local.numel():
+            tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())
         elif type(value) in _ATOMS:
             items.append((protocol.WriteItem(protocol.MetadataIndex(key), protocol.WriteItemType.BYTE_IO), value))
-        elif not is_dtensor(value):
+        else:
             open_value(key)
-        elif has_part(value):
-            local = value._local_tensor
-            if local.numel():
-                tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())
-            else:
-                open_value(key)
     while True:
         try:
             description = describe_leaves(tensors)

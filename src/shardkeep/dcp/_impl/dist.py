@@ -90,7 +90,6 @@ class _DistWrapper:
     # -- objects -------------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, object: T | None) -> T:  # noqa: A002 - torch's name
-        """Return the coordinator's object, on all ranks."""
         mine = object if self.is_coordinator else None
         return cast(
             "T", self._exchange("broadcast", lambda: mine, lambda all_: [all_[self.coordinator_rank]] * len(all_))
@@ -105,7 +104,6 @@ class _DistWrapper:
         return cast("list[T] | None", self._exchange("gather", lambda: object, only_to_coordinator))
 
     def all_gather_object(self, object: T) -> list[T]:  # noqa: A002 - torch's name
-        """Return the objects of all ranks, on all ranks."""
         return cast("list[T]", self._exchange("all_gather", lambda: object, lambda all_: [all_] * len(all_)))
 
     def scatter_object(self, object_list: list[T] | None) -> T:
@@ -225,7 +223,6 @@ def in_step(ranks: _DistWrapper, prepare: Callable[[], T]) -> Callable[[], T]:
 
 
 def _all_gather_keys(local_dict: dict[str, Any], group: ProcessGroup | None = None) -> set[str]:
-    """Return the keys of all ranks' dicts."""
     ranks = _DistWrapper(group, use_dist=True, coordinator_rank=0)
     return {key for keys in ranks.all_gather_object(list(local_dict)) for key in keys}
 

@@ -37,7 +37,7 @@ from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
 
-from shardkeep import loading, saving
+from shardkeep import errors, loading, saving
 from shardkeep.dcp._impl.default_load import DefaultTarget, loads_by_default
 from shardkeep.dcp._impl.default_save import DefaultSave, saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
@@ -50,15 +50,6 @@ from shardkeep.engine.queue import SaveHandle
 from shardkeep.engine.report import LoadEvents, Phases, SaveEvents
 from shardkeep.engine.save_session import SaveSession
 from shardkeep.engine.sources import find_committed
-from shardkeep.errors import (
-    BrokenProtocol,
-    CheckpointError,
-    CheckpointException,
-    NoMetadata,
-    NoStorage,
-    RanksDisagree,
-    RanksSilent,
-)
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.options import Options, per_process
 from shardkeep.storage.base import broken_path
@@ -142,7 +133,6 @@ def step_logger(storage: object, group: object) -> Callable[[Callable[P, T], str
 
 
 def _msg_dict_from_dcp_method_args(*args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ARG001 - torch's arguments
-    """Return the checkpoint, the storage and the planner of a call."""
     storage = kwargs.get("storage_writer") or kwargs.get("storage_reader")
     checkpoint_id = kwargs.get("checkpoint_id") or getattr(storage, "checkpoint_id", None)
     message = {"checkpoint_id": None if checkpoint_id is None else str(checkpoint_id), "uuid": str(uuid4().int)}
@@ -150,12 +140,10 @@ def _msg_dict_from_dcp_method_args(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _get_msg_dict(func_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the fields of all messages of a call."""
     return _msg_dict_from_dcp_method_args(*args, **kwargs) | c10d_logger._get_msg_dict(func_name, *args, **kwargs)
 
 
 def _init_logger(rank: int) -> None:
-    """Make the root logger print, with the rank in front."""
     logger.setLevel(logging.INFO)
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)
@@ -191,17 +179,16 @@ def _api_bc_check(func: F) -> F:
             return func(*args, **kwargs)
         name = next((each for each in ("storage_writer", "storage_reader") if each in keywords), None)
         if name is None:
-            raise BrokenProtocol(f"{func.__name__} takes one positional argument, and two were given")
+            raise errors.BrokenProtocol(f"{func.__name__} takes one positional argument, and two were given")
         warnings.warn(f"the second argument of {func.__name__} should be given as {name}=", stacklevel=2)
         if name in kwargs:
-            raise BrokenProtocol(f"{name} was given twice to {func.__name__}")
+            raise errors.BrokenProtocol(f"{name} was given twice to {func.__name__}")
         return func(args[0], **{name: args[1]}, **kwargs)
 
     return call  # type: ignore[return-value]  # same arguments, see `wraps`
 
 
 def takes(function: Callable[..., Any], *names: str) -> bool:
-    """Return whether a function can be called with these keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return True
@@ -216,7 +203,7 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
         return storage
     kind = "storage_reader" if reader else "storage_writer"
     if not checkpoint_id:
-        raise NoStorage(f"`checkpoint_id` must be specified if {kind} is None")
+        raise errors.NoStorage(f"`checkpoint_id` must be specified if {kind} is None")
     kinds: tuple[type[Any], ...] = (FileSystemReader, FsspecReader) if reader else (FileSystemWriter, FsspecWriter)
     for each in kinds:
         if each.validate_checkpoint_id(checkpoint_id):
@@ -224,7 +211,7 @@ def _storage_setup(storage: S | None, checkpoint_id: str | os.PathLike[str] | No
             if not reader:
                 chosen._splits_files = True
             return cast("S", chosen)
-    raise NoStorage(
+    raise errors.NoStorage(
         f"Cannot detect which storage {os.fspath(checkpoint_id)!r} is in",
         hint=f"check that the directory exists or can be created, or pass a {kind}",
     )
@@ -248,15 +235,12 @@ def is_stateful(value: object) -> bool:
 
 
 def state_of(value: Any) -> Any:
-    """Return the state of a stateful value; any other value itself."""
     return value.state_dict() if is_stateful(value) else value
 
 
 @_dcp_method_logger(log_exceptions=True)
 def _stateful_to_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state in which stateful values are replaced by their state; how long each of them takes is logged."""
-    if not _is_handled():
-        return {key: state_of(value) for key, value in state_dict.items()}
     return {
         key: logged(state_of, f"_stateful_to_state_dict.{key}", log_exceptions=True)(value)
         for key, value in state_dict.items()
@@ -288,7 +272,6 @@ _under_way = per_process(list[SaveUnderWay])  # in the order of the calls; saves
 
 
 def note_save(handle: SaveHandle[Any], *uses: object, thread: Callable[[], int | None]) -> None:
-    """Add a save to those that later ones wait for."""
     saves = _under_way()
     saves[:] = [each for each in saves if not each.handle.done()]
     saves.append(SaveUnderWay(handle, _ids(uses), thread))
@@ -312,7 +295,6 @@ def wait_for(saves: Sequence[SaveUnderWay], what: str) -> None:
 
 
 def destination_of(checkpoint_id: str | os.PathLike[str] | None, storage_writer: object) -> str:
-    """Describe where a save goes, for messages."""
     place = checkpoint_id if checkpoint_id is not None else getattr(storage_writer, "checkpoint_id", None)
     return f"{os.fspath(place)!r}" if isinstance(place, (str, os.PathLike)) else type(storage_writer).__qualname__
 
@@ -419,7 +401,8 @@ def default_session(
     copies: bool = False,
 ) -> tuple[DefaultSave, SaveSession, SaveEvents]:
     """Begin a save by the default planner; `copies`: the state may change as soon as it is described."""
-    layout = DefaultSave(writer, cast("DefaultSavePlanner | None", planner), ranks, modules, copies)
+    own = cast("DefaultSavePlanner", planner or DefaultSavePlanner())
+    layout = DefaultSave(writer, own, ranks, modules, copies)
     phases, store, log_step = Phases(), layout.store, step_logger(writer, ranks.group)
     session = SaveSession(layout, store, ranks._world, Options(), phases=phases, meet=ranks.call, logged=log_step)
     return layout, session, SaveEvents(phases, rank=ranks._world.rank, where=store.url)
@@ -454,7 +437,7 @@ def run_steps(ranks: _DistWrapper, call: Any, use_collectives: bool, log_step: C
         return ranks.patient(alone_s).all_reduce(
             "write", lambda: write_data(plan), lambda results: finish_checkpoint(results, alone_s)
         )
-    except CheckpointException as failed:
+    except errors.CheckpointException as failed:
         # The coordinator commits only if no rank failed. If the coordinator itself failed, only it knows whether that was
         # before the commit.
         if ranks.coordinator_rank not in failed.failures or (ranks.is_coordinator and not call.finishing):
@@ -534,10 +517,11 @@ class _Save:
             self._writer._commit().supersede_common()
 
     def finish(self, results: list[list[protocol.WriteResult]], alone_s: float = 0.0) -> protocol.Metadata:
-        """Commit the checkpoint, and return its metadata."""
         self.finishing = True
         if self._metadata is None:
-            raise BrokenProtocol("create_global_plan returned no metadata", hint="return the plans and the metadata")
+            raise errors.BrokenProtocol(
+                "create_global_plan returned no metadata", hint="return the plans and the metadata"
+            )
         # In the writer's classes, including every index: the writer may pickle them.
         metadata = self._to_writer(self._metadata)
         self._writer.finish(metadata=metadata, results=self._to_writer(results))
@@ -642,27 +626,28 @@ def _run_load(
     planner: protocol.LoadPlanner | None,
 ) -> None:
     """Fill a state: in the engine's session if planner and reader are ours, else item by item."""
+    planner = planner or DefaultLoadPlanner()
     with ranks.call("load") as together:
         if not loads_by_default(storage_reader, planner) or not _load_by_default(
-            together, state, storage_reader, planner
+            together, state, storage_reader, cast("DefaultLoadPlanner", planner)
         ):
-            _load_items(together, state, storage_reader, planner or DefaultLoadPlanner())
+            _load_items(together, state, storage_reader, planner)
 
 
 def _load_by_default(
-    ranks: _DistWrapper, state: Callable[[], dict[str, Any]], reader: FileSystemReader, planner: object
+    ranks: _DistWrapper, state: Callable[[], dict[str, Any]], reader: FileSystemReader, planner: DefaultLoadPlanner
 ) -> bool:
     """Load in the engine's session; False if there is no checkpoint of all ranks that it can open."""
-    target = DefaultTarget(state, reader, cast("DefaultLoadPlanner | None", planner))
+    target = DefaultTarget(state, reader, planner)
     phases, store, log_step = Phases(), reader.open_store(), step_logger(reader, ranks.group)
     session = LoadSession(target, store, ranks._world, ranks.agree, phases, Options(), complete=False, logged=log_step)
     try:
         opened = session.open(find_committed)
-    except CheckpointException as failed:
-        errors = [error for error, _ in failed.failures.values()]
-        if any(isinstance(error, (RanksDisagree, RanksSilent)) for error in errors):
+    except errors.CheckpointException as failed:
+        causes = [error for error, _ in failed.failures.values()]
+        if any(isinstance(error, (errors.RanksDisagree, errors.RanksSilent)) for error in causes):
             raise  # the ranks that do not load would not take part in the next step either
-        if all(isinstance(error, (CheckpointError, OSError)) for error in errors):
+        if all(isinstance(error, (errors.CheckpointError, OSError)) for error in causes):
             return False  # perhaps each rank has metadata of its own; if not, the reader says what is wrong
         raise
     events = LoadEvents(phases, rank=ranks._world.rank, where=store.url)
@@ -695,7 +680,7 @@ def _load_items(
     def global_step(reports: list[tuple[bool, protocol.LoadPlan]]) -> list[protocol.LoadPlan]:
         found = [rank for rank, (common, _) in enumerate(reports) if common]
         if 0 < len(found) < len(reports):
-            raise RanksDisagree(
+            raise errors.RanksDisagree(
                 f"only ranks {found} of {len(reports)} found the checkpoint's metadata, the others only their own",
                 hint="wait until all ranks see the same files, or delete those of the older of two checkpoints",
             )
@@ -728,7 +713,7 @@ def _read_metadata(reader: protocol.StorageReader, rank: int) -> tuple[protocol.
         causes.append(f"global metadata read failed: {error}")
         if not isinstance(error, _NOT_THERE):
             hint = "the checkpoint may be intact: try again, or find out what is wrong with its metadata"
-            raise NoMetadata("; ".join(causes), hint=hint) from error
+            raise errors.NoMetadata("; ".join(causes), hint=hint) from error
     if takes(reader.read_metadata, "rank"):
         try:
             if (metadata := reader.read_metadata(rank=rank)) is not None:
@@ -737,4 +722,4 @@ def _read_metadata(reader: protocol.StorageReader, rank: int) -> tuple[protocol.
         except Exception as error:  # noqa: BLE001 - the storage may be the user's; raised below
             causes.append(f"rank local metadata read failed: {error}")
     broken = broken_path(reader.open_store(), inside=True) if isinstance(reader, FileSystemReader) else ""
-    raise NoMetadata("; ".join(causes), hint=broken or "is there a complete checkpoint at this place?")
+    raise errors.NoMetadata("; ".join(causes), hint=broken or "is there a complete checkpoint at this place?")

@@ -45,7 +45,6 @@ _Located = tuple[protocol.ReadItem, ItemLocation]
 
 
 def completed(value: T) -> Future[T]:
-    """Return a future that has a result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
@@ -67,7 +66,6 @@ def fill_targets(
 
 
 def target_of(request: protocol.ReadItem, planner: protocol.LoadPlanner) -> torch.Tensor:
-    """Ask the planner for the tensor that a request fills."""
     target = planner.resolve_tensor(request).detach()
     if tuple(target.shape) != tuple(request.lengths):
         raise _WrongTarget(
@@ -83,7 +81,6 @@ class _WrongTarget(StateMismatch, AssertionError):
 
 
 def _read_archives(reader: FileSystemReader, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> None:
-    """Read every item of a plan from files of torch's layout."""
     metadata, options = reader._metadata, Options()
     files = ItemFiles(reader.readable_store(), sums_of(metadata))
     objects: list[_Located] = []
@@ -143,7 +140,6 @@ def _stored_chunks(entries: Mapping[str, Any]) -> dict[tuple[str, Ints | None], 
 def _read_native(
     view: TorchView, places: Mapping[Any, Any], plan: protocol.LoadPlan, planner: protocol.LoadPlanner
 ) -> None:
-    """Read every item of a plan from a native checkpoint."""
     tensors: list[protocol.ReadItem] = []
     for request in plan.items:
         if request.type == protocol.LoadItemType.BYTE_IO:

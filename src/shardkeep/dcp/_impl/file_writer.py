@@ -70,8 +70,6 @@ Data = torch.Tensor | memoryview
 
 
 class WrittenItem(NamedTuple):
-    """Where an item lies in its file."""
-
     offset: int
     nbytes: int
     data_start: int | None = None
@@ -249,8 +247,6 @@ def divide_rows(bins: int, sizes: Sequence[int | None]) -> list[list[int]]:
 
 
 class FilePlan(NamedTuple):
-    """A data file to write."""
-
     path: file_systems.PathLike
     name: str
     items: list[protocol.WriteItem]
@@ -263,7 +259,6 @@ class FilePlan(NamedTuple):
 def safetensors_plan(
     plan: FilePlan, metadata: Mapping[str, str], measure: Callable[[protocol.WriteItem], ItemTensor]
 ) -> FilePlan:
-    """Return the plan of a safetensors file with these items."""
     # In this order each tensor is aligned to its elements, without gaps between them.
     tensors = sorted(map(measure, plan.items), key=lambda tensor: -alignment_of(tensor.nbytes))
     header = header_of(tensors, metadata, where=plan.name)
@@ -271,7 +266,6 @@ def safetensors_plan(
 
 
 def measured_tensor(planner: protocol.SavePlanner, item: protocol.WriteItem) -> ItemTensor:
-    """Return the tensor of an item as the planner makes it."""
     data = resolve(planner, item)
     if not isinstance(data, torch.Tensor):
         raise not_dense(item)

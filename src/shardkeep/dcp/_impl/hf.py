@@ -25,18 +25,9 @@ from torch.futures import Future
 
 from shardkeep.conversion.pipeline import FileParts, TensorPart, WriteArguments
 from shardkeep.conversion.to_hf import Place, model_file, write_and_publish
+from shardkeep.dcp._impl import file_writer
 from shardkeep.dcp._impl.file_reader import completed
-from shardkeep.dcp._impl.file_writer import (
-    CheckpointThere,
-    FilePlan,
-    FileSystemWriter,
-    lay_out,
-    measured_tensor,
-    resolve_planned,
-    safetensors_plan,
-    write_streams,
-    written_result,
-)
+from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor
 from shardkeep.dcp._impl.hf_reader import storage_place
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
@@ -377,7 +368,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             return
         for name in read_weight_map(folder.index, folder.opens).values():
             if name in folder.files and not safetensors_publish.made_by_writer(folder, name):
-                raise CheckpointThere(
+                raise file_writer.CheckpointThere(
                     f"{folder.path}: holds a model that no save made ({name}): it has an index file, and shards could"
                     " not be read",
                     hint="save to another directory, or delete the model",
@@ -405,27 +396,36 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         for name, items in files_of(plan, self._split_by_storage_plan).items():
             written = names.written(name)
             final[written] = name
-            plans.append(FilePlan(self.fs.concat_path(self.path, written), written, items))
-        plans = [safetensors_plan(each, metadata, partial(measured_tensor, planner)) for each in plans]
+            plans.append(file_writer.FilePlan(self.fs.concat_path(self.path, written), written, items))
+        plans = [
+            file_writer.safetensors_plan(each, metadata, partial(file_writer.measured_tensor, planner))
+            for each in plans
+        ]
         results = (
-            self._write_in_place(planner, plans) if saves_in_place(planner) else write_streams(self, planner, plans)
+            self._write_in_place(planner, plans)
+            if saves_in_place(planner)
+            else file_writer.write_streams(self, planner, plans)
         )
         for stored in (result.storage_data for result in results):
             stored.relative_path = final[stored.relative_path]
         return results
 
-    def _write_in_place(self, planner: protocol.SavePlanner, plans: Sequence[FilePlan]) -> list[protocol.WriteResult]:
+    def _write_in_place(
+        self, planner: protocol.SavePlanner, plans: Sequence[file_writer.FilePlan]
+    ) -> list[protocol.WriteResult]:
         """Write files straight from the memory of the state, through the engine's write pipeline."""
         options, store = Options(), self.open_store()
-        resolved = [[memoryview(plan.header), *resolve_planned(plan, planner)] for plan in plans]
-        laid_out = [lay_out(plan.name, data, framed=False) for plan, data in zip(plans, resolved, strict=True)]
+        resolved = [[memoryview(plan.header), *file_writer.resolve_planned(plan, planner)] for plan in plans]
+        laid_out = [
+            file_writer.lay_out(plan.name, data, framed=False) for plan, data in zip(plans, resolved, strict=True)
+        ]
         synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
         threads = max(self.thread_count, options.io_threads)
         budget = budget_for_store(store, threads, options.host_budget_bytes, coded=False)
         with CancelScope(budget=budget.room).active():
             write_files(store, [job for job, _ in laid_out], threads=budget.threads, window_nbytes=budget.window_nbytes)
         return [
-            written_result(item, written, plan.name)
+            file_writer.written_result(item, written, plan.name)
             for plan, (_, (_, *placed)) in zip(plans, laid_out, strict=True)
             for item, written in zip(plan.items, placed, strict=True)
         ]

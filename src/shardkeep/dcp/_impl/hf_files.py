@@ -50,8 +50,6 @@ SHARDED_DIR_NAME = "sharded"
 
 @dataclass
 class _HFStorageInfo:
-    """The location of a chunk of a tensor."""
-
     relative_path: str
     """As in torch, the whole path of the file."""
     shape: torch.Size
@@ -85,8 +83,6 @@ def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
 
 
 class ItemTensor(NamedTuple):
-    """The tensor of an item, as it lies in a file."""
-
     item: WriteItem
     dtype: DType
     shape: Ints
@@ -101,7 +97,6 @@ class ItemTensor(NamedTuple):
 
 
 def planned_tensor(item: WriteItem) -> ItemTensor:
-    """Return the tensor that a plan says an item is."""
     if item.tensor_data is None:
         raise no_tensor(item)
     dtype = of_torch(item.tensor_data.properties.dtype, key=item.index.fqn)
@@ -109,7 +104,6 @@ def planned_tensor(item: WriteItem) -> ItemTensor:
 
 
 def no_tensor(item: WriteItem) -> UnsupportedLeaf:
-    """Return the error for an object in a format that holds only tensors."""
     return UnsupportedLeaf(
         f"{item.index.fqn!r} is no tensor, and Hugging Face files hold nothing else",
         hint="leave it out of this save, or save it with FileSystemWriter",

@@ -150,7 +150,6 @@ class HuggingFaceStorageReader(FileSystemReader):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
-        """Fill the planner's tensors."""
         storage_place(self)
         per_file: dict[str, list[protocol.ReadItem]] = {}
         for req in plan.items:
@@ -314,11 +313,8 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def _load_quantization_metadata(self) -> None:
         """Find the quantized tensors by the names in the index file or, without one, in the files."""
         folder = list_model(storage_place(self))
-        if folder.index is not None:
-            homes = read_weight_map(folder.index, folder.opens)
-        else:
-            homes = {key: os.path.basename(stored.chunks[0].path) for key, stored in self._catalog.items()}
-        self._build_weight_scale_mapping(homes)
+        files = {key: os.path.basename(stored.chunks[0].path) for key, stored in self._catalog.items()}
+        self._build_weight_scale_mapping(read_weight_map(folder.index, folder.opens) if folder.index else files)
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
         """Keep the file of each tensor, and pair quantized tensors with their scales."""
@@ -345,7 +341,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return super().read_data(plan, planner)
 
     def _check(self, key: str) -> None:
-        """Make sure that there are scales for all of a quantized tensor."""
         if key not in self._catalog:  # the metadata were read by another reader
             self.read_metadata()
         scale_key = self._weight_scale_mapping[key]
@@ -370,7 +365,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return read_box(self._opens(), key, stored.dtype, stored.chunks, box)
 
     def _read_scales(self, key: str) -> torch.Tensor:
-        """Read all scales of a quantized tensor."""
         name, last = self._weight_scale_mapping[key], self._scales
         if last[0] != name:
             last = self._scales = name, self._read_box(name, whole(self._catalog[name].shape))

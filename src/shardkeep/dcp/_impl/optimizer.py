@@ -15,14 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkeep.dcp._impl import plans
 from shardkeep.dcp._impl.driver import _load_state_dict
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner
-from shardkeep.dcp._impl.plans import (
-    _create_read_items,
-    create_read_items_for_chunk_list,
-    current_device,
-    device_of_group,
-)
 from shardkeep.errors import BadState, BrokenProtocol, InvalidShards
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.flatten import unflatten_state_dict
@@ -68,7 +63,7 @@ def load_sharded_optimizer_state_dict(
         )
     state: protocol.STATE_DICT_TYPE = {}
     offsets: dict[str, Sequence[int]] = {}
-    device_type = device_of_group(group).type
+    device_type = plans.device_of_group(group).type
     for key, entry in metadata.state_dict_metadata.items():
         path = paths[key]
         if path[0] != optimizer_key:
@@ -166,7 +161,7 @@ def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
     import torch.distributed as dist  # noqa: PLC0415 - loaded, as there are ranks
     from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec  # noqa: PLC0415
 
-    device_type = device_of_group(pg).type
+    device_type = plans.device_of_group(pg).type
     placements: list[Any] = []
     for rank in range(dist.get_world_size(pg)):
         everywhere = rank if pg is None else dist.get_global_rank(pg, rank)
@@ -175,7 +170,6 @@ def _create_colwise_spec(pg: ProcessGroup | None = None) -> ChunkShardingSpec:
 
 
 def _alloc_tensor(props: protocol.TensorProperties, size: Sequence[int], device_type: str = "cuda") -> torch.Tensor:
-    """Return an empty tensor on this process's device."""
     return torch.empty(
         size=tuple(size),
         dtype=props.dtype,
@@ -183,7 +177,7 @@ def _alloc_tensor(props: protocol.TensorProperties, size: Sequence[int], device_
         requires_grad=props.requires_grad,
         # Only CPU memory can be pinned, whatever the saved tensor was.
         pin_memory=props.pin_memory and device_type == "cpu",
-        device=current_device(device_type),
+        device=plans.current_device(device_type),
     )
 
 
@@ -213,7 +207,7 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         for fqn, value in self.state_dict.items():
             entry: Any = self.metadata.state_dict_metadata[fqn]
             if fqn not in self.fqn_to_offset or not is_sharded_tensor(value):
-                items += _create_read_items(fqn, entry, value)
+                items += plans._create_read_items(fqn, entry, value)
                 continue
             offset = self.fqn_to_offset[fqn]
             moved = [
@@ -223,7 +217,7 @@ class _ReaderWithOffset(DefaultLoadPlanner):
                 )
                 for shard in value.local_shards()
             ]
-            of_shards = create_read_items_for_chunk_list(fqn, entry, moved)
+            of_shards = plans.create_read_items_for_chunk_list(fqn, entry, moved)
             for there in (item.dest_index for item in of_shards):
                 here = _element_wise_sub(there.offset or (), offset)
                 self.translation[there] = dataclasses.replace(there, offset=torch.Size(here))
@@ -231,7 +225,6 @@ class _ReaderWithOffset(DefaultLoadPlanner):
         return protocol.LoadPlan(items)
 
     def lookup_tensor(self, index: protocol.MetadataIndex) -> torch.Tensor:
-        """Return the shard for an index of the stored tensor."""
         return super().lookup_tensor(self.translation.get(index, index))
 
 
@@ -244,5 +237,4 @@ def _element_wise_sub(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 
 def _normalize_device_info(device_type: str, device_id: int) -> str:
-    """Return a device as placements write it."""
     return "cpu" if device_type == "cpu" else f"{device_type}:{device_id}"

@@ -14,6 +14,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import cache
 from typing import IO, Any, NamedTuple
@@ -30,14 +31,7 @@ from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import safe_globals
 from shardkeep.options import Options
 from shardkeep.plan.save_plan import SMALL_NBYTES
-from shardkeep.state.flatten import (
-    FLATTEN_MAPPING,
-    as_keyed,
-    flatten_sharded_tensors,
-    flatten_state_dict,
-    flatten_state_dict_v_2_3,
-    set_element,
-)
+from shardkeep.state import flatten
 
 
 def load_object(stream: IO[bytes], *, key: str) -> Any:
@@ -104,8 +98,6 @@ class _PlainReader(pickle.Unpickler):
 
 
 class _Plain:
-    """The attributes that torch expects of `pickle_module`."""
-
     Unpickler = _PlainReader
     load = staticmethod(lambda file, **how: _PlainReader(file, **how).load())
     UnpicklingError = pickle.UnpicklingError
@@ -119,7 +111,6 @@ class _Bytes(NamedTuple):
 
 @cache
 def _plain() -> Names:
-    """Return the names that pickles of plain values may use."""
     torchs: list[Any] = [
         *(torch.device, torch.serialization._get_layout),
         *(getattr(rebuilding, f"_rebuild_{what}") for what in ("tensor_v2", "tensor_v3", "parameter")),
@@ -179,7 +170,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
     method of `SavePlanner`.
     """
 
-    mappings: FLATTEN_MAPPING
+    mappings: flatten.FLATTEN_MAPPING
 
     def __init__(
         self,
@@ -219,9 +210,9 @@ class DefaultSavePlanner(protocol.SavePlanner):
         """Flatten the state as configured, and keep it."""
         self._storage_meta = storage_meta
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
+            state_dict, self.mappings = flatten.flatten_state_dict(state_dict)
         if self.flatten_sharded_tensors:
-            state_dict = flatten_sharded_tensors(state_dict)
+            state_dict = flatten.flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
@@ -257,7 +248,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
     ) -> tuple[list[protocol.SavePlan], protocol.Metadata]:
         global_plan, metadata = plans.create_default_global_save_plan(self._dedup_save_plans(all_plans))
         if self.flatten_state_dict:
-            merged: FLATTEN_MAPPING = {}
+            merged: flatten.FLATTEN_MAPPING = {}
             # The first rank that has a key determines its path.
             for plan in reversed(global_plan):
                 merged.update(plan.planner_data or {})
@@ -295,6 +286,27 @@ class DefaultSavePlanner(protocol.SavePlanner):
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
+FlatState = tuple[dict[str, Any], flatten.FLATTEN_MAPPING]
+"""The values by flat name, and their paths."""
+
+
+def flat_state(
+    state: protocol.STATE_DICT_TYPE, planner: DefaultLoadPlanner, rules: Callable[..., Any] = flatten.flatten_state_dict
+) -> FlatState:
+    """Flatten a state as a planner is configured."""
+    flat: dict[str, Any] = flatten.flatten_sharded_tensors(state) if planner.flatten_sharded_tensors else state
+    return rules(flat) if planner.flatten_state_dict else (flat, {name: (name,) for name in flat})
+
+
+def old_flat_state(
+    state: protocol.STATE_DICT_TYPE, planner: DefaultLoadPlanner, flat: dict[str, Any], saved: AbstractSet[str]
+) -> FlatState | None:
+    """Flatten by the rules of torch 2.3 if that finds names of the checkpoint that today's rules, in `flat`, do not."""
+    if not planner.flatten_state_dict or saved >= flat.keys():
+        return None
+    old = flat_state(state, planner, flatten.flatten_state_dict_v_2_3)
+    return old if old[0].keys() & (saved - flat.keys()) else None
+
 
 class DefaultLoadPlanner(protocol.LoadPlanner):
     """
@@ -305,7 +317,7 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
     """
 
     original_state_dict: protocol.STATE_DICT_TYPE
-    mappings: FLATTEN_MAPPING
+    mappings: flatten.FLATTEN_MAPPING
 
     def __init__(
         self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True, allow_partial_load: bool = False
@@ -334,9 +346,7 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         """Allocate tensors on the meta device, flatten the state as configured, and keep it."""
         plans._init_state_dict(state_dict)
         self.original_state_dict = state_dict
-        self.state_dict = flatten_sharded_tensors(state_dict) if self.flatten_sharded_tensors else state_dict
-        if self.flatten_state_dict:
-            self.state_dict, self.mappings = flatten_state_dict(self.state_dict)
+        self.state_dict, self.mappings = flat_state(state_dict, self)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
@@ -352,14 +362,8 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         if self.metadata is None:
             raise BrokenProtocol("a load needs the checkpoint's metadata", hint="pass them to set_up_planner")
         saved = self.metadata.state_dict_metadata
-        if self.flatten_state_dict and not all(key in saved for key in self.state_dict):
-            # Flatten by the rules of torch 2.3 if that finds keys of the checkpoint that today's rules do not.
-            state_dict = self.original_state_dict
-            if self.flatten_sharded_tensors:
-                state_dict = flatten_sharded_tensors(state_dict)
-            flat, mappings = flatten_state_dict_v_2_3(state_dict)
-            if flat.keys() & (saved.keys() - self.state_dict.keys()):
-                self.state_dict, self.mappings = flat, mappings
+        if (old := old_flat_state(self.original_state_dict, self, self.state_dict, saved.keys())) is not None:
+            self.state_dict, self.mappings = old
         return plans.create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
     def create_global_plan(self, global_plan: list[protocol.LoadPlan]) -> list[protocol.LoadPlan]:
@@ -373,7 +377,9 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         fqn = read_item.dest_index.fqn
         loaded = load_object(value, key=fqn)
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, as_keyed(self.original_state_dict, self.mappings[fqn]), loaded)
+            flatten.set_element(
+                self.original_state_dict, flatten.as_keyed(self.original_state_dict, self.mappings[fqn]), loaded
+            )
         else:
             # If nested ShardedTensors were flattened, `state_dict` is not the caller's dict.
             self.state_dict[fqn] = self.original_state_dict[fqn] = loaded
@@ -437,7 +443,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             flat[key] = entry = metadata.state_dict_metadata[key]
             if protocol.is_tensor_entry(entry):
                 flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]  # a tensor's
-            set_element(state_dict, plans.saved_path(metadata, key), flat[key])
+            flatten.set_element(state_dict, plans.saved_path(metadata, key), flat[key])
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if self.flatten_state_dict:
             # The names are those of the checkpoint. Flattening again would renumber a list of which some items are left out.

@@ -16,7 +16,7 @@ from shardkeep.dist.world import is_initialised
 from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, MalformedFile, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor
+from shardkeep.state.leaves import has_part, is_dtensor, is_sharded_tensor
 from shardkeep.state.patterns import suggestions
 
 if TYPE_CHECKING:
@@ -181,7 +181,6 @@ def device_of_group(group: Any = None) -> torch.device:
 
 
 def current_device(kind: str) -> torch.device:
-    """Return this process's device of a kind."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == kind:
         return torch.device(kind, torch.accelerator.current_device_index())
@@ -236,7 +235,6 @@ def _default_device() -> torch.device:
 
 
 def _create_write_items(fqn: str, object: Any) -> list[protocol.WriteItem]:  # noqa: A002 - torch's name
-    """Return the items that write this rank's part of a value."""
     if hasattr(object, "__create_write_items__"):
         items: list[protocol.WriteItem] = protocol.to_ours(list(object.__create_write_items__(fqn, object)))
         return items
@@ -326,7 +324,6 @@ def _create_default_metadata_only_plan(state_dict: protocol.STATE_DICT_TYPE) -> 
 
 
 def _create_chunk_list(tensor: torch.Tensor) -> list[protocol.ChunkStorageMetadata]:
-    """Return the boxes of a tensor that this rank holds."""
     if hasattr(tensor, "__create_chunk_list__"):
         chunks: list[protocol.ChunkStorageMetadata] = protocol.to_ours(list(tensor.__create_chunk_list__()))
         return chunks
@@ -554,7 +551,6 @@ def missing_keys(
 
 
 def warn_of_holes(keys: list[str]) -> None:
-    """Log which tensors the checkpoint does not hold all of."""
     logger.warning("the checkpoint does not hold all of these tensors; the rest stays as it is: %s", _named(keys))
 
 
@@ -572,9 +568,7 @@ def check_forms(wanted: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[i
         value = wanted[fqn]
         if not isinstance(value, torch.Tensor):
             raise _no_tensor(fqn, value)
-        size = value.size()
-        if not is_ordinary(value) and protocol._is_checkpointable_tensor(value):
-            size = torch.Size(value.global_shape)
+        size = torch.Size(value.global_shape) if protocol._is_checkpointable_tensor(value) else value.size()
         if tuple(saved) != size:
             wrong.append(f"Size mismatch between saved {torch.Size(saved)} and current: {size} for {fqn}")
         if dtype != value.dtype:

@@ -157,8 +157,6 @@ def serve(pipe: socket.socket, world: RankAndSize | None) -> None:
 
 
 class _SaveServer:
-    """The steps of the save in progress."""
-
     _save: Any = None
 
     def run(self, step: str, given: tuple[Any, ...]) -> Any:

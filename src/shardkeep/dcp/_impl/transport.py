@@ -86,7 +86,6 @@ class _StateDictMeta:
 
 
 def tensors_of(leaf: object) -> list[_TensorMeta]:
-    """Return the tensors whose bytes are sent for a leaf."""
     if isinstance(leaf, _ShardedTensorMeta):
         return leaf.local_shards_meta
     if isinstance(leaf, _DTensorMeta):
@@ -130,7 +129,6 @@ def _prepare_tensor(tensor: torch.Tensor, name: str = "a tensor") -> tuple[torch
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the memory of a contiguous tensor as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -174,7 +172,6 @@ class PeerRefused(CheckpointError, RuntimeError):
 
 @contextmanager
 def _timeit(name: str) -> Iterator[None]:
-    """Log how long something took."""
     began = time.perf_counter()
     yield
     logger.info("%s took %s", name, format_seconds(time.perf_counter() - began))
