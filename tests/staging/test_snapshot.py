@@ -107,13 +107,22 @@ def test_auto_copies_on_a_device_only_where_half_of_what_is_free_is_enough(monke
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20),
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex128]),
+    strided=st.booleans(),
 )
-def test_copies_on_a_device_are_packed(shapes, dtype):
-    """Copies have the shapes of their sources, overlap nowhere, begin where they would in a file, and share few allocations."""
-    sources = [torch.empty(shape, dtype=dtype) for shape in shapes]
+def test_copies_on_a_device_are_packed(shapes, dtype, strided):
+    """Copies have the shapes and bits of their sources, overlap nowhere, begin where they would in a file, and share few allocations."""
+    full = [[*shape[:-1], 2 * shape[-1]] if shape and strided else shape for shape in shapes]
+    sources = [
+        torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1) for shape in full
+    ]
+    sources = [each[..., ::2] if each.ndim and strided else each for each in sources]
+    packed = list(sources)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "_SEGMENT_NBYTES", 2048)
-        packed = pieces._packed_like(sources)
+        for each in pieces._packed_like(sources, [[at] for at in range(len(sources))]):
+            each.fill(sources)
+            each.put_into(packed)
+    assert [bits(each) for each in packed] == [bits(each) for each in sources]
     assert [tuple(each.shape) for each in packed] == [tuple(shape) for shape in shapes]
     ends: dict[int, int] = {}
     for each in packed:

@@ -395,7 +395,7 @@ class NativeSave(Coordinator):
         """
         request, world = self._request, self._world
         try:
-            objects = Objects(state, rank=world.rank, world_size=world.size)
+            objects = Objects(state, rank=world.rank, world_size=world.size, kept=kept_plans().names)
             flattened = objects.flattened
         except errors.CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
             objects, flattened = Objects({}, rank=world.rank, world_size=world.size), None

@@ -32,6 +32,7 @@ from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, decodable, per_process
 from shardkeep.plan.save_plan import RankManifest, common_part, encode
 from shardkeep.state.describe import Description, KeptDescriptions
+from shardkeep.state.optimizers import KeptNames
 from shardkeep.storage.base import Store, keep_cached
 from shardkeep.storage.cancel import run_with_deadline
 
@@ -237,6 +238,7 @@ class KeptPlans:
 
     def __init__(self) -> None:
         self.descriptions = KeptDescriptions()
+        self.names = KeptNames()
         self.answers: dict[bytes, tuple[bytes, bytes]] = {}
         """The name of a plan and rank 0's answer, by the digest of the manifest."""
         self.plans: dict[bytes, KeptPlan] = {}
@@ -256,6 +258,7 @@ class KeptPlans:
 
     def clear(self) -> None:
         self.descriptions.clear()
+        self.names.clear()
         self.answers.clear()
         self.plans.clear()
 

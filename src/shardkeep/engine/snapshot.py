@@ -24,9 +24,10 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,7 @@ from torch.optim import Optimizer
 
 from shardkeep.display import format_size
 from shardkeep.engine.pools import Arenas, Buffer
-from shardkeep.engine.tensors import as_raw, memory_keys, scattered_memory, span
+from shardkeep.engine.tensors import memory_keys, raw_dtype, scattered_memory, span
 from shardkeep.format.boxes import strides_of
 from shardkeep.options import per_process
 from shardkeep.state.leaves import is_dtensor
@@ -84,13 +85,15 @@ class DeviceSnapshot:
     """The tensors of a state, some of which are copies by now."""
 
     found: list[torch.Tensor]
-    """The caller's tensors, or copies on the device; `tensors` replaces those that were copied to the arena."""
+    """The caller's tensors; `tensors` replaces those that were copied."""
     on_host: list[int] = field(default_factory=list)
     """Which of them lie in host memory."""
     optimizers: Sequence[Optimizer] = ()
     """Their steps wait for what is not copied on the host."""
     events: Events = field(default_factory=dict)
     """On each accelerator, an event after all that the caller had queued and after the copies on the device."""
+    packed: list[PackedCopies] = field(default_factory=list)
+    """The copies on devices."""
     live_nbytes: int = 0
     """How much is still the caller's memory."""
     guarded: bool = True
@@ -143,9 +146,11 @@ class DeviceSnapshot:
         """
         All tensors. The user empties the list, so that nothing else holds them.
 
-        Tensors over the arena are made when this is first used, which is not in the call: for a small tensor, making a view takes
+        Tensors over copies are made when this is first used, which is not in the call: for a small tensor, making a view takes
         longer than copying its bytes.
         """
+        while self.packed:
+            self.packed.pop().put_into(self.found)
         if self.arena is not None and self.layout is not None:
             whole = self.arena.tensor[: self.arena.tensor.numel() // ALIGNMENT * ALIGNMENT]
             by_dtype: dict[torch.dtype, torch.Tensor] = {}
@@ -269,59 +274,84 @@ def _copy_on_device(
         wanted = set(chosen)
         first = [at for at in order if at in wanted]
         chosen = [*first, *wanted.difference(first)] if len(first) < len(wanted) else first
-    shares: dict[tuple[torch.device, torch.dtype], dict[Hashable, list[int]]] = {}
-    for at, key in zip(chosen, memory_keys([tensors[at] for at in chosen]), strict=True):
-        source = tensors[at]
-        shares.setdefault((source.device, source.dtype), {}).setdefault(key, []).append(at)
-    alike: dict[torch.device, dict[Hashable, tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
-    for (device, _), share in shares.items():
-        sources = [tensors[ats[0]] for ats in share.values()]
-        for ats, source, copy in zip(share.values(), sources, _packed_like(sources), strict=True):
-            # As integers, because a device may change the bits of a NaN. Apart: one tensor with gaps slows all others down.
-            kind = source.element_size(), source.is_contiguous()
-            ours, theirs = alike.setdefault(device, {}).setdefault(kind, ([], []))
-            ours.append(as_raw(copy))
-            theirs.append(as_raw(source))
-            for at in ats:
-                tensors[at] = copy
-    for device in devices:
-        taken.events[device] = _queue_copies(device, alike.get(device, {}))
+    shares: dict[tuple[torch.device, torch.dtype, bool], dict[Hashable, list[int]]] = {}
+    sources = [tensors[at] for at in chosen]
+    for at, source, key in zip(chosen, sources, memory_keys(sources), strict=True):
+        kind = source.device, source.dtype, source.is_contiguous()
+        shares.setdefault(kind, {}).setdefault(key, []).append(at)
+    by_device: dict[torch.device, list[PackedCopies]] = {device: [] for device in devices}
+    for (device, _, _), share in shares.items():
+        by_device[device] += _packed_like(tensors, list(share.values()))
+    for device, packed in by_device.items():
+        taken.events[device] = _queue_copies(device, tensors, packed)
+        taken.packed += packed
 
 
-def _packed_like(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class PackedCopies:
+    """Copies on a device, end to end in one allocation."""
+
+    flat: torch.Tensor
+    rows: list[list[int]]
+    """Of each copy, the tensors that are this memory."""
+    sizes: list[int]
+    """In elements: the gap before each copy, and the copy."""
+    shapes: list[torch.Size]
+    """Of the copies; the caller may change those of its tensors."""
+
+    def put_into(self, tensors: list[torch.Tensor]) -> None:
+        """Put the copies in the place of the tensors they are of."""
+        copies = self.flat.split_with_sizes(self.sizes)[1::2]
+        for rows, copy in zip(self.rows, map(torch.Tensor.view, copies, self.shapes), strict=True):
+            for row in rows:
+                tensors[row] = copy
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue the copies, as integers, because a device may change the bits of a NaN."""
+        sources = [tensors[rows[0]] for rows in self.rows]
+        raw = raw_dtype(self.flat)
+        flat, sources = self.flat.view(raw), list(map(torch.Tensor.view, sources, repeat(raw)))
+        if not all(map(torch.Tensor.is_contiguous, sources)):
+            copies = flat.split_with_sizes(self.sizes)[1::2]
+            torch._foreach_copy_(list(map(torch.Tensor.view, copies, self.shapes)), sources)
+            return
+        parts = list(map(torch.Tensor.view, sources, repeat(-1)))
+        if any(self.sizes[::2]):
+            gap = torch.empty(ALIGNMENT, dtype=raw, device=flat.device)
+            parts = [each for size, part in zip(self.sizes[::2], parts, strict=True) for each in (gap[:size], part)]
+        torch.cat(parts, out=flat)  # one call: a view of each part of `flat` would take longer than the copy
+
+
+def _packed_like(tensors: Sequence[torch.Tensor], rows: list[list[int]]) -> list[PackedCopies]:
     """
-    Make tensors like these, all of one device and dtype, end to end in a few large allocations.
+    Make room for copies, all of one device and dtype, end to end in a few large allocations; `rows` are the tensors of each.
 
     Each begins at a multiple of the power of two that divides its size, as it does in a file. So what is written in this order is
     one piece of memory, which is copied to the host at once.
     """
+    sources = [tensors[each[0]] for each in rows]
     itemsize = sources[0].element_size()
-    made: list[torch.Tensor] = []
-    sizes: list[int] = []  # gaps and tensors in turn, in elements
-    end = 0
+    made: list[PackedCopies] = []
+    sizes: list[int] = []
+    first = end = 0
 
-    def allocate() -> None:
+    def allocate(last: int) -> None:
         flat = torch.empty(end, dtype=sources[0].dtype, device=sources[0].device)
-        views = flat.split_with_sizes(sizes)[1::2]
-        shapes = [source.shape for source in sources[len(made) : len(made) + len(views)]]
-        made.extend(map(torch.Tensor.view, views, shapes))
+        made.append(PackedCopies(flat, rows[first:last], sizes, [source.shape for source in sources[first:last]]))
 
-    for source in sources:
-        count = source.numel()
+    for at, count in enumerate(map(torch.Tensor.numel, sources)):
         if end and (end + count) * itemsize > _SEGMENT_NBYTES:
-            allocate()
-            sizes, end = [], 0
+            allocate(at)
+            sizes, first, end = [], at, 0
         step = max(1, min(count & -count, ALIGNMENT // itemsize)) if count else 1
         gap = -end % step
         sizes += gap, count
         end += gap + count
-    allocate()
+    allocate(len(sources))
     return made
 
 
-def _queue_copies(
-    device: torch.device, alike: Mapping[Hashable, tuple[list[torch.Tensor], list[torch.Tensor]]]
-) -> torch.Event:
+def _queue_copies(device: torch.device, tensors: Sequence[torch.Tensor], packed: Sequence[PackedCopies]) -> torch.Event:
     """
     Copy on a device, after all that is queued there and before what will be; return an event after the copies.
 
@@ -329,14 +359,14 @@ def _queue_copies(
     """
     caller = torch.accelerator.current_stream(device)
     queued = caller.record_event()
-    if not alike:
+    if not packed:
         return queued
     side = torch.Stream(device)
     side.wait_event(queued)
     try:
         with side, torch.no_grad():
-            for ours, theirs in alike.values():
-                torch._foreach_copy_(ours, theirs)
+            for each in packed:
+                each.fill(tensors)
     finally:
         # Also after a failure: the memory of abandoned copies is reused by what the caller queues next.
         copied = side.record_event()

@@ -38,9 +38,14 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 """Types of each element size that both torch and numpy have: bytes are copied as these, whatever they mean."""
 
 
+def raw_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the integers of the size of its elements, which every device can copy."""
+    return _RAW[tensor.element_size()]
+
+
 def as_raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the size of its elements, which every device can copy."""
-    return tensor.view(_RAW[tensor.element_size()])
+    """View a tensor as these integers."""
+    return tensor.view(raw_dtype(tensor))
 
 
 def host_address(tensor: torch.Tensor) -> int:

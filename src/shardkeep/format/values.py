@@ -637,9 +637,9 @@ def encode_tree(node: Node) -> bytes:
             counts.append(len(container.children))
             if container.kind not in _INDEXED:
                 parts.extend([part for part, _ in container.children])
-            nodes = [child for _, child in container.children]
-            marks.extend(map(_mark, nodes))
-            below.extend([child for child in nodes if child is not None])
+            inner = [child for _, child in container.children if child is not None]
+            marks.extend(map(_mark, [child for _, child in container.children]) if inner else bytes(counts[-1]))
+            below += inner
         level = below
     return encode_value([bytes(marks), counts, parts], key="tree")
 

@@ -156,7 +156,7 @@ class _StateWalk:
         kinds, in_place_of = self.kinds, self._in_place_of
         children: list[tuple[Part, Node]] = []
         inner = 0
-        for part, child in _state_items(value, kind, self._rank):
+        for part, child in value.items() if kind == "dict" else _state_items(value, kind, self._rank):
             own = prefix + part if type(part) is str and part.isascii() else _checked_name(name, kind, part)
             if own in in_place_of:
                 child = in_place_of[own]  # noqa: PLW2901 - from here on this is the child

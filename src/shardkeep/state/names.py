@@ -237,7 +237,7 @@ def all_named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
 
     def add(part: nn.Module, prefix: str) -> None:
-        if getattr(part.named_modules, "__func__", None) is not _NAMED_MODULES:
+        if type(part).named_modules is not _NAMED_MODULES or "named_modules" in part.__dict__:
             found.extend(part.named_modules(set(), prefix, remove_duplicate=False))
             return
         found.append((prefix, part))

@@ -80,9 +80,12 @@ def is_tensor_or_object(value: Any) -> bool:
 class Objects:
     """The objects of one rank's state, by flat name."""
 
-    def __init__(self, state: Mapping[str, Any], *, rank: int, world_size: int) -> None:
-        """Find the objects; none of their methods is called yet."""
+    def __init__(
+        self, state: Mapping[str, Any], *, rank: int, world_size: int, kept: optimizers.KeptNames | None = None
+    ) -> None:
+        """Find the objects; none of their methods is called yet. `kept` are the names of earlier saves."""
         self._rank = rank
+        self._kept = kept or optimizers.KeptNames()
         leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
         kinds = set(filter(_is_stateful, set(map(type, leaves.values()))))
         found = {name: leaf for name, leaf in leaves.items() if type(leaf) in kinds} if kinds else {}
@@ -106,7 +109,7 @@ class Objects:
             homes = (own for own, each in self._fsdp1.items() if any(id(one) in mine for one in each.parameters()))
             home = next(homes, None)
             if home is None:
-                return OptimizerObject(name, leaf, modules, rank=self._rank)
+                return OptimizerObject(name, leaf, modules, rank=self._rank, kept=self._kept)
             return FSDP1OptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
         return StatefulObject(name, leaf, rank=self._rank, world_size=world_size)
 
@@ -284,15 +287,28 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class OptimizerObject(Adapter):
-    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], *, rank: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        modules: Mapping[str, nn.Module],
+        *,
+        rank: int,
+        kept: optimizers.KeptNames,
+    ) -> None:
         self.name = name
         self._optimizer = optimizer
-        self._modules = modules
         self._rank = rank
+        self._find_names = partial(kept.find, name, optimizer, modules, rank)
 
     @cached_property
     def _names(self) -> dict[Any, optimizers.ParameterNames]:
-        return optimizers.name_parameters(self.name, self._optimizer, self._modules, self._rank)
+        return self._find_names()
+
+    @cached_property
+    def _firsts(self) -> dict[int, str]:
+        """The first names, by id: torch hashes tensors in Python."""
+        return {id(parameter): names.first for parameter, names in self._names.items()}
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return digests of plain tensors kept for a sharded parameter: they may belong to this rank's shard alone."""
@@ -308,20 +324,20 @@ class OptimizerObject(Adapter):
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for parameter, kept in self._optimizer.state.items():
-            if parameter in self._names and kept:
+            if id(parameter) in self._firsts and kept:
                 yield parameter, kept
 
     def state(self, differing: Collection[str]) -> dict[str, Any]:
-        firsts = {parameter: names.first for parameter, names in self._names.items()}
+        firsts = self._firsts
         prefix = f"{self.name}.state."
         mine = {name for name in differing if name.startswith(prefix)}
         state = {}
         for parameter, kept in self._kept():
-            name = firsts[parameter]
+            name = firsts[id(parameter)]
             flat = type(kept) is dict and _SINGLE_VALUES.issuperset(map(type, kept.values()))  # it nearly always is
             state[name] = {**kept} if flat and not mine else _portable(kept, prefix + name, parameter, mine)
         groups = [
-            ([firsts[parameter] for parameter in group["params"]], group) for group in self._optimizer.param_groups
+            ([firsts[id(parameter)] for parameter in group["params"]], group) for group in self._optimizer.param_groups
         ]
         saved: dict[str, Any] = {"state": state, "param_groups": optimizers.groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:

@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from shardkeep.format.values import KeyPath, part_name
 from shardkeep.state.flatten import is_per_rank_name
 from shardkeep.state.leaves import with_attributes_of
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS
-from shardkeep.state.names import live_state, parameter_names
+from shardkeep.state.names import FQN_MODIFIERS, all_named_modules, live_state, parameter_names
 from shardkeep.state.stored import UNFILLED, Selected, StoredLeaf, StoredState, allocate_leaf, build_containers
 
 LR = "lr"
@@ -85,6 +86,46 @@ def name_parameters(
         seen.add(first)
         names[parameter] = ParameterNames(first, (in_state, in_modules, as_given))
     return names
+
+
+class KeptNames:
+    """The names of the last save, for each optimizer: the same parameters in the same places of the same modules have them still."""
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[Optimizer, tuple[Any, dict[Any, ParameterNames]]] = WeakKeyDictionary()
+
+    def find(
+        self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
+    ) -> dict[Any, ParameterNames]:
+        """Return what `name_parameters` does."""
+        places = _places(name, optimizer, modules, rank)
+        known, names = self._kept.get(optimizer, (None, {}))
+        if known is None or known != places:
+            names = name_parameters(name, optimizer, modules, rank)
+            self._kept[optimizer] = (
+                places,
+                names,
+            )  # which keeps the parameters, so that no other one has the id of one of them
+        return names
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _places(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int) -> Any:
+    """Return all that the names of the optimizer's parameters follow from; None if a module chooses names for what it hides."""
+    groups = [([*map(id, group[PARAMS])], [*group.get("param_names", ())]) for group in optimizer.param_groups]
+    places: list[Any] = [name, rank, groups]
+    for own, module in modules.items():
+        parts = all_named_modules(module)
+        kinds = {type(part) for _, part in parts}
+        if any(hasattr(kind, FQN_MODIFIERS) for kind in kinds) or any(
+            FQN_MODIFIERS in part.__dict__ for _, part in parts
+        ):
+            return None
+        places += own, [(prefix, type(part), *part._parameters) for prefix, part in parts]
+        places.append([id(each) for _, part in parts for each in part._parameters.values()])
+    return places
 
 
 # Groups are saved under their first parameter and found by any of their parameters. Positions in a list would not do:
