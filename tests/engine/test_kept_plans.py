@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardkeep as sk
 from shardkeep import dcp
@@ -249,3 +250,63 @@ def test_any_order_of_states_and_saves(plan):
             assert {name: each.tolist() for name, each in found.items()} == {
                 name: each.tolist() for name, each in state.items()
             }
+
+
+class Renamed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+
+def swap_modules(model, optimizer):
+    model.a, model.b = model.b, model.a
+
+
+def swap_parameters(model, optimizer):
+    model.a.weight, model.b.weight = model.b.weight, model.a.weight
+
+
+def rename(model, optimizer):
+    model.c = model._modules.pop("b")
+
+
+def tie(model, optimizer):
+    model.first = model.a.weight
+
+
+def wrap(model, optimizer):
+    model.a = checkpoint_wrapper(model.a)
+
+
+def add_group(model, optimizer):
+    model.extra = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [model.extra], "lr": 0.5})
+
+
+def reorder(model, optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def hide(model, optimizer):
+    model._fqn_modifiers = lambda: {"weight": "a"}
+
+
+@pytest.mark.parametrize("change", [swap_modules, swap_parameters, rename, tie, wrap, add_group, reorder, hide])
+def test_names_of_parameters_follow_the_modules(tmp_path, change):
+    """A save after a change says the same as one of a process that has kept nothing."""
+    model = Renamed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    state = {"model": model, "optim": optimizer}
+    sk.save(state, tmp_path / "before")
+    change(model, optimizer)
+    sk.save(state, tmp_path / "kept")
+    sk.finish_saves()
+    sk.save(state, tmp_path / "new")
+    kept, new = (sk.open(tmp_path / name).to_dict() for name in ("kept", "new"))
+    assert list(kept["optim"]["state"]) == list(new["optim"]["state"])
+    assert kept["optim"]["param_groups"] == new["optim"]["param_groups"]
+    for name, each in new["optim"]["state"].items():
+        assert all(torch.equal(value, kept["optim"]["state"][name][key]) for key, value in each.items())
