@@ -23,7 +23,7 @@ from shardkeep.format.frames import FRAME_NBYTES
 from shardkeep.options import Options, cores, local_ranks
 from shardkeep.storage.base import part_nbytes_of, preferred_requests
 from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, allocating
-from shardkeep.storage.cancel import current_scope
+from shardkeep.storage.cancel import CancelScope
 
 if TYPE_CHECKING:
     from shardkeep.engine.pools import Buffer
@@ -149,18 +149,18 @@ def run_workers(
     buffer_nbytes: int,
     lend: Callable[[], memoryview] | None = None,
     on_stop: Callable[[], object] | None = None,
+    scope: CancelScope | None = None,
 ) -> None:
     """
     Do every task on one of `threads` threads, each with its own reused page-aligned buffer.
 
-    If a task fails, no other task is started, those in progress end, and the first exception is raised. The cancel scope of
-    the caller is then cancelled too. If that scope is no longer wanted, SaveCancelled is raised.
+    If a task fails, no other task is started, those in progress end, and the first exception is raised. A `scope` is then
+    cancelled too, and if it is no longer wanted, SaveCancelled is raised.
 
     `work` returns whether it waited for a device: threads that do not wait only get in each other's way if there are more than
     cores, so these leave. `lend` makes a buffer, on the thread that uses it; by default of ordinary memory. `on_stop` is called
     on a failure, or when the caller is interrupted; it must neither wait nor raise, and may be called again.
     """
-    scope = current_scope()
     queue = iter(tasks)
     lock = threading.Lock()
     stop = threading.Event()

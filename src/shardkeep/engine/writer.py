@@ -29,7 +29,7 @@ from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, Deletes, WritableStore, abandoning, delete_all
 from shardkeep.storage.buffers import address_of, copy_memory
-from shardkeep.storage.cancel import CancelScope, run_with_deadline
+from shardkeep.storage.cancel import CancelScope, current_scope, run_with_deadline
 
 MOST_FILES = 8
 """Files written at a time: the kernel lets only one thread at a time write to a file."""
@@ -175,7 +175,15 @@ def write_files(
                 _finish(store, file)
             return True
 
-        run_workers(tasks(), work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, on_stop=scope.cancel)
+        run_workers(
+            tasks(),
+            work,
+            threads=threads,
+            buffer_nbytes=window_nbytes,
+            lend=lend,
+            on_stop=scope.cancel,
+            scope=current_scope(),
+        )
         undo.pop_all()
     return [bytes(job.digests) for job in jobs]
 
