@@ -15,15 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from shardkeep.dist.rendezvous import rendezvous
 from shardkeep.dist.world import World, current_world
-from shardkeep.engine.load_session import LoadSession, MatchedState
+from shardkeep.engine.load_session import LoadSession
 from shardkeep.engine.match import LoadFilter, LoadSummary, NativeTarget
-from shardkeep.engine.report import LOAD_WORK, LoadEvents, LoadReport, Phases, find_slowest
+from shardkeep.engine.report import LoadEvents, LoadReport, Phases
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import tensor_nbytes
 from shardkeep.state.patterns import Patterns, Renames
 from shardkeep.storage.base import Store
 from shardkeep.storage.resolve import open_on_all_ranks
@@ -92,36 +90,8 @@ def load(
     with events.reporting(), rendezvous(world, f"load from {store.url}") as ranks:
         target = NativeTarget(state, load_filter, world, store.url, allow_pickle, strict)
         session = LoadSession(target, store, world, ranks.agree, phases, options)
-        matched, bytes_read, received = session.load(session.open())
+        matched, report = session.load(session.open())
     summary = msgspec.msgpack.decode(matched.answer, type=LoadSummary)
-    report = replace(
-        load_report(store.url, matched, phases, bytes_read=bytes_read, bytes_received=received),
-        cast=matched.found[0].cast,
-        **msgspec.structs.asdict(summary),
-    )
+    report = replace(report, cast=matched.found[0].cast, **msgspec.structs.asdict(summary))
     events.finished(report)
     return report
-
-
-def load_report(
-    where: str, matched: MatchedState, phases: Phases, *, bytes_read: int, bytes_received: int
-) -> LoadReport:
-    """Return the report of a load in which all keys were found, and that counts the tensors of this rank."""
-    ranks_phases, record, index = phases.all_ranks(), matched.source.record, matched.source.index
-    filled = np.array(list(matched.tensors.values()), np.int64)
-    return LoadReport(
-        where=where,
-        save_id=record.save_id,
-        step=record.step,
-        meta=record.meta,
-        missing=[],
-        unexpected=[],
-        tensors=len(matched.tensors),
-        bytes_filled=tensor_nbytes(index, filled),
-        bytes_read=bytes_read,
-        bytes_received=bytes_received,
-        seconds=phases.now(),
-        phases=phases.spans,
-        ranks=ranks_phases,
-        slowest=find_slowest(ranks_phases, LOAD_WORK),
-    )

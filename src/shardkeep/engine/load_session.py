@@ -22,10 +22,11 @@ from shardkeep.dist.world import World
 from shardkeep.engine.fill import fill
 from shardkeep.engine.peers import Peers, make_teams, peers_of
 from shardkeep.engine.reader import FoundCheckpoint, Source
-from shardkeep.engine.report import Phases, SentPhases, unlogged
+from shardkeep.engine.report import LOAD_WORK, LoadReport, Phases, SentPhases, find_slowest, unlogged
 from shardkeep.engine.sources import Identity, find, identity_of, open_identified
 from shardkeep.format.boxes import Boxes, IntArray
 from shardkeep.options import Options, local_ranks
+from shardkeep.plan.load_plan import tensor_nbytes
 from shardkeep.state.describe import Description, describe_leaves
 from shardkeep.state.leaves import materialize, meta_signature, needs_memory, synchronize_devices
 from shardkeep.storage.base import Store, is_remote, prefetches
@@ -112,8 +113,8 @@ class LoadSession:
     logged: Callable[[Callable[..., Any], str], Callable[..., Any]] = unlogged
     """Wraps the steps, by torch's names."""
 
-    def load(self, opened: OpenedLoad) -> tuple[MatchedState, int, int]:
-        """Fill the target; return how it was matched, and the bytes read and received."""
+    def load(self, opened: OpenedLoad) -> tuple[MatchedState, LoadReport]:
+        """Fill the target; the report counts the tensors of this rank, and no key that is missing or unexpected."""
         try:
             matched = self.match(opened)
             self.phases.mark_meeting()
@@ -124,7 +125,23 @@ class LoadSession:
                 opened.peers.close()
         if opened.has_objects:
             self.place(matched, read)
-        return matched, read.nbytes, read.received_nbytes
+        record, ranks = matched.source.record, self.phases.all_ranks()
+        return matched, LoadReport(
+            where=self.store.url,
+            save_id=record.save_id,
+            step=record.step,
+            meta=record.meta,
+            missing=[],
+            unexpected=[],
+            tensors=len(matched.tensors),
+            bytes_filled=tensor_nbytes(matched.source.index, np.array(list(matched.tensors.values()), np.int64)),
+            bytes_read=read.nbytes,
+            bytes_received=read.received_nbytes,
+            seconds=self.phases.now(),
+            phases=self.phases.spans,
+            ranks=ranks,
+            slowest=find_slowest(ranks, LOAD_WORK),
+        )
 
     def open(self, find: Callable[[Store], FoundCheckpoint] = find) -> OpenedLoad:
         """Find the checkpoint: rank 0 reads the commit record, so that all ranks load the same save."""

@@ -37,7 +37,7 @@ from torch.distributed import c10d_logger
 from torch.distributed.logging_handlers import _log_handlers
 from typing_extensions import deprecated
 
-from shardkeep import errors, loading, saving
+from shardkeep import errors, saving
 from shardkeep.dcp._impl.default_load import DefaultTarget, loads_by_default
 from shardkeep.dcp._impl.default_save import DefaultSave, saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
@@ -652,8 +652,8 @@ def _load_by_default(
         raise
     events = LoadEvents(phases, rank=ranks._world.rank, where=store.url)
     with events.reporting():
-        matched, nbytes, received = session.load(opened)
-    events.finished(loading.load_report(store.url, matched, phases, bytes_read=nbytes, bytes_received=received))
+        _, report = session.load(opened)
+    events.finished(report)
     return True
 
 
