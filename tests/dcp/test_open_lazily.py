@@ -24,8 +24,7 @@ from shardkeep.engine import torch_source as torch_values
 from shardkeep.errors import CheckpointException, ChecksumMismatch, DamagedCheckpoint
 from shardkeep.format.boxes import ints, pack
 from shardkeep.format.index import decode_index, encode_index
-from shardkeep.format.pickles import sealed, unsealed
-from shardkeep.layouts.torch import Columns
+from shardkeep.layouts.torch import Columns, sealed, unsealed
 from tests.dcp.sides import quietly
 from tests.toolkit.samples import mesh_of, numbered, seen, spread_out
 

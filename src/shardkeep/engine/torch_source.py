@@ -43,7 +43,6 @@ from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges, ints, segment_starts
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding, strings_of
-from shardkeep.format.pickles import unsealed
 from shardkeep.format.record import Blob, FileEntry, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor, ArchiveEntry, find_tensor, read_object, stored_parts
 from shardkeep.format.values import Container, Node, encode_tree, encode_value
@@ -289,7 +288,7 @@ class TorchSource(Source):
         self.check(tensors)
         name = layout.METADATA_NAME
         data = self.store.get(name, limit=layout.MAX_METADATA_NBYTES)
-        unsealed(data, name)
+        layout.unsealed(data, name)
         # A pickle that names classes of the user cannot be read here.
         with contextlib.suppress(errors.PickleRefused):
             if columns := layout.columns_of(data, where=name):

@@ -31,52 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardkeep.errors import ChecksumMismatch, MalformedFile, PickleRefused
-from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, digest
+from shardkeep.errors import MalformedFile, PickleRefused
 from shardkeep.options import collector_paused
-
-# -- seal --------------------------------------------------------------------------------------------------------------
-
-# A digest behind the pickle, where readers of pickles do not look, so that damage is detected:
-#
-#     pickle | mark, digest of the pickle
-#
-# Older versions put the digest of a second file between the two, which is ignored.
-
-_MARK = f"shardkeep {ALGORITHM} ".encode()
-_SEAL_NBYTES = len(_MARK) + DIGEST_NBYTES
-_OLD_MARK = b"shardkeep columns "
-_OLD_NBYTES = len(_OLD_MARK) + DIGEST_NBYTES
-_BEHIND_MARK = b"shardkeep behind "
-_BEHIND_NBYTES = len(_BEHIND_MARK) + 8
-
-
-def sealed(raw: bytes, behind: bytes = b"") -> bytes:
-    """Return a pickle, what only shardkeep reads behind it, and a digest of both."""
-    if behind:
-        raw = b"".join((raw, behind, _BEHIND_MARK, len(behind).to_bytes(8, "little")))
-    return raw + _MARK + digest(raw)
-
-
-def unsealed(data: bytes, where: str) -> tuple[bytes, bytes]:
-    """
-    Return the pickle that was sealed, or all bytes if they have no seal, and what is behind it.
-
-    Raises `ChecksumMismatch` for a wrong seal.
-    """
-    raw, seal = data[:-_SEAL_NBYTES], data[-_SEAL_NBYTES:]
-    if not seal.startswith(_MARK):
-        return data, b""
-    if seal[len(_MARK) :] != digest(raw):
-        raise ChecksumMismatch(f"{where}: the metadata are not what was saved", file=where, offset=0)
-    if raw[-_OLD_NBYTES:].startswith(_OLD_MARK):
-        return raw[:-_OLD_NBYTES], b""
-    if raw[-_BEHIND_NBYTES:].startswith(_BEHIND_MARK):
-        stop = len(raw) - _BEHIND_NBYTES
-        start = max(0, stop - int.from_bytes(raw[-8:], "little"))
-        return raw[:start], raw[start:stop]
-    return raw, b""
-
 
 # -- what names stand for ----------------------------------------------------------------------------------------------
 

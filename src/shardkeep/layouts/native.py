@@ -269,7 +269,7 @@ def publish(
     """
     chain = None if index_chain is None else chains[index_chain]
     data = encode_index(index, parts=parts)
-    head = head_nbytes(data)
+    head = head_nbytes(data) if parts else None
     _check_size("index", data, MAX_INDEX_NBYTES)
     name = index_name(save_id, coded=chain is not None)
     record = Record(

@@ -30,7 +30,7 @@ from shardkeep.errors import BlobNotFound, ChecksumMismatch, MalformedFile
 from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, checksum_text, count_blocks, digest
 from shardkeep.format.dtypes import DTYPES, DType, by_name
-from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, numbers_of, plain_names, unsealed
+from shardkeep.format.pickles import Call, Names, New, load_pickle, load_trusted, numbers_of, plain_names
 from shardkeep.options import Options, collector_paused
 from shardkeep.storage.base import ReadableStore
 
@@ -129,6 +129,49 @@ HOMES: dict[str, tuple[str, ...]] = {
     for name in names.split()
 }
 """The modules of each class: torch's, and ours, under which torch's writer pickles them."""
+
+
+# -- the seal of the pickle --------------------------------------------------------------------------------------------
+
+# A digest behind the pickle, where readers of pickles do not look, so that damage is detected:
+#
+#     pickle | mark, digest of the pickle
+#
+# Older versions put the digest of a second file between the two, which is ignored.
+
+_MARK = f"shardkeep {ALGORITHM} ".encode()
+_SEAL_NBYTES = len(_MARK) + DIGEST_NBYTES
+_OLD_MARK = b"shardkeep columns "
+_OLD_NBYTES = len(_OLD_MARK) + DIGEST_NBYTES
+_BEHIND_MARK = b"shardkeep behind "
+_BEHIND_NBYTES = len(_BEHIND_MARK) + 8
+
+
+def sealed(raw: bytes, behind: bytes = b"") -> bytes:
+    """Return a pickle, what only shardkeep reads behind it, and a digest of both."""
+    if behind:
+        raw = b"".join((raw, behind, _BEHIND_MARK, len(behind).to_bytes(8, "little")))
+    return raw + _MARK + digest(raw)
+
+
+def unsealed(data: bytes, where: str) -> tuple[bytes, bytes]:
+    """
+    Return the pickle that was sealed, or all bytes if they have no seal, and what is behind it.
+
+    Raises `ChecksumMismatch` for a wrong seal.
+    """
+    raw, seal = data[:-_SEAL_NBYTES], data[-_SEAL_NBYTES:]
+    if not seal.startswith(_MARK):
+        return data, b""
+    if seal[len(_MARK) :] != digest(raw):
+        raise ChecksumMismatch.of(where, "the metadata are not what was saved", offset=0)
+    if raw[-_OLD_NBYTES:].startswith(_OLD_MARK):
+        return raw[:-_OLD_NBYTES], b""
+    if raw[-_BEHIND_NBYTES:].startswith(_BEHIND_MARK):
+        stop = len(raw) - _BEHIND_NBYTES
+        start = max(0, stop - int.from_bytes(raw[-8:], "little"))
+        return raw[:start], raw[start:stop]
+    return raw, b""
 
 
 # -- columns behind the pickle -----------------------------------------------------------------------------------------

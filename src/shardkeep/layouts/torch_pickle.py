@@ -21,7 +21,7 @@ import torch
 
 from shardkeep.errors import MalformedFile
 from shardkeep.format.boxes import Ints
-from shardkeep.format.pickles import Call, Names, New, plain_names, sealed
+from shardkeep.format.pickles import Call, Names, New, plain_names
 from shardkeep.layouts import torch as torch_layout
 from shardkeep.layouts import torch_values as metadata
 from shardkeep.layouts.torch_values import Metadata, MetadataIndex, _StorageInfo
@@ -261,7 +261,7 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
                 " torch.serialization.add_safe_globals with these classes, or set SHARDKEEP_ALLOW_PICKLE=1",
                 ", ".join(sorted(self.unknown)),
             )
-        return sealed(b"".join([*self.made, pickle.STOP]), behind)
+        return torch_layout.sealed(b"".join([*self.made, pickle.STOP]), behind)
 
     def memoize(self, obj: Any) -> None:
         self.memo[id(obj)] = next(self._numbers), obj

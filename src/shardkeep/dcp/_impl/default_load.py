@@ -190,8 +190,7 @@ def _fillable(wanted: dict[str, Any], rows: dict[str, int], found: _Found) -> An
                 return
             pieces.append((target.as_subclass(torch.Tensor), chunk.offsets))
         if pieces:
-            shape = value.global_shape if protocol._is_checkpointable_tensor(value) else value.size()
-            leaves[name] = ShardedBox.of(pieces, shape=shape, dtype=pieces[0][0].dtype)
+            leaves[name] = ShardedBox.of(pieces, shape=plans.global_size(value), dtype=pieces[0][0].dtype)
 
     for name in rows:
         value = wanted[name]

@@ -56,8 +56,6 @@ _WRITER = (
 _REQUIRES_GRAD, _PINNED = 1, 2
 _ORDINARY: set[type] = {torch.Tensor, torch.nn.Parameter}
 _ATOMS: set[type] = {int, float, bool, str, bytes, type(None)}
-_Item = tuple[protocol.WriteItem, Any]
-"""An item of its own, and what is pickled for it."""
 
 
 def saves_by_default(writer: object, planner: object) -> TypeGuard[FileSystemWriter]:
@@ -80,6 +78,10 @@ class _SentItem(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...] = ()
     dtype: str = ""
     flags: int = 0
+
+
+_Item = tuple[_SentItem, Any]
+"""An item of its own, and what is pickled for it."""
 
 
 @decodable
@@ -176,9 +178,9 @@ class DefaultSave:
         description, flags, items = _describe_values(flat)
         if self._copies:
             copier = ObjectCopier()
-            items = [(item, copier.copy(value, (item.index.fqn,))) for item, value in items]
+            items = [(item, copier.copy(value, (item.key,))) for item, value in items]
             copier.state_copy.wait()
-        sent = _SentState([_sent(item) for item, _ in items], names, paths)
+        sent = _SentState([item for item, _ in items], names, paths)
         samples: Callable[[], bytes] = bytes
         if self._ranks.get_world_size() > 1:
             buffers = find_buffers(description, self._modules)
@@ -380,12 +382,11 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
 
     def open_value(key: str) -> None:
         """Take a value apart as torch does: into pieces of plain memory, or into items of their own."""
-        own = [
-            (item, plans.find_state_dict_object(flat, item.index)) for item in plans._create_write_items(key, flat[key])
-        ]
-        filled = [each for each in own if each[0].tensor_data is None or 0 not in each[0].tensor_data.chunk.sizes]
+        planned = plans._create_write_items(key, flat[key])
+        own = [(_sent(item), plans.find_state_dict_object(flat, item.index)) for item in planned]
+        filled = [each for each in own if 0 not in each[0].sizes]
         if filled and (box := _as_box(filled)) is not None:
-            tensors[key], flags[key] = box, _sent(filled[0][0]).flags
+            tensors[key], flags[key] = box, filled[0][0].flags
             own = [each for each in own if each not in filled]
         items.extend(own)
 
@@ -396,7 +397,7 @@ def _describe_values(flat: dict[str, Any]) -> tuple[Description, npt.NDArray[np.
         if local is not None and local.numel():
             tensors[key], flags[key] = value, _flags(value.requires_grad, local.is_cpu and local.is_pinned())
         elif type(value) in _ATOMS:
-            items.append((protocol.WriteItem(protocol.MetadataIndex(key), protocol.WriteItemType.BYTE_IO), value))
+            items.append((_SentItem(key), value))
         else:
             open_value(key)
     while True:
@@ -418,15 +419,12 @@ def _flags(requires_grad: bool, pinned: bool) -> int:
 def _as_box(items: Sequence[_Item]) -> ShardedBox | None:
     """Return the pieces that a value consists of; None if it is not made of plain memory."""
     pieces: list[tuple[torch.Tensor, Sequence[int]]] = []
-    shape: Sequence[int] = ()
     for item, value in items:
-        data = item.tensor_data
-        plain = None if data is None else plain_tensor(item.index.fqn, value)
-        if data is None or plain is None:
+        plain = None if item.offset is None else plain_tensor(item.key, value)
+        if item.offset is None or plain is None:
             return None
-        shape = data.size
-        pieces.append((plain, data.chunk.offsets))
-    return ShardedBox.of(pieces, shape=shape, dtype=pieces[0][0].dtype)
+        pieces.append((plain, item.offset))
+    return ShardedBox.of(pieces, shape=items[0][0].shape, dtype=pieces[0][0].dtype)
 
 
 def _sent(item: protocol.WriteItem) -> _SentItem:
@@ -443,10 +441,10 @@ def _sent(item: protocol.WriteItem) -> _SentItem:
     )
 
 
-def _pickled(item: protocol.WriteItem, value: Any) -> Data:
+def _pickled(item: _SentItem, value: Any) -> Data:
     """Return the bytes of an item of its own; of a plain tensor, the tensor."""
-    if item.tensor_data is not None:
-        return plain_or_saved(item.index.fqn, value)
+    if item.offset is not None:
+        return plain_or_saved(item.key, value)
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getbuffer()

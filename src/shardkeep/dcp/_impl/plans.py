@@ -16,7 +16,7 @@ from shardkeep.dist.world import is_initialised
 from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, MalformedFile, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.state.leaves import has_part, is_dtensor, is_sharded_tensor
+from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor
 from shardkeep.state.patterns import suggestions
 
 if TYPE_CHECKING:
@@ -568,7 +568,7 @@ def check_forms(wanted: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[i
         value = wanted[fqn]
         if not isinstance(value, torch.Tensor):
             raise _no_tensor(fqn, value)
-        size = torch.Size(value.global_shape) if protocol._is_checkpointable_tensor(value) else value.size()
+        size = global_size(value)
         if tuple(saved) != size:
             wrong.append(f"Size mismatch between saved {torch.Size(saved)} and current: {size} for {fqn}")
         if dtype != value.dtype:
@@ -577,6 +577,13 @@ def check_forms(wanted: Mapping[str, Any], stored: Mapping[str, tuple[Sequence[i
         raise StateMismatch("; ".join(wrong), hint="build the state with the saved sizes", mismatched=wrong)
     if casts:
         logger.warning("tensors are converted to the state's dtype as they are loaded: %s", _named(casts))
+
+
+def global_size(tensor: torch.Tensor) -> torch.Size:
+    """Return the size of the whole tensor of which a rank holds shards."""
+    if not is_ordinary(tensor) and protocol._is_checkpointable_tensor(tensor):
+        return torch.Size(tensor.global_shape)
+    return tensor.size()
 
 
 def _no_tensor(fqn: str, value: object) -> StateMismatch:
