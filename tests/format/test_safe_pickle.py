@@ -73,6 +73,49 @@ def test_dtypes_of_numpy_stay_as_they_are():
     assert np.dtype("f8").isnative
 
 
+def dtype_with(state, code):
+    return named("numpy", "dtype") + b"(" + text(code) + b"\x89\x89tR" + pickle.dumps(state, 2)[2:-1] + b"b"
+
+
+def test_forged_states_of_dtypes_do_not_reach_numpy():
+    """Flags that say that elements are objects crash numpy; a field behind the end of an element reads other memory."""
+    forged = dtype_with((3, "<", None, None, None, -1, -1, 255), "i8")
+    array = named("numpy._core.multiarray", "_reconstruct") + named("numpy", "ndarray") + b"K\0\x85" + text("b")
+    made = read(array + b"\x87R(K\x01K\x02\x85" + forged + b"\x89C\x10" + bytes([1] + 15 * [0]) + b"tb")
+    assert made.tolist() == [1, 0]
+    assert made.dtype.flags == np.dtype("i8").flags
+    for state, code in [
+        ((3, "|", None, ("a",), {"a": (np.dtype("i4"), 9000)}, 4, 1, 16), "V4"),
+        ((3, "<", None, ("a",), {"a": (np.dtype("i4"), 0)}, 4, 1, 16), "i4"),
+        ((3, "|", None, None, None, 1 << 30, 1, 0), "V4"),
+        ((3, "<", (np.dtype("i4"), (1 << 40,)), None, None, 4, 1, 0), "V4"),
+    ]:
+        with pytest.raises(MalformedFile):
+            read(dtype_with(state, code))
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        ">i4", "S5", "U3", "V7", "M8[25s]", ">m8[ns]", "M8", "g", [("a", "i4"), ("b", ">U2", (2,))], ("i4", (2, 3)),
+        {"names": ["x", "y"], "formats": ["f4", "i1"], "offsets": [4, 8], "titles": ["T", None], "itemsize": 16},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_dtypes_come_back(described, protocol):
+    value = np.dtype(described)
+    made = load_pickle(pickle.dumps(value, protocol), plain_names(), where="a file")
+    assert (made, made.type, made.flags) == (value, value.type, value.flags)
+
+
+@pytest.mark.parametrize("nbytes", [26, 40])
+def test_a_short_file_with_marks_of_an_archive_is_malformed(nbytes):
+    data = b"PK\6\6".ljust(nbytes - 22, b"\0") + torch_archive._END.pack(b"PK\5\6", *(0,) * 7)
+    assert not torch_archive.is_archive(data)
+    with pytest.raises(MalformedFile):
+        torch_archive.read_object(data, where="a file")
+
+
 def test_dtypes_of_ours_stay_as_they_are():
     """The rows of the table are not given out: their fields could be filled anew."""
     state = b"](K\x63" + text("x") + b"K\x01NNK\x01e"

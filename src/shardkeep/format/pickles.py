@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -229,7 +229,11 @@ def load_pickle(
     given = NameTable(names, len(data), others)
     try:
         with collector_paused():
-            made = _Reader(data, given, where, persistent, unknown).load()
+            try:
+                made = _Reader(data, given, where, persistent, unknown).load()
+            except _NamesDTypeError:
+                given = NameTable(names, len(data), others)
+                made = _DTypeReader(data, given, where, persistent, unknown).load()
     except PickleRefused:
         raise
     except Exception as exc:
@@ -294,7 +298,13 @@ def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: st
         raise MalformedFile(f"{where}: not a readable pickle: {exc!r}", file=where) from exc
 
 
-class _Reader(pickle.Unpickler):
+class _NamesDTypeError(Exception):
+    """A pickle has a dtype of numpy, whose state must be checked."""
+
+
+class _Names:
+    """What both readers do with names and persistent ids."""
+
     def __init__(
         self,
         raw: bytes,
@@ -303,7 +313,7 @@ class _Reader(pickle.Unpickler):
         persistent: Callable[[Any], Any] | None,
         unknown: dict[str, None] | None,
     ) -> None:
-        super().__init__(io.BytesIO(raw))
+        super().__init__(io.BytesIO(raw))  # type: ignore[call-arg]  # an unpickler comes next
         self._given = given
         self._where = where
         self._persistent = persistent
@@ -327,6 +337,31 @@ class _Reader(pickle.Unpickler):
         if self._persistent is None:
             raise MalformedFile("the pickle refers to data outside itself")
         return self._persistent(pid)
+
+
+class _Reader(_Names, pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == ("numpy", "dtype"):
+            raise _NamesDTypeError
+        return super().find_class(module, name)
+
+
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _DTypeReader(_Names, _PythonUnpickler):  # type: ignore[misc]  # see above
+    """
+    Reads pickles with dtypes of numpy, which believes any state that a dtype is given: a forged one corrupts memory.
+
+    It is an unpickler in Python, twenty times as slow, because that in C does not let go of the states of objects.
+    """
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], np.dtype):
+            self.stack[-1] = _dtype_state(self.stack[-2], self.stack[-1])
+        super().load_build()
+
+    dispatch: ClassVar[dict[int, Any]] = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def _argument(op: pickletools.OpcodeInfo) -> tuple[str, int]:
@@ -407,6 +442,7 @@ def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
 _MOST_ITEMS = 1 << 24
 _MAX_EXPONENT = 100_000
 _MAX_ITEMSIZE = 1 << 24
+_ALIGNED_STRUCT = 0x80  # a flag of dtypes
 _FRACTION = re.compile(r"-?[0-9]{1,20000}(/[0-9]{1,20000})?").fullmatch
 _DTYPE = re.compile(r"[|<>=]?[A-Za-z?][0-9]{0,8}").fullmatch
 _LIST = (list, tuple)
@@ -540,6 +576,27 @@ def _dtype(name: Any, *_: Any) -> np.dtype[Any]:
     if made.itemsize > _MAX_ITEMSIZE:
         raise MalformedFile(f"a dtype of {made.itemsize} bytes")
     return made
+
+
+def _dtype_state(made: np.dtype[Any], state: Any) -> Any:
+    """Return the state of the dtype that a pickle describes as numpy itself makes it."""
+    _, order, base, names, held, nbytes, _, flags, *more = state
+    described: Any = made
+    if base is not None:
+        described = tuple(base)
+    elif names is not None:
+        formats, offsets, titles = ([(*held[name], None)[at] for name in names] for at in range(3))
+        described = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": nbytes}
+        described |= {"aligned": bool(flags & _ALIGNED_STRUCT)} | ({"titles": titles} if any(titles) else {})
+    elif made.kind in "mM":
+        unit, number, *_ = more[0][1]
+        described = made if unit == b"generic" else f"{made.kind}8[{number}{unit.decode()}]"
+    elif nbytes >= 0:  # of text, bytes and void
+        described = f"{made.kind}{nbytes // (4 if made.kind == 'U' else 1)}"
+    found: np.dtype[Any] = np.dtype(described)
+    if type(found) is not type(made) or found.hasobject or found.itemsize > _MAX_ITEMSIZE:
+        raise MalformedFile("a dtype with an invalid state")
+    return found.newbyteorder(order).__reduce__()[2]
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:

@@ -341,7 +341,7 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, tuple[int, int, int
     mark, _, _, _, count, size, start, comment = _END.unpack(ends[-_END.size :])
     if mark != b"PK\5\6" or comment:
         raise problem
-    if ends[:4] == b"PK\6\6":
+    if len(ends) == _END_NBYTES and ends[:4] == b"PK\6\6":
         _, _, _, _, _, _, _, count, size, start = _END64.unpack(ends[: _END64.size])
     if start + size > nbytes or size > _MAX_DIRECTORY_NBYTES or count * _CENTRAL.size > size:
         raise problem
