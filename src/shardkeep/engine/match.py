@@ -48,7 +48,7 @@ from shardkeep.state.patterns import (
     unused_patterns,
     unused_renames,
 )
-from shardkeep.state.stored import UNFILLED, StoredState
+from shardkeep.state.stored import UNFILLED, StoredState, Template
 
 log = logging.getLogger("shardkeep")
 
@@ -99,8 +99,9 @@ class NativeTarget:
         load_filter, stored, templates, asked = prepared
         selected = load_filter.selects()
         if stored is not None:
-            templates = self.objects.templates(stored, selected, communicating=True)
-        description = describe(self.state, rank=self.world.rank, in_place_of=templates, filling=True, selected=selected)
+            templates = templates | self.objects.templates(stored, selected, communicating=True)
+        places = {name: template.state for name, template in templates.items()}
+        description = describe(self.state, rank=self.world.rank, in_place_of=places, filling=True, selected=selected)
         match = match_state(source.index, description, load_filter, asked)
         # Values must be decoded before any tensor is changed: a value that is refused leaves the state as it was.
         values: dict[str, Any] = {}
@@ -125,11 +126,11 @@ class NativeTarget:
     def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         match, values, templates = matched.found
         self._refill(templates, values | made)
-        self.objects.load({*match.tensors, *match.values})
+        self.objects.load(templates, {*match.tensors, *match.values})
 
-    def _refill(self, templates: dict[str, Any], leaves: dict[str, Any], *, dry: bool = False) -> None:
-        rank, is_tensor = self.world.rank, is_tensor_or_object
-        refill(self.state, leaves, rank=rank, is_tensor=is_tensor, in_place_of=templates, dry=dry)
+    def _refill(self, templates: dict[str, Template], leaves: dict[str, Any], *, dry: bool = False) -> None:
+        places = {name: template.state for name, template in templates.items()}
+        refill(self.state, leaves, rank=self.world.rank, is_tensor=is_tensor_or_object, in_place_of=places, dry=dry)
 
 
 class PreparedLoad(NamedTuple):
@@ -137,7 +138,7 @@ class PreparedLoad(NamedTuple):
 
     load_filter: LoadFilter
     stored: StoredState | None
-    templates: dict[str, Any]
+    templates: dict[str, Template]
     asked: list[str]
     """Names, besides those in the checkpoint, that objects have asked `rename` for."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,6 @@ from shardkeep.state.leaves import (
 )
 from shardkeep.state.names import all_modules
 from shardkeep.state.objects import is_tensor_or_object
-
-_SHAPE = attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ def describe_leaves(
         pieces=pieces,
     )
     # Not if a rank holds several boxes of a local tensor: `held` are the local tensors.
-    if kept is not None and ordinary is not None and list(map(_SHAPE, pieces)) == list(map(_SHAPE, held)):
+    if kept is not None and ordinary is not None and [each.shape for each in pieces] == [each.shape for each in held]:
         kept.keep(ordinary, description)
     return description
 
@@ -213,12 +210,9 @@ def file_groups(tree: Node, keys: Sequence[str]) -> list[str]:
     if not isinstance(tree, Container):
         return ["state"] * len(keys)
     tops = [(part_name(tree.kind, part), node) for part, node in tree.children]
-    groups: dict[str, str] = {}
+    groups = {name: node for name, node in tops if isinstance(node, Container)}
     if any("." in name for name, _ in tops):  # then the first part of a key may not be the whole name of its container
-        for name, node in tops:
-            if isinstance(node, Container):
-                groups.update((f"{name}.{key}", name) for key in leaf_keys(node))
-        return [groups.get(key, "state") for key in keys]
-    groups = {name: name for name, node in tops if isinstance(node, Container)}
+        group_of = {f"{name}.{key}": name for name, node in groups.items() for key in leaf_keys(node)}
+        return [group_of.get(key, "state") for key in keys]
     heads = [key.partition(".") for key in keys]
-    return [groups.get(head, "state") if dot else "state" for head, dot, _ in heads]
+    return [head if dot and head in groups else "state" for head, dot, _ in heads]

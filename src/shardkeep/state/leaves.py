@@ -174,7 +174,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
     target.copy_(source, non_blocking=non_blocking)
 
 
-_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
 _IS_NESTED, _LAYOUT, _DTYPE, _SHAPE, _DEVICE = map(attrgetter, ("is_nested", "layout", "dtype", "shape", "device"))
 _TRACING_HINT = "save the tensor outside of tracing and fake modes"
 _ARRAYS = (np.ndarray, np.memmap)  # exactly these: masked and record arrays hold more than elements
@@ -253,9 +253,7 @@ def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: boo
 def describe_ordinary(obj: Any) -> OrdinaryLeaf | None:
     """Describe a contiguous plain tensor, as almost every leaf is, in few calls; return None for anything else."""
     kind = type(obj)
-    if kind is not _TENSOR and kind is not _PARAMETER:
-        return None
-    if obj.is_nested or obj.layout is not _STRIDED or obj.is_neg() or not obj.is_contiguous():
+    if kind not in _PLAIN or obj.is_nested or obj.layout is not _STRIDED or obj.is_neg() or not obj.is_contiguous():
         return None
     dtype, shape, pointer = obj.dtype, obj.shape, obj.data_ptr()
     if pointer == 0 or obj.storage_offset() or 0 in shape or dtype not in known_to_torch():
@@ -326,8 +324,11 @@ def materialize(key: str, obj: Any) -> Any:
 def needs_memory(obj: Any) -> bool:
     """Return True if `materialize` would replace this leaf."""
     if isinstance(obj, ShardedBox):
-        return any(_on_meta(tensor) for tensor, _ in obj.pieces)
-    return _on_meta(obj)
+        return any(needs_memory(tensor) for tensor, _ in obj.pieces)
+    if is_sharded_tensor(obj):
+        return any(needs_memory(shard.tensor) for shard in obj.local_shards())
+    with torch._C.DisableTorchFunctionSubclass():
+        return isinstance(obj, torch.Tensor) and obj.is_meta
 
 
 def meta_signature(obj: Any) -> tuple[Any, ...]:
@@ -337,13 +338,6 @@ def meta_signature(obj: Any) -> tuple[Any, ...]:
     with torch._C.DisableTorchFunctionSubclass():
         form = (type(obj), obj.dtype, tuple(obj.shape), obj.stride(), obj.requires_grad, obj.device)
     return (*form, getattr(obj, "_spec", None))  # of a DTensor
-
-
-def _on_meta(obj: Any) -> bool:
-    if is_sharded_tensor(obj):
-        return any(_on_meta(shard.tensor) for shard in obj.local_shards())
-    with torch._C.DisableTorchFunctionSubclass():
-        return isinstance(obj, torch.Tensor) and obj.is_meta
 
 
 def with_attributes_of(model: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:

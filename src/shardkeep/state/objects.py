@@ -96,7 +96,6 @@ class Objects:
         self._fsdp1 = {name: module for name, module in modules.items() if fsdp_modules(module)}
         self._memory: dict[int, Any] = {}
         self._adapters: list[Adapter] = [self._adapter(name, leaf, modules, world_size) for name, leaf in found.items()]
-        self._templates: dict[str, Template] = {}
 
     def _adapter(self, name: str, leaf: Any, modules: Mapping[str, nn.Module], world_size: int) -> Adapter:
         if isinstance(leaf, nn.Module):
@@ -138,25 +137,25 @@ class Objects:
         chosen = [adapter for adapter in self._adapters if adapter.communicates == communicating]
         return {adapter.name: adapter.state(differing) for adapter in chosen}
 
-    def templates(self, stored: StoredState, selected: Selected, *, communicating: bool) -> dict[str, Any]:
-        """Make templates for the selected objects that do, or do not, communicate; return the states of all so far."""
+    def templates(self, stored: StoredState, selected: Selected, *, communicating: bool) -> dict[str, Template]:
+        """Make templates, by flat name, for the selected objects that do, or do not, communicate."""
+        made = {}
         for adapter in (each for each in self._adapters if each.communicates == communicating):
             name = adapter.name
             if selected(name) or any(selected(leaf.name) for leaf in stored.below(name)):
                 # Of a module, every tensor that the checkpoint lacks is reported.
                 there = stored.has(name) or isinstance(adapter, ModuleObject)
-                self._templates[name] = adapter.template(stored, selected) if there else NOTHING_STORED
-        return {name: template.state for name, template in self._templates.items()}
+                made[name] = adapter.template(stored, selected) if there else NOTHING_STORED
+        return made
 
-    def load(self, filled: set[str]) -> None:
+    def load(self, templates: Mapping[str, Template], filled: set[str]) -> None:
         """Give every object the part of its template that was filled, if any."""
         # Objects that communicate come first: one that fails on a single rank must not leave the others waiting.
         for adapter in sorted(self._adapters, key=lambda adapter: not adapter.communicates):
-            template = self._templates.get(adapter.name, NOTHING_STORED)
-            if template.state is not UNFILLED:
-                kept = _filled_part(template.state, adapter.name, filled, self._rank)
-                if kept is not UNFILLED:
-                    template.load(kept)
+            template = templates.get(adapter.name, NOTHING_STORED)
+            kept = _filled_part(template.state, adapter.name, filled, self._rank)
+            if kept is not UNFILLED:
+                template.load(kept)
 
 
 def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:

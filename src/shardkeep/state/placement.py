@@ -38,11 +38,6 @@ def local_layout(
     shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]
 ) -> tuple[Ints, list[tuple[Box, Box]]]:
     """Return the shape of the local tensor at a coordinate, and its non-empty boxes in the whole and in the local tensor."""
-    runs = _runs_after(shape, mesh_shape, coordinate, cuts)
-    return tuple([sum([n for _, n in axis]) for axis in runs]), _pair(runs)
-
-
-def _runs_after(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[Cut]) -> list[list[Run]]:
     runs = [[(0, n)] if n else [] for n in shape]
     for mesh_dim, tensor_dim, split_factor in cuts:
         axis = runs[tensor_dim]
@@ -58,7 +53,7 @@ def _runs_after(shape: Ints, mesh_shape: Ints, coordinate: Ints, cuts: Sequence[
             lo, hi = _chunk(stop - start, mesh_shape[mesh_dim], coordinate[mesh_dim])
             _extend(kept, axis, start + lo, start + hi)
         runs[tensor_dim] = kept
-    return runs
+    return tuple([sum([n for _, n in axis]) for axis in runs]), _pair(runs)
 
 
 def _chunk(size: int, count: int, index: int) -> Run:
