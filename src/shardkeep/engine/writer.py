@@ -27,7 +27,7 @@ from shardkeep.format import data_file
 from shardkeep.format.boxes import IntArray
 from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
-from shardkeep.storage.base import BlobWriter, Deletes, WritableStore, abandoning, delete_all
+from shardkeep.storage.base import BlobWriter, WritableStore, abandoning, delete_all
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope, current_scope, run_with_deadline
 
@@ -211,7 +211,7 @@ def _windows(job: FileJob, window_nbytes: int) -> Iterator[Window]:
     return map(Window, repeat(job), edges, edges[1:], map(range, firsts, lasts))
 
 
-def _remove_begun(store: Deletes, names: Sequence[str]) -> None:
+def _remove_begun(store: WritableStore, names: Sequence[str]) -> None:
     """Remove finished files, which their writers' `abandon` does not remove, within a deadline."""
     batches = [names] if hasattr(store, "delete_all") else [[name] for name in names]
     waits = True

@@ -149,7 +149,7 @@ def _checkpoint_below(place: str) -> str:
     return ""
 
 
-def _other_files(store: base.SmallFiles) -> str:
+def _other_files(store: base.Store) -> str:
     names = [info.name for info in store.list()]
     if any(save_id_of(name) for name in names):
         return "only files of a save that did not finish"

@@ -21,7 +21,7 @@ import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
 from shardkeep.layouts.native import claim_name, is_claim, read_record, save_id_of
-from shardkeep.storage.base import BlobInfo, Deletes, ReadableStore, SmallFiles, Store, explaining_place
+from shardkeep.storage.base import BlobInfo, ReadableStore, Store, explaining_place
 from shardkeep.storage.local import host_identity, process_start
 
 log = logging.getLogger("shardkeep")
@@ -62,7 +62,7 @@ def holding_claim(save_id: str) -> Iterator[None]:
         del running
 
 
-def make_claim(store: SmallFiles, save_id: str) -> None:
+def make_claim(store: Store, save_id: str) -> None:
     """Write the claim of this process on a save."""
     claim = Claim(host=host_identity(), pid=os.getpid(), started=process_start(os.getpid()))
     with explaining_place(store, claim_name(save_id)):
@@ -174,7 +174,7 @@ def discard(store: Store, names: Iterable[str]) -> None:
             log.warning("could not remove %s from %s: %s", name, store.url, exc)
 
 
-def delete_files(store: Deletes, names: Iterable[str]) -> None:
+def delete_files(store: Store, names: Iterable[str]) -> None:
     """Delete files, claims last; stop and raise at the first one that cannot be deleted."""
     for name in claims_last(names):
         store.delete(name)

@@ -97,7 +97,7 @@ def guess_template(names: Iterable[str]) -> str:
     return max(likely, key=lambda template: sum(Naming(template).step(name) is not None for name in known))
 
 
-def pinned(root: base.SmallFiles) -> set[str]:
+def pinned(root: base.Store) -> set[str]:
     """Return the names of pinned checkpoints, which are kept whatever the policies say."""
     return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
@@ -113,11 +113,11 @@ def is_pinned(root: base.ReadableStore, name: str) -> bool:
     return True
 
 
-def pin(root: base.SmallFiles, name: str) -> None:
+def pin(root: base.Store, name: str) -> None:
     root.put(_PIN_PREFIX + name, b"", replace=True)
 
 
-def unpin(root: base.Deletes, name: str) -> None:
+def unpin(root: base.Store, name: str) -> None:
     root.delete(_PIN_PREFIX + name)
 
 

@@ -40,8 +40,6 @@ DEFAULT_PART_NBYTES = 8 << 20
 _NAME = re.compile(r"(?!\.tmp-)(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,250}")
 """No separators, no directory references, and no name that a store uses for its temporary files."""
 _PLACE = re.compile(r"(?!-)(?!\.tmp-)(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]{1,251}")
-
-
 _SCHEME = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://")
 """Also of chained URLs of fsspec: `simplecache::s3`."""
 
@@ -165,12 +163,7 @@ class ReadableStore(Protocol):
         """
 
 
-class Deletes(Protocol):
-    def delete(self, name: str) -> None:
-        """Delete a blob; a missing blob is not an error."""
-
-
-class WritableStore(Deletes, Protocol):
+class WritableStore(Protocol):
     """The verbs that writing data files needs."""
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
@@ -180,9 +173,12 @@ class WritableStore(Deletes, Protocol):
         If the name is taken, `create` or `finish` raises a `StorageError` with errno EEXIST.
         """
 
+    def delete(self, name: str) -> None:
+        """Delete a blob; a missing blob is not an error."""
 
-class SmallFiles(ReadableStore, Deletes, Protocol):
-    """The verbs that a commit needs: all except those for large blobs and versions."""
+
+class Store(ReadableStore, WritableStore, Protocol):
+    """A place for blobs. Besides these verbs, a store may have those that the functions under "optional verbs" ask for."""
 
     @property
     def url(self) -> str:
@@ -198,15 +194,6 @@ class SmallFiles(ReadableStore, Deletes, Protocol):
 
     def list(self) -> Iterator[BlobInfo]:
         """List every blob, sorted by name; a place that does not exist has none."""
-
-
-class Store(SmallFiles, WritableStore, Protocol):
-    """
-    A place for blobs.
-
-    Besides these verbs, a store may have optional ones, of the names that the functions under "optional verbs" below ask
-    for; see there for what they mean.
-    """
 
     def version(self, name: str) -> Version | None:
         """
@@ -318,7 +305,7 @@ def create_over(store: object, name: str, nbytes: int) -> BlobWriter | None:
     return cast("BlobWriter | None", getattr(store, "create_over", _nothing)(name, nbytes))
 
 
-def delete_all(store: Deletes, names: Sequence[str]) -> None:
+def delete_all(store: WritableStore, names: Sequence[str]) -> None:
     """Delete many blobs, in no particular order, and in few requests if the store can do that (`delete_all(names)`)."""
     if hasattr(store, "delete_all"):
         store.delete_all(names)
@@ -368,7 +355,7 @@ def broken_path(store: object, *, inside: bool = False) -> str:
 
 
 @contextmanager
-def explaining_place(store: SmallFiles | Root, own_name: str = "") -> Iterator[None]:
+def explaining_place(store: Store, own_name: str = "") -> Iterator[None]:
     """Raise failures inside as failures of the place that a user gave, not of `own_name`, a file that we keep there."""
     try:
         yield
@@ -414,20 +401,12 @@ def prefetches(store: object) -> bool:
 
 
 def is_cached(reader: object, offset: int, nbytes: int) -> bool:
-    """
-    Return whether most of a range is cached locally (`cached(offset, nbytes)` of a reader).
-
-    If so, many small reads cost no more than a large one.
-    """
+    """Return whether most of a range is cached locally, so that small reads cost no more (`cached` of a reader)."""
     return bool(_find(reader, "cached", _nothing)(offset, nbytes))
 
 
 def prefetch(reader: object, offset: int, nbytes: int) -> bool:
-    """
-    Begin to read a range into this machine's cache, if there is memory for it (`prefetch(offset, nbytes)` of a reader).
-
-    Returns whether something has to be read; False if all is cached, or will not be.
-    """
+    """Begin to read a range into this machine's cache; False if all is cached, or will not be (`prefetch` of a reader)."""
     return bool(_find(reader, "prefetch", _nothing)(offset, nbytes))
 
 
@@ -437,11 +416,7 @@ def drop_cached(store: object, name: str, offset: int, nbytes: int) -> None:
 
 
 def keep_cached(store: object, names: Sequence[str], nbytes: int) -> bool:
-    """
-    Keep the files of a finished save in memory, in place of the save before (`keep_cached(names, nbytes)`).
-
-    Returns whether there is memory for it.
-    """
+    """Keep the files of a finished save in memory, in place of the save before, if there is room (`keep_cached`)."""
     return bool(names and _find(store, "keep_cached", _nothing)(names, nbytes))
 
 
@@ -452,7 +427,7 @@ def innermost(store: object) -> Any:
     return store
 
 
-def same_place(one: Store | Root, other: Store | Root) -> bool:
+def same_place(one: Store, other: Store) -> bool:
     """Return whether two stores or roots are one place, however they were named or wrapped (`same_place(other)`)."""
     a, b = innermost(one), innermost(other)
     if a is b:
