@@ -59,15 +59,15 @@ def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
     pieces = plan.pieces
     sizes = [nbytes for groups in ranks for group in groups.values() for nbytes in group]
     assert sorted(pieces.nbytes.tolist()) == sorted(sizes)
-    for file, each in enumerate(plan.files):
+    for file, (rank, each) in enumerate(zip(plan.ranks.tolist(), plan.files, strict=True)):
         mine = pieces.take(np.flatnonzero(pieces.file == file))
         assert mine.start.tolist() == (np.cumsum(mine.nbytes) - mine.nbytes).tolist()
         assert int(mine.nbytes.sum()) == each.data_nbytes > 0
-        assert set(mine.rank.tolist()) == {each.rank}
+        assert set(mine.rank.tolist()) == {rank}
 
     together = defaultdict(list)
-    for file, each in enumerate(plan.files):
-        together[each.rank, each.group].append((each.part, each.data_nbytes, pieces.nbytes[pieces.file == file]))
+    for file, (rank, each) in enumerate(zip(plan.ranks.tolist(), plan.files, strict=True)):
+        together[rank, each.group].append((each.part, each.data_nbytes, pieces.nbytes[pieces.file == file]))
     for found in together.values():
         if len(found) == 1:
             assert found[0][0] == 0
@@ -77,14 +77,16 @@ def test_every_chunk_is_in_one_file_and_files_are_as_the_rules_say(ranks):
         assert min(loads) >= parts.PART_NBYTES
         assert max(loads) <= sum(loads) / len(loads) + max(int(nbytes.max()) for _, _, nbytes in found)
     for rank in range(len(ranks)):
-        assert sum(each.part > 0 for each in plan.files if each.rank == rank) <= parts.MOST_PARTS + len(ranks[rank])
+        mine = [each for each, writer in zip(plan.files, plan.ranks.tolist(), strict=True) if writer == rank]
+        assert sum(each.part > 0 for each in mine) <= parts.MOST_PARTS + len(ranks[rank])
 
-    names = [data_name(file, file.rank, len(ranks), SAVE_ID) for file in plan.files]
+    pairs = list(zip(plan.ranks.tolist(), plan.files, strict=True))
+    names = [data_name(file, rank, len(ranks), SAVE_ID) for rank, file in pairs]
     assert len(set(names)) == len(names)
-    for name, each in zip(names, plan.files, strict=True):
+    for name, (rank, each) in zip(names, pairs, strict=True):
         assert BLOB_NAME.fullmatch(name)
         assert native.save_id_of(name) == SAVE_ID
-        assert ("-part" in name, f"-{each.rank:05d}-of-" in name) == (each.part > 0, True)
+        assert ("-part" in name, f"-{rank:05d}-of-" in name) == (each.part > 0, True)
     orders = enumerate(split_by_rank(plan, len(ranks)))
     assert [data_name(file, rank, len(ranks), SAVE_ID) for rank, each in orders for file in each.files] == names
 
@@ -109,7 +111,7 @@ def test_a_cut_is_no_worse_than_one_chunk(sizes, count):
 
 def test_a_small_state_and_a_lone_tensor_are_one_file():
     plan = plan_of([{"model": [100 * MIB] * 3}, {"model": [20 << 30]}])
-    assert [(file.rank, file.part) for file in plan.files] == [(0, 0), (1, 0)]
+    assert [plan.ranks.tolist(), [file.part for file in plan.files]] == [[0, 1], [0, 0]]
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 8), (8, 8), (16, 4), (32, 2), (64, 1), (100, 1)])

@@ -40,7 +40,7 @@ from shardkeep.engine.tensors import host_address, sample_replicas, scattered_me
 from shardkeep.engine.workers import WINDOW_NBYTES, Scattered
 from shardkeep.engine.writer import FileJob
 from shardkeep.format.boxes import Box, Boxes, IntArray, ints, pack, relative, slices
-from shardkeep.format.data_file import HeaderEntry, block_nbytes_for, build_header
+from shardkeep.format.data_file import HeaderEntry, build_header
 from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Chunks, Index, strings_of
 from shardkeep.format.index_parts import IndexParts, parts_of
@@ -66,7 +66,9 @@ _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 class PlannedSave:
     """What rank 0 has planned."""
 
-    files: list[save_plan.DataFilePlan]
+    files: list[save_plan.PlannedFile]
+    ranks: IntArray
+    """The rank that writes each file."""
     index: Index
     """With values and the tree of this save."""
     parts: IndexParts
@@ -140,6 +142,7 @@ class Coordinator:
         index = index_of(plan, values, tree)
         planned = PlannedSave(
             files=plan.files,
+            ranks=plan.ranks,
             index=index,
             parts=parts_of(index) if codecs.of_index is None else {},
             world_size=len(manifests),
@@ -182,9 +185,9 @@ class Coordinator:
     def collect(self, planned: PlannedSave, written: list[WrittenFiles]) -> list[WrittenFiles]:
         """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
         by_name = {entry.name: entry for each in written for entry in each.files}
-        files = [by_name[data_name(file, file.rank, len(written), self.save_id)] for file in planned.files]
-        pairs = zip(files, planned.files, strict=True)
-        ranks = {name: file.rank for entry, file in pairs for name, _ in entry.at_rest}
+        pairs = list(zip(planned.files, planned.ranks.tolist(), strict=True))
+        files = [by_name[data_name(file, rank, len(written), self.save_id)] for file, rank in pairs]
+        ranks = {name: rank for entry, (_, rank) in zip(files, pairs, strict=True) for name, _ in entry.at_rest}
         sizes = {name: nbytes for entry in files for name, nbytes in entry.at_rest}
         if (name := first_missing(self.store, sizes)) is not None:
             raise errors.StorageError(
@@ -329,7 +332,7 @@ def _nbytes(store: Store, name: str) -> int | None:
         return None
 
 
-def data_name(file: save_plan.DataFilePlan | save_plan.PlannedFile, rank: int, world_size: int, save_id: str) -> str:
+def data_name(file: save_plan.PlannedFile, rank: int, world_size: int, save_id: str) -> str:
     return native.data_name(file.group, rank, world_size, save_id, part=file.part, coded=file.chain is not None)
 
 
@@ -337,19 +340,8 @@ def split_by_rank(
     plan: save_plan.CheckpointPlan, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
 ) -> list[save_plan.RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
-    ranks = np.array([file.rank for file in plan.files], np.int64)
-    first_file = np.searchsorted(ranks, np.arange(world_size + 1))
+    first_file = np.searchsorted(plan.ranks, np.arange(world_size + 1))
     first_piece = np.searchsorted(plan.pieces.file, first_file)
-    together: dict[tuple[int, str], int] = {}
-    for file in plan.files:
-        together[file.rank, file.group] = together.get((file.rank, file.group), 0) + file.data_nbytes
-    # Blocks by the size of the group: many small blocks keep many threads waiting.
-    files = [
-        save_plan.PlannedFile(
-            each.group, each.part, each.data_nbytes, block_nbytes_for(together[each.rank, each.group]), each.chain
-        )
-        for each in plan.files
-    ]
     plans = []
     for rank in range(world_size):
         low, high = int(first_file[rank]), int(first_file[rank + 1])
@@ -357,7 +349,7 @@ def split_by_rank(
         boxes = pieces.boxes if pieces.cut.any() else None
         plans.append(
             save_plan.RankWritePlan(
-                files=files[low:high],
+                files=plan.files[low:high],
                 file=pack(pieces.file - low),
                 start=pack(pieces.start),
                 row=pack(pieces.row),

@@ -185,16 +185,14 @@ def _tuples(boxes: Boxes, ndim: Sequence[int]) -> list[Box]:
     return [Box(tuple(offsets[:n]), tuple(sizes[:n])) for offsets, sizes, n in rows]
 
 
-def check_tensors(
-    index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True, complete: bool = True
-) -> None:
+def check_tensors(index: Index, tensors: IntArray, data_nbytes: IntArray, *, aligned: bool = True) -> None:
     """
-    Check that the stored chunks of these tensors tile them, if they must be `complete`, and lie inside their files.
+    Check that the stored chunks of these tensors tile them, and lie inside their files.
 
     Chunks of the native layout are also `aligned`: they begin at a multiple of their element size.
     """
     chunks, local, boxes = _chunks_of(index, tensors)
-    good = is_tiled(index, tensors) if complete else np.ones(len(tensors), bool)
+    good = tiled(np.asarray(index.tensors.shape[tensors], np.int64), local, boxes)
     itemsize = ITEMSIZES[index.tensors.dtype[tensors]][local]
     good[local[~_lie_inside(chunks, boxes.volumes() * itemsize, itemsize, data_nbytes, aligned=aligned)]] = False
     _raise_if_any(index, tensors[~good])

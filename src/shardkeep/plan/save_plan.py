@@ -38,6 +38,7 @@ from shardkeep.format.boxes import (
     widen,
     within,
 )
+from shardkeep.format.data_file import block_nbytes_for
 from shardkeep.format.index import Tensors
 from shardkeep.format.record import Recorded
 from shardkeep.format.values import decode_tree, encode_tree, merge_trees
@@ -140,7 +141,7 @@ def common_part(manifest: RankManifest) -> bytes:
 
 
 class PlannedFile(msgspec.Struct, frozen=True, array_like=True):
-    """One file of a rank's plan; its name follows from these, the rank and the save."""
+    """One file of a plan; its name follows from these, the rank that writes it and the save."""
 
     group: str
     part: int
@@ -217,19 +218,6 @@ class PlannedChunks(Shards):
     """Whether the chunk may be a part of the shard."""
 
 
-@dataclass(frozen=True)
-class DataFilePlan:
-    """One data file to be written."""
-
-    rank: int
-    group: str
-    chain: int | None
-    """Its codec chain."""
-    part: int
-    """From 1 if the rank's data of this group are in several files; else 0."""
-    data_nbytes: int
-
-
 ChainOf = Callable[[list[str], IntArray], "list[int | None]"]
 """Returns the codec chain of each tensor, from all keys and the tensors in whose place they are stored."""
 
@@ -243,7 +231,9 @@ class CheckpointPlan:
     tensors: Tensors
     pieces: PlannedChunks
     """Sorted by file, then by place in it."""
-    files: list[DataFilePlan]
+    files: list[PlannedFile]
+    ranks: IntArray
+    """The rank that writes each file; ascending."""
     sampled: SampledReplicas | None
     """None if replicas have diverged: the plan is not that of other saves then."""
 
@@ -292,10 +282,10 @@ def plan_save(
     pieces, sampled = _assign_writers(merged, merged.shards.take(own), len(manifests), None if checking else warn)
     _check_tiling(merged, pieces, merged.shards.take(~own))
     chain = chain_of(merged.keys, merged.tensors.alias)
-    files, pieces = _assign_files(merged, pieces, len(manifests), chain)
+    files, ranks, pieces = _assign_files(merged, pieces, len(manifests), chain)
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
-    return CheckpointPlan(merged.keys, merged.tensors, pieces, files, sampled)
+    return CheckpointPlan(merged.keys, merged.tensors, pieces, files, ranks, sampled)
 
 
 def plan_whole_shards(manifests: Sequence[RankManifest], *, to_lowest: bool, warn: Warn) -> CheckpointPlan:
@@ -313,7 +303,7 @@ def plan_whole_shards(manifests: Sequence[RankManifest], *, to_lowest: bool, war
     filled = pieces.take(pieces.nbytes > 0)
     _check_tiling(merged, filled, merged.shards.take(slice(0)), complete=len(manifests) > 1)
     pieces = pieces.take(np.lexsort((pieces.row, pieces.rank)))
-    return CheckpointPlan(merged.keys, merged.tensors, pieces, [], sampled)
+    return CheckpointPlan(merged.keys, merged.tensors, pieces, [], pieces.rank[:0], sampled)
 
 
 def _check_sizes(merged: _Merged) -> None:
@@ -579,7 +569,7 @@ def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards, *, compl
 
 def _assign_files(
     merged: _Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
-) -> tuple[list[DataFilePlan], PlannedChunks]:
+) -> tuple[list[PlannedFile], IntArray, PlannedChunks]:
     """
     Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large. safetensors allows
     no gaps, so chunks are sorted by the power of two that divides their size, and each begins at a multiple of its own.
@@ -598,7 +588,9 @@ def _assign_files(
     slots, slot = np.unique(pieces.rank * len(kinds) + group[pieces.tensor], return_inverse=True)
     slot = slot.reshape(-1)
     rank_of_slot = slots // max(1, len(kinds))
-    part = divide_into_parts(slot, rank_of_slot, pieces.tensor, pieces.nbytes, world_size)
+    # float64, which bincount adds in, holds byte counts exactly up to 8 PiB.
+    in_slot = np.asarray(np.bincount(slot, weights=pieces.nbytes, minlength=len(slots)), np.float64)
+    part = divide_into_parts(slot, rank_of_slot, in_slot, pieces.tensor, pieces.nbytes, world_size)
     made, file = np.unique(slot * MOST_PARTS + part, return_inverse=True)
     file = file.reshape(-1)
     alignment = np.minimum(pieces.nbytes & -pieces.nbytes, 4096)
@@ -610,18 +602,18 @@ def _assign_files(
     pieces = replace(pieces, start=ends - pieces.nbytes - base[pieces.file])
     slot_of_file = made // MOST_PARTS
     alone = np.bincount(slot_of_file)[slot_of_file] == 1
+    columns = (
+        (slots[slot_of_file] % max(1, len(kinds))).tolist(),
+        np.where(alone, 0, made % MOST_PARTS + 1).tolist(),
+        (ends[last] - base).tolist(),
+        # Blocks by the size of the group: many small blocks keep many threads waiting.
+        map(block_nbytes_for, in_slot[slot_of_file].tolist()),
+    )
     files = [
-        DataFilePlan(rank, labels[row % len(kinds)], chains[row % len(kinds)], 0 if lone else number + 1, total)
-        for rank, row, number, lone, total in zip(
-            rank_of_slot[slot_of_file].tolist(),
-            slots[slot_of_file].tolist(),
-            (made % MOST_PARTS).tolist(),
-            alone.tolist(),
-            (ends[last] - base).tolist(),
-            strict=True,
-        )
+        PlannedFile(labels[kind], part, nbytes, block_nbytes, chains[kind])
+        for kind, part, nbytes, block_nbytes in zip(*columns, strict=True)
     ]
-    return files, pieces
+    return files, rank_of_slot[slot_of_file], pieces
 
 
 SLICE_NBYTES = 4 << 20
@@ -695,13 +687,16 @@ ENOUGH_FILES = 64
 
 
 def divide_into_parts(
-    slot: IntArray, rank_of_slot: IntArray, tensor: IntArray, nbytes: IntArray, world_size: int
+    slot: IntArray,
+    rank_of_slot: IntArray,
+    in_slot: npt.NDArray[np.float64],
+    tensor: IntArray,
+    nbytes: IntArray,
+    world_size: int,
 ) -> IntArray:
     """Divide the chunks of every slot, the data of one rank and group, into parts of about equal size, numbered from 0."""
     part = np.zeros(len(slot), np.int64)
     most = min(MOST_PARTS, ENOUGH_FILES // world_size)
-    # float64 holds byte counts exactly up to 8 PiB, which is what bincount adds in.
-    in_slot = np.bincount(slot, weights=nbytes, minlength=len(rank_of_slot))
     of_rank = np.bincount(rank_of_slot, weights=in_slot, minlength=world_size)
     target = np.maximum(PART_NBYTES, of_rank / max(1, most))[rank_of_slot]
     wanted = np.rint(in_slot / target).astype(np.int64)
