@@ -95,6 +95,17 @@ def test_safe_classes_beside_plain_values(beside):
     assert np.array_equal(other, beside)
 
 
+def test_forged_states_of_dtypes_inside_objects_do_not_reach_numpy():
+    """Flags that say that the elements are objects: numpy would follow numbers as if they were addresses."""
+    file = io.BytesIO()
+    torch.save(np.arange(3), file)
+    flags = b"J\xff\xff\xff\xff" * 2 + b"K%ct"
+    forged = file.getvalue().replace(flags % 0, flags % 255)
+    assert forged != file.getvalue()
+    made = load_object(io.BytesIO(forged), key="k")
+    assert (made.tolist(), made.dtype.flags) == ([0, 1, 2], np.arange(3).dtype.flags)
+
+
 @pytest.mark.parametrize("kind", [int, pathlib.PosixPath])
 def test_a_class_as_a_value_is_refused(kind):
     """Rather than that something else comes back; one that torch itself holds for safe comes back."""

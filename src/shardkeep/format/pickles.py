@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -51,6 +51,7 @@ _ITEMS = (tuple, list, dict, set, frozenset, range, deque, np.ndarray)
 _TEXTS = (str, bytes, bytearray)
 _LETTERS_AN_ITEM = 32
 _FREE_ITEMS = 1024
+_MISSING = object()
 
 
 class Call(NamedTuple):
@@ -71,28 +72,45 @@ class New(NamedTuple):
 class NameTable:
     """The objects that one pickle of `nbytes` gets for its names, which are among `names` and `others`."""
 
-    def __init__(self, names: Names, nbytes: int, others: Callable[[], Names] = dict) -> None:
+    def __init__(
+        self,
+        names: Names,
+        nbytes: int,
+        others: Callable[[], Names] = dict,
+        *,
+        where: str = "the file",
+        unknown: dict[str, None] | None = None,
+    ) -> None:
+        """Take the arguments of `load_pickle`."""
         self._names = names
         self._others = others
+        self._where = where
+        self._unknown = unknown
         self._made: dict[tuple[str, str], Any] = {}
         self._counts: dict[tuple[str, str], int] = {}
         self._left = nbytes + _FREE_ITEMS
-        self._buffers: list[io.BytesIO] = []
 
     def find(self, module: str, name: str) -> Any:
-        """Return the object that stands for a name; raise KeyError for an unknown name."""
+        """Return the object that stands for a name; raise `PickleRefused` for an unknown name."""
         at = module, name
         if at in self._made:
             return self._made[at]
-        known = self._names[at] if at in self._names else self._others()[at]
+        known = self._names[at] if at in self._names else self._others().get(at, _MISSING)
+        if known is _MISSING:
+            if self._unknown is not None:
+                self._unknown[f"{module}.{name}"] = None
+                return Opaque
+            raise PickleRefused(
+                f"{self._where}: the pickle names {module}.{name}, which shardkeep does not load from a file",
+                hint="if you trust the file: import that class and call torch.serialization.add_safe_globals([it])",
+                file=self._where,
+                name=f"{module}.{name}",
+            )
         if isinstance(known, FunctionType):
             known = Call(known)
         if not isinstance(known, (Call, New)):
             return known
-        if isinstance(known, Call):
-            self._made[at] = _Callable(known, self)
-        else:
-            self._made[at] = _guard(known.kind, self._buffer if known.kind is io.BytesIO else None)
+        self._made[at] = _Callable(known, self) if isinstance(known, Call) else _guard(known.kind)
         self._counts[at] = sys.getrefcount(self._made[at])
         return self._made[at]
 
@@ -106,25 +124,8 @@ class NameTable:
         if self._left < 0:
             raise MalformedFile("the pickle asks for copies that are longer than itself")
 
-    def _buffer(self) -> io.BytesIO:
-        """Make a buffer that counts the bytes it is filled with: many could be filled with the same ones."""
-        made = io.BytesIO()
-        set_state = made.__setstate__  # type: ignore[attr-defined]  # which typeshed lacks
-
-        def fill(state: Any) -> None:
-            if type(state[0]) is not bytes:
-                raise MalformedFile("a BytesIO with an invalid state")
-            self.spend(state)
-            set_state((*state[:2], None))
-
-        made.__dict__["__setstate__"] = fill  # where the unpickler looks before the class, until the load ends
-        self._buffers.append(made)
-        return made
-
     def left_behind(self) -> str | None:
         """End the load. Return a name whose object is part of the result, which is all that is left of the load; else None."""
-        for buffer in self._buffers:
-            buffer.__dict__.clear()
         held = self._held()
         if held:  # perhaps only by garbage
             gc.collect()
@@ -171,11 +172,11 @@ class _Unchangeable(type):
         raise MalformedFile(f"the pickle calls the class {cls.__name__}, which it may only create empty")
 
 
-def _guard(kind: type, make: Callable[[], Any] | None) -> type:
+def _guard(kind: type) -> type:
     """Make a class that cannot be changed, and whose instances are those of `kind`."""
 
     def __new__(_cls: type) -> Any:  # noqa: N807 - it becomes one
-        return kind.__new__(kind) if make is None else make()  # type: ignore[call-overload]  # `kind` is not a metaclass
+        return kind.__new__(kind)  # type: ignore[call-overload]  # `kind` is not a metaclass
 
     return _Unchangeable(kind.__name__, (), {"__slots__": (), "__new__": __new__})
 
@@ -226,14 +227,18 @@ def load_pickle(
     end = end_of_pickle(data, where)
     if end != len(data):
         raise MalformedFile(f"{where}: {len(data) - end} bytes behind the end of the pickle", file=where, offset=end)
-    given = NameTable(names, len(data), others)
+    given: Any = None
+
+    def read(kind: ReaderClass) -> Any:
+        nonlocal given
+        given = NameTable(names, len(data), others, where=where, unknown=unknown)
+        reader: Any = kind(io.BytesIO(data), given=given)
+        reader.persistent_load = persistent or _refuse_persistent
+        return reader.load()
+
     try:
         with collector_paused():
-            try:
-                made = _Reader(data, given, where, persistent, unknown).load()
-            except _NamesDTypeError:
-                given = NameTable(names, len(data), others)
-                made = _DTypeReader(data, given, where, persistent, unknown).load()
+            made = read_checked(read)
     except PickleRefused:
         raise
     except Exception as exc:
@@ -298,67 +303,60 @@ def load_trusted(data: bytes, names: Mapping[tuple[str, str], Any], *, where: st
         raise MalformedFile(f"{where}: not a readable pickle: {exc!r}", file=where) from exc
 
 
-class _NamesDTypeError(Exception):
-    """A pickle has a dtype of numpy, whose state must be checked."""
+def _refuse_persistent(_: Any) -> Any:
+    raise MalformedFile("the pickle refers to data outside itself")
+
+
+class _HasStateError(Exception):
+    """A pickle has an object whose state must be checked."""
+
+
+ReaderClass: TypeAlias = "type[_Reader | _CheckingReader]"
+T = TypeVar("T")
+
+
+def read_checked(read: Callable[[ReaderClass], T]) -> T:
+    """Call `read` with the class of the unpickler to use: first that in C, then, if states must be checked, that in Python."""
+    # The second takes twenty times as long. That in C does not let go of the states of objects.
+    try:
+        return read(_Reader)
+    except _HasStateError:
+        return read(_CheckingReader)
 
 
 class _Names:
-    """What both readers do with names and persistent ids."""
+    """What both unpicklers do with names."""
 
-    def __init__(
-        self,
-        raw: bytes,
-        given: NameTable,
-        where: str,
-        persistent: Callable[[Any], Any] | None,
-        unknown: dict[str, None] | None,
-    ) -> None:
-        super().__init__(io.BytesIO(raw))  # type: ignore[call-arg]  # an unpickler comes next
+    def __init__(self, file: io.BytesIO, *, given: NameTable, **how: Any) -> None:
+        super().__init__(file, **how)  # type: ignore[call-arg]  # an unpickler comes next
         self._given = given
-        self._where = where
-        self._persistent = persistent
-        self._unknown = unknown
 
     def find_class(self, module: str, name: str, /) -> Any:
-        try:
-            return self._given.find(module, name)
-        except KeyError:
-            if self._unknown is not None:
-                self._unknown[f"{module}.{name}"] = None
-                return Opaque
-            raise PickleRefused(
-                f"{self._where}: the pickle names {module}.{name}, which shardkeep does not load from a file",
-                hint="if you trust the file: import that class and call torch.serialization.add_safe_globals([it])",
-                file=self._where,
-                name=f"{module}.{name}",
-            ) from None
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        if self._persistent is None:
-            raise MalformedFile("the pickle refers to data outside itself")
-        return self._persistent(pid)
+        return self._given.find(module, name)
 
 
 class _Reader(_Names, pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) == ("numpy", "dtype"):
-            raise _NamesDTypeError
+        if (module, name) in (("numpy", "dtype"), ("_io", "BytesIO")):
+            raise _HasStateError
         return super().find_class(module, name)
 
 
 _PythonUnpickler: Any = pickle._Unpickler
 
 
-class _DTypeReader(_Names, _PythonUnpickler):  # type: ignore[misc]  # see above
-    """
-    Reads pickles with dtypes of numpy, which believes any state that a dtype is given: a forged one corrupts memory.
-
-    It is an unpickler in Python, twenty times as slow, because that in C does not let go of the states of objects.
-    """
+class _CheckingReader(_Names, _PythonUnpickler):  # type: ignore[misc]  # see above
+    """Checks states: numpy believes any state that a dtype is given, and many buffers may be filled with the same bytes."""
 
     def load_build(self) -> None:
-        if isinstance(self.stack[-2], np.dtype):
-            self.stack[-1] = _dtype_state(self.stack[-2], self.stack[-1])
+        made, state = self.stack[-2:]
+        if isinstance(made, np.dtype):
+            self.stack[-1] = _dtype_state(made, state)
+        elif isinstance(made, io.BytesIO):
+            if type(state[0]) is not bytes:
+                raise MalformedFile("a BytesIO with an invalid state")
+            self._given.spend(state)
+            self.stack[-1] = (*state[:2], None)
         super().load_build()
 
     dispatch: ClassVar[dict[int, Any]] = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}

@@ -25,7 +25,7 @@ from torch import _utils as rebuilding
 from shardkeep.dcp._impl import plans
 from shardkeep.errors import BrokenProtocol, InvalidShards, MalformedFile, PickleRefused
 from shardkeep.format.dtypes import known_to_torch
-from shardkeep.format.pickles import Call, Names, NameTable, end_of_pickle, plain_names
+from shardkeep.format.pickles import Call, Names, NameTable, ReaderClass, end_of_pickle, plain_names, read_checked
 from shardkeep.format.torch_zip import is_archive
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import safe_globals
@@ -47,7 +47,7 @@ def load_safely(opened: Callable[[], Any], name: str, about: dict[str, str], *, 
             return torch.load(opened(), weights_only=False, **how)
         if archive:  # torch's older format is several pickles in a row, which only its own reader separates
             with suppress(PickleRefused):
-                return _load_plain(opened(), **how)
+                return _load_plain(opened, **how)
         return torch.load(opened(), weights_only=True, **how)
     except pickle.UnpicklingError as exc:
         said = next((line.strip() for line in str(exc).splitlines() if "nsupported" in line or "GLOBAL" in line), None)
@@ -63,44 +63,38 @@ def load_safely(opened: Callable[[], Any], name: str, about: dict[str, str], *, 
         raise MalformedFile(f"{name}: not what torch.save writes: {exc!r}", **about) from exc
 
 
-def _load_plain(file: Any, **how: Any) -> Any:
+def _load_plain(opened: Callable[[], Any], **how: Any) -> Any:
     """Load values that are plain, tensors, or of classes that the user declared safe; `PickleRefused` for others."""
-    loads: list[NameTable] = []
+    given: NameTable | None = None
+
+    def read(kind: ReaderClass) -> Any:
+        class Reader(kind):  # type: ignore[misc,valid-type]  # mypy knows no base that is an argument
+            """The unpickler that torch uses to read an archive."""
+
+            def __init__(self, file: IO[bytes], **how: Any) -> None:
+                nonlocal given
+                raw = file.read()
+                end = end_of_pickle(raw, "a stored object")
+                given = NameTable(_plain(), end, safe_globals)
+                super().__init__(io.BytesIO(raw[:end]), given=given, **how)
+
+        class Module:
+            Unpickler = Reader
+            load = staticmethod(lambda file, **how: Reader(file, **how).load())
+            UnpicklingError = pickle.UnpicklingError
+
+        return torch.load(opened(), weights_only=False, pickle_module=Module, **how)
+
     try:
-        made = torch.load(file, weights_only=False, pickle_module=_Plain, loads=loads, **how)
+        made = read_checked(read)
     except RuntimeError as exc:
         if "pickle_module" not in str(exc):
             raise
         # The user has configured torch to use only its own unpickler.
         raise PickleRefused("torch reads pickles itself") from exc
-    for given in loads:
-        name = given.left_behind()
-        if name is not None:
-            raise PickleRefused(f"the pickle has {name} itself as a value")
+    if given is not None and (name := given.left_behind()) is not None:
+        raise PickleRefused(f"the pickle has {name} itself as a value")
     return made
-
-
-class _PlainReader(pickle.Unpickler):
-    """The unpickler that torch uses to read an archive."""
-
-    def __init__(self, file: IO[bytes], *, loads: list[NameTable], **how: Any) -> None:
-        raw = file.read()
-        end = end_of_pickle(raw, "a stored object")
-        super().__init__(io.BytesIO(raw[:end]), **how)
-        self._given = NameTable(_plain(), end, safe_globals)
-        loads.append(self._given)
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        try:
-            return self._given.find(module, name)
-        except KeyError:
-            raise PickleRefused(f"the pickle names {module}.{name}") from None
-
-
-class _Plain:
-    Unpickler = _PlainReader
-    load = staticmethod(lambda file, **how: _PlainReader(file, **how).load())
-    UnpicklingError = pickle.UnpicklingError
 
 
 class _Bytes(NamedTuple):
