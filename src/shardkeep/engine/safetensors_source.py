@@ -38,8 +38,8 @@ from shardkeep.layouts import safetensors as layout
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME, is_data
 from shardkeep.options import Options
-from shardkeep.storage.base import ReadableStore, Store, is_single_file, local_path, parent_of, with_any_names
-from shardkeep.storage.local import LocalStore, PathStore
+from shardkeep.storage.base import ReadableStore, Store, is_single_file, local_path, parent_of
+from shardkeep.storage.local import LocalStore
 from shardkeep.storage.resolve import open_store
 
 logger = logging.getLogger("shardkeep")
@@ -106,8 +106,8 @@ class _SavedOffsets(msgspec.Struct):
     saved_offsets: list[int]
 
 
-def read_weight_map(path: str, gets: ReadableStore | None = None) -> dict[str, str]:
-    raw = (gets or PathStore(direct=False)).get(path, limit=_MOST_INDEX_NBYTES)
+def read_weight_map(path: str, gets: ReadableStore) -> dict[str, str]:
+    raw = gets.get(path, limit=_MOST_INDEX_NBYTES)
     try:
         return msgspec.json.decode(raw, type=_ModelIndex).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -121,9 +121,7 @@ def not_in_file(file: str, index: str, key: str) -> errors.MalformedFile:
     return errors.MalformedFile.of(file, f"{index} says that it holds {key!r}, and it does not", hint=hint, key=key)
 
 
-def read_headers(
-    paths: Iterable[str], *, threads: int, opens: ReadableStore | None = None
-) -> list[layout.SafetensorsFile]:
+def read_headers(paths: Iterable[str], *, threads: int, opens: ReadableStore) -> list[layout.SafetensorsFile]:
     """Read the headers of files, several at a time; in the order of `paths`."""
     wanted = list(dict.fromkeys(paths))
     with ThreadPoolExecutor(max(1, min(threads, len(wanted))), thread_name_prefix="shardkeep-headers") as pool:
@@ -317,17 +315,11 @@ def _folder(store: Store) -> ModelDirectory | None:
     if (single := single_file(store, (layout.SUFFIX,))) is not None:
         place, name = single
         folder = ModelDirectory(place.url, {name: name}, None, place)
-    elif local_path(store) is None:
-        folder = list_model(store)
     else:
         try:
-            local = list_model(store)
+            folder = list_model(store)
         except errors.BlobNotFound:
             return None
-        # By their names in the directory, which may still be temporary ones.
-        by_name = {name: os.path.basename(path) for name, path in local.files.items()}
-        index = None if local.index is None else os.path.basename(local.index)
-        folder = ModelDirectory(local.path, by_name, index, with_any_names(store))
     files = {name: path for name, path in folder.files.items() if native.save_id_of(name) is None}
     if not files and folder.index is None:
         return None

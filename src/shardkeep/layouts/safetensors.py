@@ -21,7 +21,6 @@ from shardkeep.errors import MalformedFile, UnsupportedLeaf, UnsupportedVersion,
 from shardkeep.format.data_file import ALIGNMENT, MAX_HEADER_NBYTES, HeaderEntry, digest, encode_header
 from shardkeep.format.dtypes import DTYPES, DType, Ints
 from shardkeep.storage.base import BlobReader, ReadableStore, read_range
-from shardkeep.storage.local import PathStore
 
 _FIRST_NBYTES = 64 << 10
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -73,9 +72,9 @@ class SafetensorsFile:
 # -- reading headers ---------------------------------------------------------------------------------------------------
 
 
-def read_header(path: str, opens: ReadableStore | None = None) -> SafetensorsFile:
-    """Read and check the header of a file: by its path, or by its name in a store."""
-    with closing((opens or PathStore(direct=False)).open(path)) as reader:
+def read_header(path: str, opens: ReadableStore) -> SafetensorsFile:
+    """Read and check the header of a file, given by its name in a store."""
+    with closing(opens.open(path)) as reader:
         raw, total = _raw_header(path, reader), reader.nbytes
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)

@@ -39,14 +39,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import cast
 
 import msgspec
 
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, SUFFIX, marked_name, read_header
-from shardkeep.storage.base import ReadableStore, Store, Version, is_name, local_path
-from shardkeep.storage.local import PathStore, directory_lock, make_directory, storage_errors, sync_directory
+from shardkeep.storage.base import ReadableStore, Store, Version, is_name, local_path, with_any_names
+from shardkeep.storage.local import directory_lock, make_directory, storage_errors, sync_directory
 
 NOTE_NAME = "shardkeep-publish.json"
 _MOST_SMALL_NBYTES = 256 << 20
@@ -79,9 +78,9 @@ class ModelDirectory:
 
     path: str
     files: dict[str, str]
-    """For each name, what `opens` calls the file: its path, or its name in the store."""
+    """For each name, the one that the file has now: in a local directory it may still be a temporary one."""
     index: str | None
-    """What `opens` calls the index file."""
+    """The name that the index file has now."""
     opens: ReadableStore
     index_version: Version | None = None
     """Of the index file, when a save to a store was prepared."""
@@ -121,21 +120,16 @@ def can_rename(store: Store) -> bool:
 
 def list_model(store: Store) -> ModelDirectory:
     """Find the safetensors files of a place that count; `BlobNotFound` for a local directory that does not exist."""
-    path, opens = store.url, cast("ReadableStore", store)
     if local := can_rename(store):
-        opens = PathStore(direct=False)
-        with storage_errors("cannot list", path):
-            names = os.listdir(path)
+        with storage_errors("cannot list", store.url):
+            names = os.listdir(store.url)  # links included
     else:
         names = [info.name for info in store.list()]
-
-    def called(name: str) -> str:
-        return os.path.join(path, name) if local else name
 
     def now(name: str, save_id: str) -> str:
         """Return the name of a file of a complete save, which may not be renamed yet, or may be since the listing."""
         new = unpublished_name(name, save_id)
-        return new if (os.path.exists(called(new)) if local else new in names) else name
+        return new if (os.path.exists(os.path.join(store.url, new)) if local else new in names) else name
 
     files = {name: name for name in sorted(names) if name.endswith(SUFFIX)}
     index = INDEX_NAME if INDEX_NAME in names else None
@@ -148,8 +142,7 @@ def list_model(store: Store) -> ModelDirectory:
         for name in note.remove:
             files.pop(name, None)
         index = now(INDEX_NAME, note.save_id) if note.index else None
-    by_name = {name: called(each) for name, each in files.items()}
-    return ModelDirectory(path, by_name, None if index is None else called(index), opens)
+    return ModelDirectory(store.url, files, index, with_any_names(store))
 
 
 def read_note(store: ReadableStore) -> PublishNote | None:
@@ -316,7 +309,7 @@ def _publish_local(
     with _locked(path):
         if _finish_interrupted(store) == save_id:  # another process has just done it
             return
-        _check_durable(path, files, save_id)  # another process may have cleared them
+        _check_durable(store, files, save_id)  # another process may have cleared them
         if index and not os.path.exists(os.path.join(path, unpublished_name(INDEX_NAME, save_id))):
             raise _missing(os.path.join(path, INDEX_NAME), INDEX_NAME)
         note = note_for(list_model(store))
@@ -331,12 +324,12 @@ def _publish_local(
         _finish_renames(path, note)
 
 
-def _check_durable(path: str, files: Sequence[str], save_id: str) -> None:
+def _check_durable(store: Store, files: Sequence[str], save_id: str) -> None:
     """Make sure that the data files of a save exist: under temporary names, or renamed already."""
     for name in files:
-        final = os.path.join(path, name)
+        final = os.path.join(store.url, name)
         if not os.path.exists(unpublished_name(final, save_id)) and (
-            not os.path.exists(final) or read_header(final).metadata.get(SAVE_ID_KEY) != save_id
+            not os.path.exists(final) or read_header(name, with_any_names(store)).metadata.get(SAVE_ID_KEY) != save_id
         ):
             raise _missing(final, name)
 

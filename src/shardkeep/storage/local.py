@@ -810,23 +810,3 @@ class LocalStore:
 
     def _path_of(self, name: str) -> str:
         return os.path.join(self._path, base.check_name(name))
-
-
-class PathStore:
-    """Reads files of this machine by their paths, through symbolic links, as in a Hugging Face cache."""
-
-    prefetches = True
-
-    def __init__(self, *, direct: bool) -> None:
-        """Bypass the page cache where that is possible, if `direct`."""
-        self._direct = direct
-        self._scratch = PerThread(lambda: aligned_buffer(_SCRATCH_BYTES))
-
-    def open(self, name: str) -> base.BlobReader:
-        where, last = os.path.split(name)
-        with storage_errors("cannot open", where, last):
-            files = open_files(name, os.O_RDONLY, direct=self._direct, follow_links=True)
-            return _LocalReader(where, last, files, self._scratch)
-
-    def get(self, name: str, *, limit: int) -> bytes:
-        return base.read_blob(self.open(name), name, name, limit)

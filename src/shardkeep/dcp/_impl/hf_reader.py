@@ -36,9 +36,8 @@ from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_he
 from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
-from shardkeep.storage.base import ReadableStore, Store, preferred_requests
-from shardkeep.storage.file_systems import by_store, is_local, store_of
-from shardkeep.storage.local import PathStore
+from shardkeep.storage.base import ReadableStore, Store, preferred_requests, with_any_names
+from shardkeep.storage.file_systems import by_store, store_of
 
 # -- an open file ------------------------------------------------------------------------------------------------------
 
@@ -143,9 +142,13 @@ class HuggingFaceStorageReader(FileSystemReader):
             entries[key] = protocol.TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
             for chunk in stored.chunks:
                 index = protocol.MetadataIndex(key, chunk.box.offsets)
-                places[index] = _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), dtype)
+                places[index] = self._storage_info(chunk, dtype)
         meta = protocol.StorageMeta(load_id=self.load_id)
         return protocol.to_classes_of_caller(protocol.Metadata(entries, storage_data=places, storage_meta=meta))
+
+    def _storage_info(self, chunk: CatalogChunk, dtype: torch.dtype) -> _HFStorageInfo:
+        path = os.fspath(self.fs.concat_path(self.path, chunk.path))
+        return _HFStorageInfo(path, torch.Size(chunk.box.sizes), dtype)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class HuggingFaceStorageReader(FileSystemReader):
             except queue.Empty:
                 return
             opens = self._opens()
-            handle = SafeFile(read_header(path, opens), opens)
+            handle = SafeFile(read_header(os.path.basename(path), opens), opens)
             for req in requests:
                 self._process_read_request(handle, req, planner)
             result_queue.put(True)
@@ -213,8 +216,8 @@ class HuggingFaceStorageReader(FileSystemReader):
         return found
 
     def _opens(self) -> ReadableStore:
-        """Return what opens the files of the catalog: by their paths, or by their names in a store."""
-        return PathStore(direct=Options().direct_io) if is_local(self.fs) else storage_place(self)
+        """Return what opens the files of the catalog, by their names."""
+        return with_any_names(storage_place(self))
 
     def _threads(self) -> int:
         return max(self.thread_count, preferred_requests(store_of(self.fs, self.path), Options().io_threads))
@@ -305,15 +308,15 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             *sizes, groups, _ = chunk.box.sizes
             offsets = torch.Size([*at, group * values])
             entry.chunks.append(protocol.ChunkStorageMetadata(offsets, torch.Size([*sizes, groups * values])))
-            info = _HFStorageInfo(chunk.path, torch.Size(chunk.box.sizes), to_torch(stored.dtype))
-            metadata.storage_data[protocol.MetadataIndex(key, offsets)] = info
+            index = protocol.MetadataIndex(key, offsets)
+            metadata.storage_data[index] = self._storage_info(chunk, to_torch(stored.dtype))
         size: torch.Size = entry.size
         return size
 
     def _load_quantization_metadata(self) -> None:
         """Find the quantized tensors by the names in the index file or, without one, in the files."""
         folder = list_model(storage_place(self))
-        files = {key: os.path.basename(stored.chunks[0].path) for key, stored in self._catalog.items()}
+        files = {key: stored.chunks[0].path for key, stored in self._catalog.items()}
         self._build_weight_scale_mapping(read_weight_map(folder.index, folder.opens) if folder.index else files)
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
