@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,6 +135,46 @@ def test_a_failed_copy_leaves_no_directory(source, tmp_path, form):
     outcomes = thread_outcomes(3, lambda world: make(damaged, tmp_path / "to" / "copy", form, group=world))
     assert [type(outcome) for outcome in outcomes] == [sk.ChecksumMismatch] * 3
     assert not (tmp_path / "to" / "copy").exists()
+
+
+@pytest.mark.parametrize(("form", "begins"), [("native", 2), ("dcp", 3), ("safetensors", 3), ("hf", 3)])
+def test_an_interrupt_as_the_others_begin_to_write_leaves_nothing(source, tmp_path, form, begins):
+    """Ctrl-C may reach rank 0 after its answer has let the others write, before it goes on itself."""
+    ended = threading.Event()
+
+    def rank_main(world):
+        if world.rank == 0:
+            world = replace(world, store=InterruptedStore(world.store, begins, ended))
+        try:
+            return make(source, tmp_path / "to", form, group=world, progress=interrupt if world.rank else None)
+        finally:
+            if world.rank:
+                ended.set()
+
+    outcomes = thread_outcomes(2, rank_main)
+    assert [type(outcome) for outcome in outcomes] == [KeyboardInterrupt] * 2
+    assert not (tmp_path / "to").exists()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+class InterruptedStore:
+    """Rank 0's key-value store: Ctrl-C comes with its answer number `last`, and the other rank ends first."""
+
+    def __init__(self, store, last, others_ended):
+        self._store, self._left, self._others_ended = store, last, others_ended
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def set(self, key, value):
+        self._store.set(key, value)
+        self._left -= key.endswith("/out")
+        if key.endswith("/out") and not self._left:
+            self._others_ended.wait(30)
+            raise KeyboardInterrupt
 
 
 def test_a_model_that_is_there_stays(source, tmp_path):

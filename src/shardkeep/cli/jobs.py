@@ -90,6 +90,7 @@ def _lead(others: Sequence[Any], folder: str, work: Work[T], *, progress: Callab
     """Do the part of rank 0, and stop wherever it is if another process dies."""
     jobs = len(others) + 1
     died: list[CheckpointError] = []
+    ending = threading.Event()
     stop, stopped = mp.Pipe(duplex=False)
 
     def watch() -> None:
@@ -97,7 +98,7 @@ def _lead(others: Sequence[Any], folder: str, work: Work[T], *, progress: Callab
         while stop not in (ended := list[Any](wait([stop, *living]))):
             number = living.pop(ended[0])
             others[number].join()
-            if others[number].exitcode:
+            if others[number].exitcode and not ending.is_set():
                 how = f"process {number + 2} of {jobs} (pid {others[number].pid}) {describe_exit(others[number].exitcode)}"
                 hint = "if memory ran out, the kernel's log says so; fewer --jobs need less"
                 died.append(CheckpointError(how, hint=hint))
@@ -105,6 +106,7 @@ def _lead(others: Sequence[Any], folder: str, work: Work[T], *, progress: Callab
                 return
 
     def interrupted(*_: object) -> None:
+        ending.set()  # a process that is ended has not died, and rank 0 is interrupted once: it then removes what it wrote
         _end(others, 0.0)  # first: what rank 0 removes then stays removed
         raise KeyboardInterrupt
 
@@ -142,11 +144,14 @@ def _end(processes: Sequence[Any], within_s: float) -> None:
 def _follow(rank: int, jobs: int, folder: str, work: Work[object]) -> None:
     """Do the part of another rank, in its process. Its failure is raised by rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 ends the others
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A daemon, because it waits for as long as the parent lives.
-    threading.Thread(target=_end_with_parent, daemon=True, name="shardkeep-parent").start()
     with contextlib.suppress(CheckpointError, KeyboardInterrupt):
-        work(group=_world(rank, jobs, folder))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # A daemon, because it waits for as long as the parent lives.
+        threading.Thread(target=_end_with_parent, daemon=True, name="shardkeep-parent").start()
+        try:
+            work(group=_world(rank, jobs, folder))
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends anyway
 
 
 def _end_with_parent() -> None:

@@ -116,16 +116,16 @@ def write_and_publish(
 
     `weights` is as in `publish_model`; `begin` prepares the place, on rank 0. If anything fails, the place is unchanged.
     """
-    team, names = how.team, [file.job.name for file in files]
-    place: list[Place] = []
-
-    def begin_on_rank_0() -> tuple[safetensors_publish.SaveNames, bool]:
-        is_new = local_path(store) is not None and not os.path.isdir(store.url)
-        place.append(begin())
-        return safetensors_publish.begin_save(store, str(uuid.uuid4()), place[0].folder), is_new
-
-    called, is_new = team.on_rank_0("begin", begin_on_rank_0, tuple[safetensors_publish.SaveNames, bool])
+    team, names, save_id = how.team, [file.job.name for file in files], ""
+    place: list[Place] = []  # on rank 0
+    is_new = local_path(store) is not None and not os.path.isdir(store.url)
     handed_over, added = False, list[str]()
+
+    def begin_on_rank_0() -> safetensors_publish.SaveNames:
+        nonlocal save_id
+        place.append(begin())
+        save_id = str(uuid.uuid4())
+        return safetensors_publish.begin_save(store, save_id, place[0].folder)
 
     def write() -> set[int]:
         mine = team.share(files, lambda file: file.job.nbytes)
@@ -152,22 +152,27 @@ def write_and_publish(
         return pipeline.Written(list(map(called.final, names)), nbytes, set().union(*infinite))
 
     try:
+        # Inside the block: when rank 0 is interrupted before it has its answer, the others may write already.
+        called = team.on_rank_0("begin", begin_on_rank_0, safetensors_publish.SaveNames)
+        save_id = called.save_id
         infinite = team.gather("write", write, set[int])
         handed_over = True  # from here on the files may be those of a published model, and only rank 0 knows
         return team.on_rank_0("publish", publish, pipeline.Written)
     except BaseException as error:
         if team.leads:
-            last = team.has_ended(error)
-            removed = safetensors_publish.discard_save(store, called.save_id, last=last, unpublished=not handed_over)
+            last, unpublished = team.has_ended(error), not handed_over
+            removed = not save_id or safetensors_publish.discard_save(
+                store, save_id, last=last, unpublished=unpublished
+            )
             for name in added if removed else ():
                 with suppress(CheckpointError):
                     store.delete(name)
             if removed and is_new:
                 with suppress(OSError):  # not empty: another process uses it
                     os.rmdir(store.url)
-        elif not handed_over:
+        elif save_id and not handed_over:
             with suppress(CheckpointError):  # rank 0 may have removed all of it
-                safetensors_publish.discard_save(store, called.save_id, last=False, unpublished=True)
+                safetensors_publish.discard_save(store, save_id, last=False, unpublished=True)
         raise
 
 
