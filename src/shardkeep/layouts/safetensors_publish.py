@@ -92,13 +92,12 @@ class SaveNames:
 
     save_id: str
     renames: bool
-    """Files are written under temporary names."""
-    marks: bool = False
-    """Final names carry the mark of the save, so that no other save, not even a concurrent one, uses them."""
+    """Files are written under temporary names. Else names carry the mark of the save, even in an empty place: no other save
+    uses them, not even one that hung and goes on."""
 
     def final(self, name: str) -> str:
         """Return the name that a file has in the end."""
-        return marked_name(name, self.save_id) if self.marks else name
+        return name if self.renames else marked_name(name, self.save_id)
 
     def written(self, name: str) -> str:
         """Return the name that a file is written under."""
@@ -188,14 +187,16 @@ def prepare_directory(store: Store) -> ModelDirectory:
 
 def begin_save(store: Store, save_id: str, folder: ModelDirectory) -> SaveNames:
     """Begin to write beside what was found, which alone counts for now; `CheckpointExists` if another save has begun."""
-    if can_rename(store):
-        return SaveNames(save_id, renames=True)
-    _pin(store, save_id, folder)
-    if store.version(INDEX_NAME) != folder.index_version:  # published between `prepare_directory` and `_pin`
+    names = SaveNames(save_id, renames=can_rename(store))
+    if names.renames:
+        return names
+    # Only what is there now counts.
+    pin = PublishNote(save_id, list(folder.files), [], folder.index is not None, pending=True)
+    _swap_note(store, pin, over=None)
+    if store.version(INDEX_NAME) != folder.index_version:  # published after `prepare_directory`
         _drop_note(store, save_id)
         raise _taken_over(store)
-    # Names are marked in an empty place, too: a save that hung may go on to write its files.
-    return SaveNames(save_id, renames=False, marks=True)
+    return names
 
 
 def publish_model(
@@ -230,13 +231,10 @@ def publish_model(
     if can_rename(store):
         _publish_local(store, names.save_id, files, index, note_for)
         return
-    folder = list_model(store)
-    if not names.marks:  # `begin_save` was not called
-        _pin(store, names.save_id, folder)
     present = {info.name for info in store.list()}
     if missing := [name for name in final if name not in present]:
         raise _missing(f"{store.url}/{missing[0]}", missing[0])
-    note = note_for(folder)
+    note = note_for(list_model(store))
     if index:
         store.put(unpublished_name(INDEX_NAME, names.save_id), index, replace=True)
     # Over the pending note, unless another save has taken over.
@@ -389,11 +387,6 @@ def _prepare_store(store: Store) -> ModelDirectory:
     if note is not None and note.pending:
         _drop_note(store, note.save_id)
     return found
-
-
-def _pin(store: Store, save_id: str, folder: ModelDirectory) -> None:
-    """Put a pending note: only what is there now counts."""
-    _swap_note(store, PublishNote(save_id, list(folder.files), [], folder.index is not None, pending=True), over=None)
 
 
 def _swap_note(store: Store, note: PublishNote, *, over: Version | None) -> None:

@@ -359,7 +359,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self._names = safetensors_publish.begin_save(store, self.save_id, folder)
         known = all(plan.usable for plan in plans)  # else a rank only reported that its plan has not changed
         count = sum(map(len, files)) if known else None
-        decided = {_OURS: {"save_id": self.save_id, "marks": self._names.marks, "files": count}}
+        decided = {_OURS: {"save_id": self.save_id, "files": count}}
         return [dataclasses.replace(plan, storage_data=(plan.storage_data or {}) | decided) for plan in plans]
 
     def _check_place(self, folder: safetensors_publish.ModelDirectory) -> None:
@@ -387,7 +387,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
                 "the plan does not say which files to write", hint="call prepare_global_plan of this writer first"
             )
         renames = safetensors_publish.can_rename(storage_place(self))
-        names = safetensors_publish.SaveNames(decided["save_id"], renames=renames, marks=decided["marks"])
+        names = safetensors_publish.SaveNames(decided["save_id"], renames=renames)
         self._new_save = names.save_id
         metadata = {SAVE_ID_KEY: names.save_id}
         if decided["files"] is not None:
