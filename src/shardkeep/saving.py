@@ -135,11 +135,11 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
 
         with collector_paused():
             plan = session.plan(ranks, describing)
-        files = session.write(ranks, plan, lambda: _write(session, described[0], plan, events))
+        written = session.write(ranks, plan, lambda: _write(session, described[0], plan, events))
         with collector_paused():
-            committed = session.commit(ranks, plan, files, described[0].labels)
+            committed = session.commit(ranks, plan, written, described[0].labels)
         seconds = session.phases.now()
-    report = session.finish(committed, seconds=seconds, blocked_s=seconds, staged_s=seconds)
+    report = session.finish(committed, written, seconds=seconds, blocked_s=seconds, staged_s=seconds)
     events.committed(report)
     return committed, report
 
@@ -371,7 +371,7 @@ def start_in_session(
             seconds = phases.now()
         staged_s = max(background.staged_s, blocked_s)
         waited_s = staged_s if waits else blocked_s
-        report = session.finish(committed, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
+        report = session.finish(committed, written, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
         events.committed(report)
         return result(committed, report)
 

@@ -27,6 +27,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -46,7 +47,7 @@ from shardkeep.dist.rank_errors import (
 from shardkeep.errors import CheckpointError, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from shardkeep.dist.world import World
 
@@ -154,7 +155,7 @@ class Rendezvous:
         # Key and length of rank 0's last reply, if those who go on from it are all that read it.
         self._last_out: tuple[str, int] | None = None
 
-    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+    def agree(self, phase: str, work: Callable[[], bytes], decide: Decide) -> bytes:
         """
         Run `work` on every rank, then `decide` on rank 0, and return what was decided for this rank.
 
@@ -179,7 +180,7 @@ class Rendezvous:
         """Note that all ranks have been answered with this error, so that none need be notified when it is raised."""
         self._shared_error = error
 
-    def _agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+    def _agree(self, phase: str, work: Callable[[], bytes], decide: Decide) -> bytes:
         message = RankMessage(title=self._title, phase=phase)
         cause: Exception | None = None
         try:
@@ -565,6 +566,24 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
         call._part()
 
 
+Decide = Callable[[list[bytes]], list[bytes]]
+Agree = Callable[[str, Callable[[], bytes], Decide], bytes]
+"""`Rendezvous.agree`, or what does the same."""
+
+
+def agree_and_return(agree: Agree, phase: str, work: Callable[[], tuple[T, bytes]], decide: Decide) -> tuple[T, bytes]:
+    """Run a phase; return what `work` made on this rank besides its contribution, and what was decided for this rank."""
+    made: list[T] = []
+
+    def contribute() -> bytes:
+        result, payload = work()
+        made.append(result)
+        return payload
+
+    answer = agree(phase, contribute, decide)
+    return made[0], answer
+
+
 _LastSeen = tuple[int, RankActivity | None]
 """How many calls a rank has made, and its last note."""
 
@@ -578,7 +597,7 @@ def _ranks_of(log: int) -> range:
     return range(log * LOG_RANKS, (log + 1) * LOG_RANKS)
 
 
-def _decided(decide: Callable[[list[bytes]], list[bytes]], payloads: list[bytes]) -> list[bytes]:
+def _decided(decide: Decide, payloads: list[bytes]) -> list[bytes]:
     answers = decide(payloads)
     if len(answers) != len(payloads):
         raise ValueError(f"{len(answers)} answers were decided on for {len(payloads)} ranks")

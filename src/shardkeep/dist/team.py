@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.rendezvous import Rendezvous, agree_and_return, rendezvous
 from shardkeep.dist.world import World, current_world
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, RanksDisagree, RanksSilent, WrongSize
 
@@ -41,11 +41,10 @@ class Team:
         """Do the same on every rank; `RanksDisagree` if what it made is not described alike on all."""
         if self.world.solo:
             return work()
-        made: list[T] = []
 
-        def describe() -> bytes:
-            made.append(work())
-            return blake2b(repr(described(made[0])).encode("utf-8", "backslashreplace")).digest()
+        def describe() -> tuple[T, bytes]:
+            made = work()
+            return made, blake2b(repr(described(made)).encode("utf-8", "backslashreplace")).digest()
 
         def compare(digests: list[bytes]) -> list[bytes]:
             odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -56,8 +55,7 @@ class Team:
                 )
             return digests
 
-        self.meeting.agree(phase, describe, compare)
-        return made[0]
+        return agree_and_return(self.meeting.agree, phase, describe, compare)[0]
 
     def on_rank_0(self, phase: str, work: Callable[[], T], kind: type[T]) -> T:
         """Do something on rank 0 only, once all ranks are there; return the result, which is plain data, on all of them."""

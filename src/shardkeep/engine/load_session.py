@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from shardkeep.dist.rendezvous import Agree, agree_and_return
 from shardkeep.dist.world import World
 from shardkeep.engine.fill import fill
 from shardkeep.engine.peers import Peers, make_teams, peers_of
@@ -46,10 +47,6 @@ class MatchedState(NamedTuple):
     """What the target keeps for `place`."""
     answer: bytes = b""
     """Rank 0's, after it has compared what all ranks found."""
-
-
-Agree = Callable[[str, Callable[[], bytes], Callable[[list[bytes]], list[bytes]]], bytes]
-"""Runs a phase: work on every rank, then a decision on rank 0; returns what was decided for this rank."""
 
 
 class LoadTarget(Protocol):
@@ -161,14 +158,16 @@ class LoadSession:
             return [_encode((identity, any(communicates for _, communicates in said)))] * len(payloads)
 
         with self.phases.phase("open"):
-            names, answer = self._agree("open", look, decide)
+            names, answer = agree_and_return(self.agree, "open", look, decide)
             identity, communicates = msgspec.msgpack.decode(answer, type=tuple[Identity, bool])
             open_found = on_rank_0[0].open if on_rank_0 else partial(open_identified, store, identity)
             opened = OpenedLoad(open_found, bool(names), peers, None)
             if not communicates:
                 return opened
             # What can fail on a single rank must come before ranks wait for each other inside their objects.
-            prepared, _ = self._agree("prepare", lambda: (self._prepare(opened), b""), lambda done: done)
+            prepared, _ = agree_and_return(
+                self.agree, "prepare", lambda: (self._prepare(opened), b""), lambda done: done
+            )
             return opened._replace(prepared=prepared)
 
     def _prepare(self, opened: OpenedLoad) -> tuple[Source, Any]:
@@ -195,7 +194,9 @@ class LoadSession:
 
         logged = self.logged
         matched: MatchedState
-        matched, sent = self._agree("match", logged(compare, "local_step"), logged(decide, "global_step"))
+        matched, sent = agree_and_return(
+            self.agree, "match", logged(compare, "local_step"), logged(decide, "global_step")
+        )
         answer, team = msgspec.msgpack.decode(sent, type=tuple[bytes, bytes])
         if opened.peers:
             opened.peers.join(team)
@@ -237,21 +238,7 @@ class LoadSession:
             self.phases.collect([msgspec.msgpack.decode(payload, type=SentPhases) for payload in payloads])
             return [b""] * len(payloads)
 
-        return self._agree(phase, lambda: (work(), _encode(self.phases.sent())), collect)[0]
-
-    def _agree(
-        self, phase: str, work: Callable[[], tuple[T, bytes]], decide: Callable[[list[bytes]], list[bytes]]
-    ) -> tuple[T, bytes]:
-        """Run a step on all ranks; return this rank's own result, and what rank 0 decided for it."""
-        own: list[T] = []
-
-        def run() -> bytes:
-            result, payload = work()
-            own.append(result)
-            return payload
-
-        answer = self.agree(phase, run, decide)
-        return own[0], answer
+        return agree_and_return(self.agree, phase, lambda: (work(), _encode(self.phases.sent())), collect)[0]
 
 
 def _first_file(store: Store, world: World) -> float:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import xxhash
 
-from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.rendezvous import Rendezvous, agree_and_return, rendezvous
 from shardkeep.dist.world import World
 from shardkeep.engine.codecs import Codecs, FileCodecs
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest, unlogged
@@ -223,6 +223,24 @@ class RankPlan(NamedTuple):
     on_rank_0: list[Any]
 
 
+class WrittenSave(NamedTuple):
+    """After `write`: the files of this rank, those of all ranks on rank 0, and when all of them were written."""
+
+    own: list[FileEntry]
+    on_rank_0: list[WrittenFiles]
+    ended_s: float
+
+
+class _Asked(NamedTuple):
+    """What this rank asks rank 0, and what it has kept of an earlier answer."""
+
+    request: PlanRequest
+    """With all parts."""
+    key: bytes
+    kept_answer: bytes
+    began_s: float
+
+
 class KeptPlans:
     """
     What is kept of the last saves. A state with the same tensors as before is not described to rank 0 again, nor planned.
@@ -297,9 +315,6 @@ class SaveSession:
         self.phases = phases
         self._meet = meet or (lambda: rendezvous(world, f"save to {store.url}"))
         self._logged = logged
-        self._written: list[FileEntry] = []
-        self._written_s = 0.0
-        self._handed_over = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Rendezvous]:
@@ -308,17 +323,12 @@ class SaveSession:
             try:
                 yield ranks
             except BaseException:
-                # With a deadline. The claim is deleted last, so that the next save finds and finishes an interrupted clean-up.
-                run_with_deadline(self._clean_up, f"clean up {self.store.url}")
+                if self.world.rank == 0:
+                    # The claim is deleted last, so that the next save finds and finishes an interrupted clean-up.
+                    run_with_deadline(self.layout.withdraw, f"clean up {self.store.url}")
                 raise
         if self.world.rank == 0:
             self.layout.tidy()
-
-    def _clean_up(self) -> None:
-        if not self._handed_over:
-            self.layout.discard(list(self._at_rest()))
-        if self.world.rank == 0:
-            self.layout.withdraw()
 
     def order(self, described: DescribedState) -> list[int]:
         """Return the rows of a state in the order in which they will probably be written: that of the last save."""
@@ -336,12 +346,9 @@ class SaveSession:
 
     def plan(self, ranks: Rendezvous, describe: Callable[[], DescribedState]) -> RankPlan:
         """Send what this rank holds, and return what it has to write."""
-        began_s, on_rank_0 = 0.0, list[Any]()
-        key, kept_answer, full = b"", b"", PlanRequest(b"", b"", b"")
-        asked: list[PlanRequest] = []
+        on_rank_0, earlier = list[Any](), list[PlanRequest]()
 
-        def describing() -> bytes:
-            nonlocal began_s, key, kept_answer, full
+        def describing() -> tuple[_Asked, bytes]:
             described = describe()
             manifest, common = described.manifest, common_part(described.manifest)
             own = zlib.compress(manifest.row_offsets, _QUICKLY), manifest.row_digest
@@ -349,22 +356,23 @@ class SaveSession:
             plan_id, kept_answer = kept_plans().answers.get(key, (b"", b""))
             digest = xxhash.xxh3_128_digest(common)
             full = PlanRequest(digest, manifest.values, described.samples(), plan_id, common, own)
-            began_s = self.phases.now()
+            sent, asked = full, _Asked(full, key, kept_answer, self.phases.now())
             if plan_id:
-                return encode(msgspec.structs.replace(full, common=b"", own=None))
-            is_sent = self.world.rank == 0 or len(common) <= _SHORT_NBYTES
-            return encode(full if is_sent else msgspec.structs.replace(full, common=b""))
+                sent = msgspec.structs.replace(full, common=b"", own=None)
+            elif self.world.rank and len(common) > _SHORT_NBYTES:
+                sent = msgspec.structs.replace(full, common=b"")
+            return asked, encode(sent)
 
         def decide(sent: list[bytes]) -> list[bytes]:
             requests = [msgspec.msgpack.decode(each, type=PlanRequest) for each in sent]
-            if not asked and (planned := self._plan_again(requests)) is not None:
+            if not earlier and (planned := self._plan_again(requests)) is not None:
                 on_rank_0.append(planned)
                 return [encode(PlanAnswer(self.layout.save_id))] * len(sent)
-            common = {each.digest: each.common for each in (*asked, *requests) if each.common}
+            common = {each.digest: each.common for each in (*earlier, *requests) if each.common}
             wanted = {each.digest: rank for rank, each in reversed(list(enumerate(requests)))}
             absent = sorted(rank for digest, rank in wanted.items() if digest not in common)
             if absent or any(each.own is None for each in requests):
-                asked.extend(requests)
+                earlier.extend(requests)
                 return [encode(PlanAnswer(incomplete=True, common_of=absent))] * len(sent)
             decoded = {digest: msgspec.msgpack.decode(each, type=RankManifest) for digest, each in common.items()}
             planned, bodies, kept = self.layout.plan([each.manifest(decoded) for each in requests])
@@ -374,17 +382,19 @@ class SaveSession:
             return [encode(PlanAnswer(self.layout.save_id, plan_id, packed[body])) for body in bodies]
 
         work, decide = self._logged(describing, "local_step"), self._logged(decide, "global_step")
-        answer = msgspec.msgpack.decode(ranks.agree("plan", work, decide), type=PlanAnswer)
+        asked: _Asked
+        asked, sent = agree_and_return(ranks.agree, "plan", work, decide)
+        answer = msgspec.msgpack.decode(sent, type=PlanAnswer)
         if answer.incomplete:
             is_asked = self.world.rank in answer.common_of
-            rest = full if is_asked else msgspec.structs.replace(full, common=b"")
+            rest = asked.request if is_asked else msgspec.structs.replace(asked.request, common=b"")
             answer = msgspec.msgpack.decode(ranks.agree("plan anew", lambda: encode(rest), decide), type=PlanAnswer)
-        self.phases.add("plan", began_s, self.phases.mark_meeting())
+        self.phases.add("plan", asked.began_s, self.phases.mark_meeting())
         if answer.body is None:
-            return RankPlan(kept_answer, answer.save_id, on_rank_0)
+            return RankPlan(asked.kept_answer, answer.save_id, on_rank_0)
         body = zlib.decompress(answer.body)
         if answer.plan_id:
-            kept_plans().keep_answer(key, answer.plan_id, body)
+            kept_plans().keep_answer(asked.key, answer.plan_id, body)
         return RankPlan(body, answer.save_id, on_rank_0)
 
     def _plan_again(self, requests: list[PlanRequest]) -> Any | None:
@@ -395,56 +405,55 @@ class SaveSession:
             return None
         return self.layout.plan_again(kept, [each.values for each in requests], [each.samples for each in requests])
 
-    def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> list[WrittenFiles]:
-        """Write this rank's files, and wait for the other ranks; return, on rank 0, the files of all of them."""
-        began_s, files = self.phases.now(), list[WrittenFiles]()
-        ended_s = began_s
+    def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> WrittenSave:
+        """Write this rank's files, and wait for the other ranks; if any of them fails, remove these files."""
+        began_s, own, on_rank_0 = self.phases.now(), list[FileEntry](), list[WrittenFiles]()
 
-        def writing() -> bytes:
-            nonlocal ended_s
+        def writing() -> tuple[float, bytes]:
             try:
                 written: WrittenFiles = self._logged(work, "write_data")()
-                self._written.extend(written.files)
+                own.extend(written.files)
             finally:
-                ended_s = self.phases.now()
-                self.phases.add("write", began_s, ended_s, sum(entry.nbytes for entry in self._written))
-            return encode((written, self.phases.sent()))
+                self.phases.add("write", began_s, ended_s := self.phases.now(), sum(entry.nbytes for entry in own))
+            return ended_s, encode((written, self.phases.sent()))
 
         def collect(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=tuple[WrittenFiles, SentPhases]) for payload in payloads]
             self.phases.collect([spans for _, spans in said])
-            files.extend(self.layout.collect(plan.on_rank_0[0], [written for written, _ in said]))
+            on_rank_0.extend(self.layout.collect(plan.on_rank_0[0], [written for written, _ in said]))
             return [b""] * len(payloads)
 
-        ranks.agree("write", writing, collect)
-        self._written_s = self.phases.now()
-        self.phases.add("wait", ended_s, self._written_s)
-        return files
+        try:
+            ended_s, _ = agree_and_return(ranks.agree, "write", writing, collect)
+        except BaseException:
+            run_with_deadline(lambda: self.layout.discard(list(_at_rest(own))), f"clean up {self.store.url}")
+            raise
+        self.phases.add("wait", ended_s, all_written_s := self.phases.now())
+        return WrittenSave(own, on_rank_0, all_written_s)
 
-    def commit(self, ranks: Rendezvous, plan: RankPlan, files: list[WrittenFiles], labels: Labels) -> CommittedSave:
+    def commit(self, ranks: Rendezvous, plan: RankPlan, written: WrittenSave, labels: Labels) -> CommittedSave:
+        """Publish the files of all ranks. From here on only rank 0 knows whether they are part of a checkpoint."""
+
         def decide(payloads: list[bytes]) -> list[bytes]:
-            committed = self._logged(self.layout.commit, "finish_checkpoint")(plan.on_rank_0[0], files, labels)
+            commit = self._logged(self.layout.commit, "finish_checkpoint")
+            committed = commit(plan.on_rank_0[0], written.on_rank_0, labels)
             sent, count = committed, len(payloads)
             if count * len(committed.metadata) > _MOST_SENT_NBYTES:
                 sent = msgspec.structs.replace(committed, metadata=b"")
             return [encode(committed), *[encode(sent)] * (count - 1)]
 
-        # From here on this rank's files may be part of a committed checkpoint, and only rank 0 knows.
-        self._handed_over = True
         with self.phases.phase("commit"):
             return msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
 
-    def _at_rest(self) -> dict[str, int]:
-        """Return the sizes of this rank's files in the store, by name."""
-        return dict(each for entry in self._written for each in entry.at_rest)
-
-    def finish(self, committed: CommittedSave, *, seconds: float, blocked_s: float, staged_s: float) -> SaveReport:
+    def finish(
+        self, committed: CommittedSave, written: WrittenSave, *, seconds: float, blocked_s: float, staged_s: float
+    ) -> SaveReport:
         """
         Start to read this rank's files into the page cache, and report the save.
 
         `running` must end before, because the disk would read these files while the deletion of the claim is synced to it.
         """
-        at_rest = self._at_rest()
+        at_rest = _at_rest(written.own)
         stored_nbytes = sum(at_rest.values())
         cached = self.options.keep_cached and keep_cached(self.store, list(at_rest), stored_nbytes)
         ranks = self.phases.all_ranks()
@@ -452,7 +461,7 @@ class SaveSession:
             where=self.store.url,
             save_id=committed.save_id,
             step=committed.step,
-            bytes_written=sum(entry.nbytes for entry in self._written),
+            bytes_written=sum(entry.nbytes for entry in written.own),
             bytes_stored=stored_nbytes,
             bytes_cached=stored_nbytes if cached else 0,
             bytes_total=committed.bytes_total,
@@ -460,8 +469,13 @@ class SaveSession:
             seconds=seconds,
             blocked_s=blocked_s,
             staged_s=staged_s,
-            written_s=self._written_s,
+            written_s=written.ended_s,
             phases=self.phases.spans,
             ranks=ranks,
             slowest=find_slowest(ranks, SAVE_WORK),
         )
+
+
+def _at_rest(files: Sequence[FileEntry]) -> dict[str, int]:
+    """Return the sizes of files in the store, by name."""
+    return dict(each for entry in files for each in entry.at_rest)
