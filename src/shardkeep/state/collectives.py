@@ -94,22 +94,6 @@ def all_gather_sharded_tensor(
         for each in metadata.shards_metadata
         if 0 not in each.shard_sizes
     ]
-    ranks = dist.get_process_group_ranks(group)
-    rows = -(-shape[0] // len(ranks)) if shape else 0
-    chunks = {
-        (rank, Box((at, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - at), *shape[1:])))
-        for rank, at in zip(ranks, range(0, shape[0], rows) if rows else (), strict=False)
-    }
-    if chunks and chunks == set(boxes):
-        # What `torch.chunk` makes of the rows: one collective, with the last chunks padded to the size of the others.
-        mine = torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
-        for piece in pieces.values():
-            leaves.copy_bits(mine[: piece.shape[0]], piece)
-        padded = torch.empty((rows * len(ranks), *shape[1:]), dtype=dtype, device=device)
-        # Named all_gather_into_tensor before torch 2.13, which deprecates that name.
-        all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(_as_bytes(padded), _as_bytes(mine), group=group)
-        return padded[: shape[0]]
     # Each owner broadcasts its shards, straight into the full tensor if the shard is contiguous there.
     full = torch.empty(shape, dtype=dtype, device=device)
     for owner, box in boxes:

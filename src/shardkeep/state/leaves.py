@@ -88,9 +88,7 @@ def _ints(name: str, values: Any) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, values))
     except TypeError as exc:
-        raise InvalidShards(
-            f"ShardedBox: {name}={values!r}, expected integers, one for each dimension of the whole tensor"
-        ) from exc
+        raise InvalidShards(f"ShardedBox: {name}={values!r}, expected an integer for each dimension") from exc
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -423,8 +421,7 @@ def _plain_view(request: _Request, tensor: torch.Tensor) -> tuple[torch.Tensor, 
         return tensor.detach(), memory
     if request.writable:
         request.refuse(
-            "is a conjugate or negative view, which cannot be filled in place",
-            "load into t.resolve_conj().resolve_neg()",
+            "is a conjugate or negative view: it cannot be filled", "load into t.resolve_conj().resolve_neg()"
         )
     return tensor.detach().resolve_conj().resolve_neg(), (*memory, tensor.is_conj(), tensor.is_neg())
 
@@ -454,17 +451,13 @@ def _from_numpy(request: _Request, array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return an array as a tensor over its memory, or over a copy if torch cannot view it."""
     row = of_numpy(array.dtype)
     if row is None:
-        request.refuse(
-            f"is a numpy array of {array.dtype!r}, which torch does not have", "convert it to a native dtype"
-        )
+        request.refuse(f"is a numpy array of {array.dtype!r}, which torch lacks", "convert it to a native dtype")
     # torch distinguishes C types of one size: it accepts `unsigned long`, but not `unsigned long long`.
     array = array.view(row.numpy)
     if array.size == 0:
         return torch.from_numpy(np.empty(array.shape, array.dtype))
     if request.writable and not array.flags.writeable:
-        request.refuse(
-            "is a read-only numpy array, which cannot be filled in place", "give a writable array to load into"
-        )
+        request.refuse("is a read-only numpy array, which cannot be filled", "give a writable array to load into")
     if not array.flags.aligned or any(n < 0 or n % array.itemsize for n in array.strides):
         if request.writable:
             request.refuse("is a reversed or unaligned numpy array", "give np.ascontiguousarray(a) to load into")
@@ -488,12 +481,8 @@ def _refuse_subclass(request: _Request, obj: torch.Tensor) -> NoReturn:
     if type(obj).__name__ in ("FakeTensor", "FunctionalTensor"):
         request.refuse(f"is a {name}, which has no values", _TRACING_HINT)
     if type(obj).__name__ in ("DTensor", "ShardedTensor"):
-        request.refuse(
-            f"is sharded in two ways: a piece of it is itself a {name}", "save it as one DTensor over a 2-d mesh"
-        )
+        request.refuse(f"is sharded in two ways: a piece of it is a {name}", "save it as one DTensor over a 2-d mesh")
     with torch._C.DisableTorchFunctionSubclass():
         if obj.is_nested:
             _refuse_layout(request, obj)
-    request.refuse(
-        f"is a {name}, whose inner tensors are not plain", "save t.dequantize(), or its parts, each as a tensor"
-    )
+    request.refuse(f"is a {name}, whose inner tensors are not plain", "save t.dequantize(), or its parts as tensors")

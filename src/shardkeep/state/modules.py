@@ -231,9 +231,8 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any], info: StateDictI
         given, assign = _distribute(given, present, info)
     with info.fsdp_context():
         result = own_method(model, "load_state_dict")(state_dict=given, strict=info.strict, assign=assign)
-    return _IncompatibleKeys(
-        *([canonical_key(model, key, fqn_modifiers=modifiers) for key in found] for found in result)
-    )
+    missing, unexpected = ([canonical_key(model, key, fqn_modifiers=modifiers) for key in keys] for keys in result)
+    return _IncompatibleKeys(missing, unexpected)
 
 
 def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any]:

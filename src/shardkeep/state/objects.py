@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -108,7 +108,8 @@ class Objects:
             homes = (own for own, each in self._fsdp1.items() if any(id(one) in mine for one in each.parameters()))
             home = next(homes, None)
             if home is None:
-                return OptimizerObject(name, leaf, modules, rank=self._rank, kept=self._kept)
+                find_names = partial(self._kept.find, name, leaf, modules, self._rank)
+                return OptimizerObject(name, leaf, self._rank, find_names)
             return FSDP1OptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
         return StatefulObject(name, leaf, rank=self._rank, world_size=world_size)
 
@@ -285,23 +286,18 @@ def _same(one: Any, other: Any) -> bool:
     return (mine.alias, mine.shape, mine.dtype) == (its.alias, its.shape, its.dtype)
 
 
+_Names = dict[Any, optimizers.ParameterNames]
+
+
 class OptimizerObject(Adapter):
-    def __init__(
-        self,
-        name: str,
-        optimizer: Optimizer,
-        modules: Mapping[str, nn.Module],
-        *,
-        rank: int,
-        kept: optimizers.KeptNames,
-    ) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, rank: int, find_names: Callable[[], _Names]) -> None:
         self.name = name
         self._optimizer = optimizer
         self._rank = rank
-        self._find_names = partial(kept.find, name, optimizer, modules, rank)
+        self._find_names = find_names
 
     @cached_property
-    def _names(self) -> dict[Any, optimizers.ParameterNames]:
+    def _names(self) -> _Names:
         return self._find_names()
 
     @cached_property
@@ -335,9 +331,7 @@ class OptimizerObject(Adapter):
             name = firsts[id(parameter)]
             flat = type(kept) is dict and _SINGLE_VALUES.issuperset(map(type, kept.values()))  # it nearly always is
             state[name] = {**kept} if flat and not mine else _portable(kept, prefix + name, parameter, mine)
-        groups = [
-            ([firsts[id(parameter)] for parameter in group["params"]], group) for group in self._optimizer.param_groups
-        ]
+        groups = (([firsts[id(each)] for each in group["params"]], group) for group in self._optimizer.param_groups)
         saved: dict[str, Any] = {"state": state, "param_groups": optimizers.groups_by_first(groups)}
         if other := {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}:
             saved["other"] = other

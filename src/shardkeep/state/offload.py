@@ -248,9 +248,8 @@ def _check_companion(value: Any, companion: Any, path: TreePath, *, leaves: bool
         _refuse_companion(path, f"is a {_name(value)}, its companion a {_name(companion)}")
     ours, theirs = dict(items_of(value)), dict(items_of(companion))
     if ours.keys() != theirs.keys():
-        missing, extra = (
-            [path_name((*path, key)) for key in a if key not in b] for a, b in ((ours, theirs), (theirs, ours))
-        )
+        pairs = (ours, theirs), (theirs, ours)
+        missing, extra = ([path_name((*path, key)) for key in one if key not in other] for one, other in pairs)
         _refuse_companion(path, f"has other keys than its companion; missing there: {missing}, only there: {extra}")
     for key, item in ours.items():
         _check_companion(item, theirs[key], (*path, key), leaves=leaves)

@@ -102,10 +102,7 @@ class KeptNames:
         known, names = self._kept.get(optimizer, (None, {}))
         if known is None or known != places:
             names = name_parameters(name, optimizer, modules, rank)
-            self._kept[optimizer] = (
-                places,
-                names,
-            )  # which keeps the parameters, so that no other one has the id of one of them
+            self._kept[optimizer] = places, names  # keeps the parameters: no other one gets the id of one of them
         return names
 
     def clear(self) -> None:
@@ -119,9 +116,9 @@ def _places(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], r
     for own, module in modules.items():
         parts = all_named_modules(module)
         kinds = {type(part) for _, part in parts}
-        if any(hasattr(kind, FQN_MODIFIERS) for kind in kinds) or any(
-            FQN_MODIFIERS in part.__dict__ for _, part in parts
-        ):
+        if any(hasattr(kind, FQN_MODIFIERS) for kind in kinds):
+            return None
+        if any(FQN_MODIFIERS in part.__dict__ for _, part in parts):
             return None
         places += own, [(prefix, type(part), *part._parameters) for prefix, part in parts]
         places.append([id(each) for _, part in parts for each in part._parameters.values()])
@@ -283,9 +280,7 @@ class StateLayout:
 
 def is_fresh(optimizer: Optimizer) -> bool:
     """Return True if an optimizer has no state and no gradients: with gradients, training is under way without state."""
-    return not optimizer.state and all(
-        parameter.grad is None for group in optimizer.param_groups for parameter in group[PARAMS]
-    )
+    return not optimizer.state and all(p.grad is None for group in optimizer.param_groups for p in group[PARAMS])
 
 
 def init_optim_state(optim: Optimizer) -> None:
@@ -330,11 +325,8 @@ def dry_step(optimizer: Optimizer) -> tuple[dict[torch.Tensor, Any], list[dict[s
             f"failed: {type(exc).__name__}: {exc}",
             hint="call this after the first step of training",
         ) from exc
-    state = {
-        parameter: stand_in.state[copies[id(parameter)]]
-        for parameter in parameters
-        if copies[id(parameter)] in stand_in.state
-    }
+    made = ((parameter, stand_in.state.get(copies[id(parameter)])) for parameter in parameters)
+    state = {parameter: kept for parameter, kept in made if kept is not None}
     for group, real in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
         group[PARAMS] = real[PARAMS]
         if LR in real:

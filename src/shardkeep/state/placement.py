@@ -138,11 +138,7 @@ def _read_cut(key: str, mesh_dim: int, placement: Any, ndim: int) -> Cut | None:
     dim = getattr(placement, "dim", None)
     partial = placement.is_partial()
     if partial or not isinstance(dim, int) or not -ndim <= dim < ndim:
-        why = (
-            "its value is spread over ranks and not yet reduced"
-            if partial
-            else "shardkeep does not know this placement"
-        )
+        why = "its value is not yet reduced over ranks" if partial else "shardkeep does not know this placement"
         raise UnsupportedLeaf(
             f"{key!r} is a DTensor of {ndim} dimensions placed as {placement!r}: {why}",
             hint="save t.full_tensor(), or t.redistribute(...) to Shard or Replicate placements",

@@ -193,9 +193,8 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], info: Sta
             state[name] = dict(tree) if flat else map_leaves(tree, lambda _, value: value, _is_mapping)
         groups += named.get(PARAM_GROUPS, [])
     whole: dict[str, Any] = {STATE: state, PARAM_GROUPS: groups}
-    return modules.gathered_or_offloaded(
-        flatten_optimizer_state(whole) if info.flatten_optimizer_state_dict else whole, info
-    )
+    made = flatten_optimizer_state(whole) if info.flatten_optimizer_state_dict else whole
+    return modules.gathered_or_offloaded(made, info)
 
 
 def _named(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[str, Any]:
@@ -582,9 +581,7 @@ def _local_trees(
         return torch.empty_like(like, device="meta", requires_grad=False) if is_dtensor(like) else modules.TAKES_ANY
 
     names = {number: entries[number].names[0] for number in trees}
-    local = {
-        names[number]: map_leaves(tree, partial(place, entries[number].parameter)) for number, tree in trees.items()
-    }
+    local = {names[at]: map_leaves(tree, partial(place, entries[at].parameter)) for at, tree in trees.items()}
     put = broadcast_state_dict if info.broadcast_from_rank0 else distribute_state_dict
     device = modules.single_device({entry.names[0]: entry.parameter for entry in entries}) or torch.device("cpu")
     put(full, local, device=device)

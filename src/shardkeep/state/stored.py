@@ -307,9 +307,8 @@ class StatefulObject(Adapter):
         saved = stored.nest(self.name, lambda leaf: allocate_leaf(stored, leaf, leaves.get(leaf.name[behind:])))
         other_world = isinstance(saved, EveryRank) and set(saved.values) != set(range(self._world_size))
         all_ranks = other_world and hasattr(self._target, "load_rank_states")
-        return Template(
-            saved if all_ranks else map_leaves(saved, self._own_part, keep_ordered=True), partial(self._load, present)
-        )
+        state = saved if all_ranks else map_leaves(saved, self._own_part, keep_ordered=True)
+        return Template(state, partial(self._load, present))
 
     def _own_part(self, path: TreePath, leaf: Any) -> Any:
         """Keep this rank's value of a `PerRank`, which the state is or holds."""
