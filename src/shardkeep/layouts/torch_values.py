@@ -322,17 +322,11 @@ def chunk_nbytes(item: WriteItem) -> int | None:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-# -- what users implement to decide which values are saved and loaded: mostly by extending `DefaultSavePlanner` and
-#    `DefaultLoadPlanner`. `dcp._impl.driver` calls them.
+# -- what users implement to decide which values are saved and loaded, mostly by extending the default planners ----------
 
 
 class SavePlanner(abc.ABC):
-    """
-    Decides what each rank writes, and provides the data.
-
-    A planner serves one save at a time, in this order: `set_up_planner` and `create_local_plan` on all ranks,
-    `create_global_plan` on the coordinator, `finish_plan` on all ranks, then `resolve_data` for each item.
-    """
+    """Decides what each rank writes, and provides the data. Serves one save at a time, in the order of the methods."""
 
     @abc.abstractmethod
     def set_up_planner(
@@ -363,13 +357,7 @@ class SavePlanner(abc.ABC):
 
 
 class LoadPlanner:
-    """
-    Decides what each rank reads, and where it goes.
-
-    A planner serves one load at a time, in this order: `set_up_planner` and `create_local_plan` on all ranks,
-    `create_global_plan` on the coordinator, `finish_plan` on all ranks, then for each item `load_bytes`, or
-    `resolve_tensor` and `commit_tensor`.
-    """
+    """Decides what each rank reads, and where it goes. Serves one load at a time, in the order of the methods."""
 
     @abc.abstractmethod
     def set_up_planner(
@@ -391,7 +379,7 @@ class LoadPlanner:
 
     @abc.abstractmethod
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a stored object into the state."""
+        """Put a stored object, an item of the final plan, into the state."""
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
         """Return the stream to fill for an item, if the planner has one."""
@@ -399,7 +387,7 @@ class LoadPlanner:
 
     @abc.abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the tensor to fill for an item: memory of the state, or a buffer that is copied later."""
+        """Return the tensor to fill for another item: memory of the state, or a buffer that is copied later."""
 
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -419,25 +407,23 @@ class WriteResult:
 
 
 class StorageWriter(abc.ABC):
-    """
-    Writes what a save planner hands over.
-
-    Used for one save at a time, in this order: `reset` if a checkpoint id was given, `storage_meta`,
-    `set_up_storage_writer` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator,
-    `write_data` on all ranks, `finish` on the coordinator.
-    """
+    """Writes what a save planner hands over. Serves one save at a time, in the order of the methods."""
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the previous save; the next one goes to `checkpoint_id`, if given."""
+        """Forget the previous save; the next one goes to `checkpoint_id`. Called on all ranks, if there is an id."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return the storage's description of itself, for the planner and the metadata. Called on all ranks."""
+        return None
 
     @abc.abstractmethod
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save. Those that take keywords get `rank` and `use_collectives`."""
+        """Begin a save. Those that take keywords get `rank` and `use_collectives`. Called on all ranks."""
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return this rank's plan with what the storage adds to it, best in `storage_data`."""
+        """Return this rank's plan with what the storage adds to it, best in `storage_data`. Called on all ranks."""
 
     @abc.abstractmethod
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -445,7 +431,7 @@ class StorageWriter(abc.ABC):
 
     @abc.abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write every item of the plan, as `planner.resolve_data` returns it."""
+        """Write every item of the plan, as `planner.resolve_data` returns it. Called on all ranks."""
 
     @abc.abstractmethod
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -456,23 +442,13 @@ class StorageWriter(abc.ABC):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this storage can hold a checkpoint of this id."""
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Return the storage's description of itself, for the planner and the metadata."""
-        return None
-
 
 class StorageReader(abc.ABC):
-    """
-    Reads what a load planner asks for.
-
-    Used for one load at a time, in this order: `reset` if a checkpoint id was given, `read_metadata`,
-    `set_up_storage_reader` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator,
-    `read_data` on all ranks.
-    """
+    """Reads what a load planner asks for. Serves one load at a time, in the order of the methods."""
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the previous load; the next one is from `checkpoint_id`, if given."""
+        """Forget the previous load; the next one is from `checkpoint_id`. Called on all ranks, if there is an id."""
 
     @abc.abstractmethod
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -480,11 +456,11 @@ class StorageReader(abc.ABC):
 
     @abc.abstractmethod
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a load. Those that take keywords get `rank` and `use_collectives`."""
+        """Begin a load. Those that take keywords get `rank` and `use_collectives`. Called on all ranks."""
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan with what the storage adds to it, best in `storage_data`."""
+        """Return this rank's plan with what the storage adds to it, best in `storage_data`. Called on all ranks."""
 
     @abc.abstractmethod
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -592,18 +568,14 @@ def to_classes_of(party: object, value: Any) -> Any:
 
 
 def to_classes_of_caller(value: Metadata) -> Metadata:
-    """
-    Return metadata that a reader has read in the classes of its caller: torch's if the caller is torch's own `load`.
-
-    Torch's `load` passes the metadata to its planner, which compares classes: with ours it would refuse objects and skip the
-    comparison of tensor sizes. A reader does not know its caller, so this looks at the stack.
-    """
+    """Return metadata that a reader has read in the classes of its caller: torch's if the caller is torch's own `load`."""
+    # Torch's `load` passes the metadata to its planner, which compares classes: with ours it would refuse objects and skip
+    # the comparison of tensor sizes. A reader does not know its caller, so this looks at the stack.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name in _DRIVERS:
-            made: Metadata = _translated(value, _torchs_classes())
-            return made
+            return cast("Metadata", _translated(value, _torchs_classes()))
         if name.startswith("shardkeep.dcp._impl.driver"):
             break
         frame = frame.f_back
