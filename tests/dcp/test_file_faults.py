@@ -443,3 +443,12 @@ def test_a_file_that_cannot_be_made_durable_fails_the_save(place: str) -> None:
         assert len(made) > n
         assert isinstance(error, OSError)
         assert level_at(place) == 1
+
+
+def test_no_checkpoint_on_a_file_system_of_the_users(place: str) -> None:
+    """The error is that of a missing checkpoint, as for a directory."""
+    reader = dcp.FileSystemReader(place)
+    reader.fs = Faulty(-1)
+    with pytest.raises(dcp.CheckpointException, match="metadata is None; global metadata read failed") as caught:
+        quietly(dcp.load, {"a": torch.zeros(2)}, storage_reader=reader, no_dist=True)
+    assert isinstance(caught.value.failures[0][0], AssertionError)

@@ -19,7 +19,7 @@ from shardkeep.layouts import native
 from shardkeep.layouts.torch import METADATA_NAME, Sums, is_data, is_metadata
 from shardkeep.layouts.torch_pickle import data_files_of, read_metadata
 from shardkeep.storage import base
-from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, write_all
+from shardkeep.storage.file_systems import FileSystemBase, PathLike, StreamStore, store_of, sync_stream, write_all
 from shardkeep.storage.local import storage_errors
 
 log = logging.getLogger("shardkeep")
@@ -47,7 +47,8 @@ class _StreamFiles(StreamStore):
         """Create or replace a file, in one step if the file system's `rename` can replace."""
         path, temporary = self._at(name), self._at(f"{name}.tmp")
         with self._fs.create_stream(temporary, "wb") as stream:
-            write_all(stream, data, sync=self._sync)
+            write_all(stream, data)
+            sync_stream(stream, sync=self._sync)
         try:
             self._fs.rename(temporary, path)
         except FileExistsError:

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from typing_extensions import Buffer
 
-from shardkeep.errors import BlobNotFound, CheckpointError
+from shardkeep.errors import BlobNotFound, BrokenProtocol, CheckpointError
 from shardkeep.options import Options
 from shardkeep.storage import base
 from shardkeep.storage.base import BlobReader, BlobWriter, Store, broken_path, check_below, read_blob, scheme_of
@@ -209,13 +209,12 @@ class StreamStore:
         return read_blob(self.open(name), f"{self.url}/{name}", name, limit)
 
 
-def write_all(stream: Any, data: bytes, *, sync: bool) -> None:
-    """Write all data to a stream that may accept less at a time, and make it durable if `sync`."""
+def write_all(stream: Any, data: bytes | memoryview) -> None:
+    """Write all data to a stream that may accept less at a time."""
     view = memoryview(data)
     while view:
         done = stream.write(view)
         view = view[len(view) if done is None else done :]
-    sync_stream(stream, sync=sync)
 
 
 def sync_stream(stream: Any, *, sync: bool) -> None:
@@ -505,12 +504,26 @@ class CheckpointPlace:
 
     fs: FileSystemBase
     path: PathLike
+    sync_files: bool = True
     _file_system: type[Any] = FileSystem
+    _foreign: bool = False
+    """Whether its files may be of other programs, of any name."""
 
     @property
     def checkpoint_id(self) -> PathLike:
         """Where the checkpoint is."""
         return self.path
+
+    def open_store(self) -> Store:
+        """Return the store of the place; a file system of the user's own has none, and is refused."""
+        store = store_of(self.fs, self.path, durable=self.sync_files, foreign=self._foreign)
+        if store is None:
+            raise BrokenProtocol(
+                f"{type(self).__name__}.fs is a {type(self.fs).__qualname__}, which would not be used: these files are read and"
+                " written on the local file system or in a store",
+                hint="give the URL of the place, or use FsspecWriter and FsspecReader",
+            )
+        return store
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:

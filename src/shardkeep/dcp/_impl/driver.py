@@ -721,5 +721,5 @@ def _read_metadata(reader: protocol.StorageReader, rank: int) -> tuple[protocol.
                 return metadata, False
         except Exception as error:  # noqa: BLE001 - the storage may be the user's; raised below
             causes.append(f"rank local metadata read failed: {error}")
-    broken = broken_path(reader.open_store(), inside=True) if isinstance(reader, FileSystemReader) else ""
+    broken = broken_path(reader.readable_store(), inside=True) if isinstance(reader, FileSystemReader) else ""
     raise errors.NoMetadata("; ".join(causes), hint=broken or "is there a complete checkpoint at this place?")

@@ -164,6 +164,8 @@ def _read_native(
 class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
     """Reads a checkpoint from a directory or a store."""
 
+    _foreign = True
+
     def __init__(self, path: file_systems.PathLike, _extension_registry: ExtensionRegistry | None = None) -> None:
         """
         Set where the checkpoint is.
@@ -205,16 +207,9 @@ class FileSystemReader(file_systems.CheckpointPlace, protocol.StorageReader):
             self.fs, self.path = file_systems.file_system_at(self.fs, checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
-    def open_store(self) -> Store:
-        """Return the store that the checkpoint is in; for a file system of the user's there is none."""
-        store = file_systems.store_of(self.fs, self.path, foreign=True)
-        if store is None:
-            raise BrokenProtocol(f"{self.path} is in no store")
-        return store
-
     def readable_store(self) -> Store | file_systems.StreamStore:
         """Return the store that the checkpoint is in, or its files as streams of the file system."""
-        return file_systems.store_of(self.fs, self.path, foreign=True) or file_systems.StreamStore(self.fs, self.path)
+        return self.open_store() if file_systems.has_store(self.fs) else file_systems.StreamStore(self.fs, self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> protocol.Metadata:
         name = metadata_name(kwargs.get("rank"))
@@ -289,7 +284,7 @@ def open_with_fsspec(
 # -- a part of a stream ------------------------------------------------------------------------------------------------
 
 
-class _ReaderView(io.IOBase):
+class _ReaderView(io.RawIOBase):
     """
     The `len` bytes of a stream from `offset` on, as a stream.
 
@@ -305,7 +300,7 @@ class _ReaderView(io.IOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Set the position, and return it; both count from the start of the view."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell() if whence == os.SEEK_CUR else 0, os.SEEK_END: self.len}
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.len}
         if whence not in start:
             raise ValueError(f"whence is {whence}, expected one of os.SEEK_SET, os.SEEK_CUR, os.SEEK_END")
         target = start[whence] + offset
@@ -323,24 +318,14 @@ class _ReaderView(io.IOBase):
     def seekable(self) -> bool:
         return self.base_stream.seekable()
 
+    def read(self, size: int | None = -1) -> bytes:  # torch's takes it by name, too
+        return super().read(-1 if size is None else size) or b""
+
     def readinto(self, b: Any) -> int:
         """Fill a buffer up to the end of the view; return how many bytes were read."""
-        left = self._left()
-        if left == 0:
-            return 0
-        room = memoryview(b).cast("B")
-        read: int = self.base_stream.readinto(room[:left])  # type: ignore[attr-defined]  # binary streams have it
+        left = max(0, self.len - self.tell())
+        read: int = self.base_stream.readinto(memoryview(b).cast("B")[:left])  # type: ignore[attr-defined]  # binary streams have it
         return read
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Read so many bytes, or all that are left in the view."""
-        left = self._left()
-        wanted = left if size is None or size < 0 else min(size, left)
-        data: bytes = self.base_stream.read(wanted)
-        return data
-
-    def _left(self) -> int:
-        return max(0, self.len - self.tell())
 
 
 def _create_file_view(file: io.IOBase, offset: int, length: int) -> io.IOBase:

@@ -48,7 +48,6 @@ from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_s
 from shardkeep.layouts.torch_publish import Commit, commit_at
 from shardkeep.state.leaves import synchronize_devices, wait_tensor
 from shardkeep.storage import file_systems
-from shardkeep.storage.base import Store
 from shardkeep.storage.buffers import address_of
 
 _FILE_NBYTES = 256 << 20
@@ -156,32 +155,21 @@ class HashingStream:
     def __init__(self, raw: IO[bytes], at: int = 0) -> None:
         self._raw = raw
         self._hash = xxhash.xxh3_128()
-        self._room = self.block_nbytes
         self._digests: list[bytes] = []
         self.nbytes = at
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        at = 0
-        while at < len(view):
-            # Some streams write less than they are given.
-            done = self._raw.write(view[at:])
-            at += len(view) - at if done is None else done
-        self.nbytes += len(view)
-        at = 0
-        while at < len(view):
-            part = view[at : at + self._room]
+        left = view = memoryview(data).cast("B")
+        file_systems.write_all(self._raw, view)
+        while left:
+            part = left[: self.block_nbytes - self.nbytes % self.block_nbytes]
+            left = left[len(part) :]
             self._hash.update(part)
-            self._room -= len(part)
-            at += len(part)
-            if not self._room:
-                self._end_block()
+            self.nbytes += len(part)
+            if self.nbytes % self.block_nbytes == 0:
+                self._digests.append(self._hash.digest())
+                self._hash.reset()
         return len(view)
-
-    def _end_block(self) -> None:
-        self._digests.append(self._hash.digest())
-        self._hash.reset()
-        self._room = self.block_nbytes
 
     def flush(self) -> None:
         self._raw.flush()
@@ -190,10 +178,9 @@ class HashingStream:
         return self.nbytes
 
     def digests(self) -> bytes:
-        """Finish the last block; return the digests of all blocks."""
-        if self._room < self.block_nbytes:
-            self._end_block()
-        return b"".join(self._digests)
+        """Return the digests of all blocks, when everything is written."""
+        last = [self._hash.digest()] if self.nbytes % self.block_nbytes else []
+        return b"".join([*self._digests, *last])
 
 
 def write_stream(
@@ -373,7 +360,8 @@ def _write_file(writer: _FileSystemWriter, planner: protocol.SavePlanner, plan: 
     if writer.writes_sums:
         sums, data = encode_sums(out.nbytes, out.block_nbytes, out.digests())
         with writer.fs.create_stream(f"{os.fspath(plan.path)}{SUMS_SUFFIX}", "wb") as raw:
-            file_systems.write_all(raw, data, sync=writer.sync_files)
+            file_systems.write_all(raw, data)
+            file_systems.sync_stream(raw, sync=writer.sync_files)
         results[0].storage_data.shardkeep_sums = tuple(sums)
     return results
 
@@ -435,13 +423,6 @@ class _FileSystemWriter(file_systems.CheckpointPlace, protocol.StorageWriter):
         self.use_collectives = kwargs.get("use_collectives", True)
         self._began_s = time.time()
         self._written = []  # the files of the previous save must not be discarded with this one
-
-    def open_store(self) -> Store:
-        """Return the store that the files go to; for a file system of the user's there is none."""
-        store = file_systems.store_of(self.fs, self.path, durable=self.sync_files)
-        if store is None:
-            raise BrokenProtocol(f"{self.path} is in no store")
-        return store
 
     def _get_metadata_path(self, rank: int | None = None) -> file_systems.PathLike:
         return self.fs.concat_path(self.path, metadata_name(rank))

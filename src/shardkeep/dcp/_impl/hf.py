@@ -29,7 +29,6 @@ from shardkeep.dcp._impl import file_writer
 from shardkeep.dcp._impl.file_reader import completed
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor
-from shardkeep.dcp._impl.hf_reader import storage_place
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.display import format_count, format_seconds
 from shardkeep.dist.team import SLOWEST_BYTES_PER_S, team_of
@@ -331,7 +330,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: protocol.SavePlan) -> protocol.SavePlan:
         """Make sure that the plan has tensors only."""
-        storage_place(self)
+        self.open_store()
         for item in plan.items:
             if item.tensor_data is None:
                 raise no_tensor(item)
@@ -352,7 +351,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             return plans
         files = [files_of(plan, self._split_by_storage_plan) for plan in plans]
         check_files(plans, files)
-        store = storage_place(self)
+        store = self.open_store()
         self._alone = len(plans) == 1
         folder = safetensors_publish.prepare_directory(store)
         self._check_place(folder)
@@ -377,7 +376,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def write_data(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> Future[list[protocol.WriteResult]]:
         """Write this rank's files; all of them are durable when this returns, and none is in place yet."""
-        storage_place(self)
+        self.open_store()
         return completed(self._write(plan, planner) if plan.items else [])
 
     def _write(self, plan: protocol.SavePlan, planner: protocol.SavePlanner) -> list[protocol.WriteResult]:
@@ -386,7 +385,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             raise BrokenProtocol(
                 "the plan does not say which files to write", hint="call prepare_global_plan of this writer first"
             )
-        renames = safetensors_publish.can_rename(storage_place(self))
+        renames = safetensors_publish.can_rename(self.open_store())
         names = safetensors_publish.SaveNames(decided["save_id"], renames=renames)
         self._new_save = names.save_id
         metadata = {SAVE_ID_KEY: names.save_id}
@@ -443,12 +442,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     def _discard_written(self) -> None:
         """Remove the files of all ranks of a save that failed, unless they are being published."""
         if self._new_save is not None:
-            safetensors_publish.discard_save(storage_place(self), self._new_save, last=self._alone)
+            safetensors_publish.discard_save(self.open_store(), self._new_save, last=self._alone)
 
     def finish(self, metadata: protocol.Metadata, results: list[list[protocol.WriteResult]]) -> None:
         """Publish the files of all ranks, with an index if tensors are whole, and remove those of older saves."""
         written = [result for each in results for result in each]
-        store = storage_place(self)
+        store = self.open_store()
         weights, total = None, 0
         if not self.save_distributed:  # an index names one file for each tensor
             weights = {result.index.fqn: result.storage_data.relative_path for result in written}

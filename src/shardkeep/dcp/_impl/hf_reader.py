@@ -36,7 +36,7 @@ from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_he
 from shardkeep.layouts.safetensors_publish import list_model
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
-from shardkeep.storage.base import ReadableStore, Store, preferred_requests, with_any_names
+from shardkeep.storage.base import ReadableStore, preferred_requests, with_any_names
 from shardkeep.storage.file_systems import by_store, store_of
 
 # -- an open file ------------------------------------------------------------------------------------------------------
@@ -109,6 +109,8 @@ _MOST_REQUESTS = 32
 class HuggingFaceStorageReader(FileSystemReader):
     """Reads a Hugging Face model, or the shards of one, into a state."""
 
+    _foreign = False
+
     def __init__(self, path: str, thread_count: int = 1) -> None:
         """
         Point to a directory.
@@ -132,7 +134,7 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def read_metadata(self) -> protocol.Metadata:
         """Describe the tensors of the directory; an index file, if there is one, says which files count."""
-        self._catalog = read_catalog(list_model(storage_place(self)), threads=self._threads())
+        self._catalog = read_catalog(list_model(self.open_store()), threads=self._threads())
         entries: dict[str, Any] = {}
         places: dict[protocol.MetadataIndex, _HFStorageInfo] = {}
         for key, stored in self._catalog.items():
@@ -153,7 +155,7 @@ class HuggingFaceStorageReader(FileSystemReader):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_data(self, plan: protocol.LoadPlan, planner: protocol.LoadPlanner) -> Future[None]:
-        storage_place(self)
+        self.open_store()
         per_file: dict[str, list[protocol.ReadItem]] = {}
         for req in plan.items:
             key, info = req.dest_index.fqn, self.storage_data.get(req.storage_index)
@@ -217,22 +219,10 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def _opens(self) -> ReadableStore:
         """Return what opens the files of the catalog, by their names."""
-        return with_any_names(storage_place(self))
+        return with_any_names(self.open_store())
 
     def _threads(self) -> int:
         return max(self.thread_count, preferred_requests(store_of(self.fs, self.path), Options().io_threads))
-
-
-def storage_place(storage: Any) -> Store:
-    """Return the store that a storage reads from or writes to; a file system of the user's own is refused."""
-    store = store_of(storage.fs, storage.path)
-    if store is None:
-        raise BrokenProtocol(
-            f"{type(storage).__name__}.fs is a {type(storage.fs).__qualname__}, which would not be used: "
-            "safetensors files are read and written on the local file system or in a store",
-            hint="give the URL of the place, or use FsspecWriter and FsspecReader",
-        )
-    return store
 
 
 # -- quantized models --------------------------------------------------------------------------------------------------
@@ -315,7 +305,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def _load_quantization_metadata(self) -> None:
         """Find the quantized tensors by the names in the index file or, without one, in the files."""
-        folder = list_model(storage_place(self))
+        folder = list_model(self.open_store())
         files = {key: stored.chunks[0].path for key, stored in self._catalog.items()}
         self._build_weight_scale_mapping(read_weight_map(folder.index, folder.opens) if folder.index else files)
 
