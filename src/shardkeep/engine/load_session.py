@@ -50,13 +50,14 @@ class MatchedState(NamedTuple):
 
 
 class LoadTarget(Protocol):
-    """The state that a load fills."""
+    """The state that a load fills. A target that derives from this need not have the steps that have a body here."""
 
     def begin(self) -> tuple[list[str], bool]:
         """Return the names of its objects, which must be the same on all ranks, and whether they communicate."""
 
-    def check_begun(self, names: list[list[str]]) -> None:
+    def check_begun(self, names: list[list[str]]) -> None:  # noqa: ARG002 - for targets
         """On rank 0: check that these names fit together."""
+        return
 
     def prepare(self, source: Source) -> Any:
         """Do what can fail on this rank alone, before objects communicate."""
@@ -64,8 +65,9 @@ class LoadTarget(Protocol):
     def compare(self, source: Source, prepared: Any) -> tuple[MatchedState, bytes]:
         """Compare the state with the index; nothing is changed. Also return what rank 0 gets of it."""
 
-    def decide(self, source: Source, found: list[bytes]) -> bytes:
+    def decide(self, source: Source, found: list[bytes]) -> bytes:  # noqa: ARG002 - for targets
         """On rank 0: judge what all ranks found; return the answer to all of them."""
+        return b""
 
     def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         """Put new tensors and values into the state."""

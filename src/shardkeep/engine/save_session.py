@@ -111,11 +111,12 @@ class RankFiles:
 class SaveLayout(Protocol):
     """
     How a save is described, planned and committed in one layout. `plan`, `collect`, `commit` and `tidy` are rank 0's part, in
-    this order; `withdraw` follows a failure.
+    this order; `withdraw` follows a failure. A layout that derives from this need not have the steps that have a body here.
     """
 
     def claimed(self) -> contextlib.AbstractContextManager[None]:
         """Count the save as running."""
+        return contextlib.nullcontext()
 
     def describer(self, ranks: Rendezvous, phases: Phases, state: Any) -> Callable[[], DescribedState]:
         """Prepare what ranks do together, and return a function that describes this rank's state."""
@@ -133,26 +134,30 @@ class SaveLayout(Protocol):
     def plan_again(self, kept: Any, values: list[bytes], samples: list[bytes]) -> Any | None:
         """Check the place, and return the kept plan for new values of all ranks; None if it does not fit them."""
 
-    def order(self, answer: bytes) -> list[int]:
+    def order(self, answer: bytes) -> list[int]:  # noqa: ARG002 - for layouts
         """Return the rows of the manifest in the order in which they are written, if rank 0's plan says that."""
+        return []
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Return the files that this rank writes, given rank 0's plan for it."""
 
-    def collect(self, planned: Any, written: list[WrittenFiles]) -> list[WrittenFiles]:
+    def collect(self, planned: Any, written: list[WrittenFiles]) -> list[WrittenFiles]:  # noqa: ARG002 - for layouts
         """Check that the files of all ranks are there."""
+        return written
 
     def commit(self, planned: Any, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
 
     def withdraw(self) -> None:
         """Remove every file of a save that failed. Never raises."""
+        return
 
     def discard(self, names: Sequence[str]) -> None:
         """Remove files of this rank. Never raises."""
 
     def tidy(self) -> None:
         """After the commit, remove what it replaced."""
+        return
 
 
 T = TypeVar("T")

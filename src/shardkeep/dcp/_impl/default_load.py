@@ -22,7 +22,7 @@ from shardkeep.dcp._impl import plans
 from shardkeep.dcp._impl.file_reader import FileSystemReader
 from shardkeep.dcp._impl.planners import DefaultLoadPlanner, FlatState, flat_state, load_object, old_flat_state
 from shardkeep.engine.fill import plain_target
-from shardkeep.engine.load_session import MatchedState
+from shardkeep.engine.load_session import LoadTarget, MatchedState
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import TorchSource, item_batches, read_items
 from shardkeep.engine.torch_view import TorchView
@@ -63,8 +63,8 @@ class _Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DefaultTarget:
-    """A state dict to fill, in the steps of `engine.load_session`."""
+class DefaultTarget(LoadTarget):
+    """A state dict to fill, in the steps of `engine.load_session`. Each rank judges for itself."""
 
     state: Callable[[], dict[str, Any]]
     reader: FileSystemReader
@@ -74,9 +74,6 @@ class DefaultTarget:
         """Make sure that there is a state."""
         self.state()
         return [], False
-
-    def check_begun(self, names: list[list[str]]) -> None:
-        """Do nothing: objects have been replaced by their state."""
 
     def prepare(self, source: Source) -> StoredNames:
         """Find the names that torch's flattening gives what is stored."""
@@ -108,10 +105,6 @@ class DefaultTarget:
         _warn_of_holes(source, matched)
         found.objects.update(stored.load_objects([name for name in wanted if name in stored.objects]))
         return matched, b""
-
-    def decide(self, source: Source, found: list[bytes]) -> bytes:
-        """Return nothing: each rank has judged for itself."""
-        return b""
 
     def place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         found, paths, wanted = matched.found

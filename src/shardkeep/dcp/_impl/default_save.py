@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
@@ -27,7 +26,7 @@ from shardkeep.dcp._impl.dist import _DistWrapper
 from shardkeep.dcp._impl.file_writer import Data, FileSystemWriter, lay_out, plain_or_saved, plain_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.engine.report import Phases
-from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, WrittenFiles
+from shardkeep.engine.save_session import CommittedSave, DescribedState, Labels, RankFiles, SaveLayout, WrittenFiles
 from shardkeep.engine.stagers import ObjectCopier
 from shardkeep.engine.tensors import sample_replicas
 from shardkeep.engine.writer import FileJob
@@ -115,8 +114,13 @@ class _Planned:
 
 
 @dataclass
-class DefaultSave:
-    """A save of one rank, in the steps of `engine.save_session`."""
+class DefaultSave(SaveLayout):
+    """
+    A save of one rank, in the steps of `engine.save_session`.
+
+    Nothing is claimed, because files of dead saves are found by their age. The commit checks what all ranks wrote, removes it if
+    it fails, and what it replaced if not.
+    """
 
     _writer: FileSystemWriter
     """Set to its place."""
@@ -135,10 +139,6 @@ class DefaultSave:
     @property
     def save_id(self) -> str:
         return self._writer.save_id
-
-    def claimed(self) -> AbstractContextManager[None]:
-        """Do nothing: files of dead saves are found by their age."""
-        return nullcontext()
 
     # -- every rank ----------------------------------------------------------------------------------------------------
 
@@ -196,10 +196,6 @@ class DefaultSave:
             values=b"",
         )
         return DescribedState(description, manifest, samples, items=items)
-
-    def order(self, answer: bytes) -> list[int]:
-        """Return nothing: the order in the files follows from their number, too."""
-        return []
 
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Lay out the files that this rank writes; items of their own come after all rows in the plan's numbers."""
@@ -286,10 +282,6 @@ class DefaultSave:
             return None
         return kept
 
-    def collect(self, planned: _Planned, written: list[WrittenFiles]) -> list[WrittenFiles]:
-        """Return what all ranks wrote; the commit looks for it."""
-        return written
-
     def commit(self, planned: _Planned, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         entries = [entry for each in written for entry in each.files]
         sums = {entry.name: Sums(entry.nbytes, entry.block_nbytes, entry.checksum) for entry in entries}
@@ -307,12 +299,6 @@ class DefaultSave:
             tensors=len(planned.keys),
             metadata=data,
         )
-
-    def withdraw(self) -> None:
-        """Do nothing: a commit that fails removes the files itself, and each rank its own before."""
-
-    def tidy(self) -> None:
-        """Do nothing: the commit has removed what it replaced."""
 
     def metadata(self, committed: CommittedSave) -> protocol.Metadata:
         """Return the metadata of the checkpoint, which are decoded, or read, when they are used."""
