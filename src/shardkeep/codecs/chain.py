@@ -161,11 +161,7 @@ _registered: dict[str, type[base.CodecConfig]] = {}
 
 
 def register_codec(cls: type[base.CodecConfig]) -> type[base.CodecConfig]:
-    """
-    Register a codec in this process, by its `name`. Every process that reads or writes with it must do so.
-
-    It replaces another of this name. Returns the class, so that it can decorate.
-    """
+    """Register a codec by its `name`, in place of another; every process that uses it must do so. Can be a decorator."""
     if not (isinstance(cls, type) and issubclass(cls, base.CodecConfig)):
         raise InvalidCodec(f"{cls!r} is not a subclass of CodecConfig")
     if not cls.name or ":" in cls.name:

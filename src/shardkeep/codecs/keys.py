@@ -38,11 +38,7 @@ class KeySource(Protocol):
 
 
 class KeyRing:
-    """
-    Keys in memory: the first wraps, all of them unwrap.
-
-    To rotate, put a new key before the old ones.
-    """
+    """Keys in memory: the first wraps, all of them unwrap. To rotate, put a new key before the old ones."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self._keys: dict[str, bytes] = {}

@@ -37,11 +37,7 @@ class Extension(ABC):
 
 
 class StreamTransformExtension(Extension):
-    """
-    An extension that transforms a stream of bytes, for compression or encryption.
-
-    Large tensors pass through in pieces; an implementation should hold one piece at a time and not the whole.
-    """
+    """An extension that transforms a stream of bytes. Large tensors come in pieces, of which it should hold one at a time."""
 
     @abstractmethod
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:

@@ -115,11 +115,7 @@ class KVMailbox:
         pause_s: float = 0.0,
         longest_pause_s: float = math.inf,
     ) -> T | None:
-        """
-        Call `look`, the first time after `pause_s`, until it finds something; None when the time is up.
-
-        `late` is called a few times in a long wait.
-        """
+        """Call `look`, first after `pause_s`, until it finds something; None when time is up. A long wait calls `late`."""
         began, late_s, waited = time.monotonic(), LATE_S, 0.0
         slowest_s = min(self._slowest_s, longest_pause_s)
         while waited < within_s:

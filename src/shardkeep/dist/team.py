@@ -59,8 +59,6 @@ class Team:
 
     def on_rank_0(self, phase: str, work: Callable[[], T], kind: type[T]) -> T:
         """Do something on rank 0 only, once all ranks are there; return the result, which is plain data, on all of them."""
-        if self.world.solo:
-            return work()
 
         def decide(_: list[bytes]) -> list[bytes]:
             return [msgspec.msgpack.encode(work())] * self.world.size
@@ -69,8 +67,6 @@ class Team:
 
     def gather(self, phase: str, work: Callable[[], T], kind: type[T]) -> list[T]:
         """Do something on every rank; return, on rank 0, the results of all, which are plain data."""
-        if self.world.solo:
-            return [work()]
         found: list[T] = []
 
         def decide(payloads: list[bytes]) -> list[bytes]:
@@ -111,11 +107,7 @@ def team_of(group: ProcessGroup | World | None, title: str, *, timeout_s: float,
     try:
         with rendezvous(world, title) as meeting:
             yield Team(world, meeting)
-    except (
-        CheckpointExists,
-        BlobNotFound,
-        WrongSize,
-    ) as error:  # what ranks raise that write to one place, each for itself
+    except (CheckpointExists, BlobNotFound, WrongSize) as error:  # as of ranks that write to one place, each for itself
         if group is None and current_world(timeout_s=0.0).size > 1:
             share = "if all ranks make this call, pass group=torch.distributed.group.WORLD, and they share the work"
             error.hint = f"{error.hint}; {share}" if error.hint else share

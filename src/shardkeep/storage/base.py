@@ -95,11 +95,7 @@ class BlobInfo:
 
 @dataclass(frozen=True)
 class Version:
-    """
-    An opaque version of a blob, to compare and to pass back to `put`.
-
-    Putting the same bytes again may or may not change the version.
-    """
+    """An opaque version of a blob, to compare and to pass back to `put`; the same bytes, put again, may have another."""
 
     tag: str
     generation: str = ""
@@ -121,11 +117,7 @@ class BlobWriter(Protocol):
         """
 
     def abandon(self) -> None:
-        """
-        Close the blob and remove what was written. Never raises, and can be called twice.
-
-        After a `finish` that succeeded the blob stays; after one that failed it is removed.
-        """
+        """Remove the blob, unless a `finish` succeeded, and close it. Never raises, and can be called twice."""
 
 
 W = TypeVar("W", bound=BlobWriter)
@@ -139,11 +131,7 @@ class BlobReader(Protocol):
         """Size of the blob when it was opened."""
 
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
-        """
-        Fill all of `into` from `offset`; a blob that ends earlier is an error.
-
-        `cached=True`: the caller knows from `is_cached` that the range is cached, so the store need not check again.
-        """
+        """Fill all of `into`; a blob that ends earlier is an error. `cached`: the caller knows from `is_cached` that it is."""
 
     def close(self) -> None:
         """Release what the reader holds. Can be called twice."""
@@ -156,11 +144,7 @@ class ReadableStore(Protocol):
         """Open a blob; raises `BlobNotFound` if it does not exist."""
 
     def get(self, name: str, *, limit: int) -> bytes:
-        """
-        Read a whole small blob; raises `BlobNotFound` if it does not exist.
-
-        A blob of more than `limit` bytes is not read, and raises `MalformedFile`.
-        """
+        """Read a whole small blob: `BlobNotFound` if it does not exist, `MalformedFile` if it has more bytes than `limit`."""
 
 
 class WritableStore(Protocol):
@@ -204,28 +188,16 @@ class Store(ReadableStore, WritableStore, Protocol):
 
 
 class Root(Store, Protocol):
-    """
-    A place with other places below it, each of which holds a checkpoint.
-
-    A root is also a store for small blobs of its own, which describe all of its places.
-    """
+    """A place with other places below it, each with a checkpoint, and small blobs of its own, which describe all of them."""
 
     def places(self) -> Iterator[str]:
-        """
-        Name all places below, in no order, without reading them. A root that does not exist has none.
-
-        Other programs may have named them, so a place's name need not be a valid name of a blob (`is_place_name`).
-        """
+        """Name all places below, in no order; none if there is no root. Other programs may have named them (`is_place_name`)."""
 
     def place(self, name: str) -> Store:
         """Return a place below, which need not exist."""
 
     def remove(self, name: str) -> None:
-        """
-        Delete a place and everything in it, the commit marker first; a missing place is not an error.
-
-        If the place is a symbolic link, only the link is deleted.
-        """
+        """Delete a place, if it exists, and all in it, the commit marker first; of a symbolic link, only the link."""
 
     def drop_empty(self, name: str) -> None:
         """Delete a place if nothing is in it."""
@@ -297,11 +269,7 @@ def create_upto(store: WritableStore, name: str, nbytes: int) -> BlobWriter:
 
 
 def create_over(store: object, name: str, nbytes: int) -> BlobWriter | None:
-    """
-    Begin a blob whose `finish` replaces another in one step; None if the store cannot do that (`create_over`).
-
-    The old blob stays whole until `finish`, and if anything fails.
-    """
+    """Begin a blob whose `finish` replaces another, whole until then, in one step; None without the verb `create_over`."""
     return cast("BlobWriter | None", getattr(store, "create_over", _nothing)(name, nbytes))
 
 
@@ -337,11 +305,7 @@ def local_path(store: object) -> str | None:
 
 
 def broken_path(store: object, *, inside: bool = False) -> str:
-    """
-    Say what is wrong with the path of a local place: a link to nothing, or a file instead of a directory; "" if it is fine.
-
-    With `inside`, also say which link in the place leads nowhere, because a listing of files does not show it.
-    """
+    """Say what is wrong with a local path, "" if nothing: it is a file, or it, or with `inside` an entry, a link to nothing."""
     path = os.path.abspath(local_path(innermost(store)) or os.sep)
     below = os.listdir(path) if inside and os.path.isdir(path) else []
     links = [os.path.join(path, name) for name in sorted(below)]

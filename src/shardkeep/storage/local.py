@@ -600,11 +600,7 @@ class _LocalReader:
 
 
 class LocalStore:
-    """
-    A directory of this machine or of a network file system. It is made when the first blob is.
-
-    It is also a root: the places below it are its directories.
-    """
+    """A directory of this machine or of a network file system, made when the first blob is; also a root of those below."""
 
     prefetches = True
 
