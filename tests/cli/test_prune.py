@@ -55,6 +55,7 @@ def test_rules(shardkeep, run_dir, rules, kept):
         (["--keep-hours", "-1"], "KeepYounger(-3600.0)\n"),
         (["--keep-best", "loss:x"], "METRIC:K"),
         (["--keep-best", "loss:1:up"], "METRIC:K"),
+        (["--keep-best", "odd:2"], "--keep-best odd:2:max, or :min"),
         (["--keep-hours", "nan"], "more than 0"),
         (["--keep-last", "1"], "no terminal to ask"),
         (["--keep-last", "1", "--json"], "no terminal to ask"),
@@ -88,6 +89,23 @@ def test_pinned_ones_stay(shardkeep, run_dir):
     assert shardkeep("unpin", run_dir / "step-10", "--json").json["pinned"] is False
     assert shardkeep("prune", run_dir, "--keep-last", "1", "--yes").code == 0
     assert steps(run_dir) == [30]
+
+
+def test_names_of_other_programs_are_not_pinned(shardkeep, run_dir):
+    """A name that the file of a pin cannot have is refused in words of the user's, and is never listed as pinned."""
+    shutil.copytree(run_dir / "step-10", other := run_dir / "epoch=3-step=300")
+    answer = shardkeep("pin", other)
+    assert answer.code == 2
+    assert "'epoch=3-step=300' cannot be pinned" in answer.err
+    assert "already not pinned" in shardkeep("unpin", other).out
+    for every in ([], ["--last", "9"]):
+        listed = shardkeep("ls", run_dir, *every, "--json").json["checkpoints"]
+        assert [each["pinned"] for each in listed] == [False] * 4
+
+
+def test_the_plan_says_what_was_saved_without_a_metric(shardkeep, run_dir):
+    plan = shardkeep("prune", run_dir, "--keep-best", "accuracy", "--dry-run", "--json").json
+    assert {each["why"] for each in plan["keep"]} == {"best accuracy (not saved with it)"}
 
 
 def test_only_checkpoints_are_pinned(shardkeep, run_dir):

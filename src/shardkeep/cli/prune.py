@@ -24,7 +24,7 @@ from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.runs import Run, open_run, path_hints, split_path
 from shardkeep.cli.verify import check_checkpoint
-from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, UnsupportedVersion
+from shardkeep.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint, StateError, UnsupportedVersion
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import save_id_of
@@ -32,7 +32,7 @@ from shardkeep.layouts.torch import DATA_SUFFIX, is_data, is_metadata
 from shardkeep.manage import catalog
 from shardkeep.manage.entry import Entry
 from shardkeep.manage.lease import running_holder
-from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, plan
+from shardkeep.manage.retention import AnyOf, KeepBest, KeepEvery, KeepLast, KeepYounger, Policy, compared_metrics, plan
 from shardkeep.storage.base import REMOVING_NAME, local_path
 from shardkeep.storage.local import storage_errors
 
@@ -112,7 +112,8 @@ def _pin(args: argparse.Namespace, *, pinned: bool) -> int:
                 raise CheckpointNotFound(f"{path}: there is no checkpoint to {'pin' if pinned else 'unpin'}")
         found.append((path, run.catalog.root, entry))
     for _, root, entry in found:
-        (catalog.pin if pinned else catalog.unpin)(root, entry.name)
+        if entry.pinned != pinned:
+            (catalog.pin if pinned else catalog.unpin)(root, entry.name)
     if args.json:
         out.print_json({"pinned": pinned, "checkpoints": args.checkpoint})
     else:
@@ -151,7 +152,10 @@ def _parse_best(words: str) -> KeepBest:
     if found is None:
         raise out.UsageError(f"--keep-best {words!r}", hint="write METRIC:K or METRIC:K:max, such as loss:2")
     mode: Any = found[3]  # None: by the name of the metric
-    return KeepBest(found[1], int(found[2] or 1), mode)
+    try:
+        return KeepBest(found[1], int(found[2] or 1), mode)
+    except StateError as exc:
+        raise out.UsageError(exc.message, hint=f"--keep-best {found[1]}:{found[2] or 1}:max, or :min") from exc
 
 
 # -- what to delete
@@ -166,13 +170,16 @@ def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Action
         committed = [entry for entry in entries if entry.committed]
         wanted = {words: policy.wants(committed, now) for words, policy in rules.items()}
 
+        def lacks(words: str, entry: Entry) -> str:
+            return " (not saved with it)" if compared_metrics(rules[words]) - entry.metrics.keys() else ""
+
         def decide(entry: Entry) -> list[Action]:
             spared = _reason_to_spare(run, entry, force=force) if entry.name in unwanted else ""
             if entry.name in unwanted and not spared:
                 others = foreign_files(run, entry)
                 why = "no rule keeps it" + (f"; {others}" if others else "")
                 return [Action("delete", entry, entry.nbytes, why)]
-            reasons = [words for words, names in wanted.items() if entry.name in names]
+            reasons = [words + lacks(words, entry) for words, names in wanted.items() if entry.name in names]
             reasons += ["pinned"] * entry.pinned + [spared] * bool(spared)
             why = ", ".join(reasons) or "the newest" if entry.committed else f"{entry.status}: {entry.reason}"
             kept, found = Action("keep", entry, entry.nbytes, why), find_orphans(run, entry)

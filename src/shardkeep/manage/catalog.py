@@ -104,6 +104,8 @@ def pinned(root: base.Store) -> set[str]:
 
 def is_pinned(root: base.ReadableStore, name: str) -> bool:
     """Return whether a checkpoint is pinned right now."""
+    if not base.is_name(_PIN_PREFIX + name):
+        return False
     try:
         root.get(_PIN_PREFIX + name, limit=_MAX_NBYTES)
     except errors.BlobNotFound:
@@ -114,6 +116,11 @@ def is_pinned(root: base.ReadableStore, name: str) -> bool:
 
 
 def pin(root: base.Store, name: str) -> None:
+    if not base.is_name(_PIN_PREFIX + name):
+        raise errors.StateError(
+            f"{name!r} cannot be pinned: it has other characters than letters, digits, ._-",
+            hint="no rule deletes it: rules are for names such as step-10",
+        )
     root.put(_PIN_PREFIX + name, b"", replace=True)
 
 
