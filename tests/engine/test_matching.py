@@ -158,6 +158,7 @@ def test_a_pattern_that_matches_no_name_is_an_error_or_else_a_warning(saved, giv
         (zeros(), {"exclude": "*"}, "select none of 4 names"),
         ({"module": zeros()["model"]}, {}, "missing from the checkpoint"),
         ({"model": {"module.layers.0.w": torch.zeros(2, 3)}}, {}, "pass rename="),
+        ({"stepp": 0}, {}, "did you mean 'step'"),
     ],
 )
 def test_a_load_that_fills_no_tensor_is_an_error(saved, state, given, said, strict):

@@ -372,7 +372,7 @@ def merge_findings(
     missing = list(dict.fromkeys(key for found in findings for key in found.missing))
     unused = [given for given in findings[0].unused if all(given in found.unused for found in findings)]
     hints = _pattern_hints(index, wishes, missing, unused)
-    fills_nothing = not filled.size and _should_fill(findings, unused)
+    fills_nothing = not filled.size and _should_fill(findings, unused, values=bool(consumed.any()))
     _raise_if_wrong(
         findings, missing, unexpected, hints, unclaimed, strict=strict, fills_nothing=fills_nothing, where=where
     )
@@ -387,16 +387,16 @@ def merge_findings(
     )
 
 
-def _should_fill(findings: Sequence[RankFindings], unused: list[tuple[str, str]]) -> bool:
+def _should_fill(findings: Sequence[RankFindings], unused: list[tuple[str, str]], *, values: bool) -> bool:
     """
-    Return whether a load that fills no tensor is a mistake: tensors were selected, or nothing was, or not what was meant.
+    Return whether a load that fills no tensor is a mistake: tensors were selected, or nothing is loaded, or not what was meant.
 
-    It is none if a state has only plain values, or only those were selected. The states of all ranks are judged together,
-    because one rank may hold no tensor.
+    It is none if it loads plain values, and a state has only those, or only those were selected. The states of all ranks
+    are judged together, because one rank may hold no tensor.
     """
-    selects_nothing = any(found.leaves for found in findings) and not any(found.selected for found in findings)
+    loads_nothing = any(found.leaves for found in findings) and not values
     mistyped = any(argument == "include" for argument, _ in unused)
-    return selects_nothing or mistyped or any(found.tensors for found in findings)
+    return loads_nothing or mistyped or any(found.tensors for found in findings)
 
 
 def _pattern_hints(
