@@ -105,6 +105,14 @@ def test_bad_indices_are_refused(opened, index):
         opened["w"][index]
 
 
+def test_a_scalar_says_how_it_is_read(tmp_path):
+    sk.save({"scale": torch.tensor(2.0)}, tmp_path / "ck")
+    scale = sk.open(tmp_path / "ck")["scale"]
+    with pytest.raises(IndexError, match=r"'scale'.*; \[...\] reads it"):
+        scale[:]
+    assert scale[...] == 2
+
+
 @pytest.mark.parametrize(
     ("shape", "step", "most_nbytes"), [((64, 32, 1024), 16, 2 << 20), ((4 << 20,), 1 << 19, 9 * (64 << 10))]
 )

@@ -125,6 +125,8 @@ def test_finite_numbers_that_become_infinite_are_reported(tmp_path, form, dtype,
         ({"include": "*layers*", "rename": lambda name: None if "bias" in name else name.upper()},
          {"LAYERS.0.WEIGHT", "LAYERS.1.WEIGHT"}),
         ({"prefix": "optim."}, {"exp_avg"}),
+        ({"prefix": "optim"}, {"exp_avg"}),
+        ({"prefix": "model.layers.1."}, {"weight"}),
         ({"prefix": "", "include": "optim.exp_avg"}, {"optim.exp_avg"}),
     ],
 )  # fmt: skip

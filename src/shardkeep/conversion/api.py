@@ -222,7 +222,9 @@ def _refuse_pickles(source: Source, chosen: Selection) -> None:
             decode_value(index.value_data.raw(index.value_rows[key]), key=key, allow_pickle=False)
         except PickleRefused as exc:
             raise PickleRefused(
-                exc.message, hint=f"pass allow_pickle=True if you trust it, or leave it out: drop={key!r}", key=key
+                exc.message,
+                hint=f"pass allow_pickle=True (--allow-pickle) if you trust it, or leave it out: drop={key!r} (--drop)",
+                key=key,
             ) from exc
         except UnsupportedLeaf:
             pass  # sound, but this process lacks what it needs to decode it

@@ -70,6 +70,8 @@ def select(
     tree = decode_tree(index.tree)
     keys = list(leaf_keys(tree))
     start = _model_prefix(tree) if prefix is None else prefix
+    if start and all(key.startswith(f"{start}.") for key in keys if key.startswith(start)):
+        start += "."  # a prefix may be written without its last dot
     include = checked_patterns("include", include)
     wanted = name_filter(keys, "include", include)
     unwanted = name_filter(keys, "exclude", exclude) if exclude is not None else (lambda _: False)

@@ -499,7 +499,8 @@ def parse_index(key: str, shape: Ints, item: IndexItem | tuple[IndexItem, ...]) 
         raise IndexError(f"{key!r}: an index can only have one ellipsis")
     given = len(items) - sum(part is Ellipsis for part in items)
     if given > len(shape):
-        raise IndexError(f"{key!r}: {given} indices for a tensor of {len(shape)} axes")
+        hint = "" if shape else "; [...] reads it"
+        raise IndexError(f"{key!r}: {given} indices for a tensor of {len(shape)} axes{hint}")
     at = next((i for i, part in enumerate(items) if part is Ellipsis), len(items))
     full = (slice(None),) * (len(shape) - given)
     spread = (*items[:at], *full, *items[at + 1 :])
