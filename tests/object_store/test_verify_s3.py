@@ -139,15 +139,14 @@ def test_files_are_read_at_the_same_time():
     assert verify_stored(BeforeStore(store, meet), options=sk.Options(io_threads=4)).undecoded == 3
 
 
-def test_many_batches_of_one_file(monkeypatch):
-    monkeypatch.setattr("shardkeep.engine.reader._STEP_NBYTES", 2 << 20)
+def test_many_batches_of_one_file():
     store = MemoryStore()
     sk.save({"w": torch.randn(9 << 18)}, store, codecs=["aes"], options=OPTIONS)
     [file] = read_record(store).files
     for at in (100, 4 << 20, 8 << 20):
         flip(store, file.name, at)
     with pytest.raises(sk.DamagedCheckpoint) as caught:
-        verify_stored(store, options=sk.Options(io_threads=8))
+        verify_stored(store, options=sk.Options(io_threads=8, host_budget_bytes="16MiB"))
     begins = [int(each.split(": bytes ")[1].split()[0]) for each in caught.value.details["problems"]]
     assert begins == sorted(begins)
     assert [at >> 20 for at in begins] == [0, 3, 7]

@@ -65,15 +65,16 @@ class Seal(msgspec.Struct, frozen=True):
 class EncodingStore:
     """A store for writing. Can be used by several threads."""
 
-    def __init__(self, inner: base.WritableStore, chains: Mapping[str, CodecChain]) -> None:
-        """`chains` has the chain of each coded blob; all others are written as they are."""
+    def __init__(
+        self, inner: base.WritableStore, chains: Mapping[str, CodecChain], seals: dict[str, Seal] | None = None
+    ) -> None:
+        """`chains` has the chain of each coded blob; all others are written as they are. `seals` gets those of finished blobs."""
         self._inner = inner
         self._chains = chains
         # For the stored form of a batch, and to align it to a page.
         largest = max((min(chain.bound(FRAME_NBYTES), MAX_STORED_NBYTES) for chain in chains.values()), default=0)
         self.scratch = PerThread(lambda: aligned_buffer(BATCH * largest + ALIGNMENT))
-        self.seals: dict[str, Seal] = {}
-        """The seals of the coded blobs that are finished."""
+        self.seals = {} if seals is None else seals
 
     def create(self, name: str, nbytes: int) -> base.BlobWriter:
         chain = self._chains.get(name)
@@ -188,10 +189,11 @@ def collecting_damage(store: base.ReadableStore, errors: list[DamagedCheckpoint]
 class DecodingStore:
     """A store for reading a checkpoint. Can be used by several threads."""
 
-    def __init__(self, inner: base.ReadableStore, blobs: Iterable[Blob], chains: Sequence[CodecChain]) -> None:
-        """`blobs` are those of the commit record, and `chains` its chains, opened."""
+    def __init__(self, inner: base.ReadableStore, blobs: Iterable[Blob], chains: Sequence[CodecChain] | None) -> None:
+        """`blobs` are those of the commit record, and `chains` its chains, opened; None: what is stored is only verified."""
         self.inner = inner
-        self._coded = {blob.name: (blob, chains[blob.chain]) for blob in blobs if blob.chain is not None}
+        coded = ((blob, blob.chain) for blob in blobs if blob.chain is not None)
+        self._coded = {blob.name: (blob, chains[number] if chains is not None else None) for blob, number in coded}
         self._scratch = PerThread(lambda: aligned_buffer(SCRATCH_NBYTES))
         self._tables: dict[str, FrameTable] = {}
         self._errors: list[DamagedCheckpoint] | None = None
@@ -203,7 +205,7 @@ class DecodingStore:
     def collecting_damage(self, errors: list[DamagedCheckpoint]) -> DecodingStore:
         """Return a view that adds errors of damaged frames to a list, and returns zeros for them."""
         other = DecodingStore(self.inner, (), ())
-        other._coded, other._errors = self._coded, errors
+        other._coded, other._tables, other._errors = self._coded, self._tables, errors
         return other
 
     def open(self, name: str) -> base.BlobReader:
@@ -288,12 +290,15 @@ class FrameReader:
         inner: base.BlobReader,
         entry: Blob,
         table: FrameTable,
-        chain: CodecChain,
+        chain: CodecChain | None,
         scratch: Scratch,
         store: base.ReadableStore,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
-        """`errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise."""
+        """
+        `errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise. Without a chain,
+        frames are verified and not decoded.
+        """
         self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes
@@ -313,6 +318,8 @@ class FrameReader:
         base.check_within(self._entry.name, self._entry.name, offset, len(view), self.nbytes)
         scratch = self._scratch.get()
         for place, where, stored in self._frames(offset, offset + len(view), scratch):
+            if self.chain is None:
+                continue
             low, high = max(place.offset, offset), min(place.offset + place.nbytes, offset + len(view))
             wanted = view[low - offset : high - offset]
             # A frame that is wanted whole is decoded into place, a part of one through a buffer.
@@ -330,11 +337,6 @@ class FrameReader:
                 plain[:] = bytes(len(plain))
             if not whole:
                 copy(wanted, plain[low - place.offset : high - place.offset])
-
-    def check(self, start: int, stop: int) -> None:
-        """Verify the stored form of a range, without decoding it."""
-        for _ in self._frames(start, stop, self._scratch.get()):
-            pass
 
     def _frames(
         self, start: int, stop: int, scratch: memoryview

@@ -180,11 +180,7 @@ class FileCodecs:
 
     def over(self, store: WritableStore) -> WritableStore:
         """Return a store that applies the codecs to the files written to it."""
-        if not self._by_name:
-            return store
-        coded = EncodingStore(store, self._by_name)
-        self.seals = coded.seals
-        return coded
+        return EncodingStore(store, self._by_name, self.seals) if self._by_name else store
 
     def spec_of(self, name: str) -> tuple[Recorded, dict[str, str]] | None:
         """Return what another process needs to apply a file's codecs: what is recorded, and data keys; None: no codecs."""

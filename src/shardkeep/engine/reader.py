@@ -25,8 +25,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardkeep.codecs.chain import CodecChain
-from shardkeep.codecs.coded_store import SCRATCH_NBYTES, FrameReader, collecting_damage, read_table
+from shardkeep.codecs.coded_store import DecodingStore, FrameReader, collecting_damage
 from shardkeep.engine.workers import Scattered, run_workers, windows_for
 from shardkeep.errors import (
     BlobNotFound,
@@ -45,7 +44,8 @@ from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows, every_block
 from shardkeep.storage import base
 from shardkeep.storage.base import ReadableStore, is_cached
-from shardkeep.storage.buffers import PerThread, address_of, aligned_buffer, copy_memory, view_memory
+from shardkeep.storage.buffers import address_of, copy_memory, view_memory
+from shardkeep.storage.cancel import CancelScope
 
 _CACHED_STEP_NBYTES = 2 * data_file.MAX_BLOCK_NBYTES
 """Bytes in the page cache are read, hashed and copied in steps of this size, so that they stay in the CPU's cache."""
@@ -53,8 +53,6 @@ _AHEAD_NBYTES = 64 << 20
 """The page cache is filled this far ahead of the reads: a disk is only fast while it has many requests."""
 _MOST_RANGES = 20
 """How many damaged ranges of a file are listed; the rest are counted."""
-_STEP_NBYTES = 64 << 20
-"""How much of a coded file a thread verifies at a time."""
 _MOST_NAMED = 4
 
 T = TypeVar("T")
@@ -221,12 +219,8 @@ def read_sidecar(store: ReadableStore, entry: FileEntry, blocks: int) -> tuple[b
 
 def _check_checksum(name: str, what: str, found: str, expected: str) -> None:
     if found != expected:
-        raise ChecksumMismatch(
-            f"{name}: {what} checksum {found}, the commit record says {expected}, from byte 0 on",
-            hint="the file was damaged after the save",
-            file=name,
-            offset=0,
-        )
+        why = f"{what} checksum {found}, the commit record says {expected}, from byte 0 on"
+        raise ChecksumMismatch.of(name, why, hint="the file was damaged after the save", offset=0)
 
 
 def _read_and_decode(
@@ -256,12 +250,9 @@ def explain_missing(store: ReadableStore, name: str) -> WrongSize:
     except CheckpointError:
         now = None
     if now is not None and save_id_of(name) not in {None, now}:
-        return WrongSize(
-            f"{name}: the file is gone: the checkpoint was replaced by another save ({now}) meanwhile",
-            hint="open or load it again",
-            file=name,
-        )
-    return WrongSize(f"{name}: the file is missing", hint="restore it from a copy", file=name)
+        why = f"the file is gone: the checkpoint was replaced by another save ({now}) meanwhile"
+        return WrongSize.of(name, why, hint="open or load it again")
+    return WrongSize.of(name, "the file is missing", hint="restore it from a copy")
 
 
 @dataclass
@@ -289,11 +280,12 @@ def read_files(
     window_nbytes: int,
     damaged: list[int] | None = None,
     keep_cached: bool = False,
+    scope: CancelScope | None = None,
 ) -> int:
     """
     Execute all reads and return the number of bytes read. `scattered` has the memory of each scatter's destination. Damaged
     blocks raise an error or, if `damaged` is given, are added to it. `keep_cached`: other processes of this machine may want
-    the same bytes, so they are read through the page cache where there is memory for that.
+    the same bytes, so they are read through the page cache where there is memory for that. `scope`: as for `run_workers`.
     """
     copies, store = Copies(scattered), files.store
     opened = [_OpenFile(plan, files.entries[plan.file], len(plan.reads)) for plan in plans]
@@ -351,7 +343,7 @@ def read_files(
     queue = prefetched() if keep_cached and base.prefetches(store) else tasks()
     try:
         with windows_for(scattered.values(), window_nbytes, threads) as lend:
-            run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend)
+            run_workers(queue, work, threads=threads, buffer_nbytes=window_nbytes, lend=lend, scope=scope)
     finally:
         for file in opened:
             if file.reader is not None:
@@ -397,13 +389,9 @@ def _bad_blocks(entry: FileEntry, digests: memoryview, start: int, window: memor
 
 def adjacent_blocks(blocks: Iterable[int]) -> list[range]:
     """Join consecutive block numbers into ranges."""
-    found: list[range] = []
-    for block in sorted(blocks):
-        if found and found[-1].stop == block:
-            found[-1] = range(found[-1].start, block + 1)
-        else:
-            found.append(range(block, block + 1))
-    return found
+    numbers = np.array(sorted(blocks), np.int64)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 def damage_of(
@@ -412,15 +400,10 @@ def damage_of(
     """Describe blocks of a file that were damaged in two reads; `same`: both reads returned the same bytes."""
     start = blocks.start * entry.block_nbytes
     stop = min(blocks.stop * entry.block_nbytes, entry.data_nbytes)
-    keys = keys_at(file, start, stop)
-    error = ChecksumMismatch(
-        f"{entry.name}: bytes {entry.header_nbytes + start} to {entry.header_nbytes + stop} are not what was saved;"
-        f" they hold {keys}",
-        hint="the file was damaged after the save: use another checkpoint, or exclude these keys",
-        file=entry.name,
-        offset=entry.header_nbytes + start,
-        key=keys,
-    )
+    keys, begin, end = keys_at(file, start, stop), entry.header_nbytes + start, entry.header_nbytes + stop
+    why = f"bytes {begin} to {end} are not what was saved; they hold {keys}"
+    hint = "the file was damaged after the save: use another checkpoint, or exclude these keys"
+    error = ChecksumMismatch.of(entry.name, why, hint=hint, offset=begin, key=keys)
     return base.with_reread_result(error, same=same)
 
 
@@ -501,7 +484,9 @@ def _copy_elements(scatter: Scatter, first: int, last: int, data: memoryview, ta
         at += nbytes
 
 
-def damage_of_file(files: DataFiles, number: int, *, threads: int, window_nbytes: int) -> Iterator[CheckpointError]:
+def damage_of_file(
+    files: DataFiles, number: int, *, threads: int, window_nbytes: int, scope: CancelScope | None = None
+) -> Iterator[CheckpointError]:
     """Read a whole file and yield the damage in it; raise if its size is wrong, or its header is damaged."""
     file, keys_at = files.entries[number], files.keys_at
     # The size must be checked first, because the plan relies on the size in the record.
@@ -511,7 +496,7 @@ def damage_of_file(files: DataFiles, number: int, *, threads: int, window_nbytes
     # Otherwise verification would stop at the first damaged frame.
     files = files._replace(store=collecting_damage(files.store, coded))
     plans = [every_block(number, file.data_nbytes, window_nbytes=window_nbytes)]
-    read_files(files, plans, {}, threads=threads, window_nbytes=window_nbytes, damaged=damaged)
+    read_files(files, plans, {}, threads=threads, window_nbytes=window_nbytes, damaged=damaged, scope=scope)
     if not coded:
         yield from _few(file, [damage_of(file, number, blocks, keys_at) for blocks in adjacent_blocks(damaged)])
         return
@@ -519,7 +504,8 @@ def damage_of_file(files: DataFiles, number: int, *, threads: int, window_nbytes
     for error in _by_offset(coded):
         start, stop = (error.details.get(name, 0) - file.header_nbytes for name in ("plain_start", "plain_stop"))
         keys = keys_at(number, start, stop) if stop > 0 else "the header"
-        errors.append(DamagedCheckpoint(f"{error.message}; they hold {keys}", hint=error.hint, **error.details))
+        held = f"; they hold {keys}" if keys else ""
+        errors.append(DamagedCheckpoint(f"{error.message}{held}", hint=error.hint, **error.details))
     yield from _few(file, errors)
 
 
@@ -538,54 +524,42 @@ def stored_damage(
     With `deep` every byte is read, else only sizes, tables and headers. `threads` are divided over files, and over the
     parts of large files.
     """
-    blobs: list[Blob] = [record.index, *record.files]
-    at_once = min(threads, len(blobs))
-    each, over = threads // at_once, threading.Event()
+    blobs = [blob for blob in (record.index, *record.files) if blob.chain is not None or isinstance(blob, FileEntry)]
+    # Of coded files, only the stored form can be verified, which has digests of its own.
+    entries = [
+        blob
+        if isinstance(blob, FileEntry) and blob.chain is None
+        else FileEntry(name=blob.name, nbytes=blob.nbytes, header_nbytes=0, block_nbytes=0, checksum="")
+        for blob in blobs
+    ]
 
-    files = DataFiles(store, record.files, lambda *_: "tensors that only the encrypted index names", {})
+    def keys_at(number: int, at: int, end: int) -> str:  # noqa: ARG001
+        return "tensors that only the encrypted index names" if blobs[number].chain is None else ""
 
-    def look(number: int, blob: Blob) -> list[CheckpointError]:
+    files = DataFiles(DecodingStore(store, blobs, None), entries, keys_at, {})
+    at_once, over = min(threads, len(entries)) or 1, threading.Event()
+    scope = CancelScope(wanted=lambda: not over.is_set())
+
+    def look(number: int) -> list[CheckpointError]:
         try:
-            if blob.chain is not None:
-                return list(_few(blob, _coded_damage(store, blob, each if deep else 0, over)))
-            if isinstance(blob, FileEntry) and deep:
-                return list(damage_of_file(files, number, threads=each, window_nbytes=window_nbytes))
-            if isinstance(blob, FileEntry):
-                open_checked(store, blob)[0].close()
+            if deep:
+                each = threads // at_once
+                return [*damage_of_file(files, number, threads=each, window_nbytes=window_nbytes, scope=scope)]
+            open_checked(files.store, entries[number])[0].close()
         except DamagedCheckpoint as exc:
             return [exc]
+        except BaseException:
+            over.set()
+            raise
         return []
 
     with ThreadPoolExecutor(at_once, thread_name_prefix="shardkeep-verify") as pool:
         try:
-            for found in pool.map(look, range(-1, len(record.files)), blobs):
+            for found in pool.map(look, range(len(entries))):
                 yield from found
         finally:  # if the store failed, or the caller stops early, the rest is not read
             over.set()
             pool.shutdown(cancel_futures=True)
-
-
-def _coded_damage(store: ReadableStore, blob: Blob, threads: int, over: threading.Event) -> list[DamagedCheckpoint]:
-    """Verify a coded file: all of its frames, or with 0 threads only its table."""
-    errors: list[DamagedCheckpoint] = []
-    with closing(open_sized(store, blob.name, dict(blob.at_rest)[blob.name])) as stored:
-        table = read_table(stored, blob, store)
-        scratch = PerThread(lambda: aligned_buffer(SCRATCH_NBYTES))
-        reader = FrameReader(stored, blob, table, CodecChain([], []), scratch, store, errors)
-
-        def look(start: int) -> None:
-            if not over.is_set():
-                try:
-                    reader.check(start, min(start + _STEP_NBYTES, blob.nbytes))
-                except BaseException as error:
-                    if not isinstance(error, DamagedCheckpoint):  # the store failed, so the rest need not be read
-                        over.set()
-                    raise
-
-        if threads:
-            with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep-frames") as pool:
-                list(pool.map(look, range(0, blob.nbytes, _STEP_NBYTES)))
-    return _by_offset(errors)
 
 
 def _by_offset(errors: Sequence[DamagedCheckpoint]) -> list[DamagedCheckpoint]:
