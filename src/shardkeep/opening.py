@@ -24,7 +24,7 @@ from shardkeep.display import OneLine, format_count, format_seconds, format_size
 from shardkeep.dist.team import team_of
 from shardkeep.engine.reader import Source, damage_of_file, explain_missing, open_checked, stored_damage
 from shardkeep.engine.sources import find
-from shardkeep.engine.workers import divide_budget
+from shardkeep.engine.workers import limits_for_reads
 from shardkeep.format.boxes import AxisSlice, Box, IndexItem, IntArray, parse_index
 from shardkeep.format.dtypes import DType, to_torch
 from shardkeep.format.index import Index
@@ -32,7 +32,7 @@ from shardkeep.format.record import FileEntry, Record
 from shardkeep.format.values import Node, decode_tree, decode_value, leaf_keys, unflatten
 from shardkeep.options import Options
 from shardkeep.state.patterns import did_you_mean_pattern
-from shardkeep.storage.base import Store, preferred_requests
+from shardkeep.storage.base import Store
 from shardkeep.storage.resolve import open_store
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def verify_stored(
     options = options or Options()
     store = open_store(where, direct=options.direct_io)
     record = find(store).record
-    threads, window = _limits(store, options, coded=any(file.chain is not None for file in record.files))
+    threads, window = limits_for_reads(store, options, coded=any(file.chain is not None for file in record.files))
     found = stored_damage(store, record, deep=deep, threads=threads, window_nbytes=window)
     _raise_if_any(store, [exc.message for exc in found])
     return VerifyReport(
@@ -120,10 +120,6 @@ def verify_stored(
         undecoded=sum(file.chain is not None for file in record.files),
         deep=deep,
     )
-
-
-def _limits(store: Store, options: Options, *, coded: bool) -> tuple[int, int]:
-    return divide_budget(preferred_requests(store, options.io_threads), options.host_budget_bytes, coded=coded)[:2]
 
 
 def _raise_if_any(store: Store, problems: list[str]) -> None:
@@ -364,7 +360,7 @@ class Checkpoint(Mapping[str, Any]):
         if not file.block_nbytes and (damage := self.source.damage_by_form(number, uncompared)) is not None:
             yield from damage
             return
-        threads, window = _limits(self._store, self._options, coded=file.chain is not None)
+        threads, window = limits_for_reads(self._store, self._options, coded=file.chain is not None)
         # Headers are read and verified again; digests beside a file without a header were read when it was opened.
         files = self.source.data_files
         files = files._replace(digests={}) if file.header_nbytes else files
@@ -399,11 +395,6 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.stored_dtype.itemsize
-
-    @property
-    def is_numpy(self) -> bool:
-        """Whether a numpy array was saved."""
-        return int(self._checkpoint.index.tensors.origin[self.row]) == 1
 
     @property
     def boxes(self) -> list[Box]:

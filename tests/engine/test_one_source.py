@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as theirs
 import shardkeep as sk
 from shardkeep import dcp
 from shardkeep.engine import fill as engine_fill
-from shardkeep.engine import load_session
+from shardkeep.engine import load_session, workers
 from shardkeep.engine.fill import _limits
 from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES
 from shardkeep.options import Options
@@ -60,7 +60,7 @@ def plans_of_load(monkeypatch, where, state, **changes):
 def test_stores_get_the_requests_they_like_and_ranks_begin_with_different_files(saved, monkeypatch):
     """A store gets as many requests as it likes, whatever the layout, and each rank begins with another file."""
     where, state = saved
-    monkeypatch.setattr(engine_fill, "preferred_requests", lambda store, threads: 7 * threads)
+    monkeypatch.setattr(workers, "preferred_requests", lambda store, threads: 7 * threads)
     [first] = plans_of_load(monkeypatch, where, state, first_file=0.0)
     [second] = plans_of_load(monkeypatch, where, state, first_file=0.5)
     assert first["threads"] == 14

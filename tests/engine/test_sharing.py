@@ -399,7 +399,7 @@ def test_only_the_team_is_answered(tmp_path):
 
 def test_a_shelf_is_bounded():
     """Ranges are fetched once, kept until all have them, and dropped, oldest first, when there is no room."""
-    shelf = peers._Shelf(room_nbytes=300, takers=2)
+    shelf = peers._Shelf(room_nbytes=300)
     fetched, most = [], [0]
 
     def fetch(name):
@@ -411,7 +411,7 @@ def test_a_shelf_is_bounded():
         return into
 
     def take(name):
-        with shelf.lend(peers._Range(name, 0, 100), fetch(name)) as data:
+        with shelf.lend(peers._Range(name, 0, 100), 2, fetch(name)) as data:
             assert bytes(data) == name.encode() * 100
 
     threads = [threading.Thread(target=take, args=("a",)) for _ in range(2)]
@@ -436,7 +436,7 @@ def test_a_shelf_that_peers_hold_is_not_waited_for(tmp_path):
     into = bytearray(200)
     with (
         mock.patch.object(peers, "_LEAST_ANSWER_S", 0.05),
-        party._shelf.lend(peers._Range("slow", 0, 100), lambda _: None),
+        party._shelf.lend(peers._Range("slow", 0, 100), 2, lambda _: None),
         contextlib.closing(party.store.open("blob")) as reader,
     ):
         for at in (0, 100):

@@ -177,7 +177,7 @@ def test_every_wanted_element_has_one_source(case, data):
         np.array(address, np.int64),
     )
 
-    runs, scatters, _ = plan_load(index, wants, sizes)
+    runs, scatters = plan_load(index, wants, sizes)
 
     found = Counter()
     for file, start, nbytes, at in zip(

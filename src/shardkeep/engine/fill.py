@@ -22,7 +22,7 @@ import torch
 from shardkeep.engine import torch_source
 from shardkeep.engine.reader import Source, read_files
 from shardkeep.engine.tensors import host_address, scattered_memory
-from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, divide_budget
+from shardkeep.engine.workers import ACCELERATOR_WINDOW_NBYTES, WINDOW_NBYTES, Scattered, limits_for_reads
 from shardkeep.errors import MalformedFile, PickleRefused, StateMismatch
 from shardkeep.format.boxes import (
     AxisSlice,
@@ -42,9 +42,8 @@ from shardkeep.format.record import Blob, Record, Totals, data_sizes
 from shardkeep.format.torch_zip import ArchivedTensor
 from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
-from shardkeep.plan.load_plan import Overlap, ReadRequests, Scatter, plan_files, plan_load
+from shardkeep.plan.load_plan import ReadRequests, Scatter, plan_files, plan_load
 from shardkeep.state.leaves import copy_bits
-from shardkeep.storage.base import preferred_requests
 
 Picks = tuple[AxisSlice, ...]
 
@@ -87,19 +86,24 @@ def fill(
     wide = max(axes, boxes.axes)
     offsets, lengths = widen(boxes.offsets, wide, 0)[:, :axes], widen(boxes.sizes, wide, 1)[:, :axes]
     requests = ReadRequests(offsets, lengths, tensor, np.array(address, np.int64))
-    plan = plan_load(index.narrowed(tensor, requests), requests, sizes, aligned=source.aligned, complete=complete)
-    scattered = {scatter.want for scatter in plan.scatters}
-    memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in scattered}
-    opaque: list[Overlap] = []
-    spans: list[tuple[Overlap, ArchivedTensor]] = []
-    for part in plan.opaque:
+    runs, parts = plan_load(
+        index.narrowed(tensor, requests), requests, sizes, aligned=source.aligned, complete=complete
+    )
+    scatters = [part for part in parts if part.start >= 0]
+    wanted = {part.want for part in scatters}
+    memory = {want: scattered_memory(into[want], to_torch(by_code(codes[want]))) for want in wanted}
+    opaque: list[Scatter] = []
+    spans: list[tuple[Scatter, ArchivedTensor]] = []
+    for part in parts if len(parts) > len(scatters) else ():
+        if part.start >= 0:
+            continue
         found = source.strided(part.chunk)
         if found is None:
             opaque.append(part)
-        elif not _plan_strided(source, part, found, into, plan.scatters, memory):
+        elif not _plan_strided(part, found, into, scatters, memory):
             spans.append((part, found))
     threads, window = _limits(source, into, options)
-    plans = plan_files(plan.runs, plan.scatters, source.record.files, window_nbytes=window)
+    plans = plan_files(runs, scatters, source.record.files, window_nbytes=window)
     start = int(first_file * len(plans))
     plans = plans[start:] + plans[:start]
     nbytes = read_files(source.data_files, plans, memory, threads=threads, window_nbytes=window, keep_cached=True)
@@ -114,17 +118,14 @@ def fill(
 
 
 def _limits(source: Source, into: Sequence[torch.Tensor], options: Options) -> tuple[int, int]:
-    """Return the number of threads, and the size of the window of each."""
     on_host = all(each.device.type == "cpu" for each in into)
-    most = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
+    window = WINDOW_NBYTES if on_host else ACCELERATOR_WINDOW_NBYTES
     coded = any(file.chain is not None for file in source.record.files)
-    threads = preferred_requests(source.store, options.io_threads)
-    return divide_budget(threads, options.host_budget_bytes, most, coded=coded)[:2]
+    return limits_for_reads(source.store, options, window, coded=coded)
 
 
 def _plan_strided(
-    source: Source,
-    part: Overlap,
+    part: Scatter,
     found: ArchivedTensor,
     into: Sequence[torch.Tensor],
     scatters: list[Scatter],
@@ -146,11 +147,10 @@ def _plan_strided(
     want = len(into) + len(memory)
     memory[want] = scattered_memory(target, to_torch(found.dtype))
     scatters.append(
-        Scatter(
-            file=int(source.index.chunks.file[part.chunk]),
+        replace(
+            part,
             start=found.start,
             shape=sizes,
-            itemsize=found.dtype.itemsize,
             source=Box(placed(part.source.offsets, 0), placed(part.source.sizes, 1)),
             want=want,
             target=whole(tuple(target.shape)),
@@ -160,7 +160,7 @@ def _plan_strided(
 
 
 def _fill_spans(
-    source: Source, parts: Sequence[tuple[Overlap, ArchivedTensor]], into: Sequence[torch.Tensor], options: Options
+    source: Source, parts: Sequence[tuple[Scatter, ArchivedTensor]], into: Sequence[torch.Tensor], options: Options
 ) -> int:
     """Read chunks that are no boxes of an array, or in another byte order, from their first wanted byte to the last."""
     files, nbytes = torch_source.ItemFiles(source.store, {}), 0
@@ -168,7 +168,7 @@ def _fill_spans(
         items = []
         for part, found in batch:
             begin, span = found.span_of(part.source)
-            name = source.record.files[int(source.index.chunks.file[part.chunk])].name
+            name = source.record.files[part.file].name
             items.append(torch_source.Item(files.number(name), found.start + begin, span, name))
         for (part, found), data in zip(batch, torch_source.read_items(files, items, options), strict=True):
             nbytes += len(data)
@@ -185,7 +185,7 @@ class _TensorRefused(PickleRefused, pickle.UnpicklingError):
 
 
 def _fill_decoded(
-    source: torch_source.TorchSource, parts: Sequence[Overlap], into: Sequence[torch.Tensor], options: Options
+    source: torch_source.TorchSource, parts: Sequence[Scatter], into: Sequence[torch.Tensor], options: Options
 ) -> dict[int, torch.dtype]:
     """Read whole items and let torch decode them; return the stored dtype of each destination."""
     stored: dict[int, torch.dtype] = {}

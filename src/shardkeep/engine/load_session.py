@@ -210,7 +210,7 @@ class LoadSession:
             to, made = _find_targets(matched)
             synchronize_devices(into := to[-1])
             first, options = _first_file(self.store, self.world), self.options
-            if opened.peers and opened.peers.shares:
+            if opened.peers and opened.peers.team:
                 first, options = 0.0, opened.peers.remaining(options)
             nbytes = fill(matched.source, *to, options, first_file=first, complete=self.complete)
             synchronize_devices(into)

@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -113,14 +114,15 @@ class _NotFetchedError(Exception):
 class _Shelf:
     """Ranges that this rank owns, each fetched once, in a bounded amount of memory."""
 
-    def __init__(self, room_nbytes: int, takers: int) -> None:
-        self._room, self._takers = room_nbytes, takers
+    def __init__(self, room_nbytes: int) -> None:
+        self._room = room_nbytes
         self._changed = threading.Condition()
         self._held: dict[_Range, _Held] = {}
         self._nbytes = 0
 
     @contextmanager
-    def lend(self, wanted: _Range, fetch: Callable[[memoryview], None]) -> Iterator[memoryview]:
+    def lend(self, wanted: _Range, takers: int, fetch: Callable[[memoryview], None]) -> Iterator[memoryview]:
+        """Give the bytes of a range, which so many ranks take, once each."""
         with self._changed:
             # Peers that take what they asked for too slowly may hold all of the memory.
             if not self._changed.wait_for(
@@ -150,7 +152,7 @@ class _Shelf:
             with self._changed:
                 held.users -= 1
                 held.taken += 1
-                if not held.users and (held.failed or held.taken >= self._takers):
+                if not held.users and (held.failed or held.taken >= takers):
                     self._drop(wanted, held)
                 self._changed.notify_all()
 
@@ -196,10 +198,9 @@ class Peers:
         """Nothing is shared before `join`."""
         self._world, self._room = world, room_nbytes
         self._token = secrets.token_bytes(_TOKEN_NBYTES)
-        self._team: Team | None = None
-        self._shelf = _Shelf(0, 0)
+        self._team: Future[Team | None] = Future()
+        self._shelf = _Shelf(room_nbytes)
         self._lock = threading.Lock()
-        self._joined = threading.Event()
         self._closing = ExitStack()
         self._idle: dict[int, list[socket.socket]] = {}
         self._readers: dict[str, base.BlobReader] = {}
@@ -213,9 +214,9 @@ class Peers:
         return self._from_peers.nbytes
 
     @property
-    def shares(self) -> bool:
-        """Whether other ranks want the same bytes."""
-        return self._team is not None
+    def team(self) -> Team | None:
+        """The ranks that want the same bytes, when that is known and there are others."""
+        return self._team.result() if self._team.done() else None
 
     def remaining(self, options: Options) -> Options:
         """Return options with the memory that is left for this rank's own reads."""
@@ -237,11 +238,7 @@ class Peers:
         return msgspec.msgpack.encode(Offer(wants, host_identity(), host, port, self._token))
 
     def join(self, team: bytes) -> None:
-        if team:
-            found = msgspec.msgpack.decode(team, type=Team)
-            self._shelf = _Shelf(self._room, len(found.members))
-            self._team = found
-        self._joined.set()
+        self._team.set_result(msgspec.msgpack.decode(team, type=Team) if team else None)
 
     def close(self) -> None:
         """Stop: peers that still ask read for themselves."""
@@ -269,16 +266,17 @@ class Peers:
             connection.settimeout(_MOST_ANSWER_S)
             if not hmac.compare_digest(_receive(connection, _TOKEN_NBYTES), self._token):
                 return
-            self._joined.wait(_MOST_ANSWER_S)
+            wait([self._team], _MOST_ANSWER_S)
+            team = self.team
             while True:
                 connection.settimeout(None)  # until the next question
                 offset, nbytes, length = _REQUEST.unpack(_receive(connection, _REQUEST.size))
                 connection.settimeout(_MOST_ANSWER_S)
                 wanted = _Range(bytes(_receive(connection, length)).decode(), offset, nbytes)
                 try:
-                    if nbytes > _RANGE_NBYTES:
+                    if nbytes > _RANGE_NBYTES or team is None:
                         raise _NotFetchedError
-                    with self._shelf.lend(wanted, partial(self._fetch, wanted)) as data:
+                    with self._shelf.lend(wanted, len(team.members), partial(self._fetch, wanted)) as data:
                         connection.sendall(_ANSWER.pack(True))
                         connection.sendall(data)
                 except (CheckpointError, _NotFetchedError):
@@ -308,7 +306,7 @@ class Peers:
 
     def read(self, name: str, offset: int, into: memoryview, alone: Callable[[int, memoryview], None]) -> None:
         """Fill `into` from this rank's share, from the range's owner, or if that fails from the store."""
-        team = self._team
+        team = self.team
         for at in range(0, len(into), _RANGE_NBYTES):
             view = into[at : at + _RANGE_NBYTES]
             wanted = _Range(name, offset + at, len(view))
@@ -318,7 +316,7 @@ class Peers:
                 alone(wanted.offset, view)
             elif owner == team.own:
                 try:
-                    with self._shelf.lend(wanted, fetch) as data:
+                    with self._shelf.lend(wanted, len(team.members), fetch) as data:
                         copy(view, data)
                 except _NotFetchedError:
                     alone(wanted.offset, view)

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 
@@ -39,7 +39,7 @@ from shardkeep.engine.reader import (
     read_files,
     saved_at,
 )
-from shardkeep.engine.workers import divide_budget, run_workers
+from shardkeep.engine.workers import limits_for_reads, run_workers
 from shardkeep.format.boxes import ITEMSIZES, Box, IntArray, Rows, concat_ranges, ints, segment_starts
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import Index, Strings, build_index, decode_index, decoding, strings_of
@@ -49,7 +49,7 @@ from shardkeep.format.values import Container, Node, encode_tree, encode_value
 from shardkeep.layouts import torch as layout
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import Runs, check_tensors, chunk_rows, plan_files, tensor_nbytes
-from shardkeep.storage.base import BlobReader, ReadableStore, preferred_requests, read_range, with_any_names
+from shardkeep.storage.base import BlobReader, ReadableStore, read_range, with_any_names
 from shardkeep.storage.buffers import address_of
 
 log = logging.getLogger("shardkeep")
@@ -60,7 +60,6 @@ Path = tuple[str | int, ...]
 FORMAT = "torch.distributed.checkpoint"
 _SMALL_NBYTES = 16 << 10
 """Items up to this size are looked at as a whole, several in one read."""
-_GROUP_NBYTES = 4 << 20
 _HEAD_NBYTES, _TAIL_NBYTES = 2048, 1024
 _BATCH_NBYTES = 256 << 20
 """Items that must be read whole are read this much at a time."""
@@ -138,7 +137,7 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
     """Return the bytes of whole items, verified where their files have digests."""
     check_inside(files.entries, items)
     buffers = [bytearray(item.nbytes) for item in items]
-    threads, window = _limits(files, options)
+    threads, window = limits_for_reads(files.store, options)
     rows = [
         (item.file, item.offset, item.nbytes, address_of(memoryview(buffer)))
         for item, buffer in zip(items, buffers, strict=True)
@@ -153,11 +152,6 @@ def read_items(files: ItemFiles, items: Sequence[Item], options: Options) -> lis
     data_files = DataFiles(files.store, files.entries, keys_at, files.digests)
     read_files(data_files, plans, {}, threads=threads, window_nbytes=window)
     return buffers
-
-
-def _limits(files: ItemFiles, options: Options) -> tuple[int, int]:
-    """Return the number of threads, and the size of the window of each."""
-    return divide_budget(preferred_requests(files.store, options.io_threads), options.host_budget_bytes)[:2]
 
 
 def item_batches(
@@ -531,43 +525,29 @@ def find_tensors(files: ItemFiles, items: Sequence[Item]) -> list[ArchivedTensor
     found: dict[Item, ArchivedTensor | None] = {}
     # Archives of equal tensors begin with the same bytes: the heads of some, by the size of the archive.
     heads: dict[int, list[tuple[bytes, ArchivedTensor]]] = {}
-    for file, of_file in groupby(sorted({*items}), key=lambda item: item.file):
-        name = files.entries[file].name
-        with closing(files.store.open(name)) as reader:
-            for item, get in _views(reader, of_file):
-                known = heads.setdefault(item.nbytes, [])
-                found[item] = next((tensor for head, tensor in known if get(0, len(head)) == head), None)
-                if found[item] is None:
-                    where = f"{name} ({item.key!r} at offset {item.offset})"
-                    found[item] = made = find_tensor(get, item.nbytes, where=where)
-                    if made is not None and len(known) < _KNOWN_HEADS:
-                        known.append((get(0, made.start), made))
+
+    def look(item: Item, get: Callable[[int, int], bytes]) -> None:
+        known = heads.setdefault(item.nbytes, [])
+        found[item] = next((tensor for head, tensor in known if get(0, len(head)) == head), None)
+        if found[item] is None:
+            where = f"{files.entries[item.file].name} ({item.key!r} at offset {item.offset})"
+            found[item] = made = find_tensor(get, item.nbytes, where=where)
+            if made is not None and len(known) < _KNOWN_HEADS:
+                known.append((get(0, made.start), made))
+
+    small = sorted(item for item in {*items} if item.nbytes <= _SMALL_NBYTES)
+    for batch in item_batches(small, lambda item: item.nbytes):
+        for item, data in zip(batch, read_items(files, batch, Options()), strict=True):
+            look(item, partial(_slice_of, bytes(data)))
+    for number, of_file in groupby(sorted({*items}.difference(small)), key=lambda item: item.file):
+        with closing(files.store.open(files.entries[number].name)) as reader:
+            for item in of_file:
+                look(item, view_of(reader, item))
     return [found[item] for item in items]
 
 
-def _views(reader: BlobReader, items: Iterable[Item]) -> Iterator[tuple[Item, Callable[[int, int], bytes]]]:
-    """Give access to each item's bytes: small neighbours from one read, large items by their two ends."""
-    groups: list[list[Item]] = []
-    for item in items:
-        first = groups[-1][0] if groups else None
-        together = first is not None and max(first.nbytes, item.nbytes) <= _SMALL_NBYTES
-        if first is not None and together and item.offset + item.nbytes - first.offset <= _GROUP_NBYTES:
-            groups[-1].append(item)
-        else:
-            groups.append([item])
-    for group in groups:
-        first, last = group[0], group[-1]
-        if first.nbytes > _SMALL_NBYTES:
-            yield first, view_of(reader, first)
-            continue
-        data = bytes(read_range(reader, first.offset, last.offset + last.nbytes - first.offset))
-        for item in group:
-            base = item.offset - first.offset
-
-            def get(at: int, size: int, held: bytes = data[base : base + item.nbytes]) -> bytes:
-                return held[at : at + size]
-
-            yield item, get
+def _slice_of(held: bytes, at: int, size: int) -> bytes:
+    return held[at : at + size]
 
 
 def view_of(reader: BlobReader, item: Item) -> Callable[[int, int], bytes]:
@@ -631,6 +611,6 @@ def bad_archives(
                 found.append(errors.MalformedFile.of(name, why, key=item.key))
             else:
                 parts += [entry._replace(start=item.offset + entry.start) for entry in entries]
-        threads, window = _limits(files, Options())
+        threads, window = limits_for_reads(files.store, Options())
         run_workers(parts, check, threads=min(threads, len(parts)) or 1, buffer_nbytes=window)
     yield from found

@@ -130,6 +130,14 @@ def divide_budget(
     return WorkerBudget(count, size, max(part_nbytes, room))
 
 
+def limits_for_reads(
+    store: object, options: Options, window_nbytes: int = WINDOW_NBYTES, *, coded: bool = False
+) -> tuple[int, int]:
+    """Return the number of threads that read from a store, and the size of the window of each."""
+    threads = preferred_requests(store, options.io_threads)
+    return divide_budget(threads, options.host_budget_bytes, window_nbytes, coded=coded)[:2]
+
+
 def budget_for_store(store: object, threads: int, budget_nbytes: int, *, coded: bool) -> WorkerBudget:
     """Divide a budget for writing to a store, by the number and the size of requests that the store prefers."""
     return divide_budget(

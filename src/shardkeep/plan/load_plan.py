@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
@@ -73,7 +73,7 @@ class Scatter:
 
     file: int
     start: int
-    """Byte offset of the chunk in its file's data."""
+    """Byte offset of the chunk in its file's data; -1: it is not stored as plain row-major elements, and the layout says how."""
     shape: Ints
     """Shape of the chunk."""
     itemsize: int
@@ -83,32 +83,13 @@ class Scatter:
     """Row of the destination."""
     target: Box
     """The same box, inside the destination."""
-
-
-class Overlap(NamedTuple):
-    """The common part of a destination and a stored chunk whose elements are not stored as plain row-major bytes."""
-
-    want: int
-    chunk: int
-    """Row of the chunk in the index."""
-    source: Box
-    """The common part, inside the chunk."""
-    target: Box
-    """The same box, inside the destination."""
-
-
-class ByteRanges(NamedTuple):
-    """All bytes that fill a list of destinations."""
-
-    runs: Runs
-    scatters: list[Scatter]
-    opaque: list[Overlap]
-    """What must be read in a way that only the layout knows."""
+    chunk: int = field(default=-1, compare=False)
+    """Row of the chunk in the index, or the part of it, that was planned from."""
 
 
 def plan_load(
     index: Index, requests: ReadRequests, data_nbytes: IntArray, *, aligned: bool = True, complete: bool = True
-) -> ByteRanges:
+) -> tuple[Runs, list[Scatter]]:
     """
     Find the stored bytes of every request, and check the stored chunks that it touches.
 
@@ -137,16 +118,13 @@ def plan_load(
     ndim = index.tensors.ndim[tensor[loose]].tolist()
     sources, targets, shapes = (_tuples(boxes.take(loose), ndim) for boxes in (source, target, stored))
     plain = (column[loose].tolist() for column in (want, rows, file, start, itemsize))
-    scatters: list[Scatter] = []
-    opaque: list[Overlap] = []
-    for number, chunk, at_file, at, element, inside, outside, shape in zip(
-        *plain, sources, targets, shapes, strict=True
-    ):
-        if at < 0:
-            opaque.append(Overlap(number, chunk, inside, outside))
-        else:
-            scatters.append(Scatter(at_file, at, shape.sizes, element, inside, number, outside))
-    return ByteRanges(Runs(*(column[run] for column in columns)), scatters, opaque)
+    scatters = [
+        Scatter(at_file, at, shape.sizes, element, inside, number, outside, chunk)
+        for number, chunk, at_file, at, element, inside, outside, shape in zip(
+            *plain, sources, targets, shapes, strict=True
+        )
+    ]
+    return Runs(*(column[run] for column in columns)), scatters
 
 
 def _overlapping(index: Index, owner: IntArray, requests: ReadRequests) -> tuple[IntArray, IntArray]:
