@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.engine.process import rpc
+from shardkeep.engine.process import client, rpc
 from shardkeep.engine.process.client import SharedMemory, WriterProcess, writer_manager
 from shardkeep.engine.process.rpc import ReplyDeadline, WaitPolicy
 from shardkeep.engine.process.server import CreateFile, WriteBytes, WriteRuns
@@ -249,8 +249,9 @@ def test_one_that_hangs_is_ended_at_the_deadline(place):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_a_cancelled_save_leaves_nothing(place, hangs):
+def test_a_cancelled_save_leaves_nothing(place, hangs, monkeypatch):
     """A slow process goes on when it answers; one that hangs is ended, long before the deadline, and replaced."""
+    monkeypatch.setattr(client, "CANCELLED_S", rpc.CANCELLED_S if hangs else PATIENCE_S)
     pid = started_child(place)
     stop(pid)
     handle = save(large(), f"{place}-2", options=sk.Options(io_threads=2, timeout_s=10 * PATIENCE_S))

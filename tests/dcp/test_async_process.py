@@ -202,6 +202,12 @@ def test_without_descriptors_the_error_says_so(tmp_path, monkeypatch):
     assert torch.equal(loaded(tmp_path / "d", w=torch.empty(3))["w"], numbered(3))
 
 
+def until_asked(process):
+    """Wait until a request is on its way to a process."""
+    while process._free.qsize() == process.pipes:
+        time.sleep(0.001)
+
+
 class Locked(DefaultSavePlanner):
     def __init__(self):
         super().__init__()
@@ -218,7 +224,7 @@ def test_shared_memory_of_failed_saves_is_given_back(tmp_path):
     lane = group_saves_of(None, no_dist=True)
     os.kill(lane.saver.pid, signal.SIGSTOP)  # so that it dies with the state under way
     future = begin(state, tmp_path / "a")
-    time.sleep(0.3)
+    until_asked(lane.saver)
     os.kill(lane.saver.pid, signal.SIGKILL)
     with pytest.raises(CheckpointException, match="SIGKILL in step 'begin'"):
         future.result(60)
@@ -246,7 +252,7 @@ def test_our_own_writer_needs_no_process_of_the_script(tmp_path):
     pid = writer_manager().pid
     os.kill(pid, signal.SIGSTOP)
     future = quietly(async_save, state, checkpoint_id=tmp_path / "2", async_checkpointer_type=PROCESS, no_dist=True)
-    time.sleep(0.2)
+    until_asked(writer_manager()._process)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(CheckpointException, match="SIGKILL"):
         future.result(60)

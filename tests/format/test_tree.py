@@ -218,11 +218,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_trees_are_refused(data):
-    began = time.perf_counter()
+    began = time.process_time()
     expected = PickleRefused if data is HOSTILE["a pickled key"] else MalformedFile
     with pytest.raises(expected, match="tree"):
         decode_tree(data)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_depth_is_the_same_on_both_sides():

@@ -107,7 +107,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_malformed_bytes_raise_malformed_file(data):
-    began = time.perf_counter()
+    began = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(MalformedFile, match=r"^'model\.x': stored value is malformed"):
@@ -116,18 +116,18 @@ def test_malformed_bytes_raise_malformed_file(data):
     finally:
         tracemalloc.stop()
     assert peak < 100 * len(data) + 200_000
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_keys_of_one_hash_do_not_hang():
     """A forged set whose items all have one hash is refused before it takes quadratic time."""
     prime = sys.hash_info.modulus
     items = [prime * i for i in range(50_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     for forged in (ext(5, *items), ext(7, *items)):
         with pytest.raises(MalformedFile, match="one hash"):
             decode_value(forged, key="k")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_what_only_this_machine_lacks_is_no_damage():

@@ -101,6 +101,8 @@ class Proxy:
         self.counts = Counts()
         self._lock = threading.Lock()
         self.over = threading.Event()
+        self.hurry = threading.Event()
+        """Set it to end all delays."""
         self._open = set()
         self._threads = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -126,6 +128,7 @@ class Proxy:
 
     def __exit__(self, *_):
         self.over.set()
+        self.hurry.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -235,7 +238,7 @@ class _Link:
             self._proxy.over.wait(None)
             raise _Cut
         if rule and fault in {"delay", "broken"}:
-            self._proxy.over.wait(rule.delay_s)
+            self._proxy.hurry.wait(rule.delay_s)
         if fault in {"slow_down", "broken"}:
             _drain(self._client, nbytes - len(early))
             self._client.sendall(_error(fault))

@@ -122,7 +122,7 @@ def test_what_was_left_behind_does_not_stay(s3_server, s3_place, monkeypatch, nb
         with scope.active():
             writer = place.create("late", nbytes)
         writer.write_at(0, memoryview(bytes(nbytes)))
-        proxy.rules = [Rule("delay", method=method, path=path, delay_s=1.5)]
+        proxy.rules = [Rule("delay", method=method, path=path, delay_s=60)]
         finished = pool.submit(writer.finish)
         while not proxy.counts.faults["delay"]:
             time.sleep(0.01)
@@ -131,6 +131,7 @@ def test_what_was_left_behind_does_not_stay(s3_server, s3_place, monkeypatch, nb
             finished.result()
         writer.abandon()
         [sending] = [each for each in threading.enumerate() if each.name == thread]
+        proxy.hurry.set()
         sending.join()
         assert proxy.counts.requests[-1].path.endswith("?delete"), "it was there"
         assert list(place.list()) == []

@@ -185,7 +185,7 @@ def leave_early(leaving):
     began = time.monotonic()
     text = "nothing"
     try:
-        with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
+        with rendezvous(current_world(timeout_s=100), "save to a") as meeting:
             meeting.agree("plan", bytes, echo)
             if rank() == leaving:
                 raise OSError("lost my disk")
@@ -198,7 +198,7 @@ def leave_early(leaving):
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool, leaving):
     heard = rank_pool.run(3, leave_early, leaving)
-    assert max(seconds for seconds, _, _ in heard) < 3
+    assert max(seconds for seconds, _, _ in heard) < 30
     assert [answer for _, _, answer in heard] == [b"0,1,2>0", b"0,1,2>1", b"0,1,2>2"]
     texts = [text for _, text, _ in heard]
     assert texts.pop(leaving) == "lost my disk"
