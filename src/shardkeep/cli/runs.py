@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
 from shardkeep.cli.output import UsageError, did_you_mean, format_count, natural_order
-from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointNotFound
+from shardkeep.errors import CheckpointError, CheckpointNotFound
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.manage.catalog import Catalog, Walk
 from shardkeep.manage.entry import Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.opening import open as open_checkpoint
-from shardkeep.storage.base import broken_path, is_single_file, local_path
+from shardkeep.storage.base import broken_path, exists, is_single_file, local_path
 from shardkeep.storage.resolve import open_root, open_store
 
 _LEVELS = 2
@@ -125,8 +125,7 @@ def open_run(where: str, template: str | None = None, *, must_exist: bool) -> Ru
     if must_exist and not (any(root.places()) or any(root.list()) if path is None else os.path.isdir(path)):
         raise UsageError(f"{where}: there is no run here", hint=suggest_path(where))
     for name in (RECORD_NAME, METADATA_NAME):
-        with suppress(BlobNotFound):
-            store.open(name).close()
+        if exists(store, name):
             parent, _ = split_path(where)
             hint = f"give the directory that contains it: {parent}" if parent else ""
             raise UsageError(f"{where} is a checkpoint, not a run", hint=hint)

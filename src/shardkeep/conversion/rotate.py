@@ -7,7 +7,6 @@ stays valid.
 
 from __future__ import annotations
 
-import errno
 import os
 
 from msgspec.structs import replace
@@ -15,11 +14,11 @@ from msgspec.structs import replace
 from shardkeep.codecs.chain import rewrapped
 from shardkeep.engine.codecs import keys_for, open_chains
 from shardkeep.engine.sources import find
-from shardkeep.errors import CheckpointExists, KeyMissing, StateError, StorageError
+from shardkeep.errors import CheckpointExists, KeyMissing, StateError
 from shardkeep.format.record import FORMAT, RECORD_NAME, encode_record
 from shardkeep.layouts import native
 from shardkeep.options import Options
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import Store, put_if_unchanged
 from shardkeep.storage.resolve import open_store
 
 
@@ -73,12 +72,8 @@ def rotate_keys(where: str | os.PathLike[str] | Store, *, options: Options | Non
     if renewed == record:
         return False
     open_chains(renewed, options, where=store.url)  # asks for the keys again
-    try:
-        store.put(RECORD_NAME, encode_record(renewed), over=version)
-    except StorageError as exc:
-        if exc.errno != errno.EEXIST:
-            raise
+    if not put_if_unchanged(store, RECORD_NAME, encode_record(renewed), version):
         raise CheckpointExists(
             f"{store.url}: another save has replaced the checkpoint meanwhile", hint="rotate its keys again"
-        ) from exc
+        )
     return True

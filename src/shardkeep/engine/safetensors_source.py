@@ -38,7 +38,7 @@ from shardkeep.layouts import safetensors as layout
 from shardkeep.layouts.safetensors_publish import ModelDirectory, list_model
 from shardkeep.layouts.torch import METADATA_NAME, is_data
 from shardkeep.options import Options
-from shardkeep.storage.base import ReadableStore, Store, is_single_file, local_path, parent_of
+from shardkeep.storage.base import ReadableStore, Store, exists, is_single_file, local_path, parent_of
 from shardkeep.storage.local import LocalStore
 from shardkeep.storage.resolve import open_store
 
@@ -303,11 +303,7 @@ def single_file(store: Store, suffixes: tuple[str, ...]) -> tuple[Store, str] | 
     # The store's own parent has the options that it was opened with.
     parent = parent_of(store)
     place = open_store(above, direct=False) if parent is None else parent[0]
-    try:
-        place.open(name).close()
-    except errors.BlobNotFound:
-        return None
-    return place, name
+    return (place, name) if exists(place, name) else None
 
 
 def _folder(store: Store) -> ModelDirectory | None:

@@ -28,7 +28,7 @@ from shardkeep.layouts import native
 from shardkeep.layouts.safetensors import SUFFIX
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Options
-from shardkeep.storage.base import ReadableStore, Store, is_single_file
+from shardkeep.storage.base import ReadableStore, Store, exists, is_single_file
 
 
 def find(store: Store) -> FoundCheckpoint:
@@ -68,11 +68,8 @@ def find_committed(store: Store) -> FoundCheckpoint:
 
 def latest(store: Store) -> str | None:
     """Return the name of the later commit marker if there is one of each layout; else None."""
-    for name in (METADATA_NAME, RECORD_NAME):
-        try:
-            store.open(name).close()
-        except BlobNotFound:
-            return None
+    if not all(exists(store, name) for name in (METADATA_NAME, RECORD_NAME)):
+        return None
     when = {info.name: info.modified_s for info in store.list() if info.name in (METADATA_NAME, RECORD_NAME)}
     return max(when, key=lambda name: when[name], default=None)
 

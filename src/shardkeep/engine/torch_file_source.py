@@ -36,7 +36,7 @@ from shardkeep.format.torch_zip import ArchivedState, ArchivedTensor, data_start
 from shardkeep.format.values import Container, Node, Part, encode_tree, encode_value, is_part, join
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import chunk_rows
-from shardkeep.storage.base import ReadableStore, Store, local_path, preferred_requests, with_any_names
+from shardkeep.storage.base import ReadableStore, Store, exists, local_path, preferred_requests, with_any_names
 from shardkeep.storage.file_systems import BlobInput
 from shardkeep.storage.resolve import open_store
 
@@ -151,12 +151,9 @@ def find_torch_model(store: Store) -> FoundCheckpoint | None:
     """Find a Hugging Face model that `torch.save` wrote; None if there is none."""
     place = with_any_names(store)
     for name in (_INDEX_NAME, _MODEL_NAME):
-        try:
-            place.open(name).close()
-        except errors.BlobNotFound:
-            continue
-        homes = read_weight_map(name, place) if name == _INDEX_NAME else {}
-        return open_torch_files(place, sorted(set(homes.values())) or [name], homes, name)
+        if exists(place, name):
+            homes = read_weight_map(name, place) if name == _INDEX_NAME else {}
+            return open_torch_files(place, sorted(set(homes.values())) or [name], homes, name)
     return None
 
 

@@ -7,7 +7,6 @@ a file of the committed checkpoint.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import os
 import re
@@ -310,13 +309,9 @@ def publish(
     encoded = record_format.encode_record(record)
     _check_size("commit record", encoded, MAX_RECORD_NBYTES)
     _check_readable(lambda: record_format.decode_record(encoded, "the commit record"))
-    try:
-        # The record must be written last, because a reader that sees it trusts every file it names.
-        store.put(RECORD_NAME, encoded, over=over)
-    except errors.StorageError as exc:
-        if exc.errno != errno.EEXIST:
-            raise
-        raise _beaten(store) from exc
+    # The record must be written last, because a reader that sees it trusts every file it names.
+    if not base.put_if_unchanged(store, RECORD_NAME, encoded, over):
+        raise _beaten(store)
     return record
 
 

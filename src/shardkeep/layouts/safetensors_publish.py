@@ -31,7 +31,6 @@ Files are removed only if their header shows that a checkpoint writer made them,
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -42,9 +41,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile, StorageError
+from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, MalformedFile
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, INDEX_NAME, SAVE_ID_KEY, SUFFIX, marked_name, read_header
-from shardkeep.storage.base import ReadableStore, Store, Version, is_name, local_path, with_any_names
+from shardkeep.storage.base import ReadableStore, Store, Version, is_name, local_path, put_if_unchanged, with_any_names
 from shardkeep.storage.local import directory_lock, make_directory, storage_errors, sync_directory
 
 NOTE_NAME = "shardkeep-publish.json"
@@ -391,12 +390,8 @@ def _prepare_store(store: Store) -> ModelDirectory:
 
 def _swap_note(store: Store, note: PublishNote, *, over: Version | None) -> None:
     """Put a note over the one of that version, or where there is none."""
-    try:
-        store.put(NOTE_NAME, msgspec.json.encode(note), over=over)
-    except StorageError as exc:
-        if exc.errno != errno.EEXIST:
-            raise
-        raise _taken_over(store) from exc
+    if not put_if_unchanged(store, NOTE_NAME, msgspec.json.encode(note), over):
+        raise _taken_over(store)
 
 
 def _taken_over(store: Store) -> CheckpointExists:
@@ -427,13 +422,8 @@ def _finish_in_store(store: Store, note: PublishNote) -> None:
     index = unpublished_name(INDEX_NAME, note.save_id)
     if note.index:
         there = store.version(INDEX_NAME)  # read first: an index file that is put later may be of a later save
-        try:
-            store.put(INDEX_NAME, store.get(index, limit=_MOST_SMALL_NBYTES), over=there)
-        except BlobNotFound:
-            pass  # put already
-        except StorageError as exc:
-            if exc.errno != errno.EEXIST:  # else another process has just put it
-                raise
+        with suppress(BlobNotFound):  # put already; else another process may just have put it
+            put_if_unchanged(store, INDEX_NAME, store.get(index, limit=_MOST_SMALL_NBYTES), there)
     else:
         store.delete(INDEX_NAME)
     for name in note.remove:

@@ -50,7 +50,7 @@ DEFAULT_TEMPLATE = "step-{step}"
 _PIN_PREFIX = "pin."
 LATEST_NAME = "latest"
 """The file of a root that names its newest checkpoint."""
-_MAX_NBYTES = 4096  # of a pin, and of the file `latest`
+_MAX_NBYTES = 4096  # of the file `latest`
 _THREADS = 16  # how many records are read at a time: most of that time is spent waiting for the disk or the network
 _MAX_STRANGERS = 3
 
@@ -104,15 +104,7 @@ def pinned(root: base.Store) -> set[str]:
 
 def is_pinned(root: base.ReadableStore, name: str) -> bool:
     """Return whether a checkpoint is pinned right now."""
-    if not base.is_name(_PIN_PREFIX + name):
-        return False
-    try:
-        root.get(_PIN_PREFIX + name, limit=_MAX_NBYTES)
-    except errors.BlobNotFound:
-        return False
-    except errors.MalformedFile:  # the pin file was edited
-        return True
-    return True
+    return base.is_name(_PIN_PREFIX + name) and base.exists(root, _PIN_PREFIX + name)
 
 
 def pin(root: base.Store, name: str) -> None:
@@ -203,7 +195,7 @@ class Catalog:
 
     def read(self, names: Iterable[str], pins: Collection[str] | None = None) -> list[Entry]:
         """Read the entries of these names, without empty directories; `pins` are names that are pinned, if that is known."""
-        found = map_in_threads(partial(self._look, pins=pins), list(names), _THREADS, "shardkeep-catalog")
+        found = map_in_threads(partial(self.get, pins=pins), list(names), _THREADS, "shardkeep-catalog")
         return [entry for entry in found if entry is not None]
 
     def entries(self) -> list[Entry]:
@@ -224,15 +216,12 @@ class Catalog:
             found = next((entry for entry in self.entries() if entry.step == step), None)
         return found
 
-    def get(self, name: str) -> Entry | None:
-        return self._look(name)
-
     def hinted(self) -> Entry | None:
         """Return the committed checkpoint that the file `latest` names, if the template gives its name."""
         with suppress(errors.CheckpointError, UnicodeDecodeError):
             name = self.root.get(LATEST_NAME, limit=_MAX_NBYTES).decode().strip()
             step = self.naming.step(name)
-            entry = None if step is None else self._look(name)
+            entry = None if step is None else self.get(name)
             if entry is not None and entry.committed and entry.save_id and entry.step == step:
                 return entry
         return None
@@ -247,7 +236,8 @@ class Catalog:
         found = {name: template for name in others if (template := template_of(name))}
         return dict(list(found.items())[:_MAX_STRANGERS])
 
-    def _look(self, name: str, pins: Collection[str] | None = None) -> Entry | None:
+    def get(self, name: str, pins: Collection[str] | None = None) -> Entry | None:
+        """Read the entry of this name; None for an empty directory. `pins` are names that are pinned, if that is known."""
         store, step = self.root.place(name), self.naming.step(name)
         about = Entry(
             name=name,
@@ -259,7 +249,10 @@ class Catalog:
         try:
             if self._lists_all and name.endswith(_FILE_SUFFIXES) and single_file(store, _FILE_SUFFIXES) is not None:
                 about = replace(about, step=_guess_step(name), layout="torch.save", managed=False)
-                return _of_torch_file(store, about)
+                # They are raised for anything but a dict of names, and for files from before torch 1.6.
+                with suppress(errors.UnsupportedLeaf, errors.UnsupportedVersion):
+                    return (file := find_torch_file(store)) and _of_another_program(file.record, about)
+                return None
             try:
                 record = record_in(store)
             except errors.BlobNotFound:
@@ -288,15 +281,6 @@ def _at_step_of(record: Record, about: Entry) -> Entry:
 def _of_another_program(record: Record, about: Entry) -> Entry:
     found = with_record(_at_step_of(record, about), record)
     return replace(found, layout=about.layout, save_id="", record=None, managed=False)
-
-
-def _of_torch_file(store: base.Store, about: Entry) -> Entry | None:
-    """Describe a file of `torch.save`; None for a file of something else."""
-    try:
-        file = find_torch_file(store)
-    except (errors.UnsupportedLeaf, errors.UnsupportedVersion):  # no dict of names, or from before torch 1.6
-        return None
-    return None if file is None else _of_another_program(file.record, about)
 
 
 def _guess_step(name: str) -> int:

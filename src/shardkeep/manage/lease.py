@@ -21,7 +21,6 @@ The lease is a file in the root that its holder rewrites regularly. Reading a ro
 from __future__ import annotations
 
 import atexit
-import errno
 import logging
 import os
 import secrets
@@ -37,9 +36,9 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from shardkeep.dist.world import collision_hint
-from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse, StorageError
+from shardkeep.errors import BlobNotFound, CheckpointError, LeaseLost, MalformedFile, RootInUse
 from shardkeep.manage.schedule import CLOCK, Clock
-from shardkeep.storage.base import Root, Store, Version, explaining_place
+from shardkeep.storage.base import Root, Store, Version, explaining_place, put_if_unchanged
 from shardkeep.storage.cancel import spawn_daemon
 from shardkeep.storage.local import host_identity, process_start
 
@@ -307,15 +306,11 @@ class Lease:
     def _write(self, over: Version | None) -> bool:
         """Write the lease over a version, or where there is none; return False if another version is there."""
         begun_s = self._clock()
-        try:
-            with explaining_place(self._root):
-                self._root.put(LEASE_NAME, msgspec.json.encode(self._mine), over=over)
-        except StorageError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            return False
-        self._written_s = begun_s
-        return True
+        with explaining_place(self._root):
+            done = put_if_unchanged(self._root, LEASE_NAME, msgspec.json.encode(self._mine), over)
+        if done:
+            self._written_s = begun_s
+        return done
 
     def _read(self) -> bytes | None:
         """Read the lease; another job's until two answers agree, because a network may corrupt what is read."""

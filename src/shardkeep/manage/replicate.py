@@ -46,7 +46,7 @@ from shardkeep.manage.prune import Pruner
 from shardkeep.manage.retention import Policy, plan
 from shardkeep.manage.schedule import Clock
 from shardkeep.options import Options, decodable
-from shardkeep.storage.base import Root, Store, Version, free_nbytes
+from shardkeep.storage.base import Root, Store, Version, free_nbytes, put_if_unchanged
 from shardkeep.storage.cancel import run_with_deadline, spawn_daemon
 from shardkeep.storage.retry import RetryingStore, RetryPolicy
 
@@ -283,15 +283,11 @@ class ReplicationCoordinator:
         self.lease.check()
         if entry.timeline > newest_timeline:  # see `Walk`
             self._far.root.delete(LATEST_NAME)
-        try:
-            place.put(RECORD_NAME, data, over=over)
-        except errors.StorageError as exc:
-            if exc.errno != errno.EEXIST:
-                raise
+        if not put_if_unchanged(place, RECORD_NAME, data, over):
             raise errors.CheckpointExists(
                 f"{place.url}: another job has committed a checkpoint here meanwhile",
                 hint="let only one job promote to a root",
-            ) from exc
+            )
         _require_record(place, data)
         orphans.discard(place, [claim_name(record.save_id)])
         self._partial.discard(order.name)

@@ -25,8 +25,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from shardkeep.errors import BlobNotFound, CheckpointError, StateError
-from shardkeep.storage.base import Store, is_name, is_sequential
+from shardkeep.errors import CheckpointError, StateError
+from shardkeep.storage.base import Store, exists, is_name, is_sequential
 from shardkeep.storage.cancel import spawn_daemon
 
 log = logging.getLogger("shardkeep")
@@ -155,10 +155,9 @@ class SaveRequests:
     def _take_file(self, file: str) -> bool:
         """Return whether the file is there, and delete it."""
         try:
-            self._root.open(file).close()
-        except BlobNotFound:
-            self._stuck = False
-            return False
+            if not exists(self._root, file):
+                self._stuck = False
+                return False
         except CheckpointError as error:
             log.warning("cannot look for %s in %s: %s", file, self._root.url, error)
             return False

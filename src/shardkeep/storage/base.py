@@ -282,6 +282,26 @@ def delete_all(store: WritableStore, names: Sequence[str]) -> None:
         store.delete(name)
 
 
+def exists(store: ReadableStore, name: str) -> bool:
+    """Return whether a blob exists, without reading it."""
+    try:
+        store.open(name).close()
+    except BlobNotFound:
+        return False
+    return True
+
+
+def put_if_unchanged(store: Store, name: str, data: bytes, over: Version | None) -> bool:
+    """Put a small blob over a version, or where there is none; return False if another version is there."""
+    try:
+        store.put(name, data, over=over)
+    except StorageError as exc:
+        if exc.errno != errno.EEXIST:
+            raise
+        return False
+    return True
+
+
 def is_sequential(store: object) -> bool:
     """Return whether parts of a blob should arrive nearly in order; the store buffers those that do not (`sequential`)."""
     return bool(_find(store, "sequential"))

@@ -21,10 +21,10 @@ from typing import Any, cast
 
 from typing_extensions import Buffer
 
-from shardkeep.errors import BlobNotFound, BrokenProtocol, CheckpointError
+from shardkeep.errors import BrokenProtocol, CheckpointError
 from shardkeep.options import Options
 from shardkeep.storage import base
-from shardkeep.storage.base import BlobReader, BlobWriter, Store, broken_path, check_below, read_blob, scheme_of
+from shardkeep.storage.base import BlobReader, BlobWriter, Store, broken_path, check_below, exists, read_blob, scheme_of
 from shardkeep.storage.buffers import PerThread
 from shardkeep.storage.fsspec import url_to_fs
 from shardkeep.storage.local import LocalStore, storage_errors
@@ -413,12 +413,7 @@ class StoreFileSystem(FileSystemBase):
         return isinstance(checkpoint_id, str) and "://" in checkpoint_id
 
     def exists(self, path: PathLike) -> bool:
-        store, name = self._blob(path)
-        try:
-            store.open(name).close()
-        except BlobNotFound:
-            return False
-        return True
+        return exists(*self._blob(path))
 
     def rm_file(self, path: PathLike) -> None:
         store, name = self._blob(path)
