@@ -11,7 +11,6 @@ from shardkeep.dcp._impl.file_writer import (
     _split_by_size_and_type,
     _write_item,
 )
-from shardkeep.dcp._impl.hf_files import *
 from shardkeep.engine.stagers import BlockingAsyncStager as BlockingAsyncStager
 from shardkeep.layouts.safetensors import *
 from shardkeep.layouts.torch_values import *

@@ -183,13 +183,23 @@ def build_model_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mappin
 
 # -- names of files, and keys in their metadata ------------------------------------------------------------------------
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME = _metadata_fn = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 FILE_NAME = "model-{cpt_idx}-of-{num_files}"
 SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
 
-CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
+# The names and values of torch's `_hf_utils`.
+DEFAULT_EXTRA_METADATA_KEY = "__metadata__"
+SHAPE_KEY = "shape"
+DATA_KEY = "data"
+DTYPE_KEY = "dtype"
+DATA_OFFSETS_KEY = "data_offsets"
+NUM_BYTES_FOR_HEADER_LEN = 8
+SHARDED_DIR_NAME = "sharded"
+HF_DCP_VERSION: float = 1.0
+DCP_VERSION_KEY = "DCP_VERSION"
+DCP_SHARDING_INFO_KEY = CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
 """In files of a distributed checkpoint: where each tensor begins in its whole tensor."""
 SAVED_OFFSETS_KEY = "saved_offsets"
 FORMAT_KEY = "format"

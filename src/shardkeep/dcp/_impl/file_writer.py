@@ -14,11 +14,14 @@ import dataclasses
 import heapq
 import io
 import itertools
+import json
+import math
 import os
 import queue
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import IO, Any, NamedTuple, cast
@@ -30,19 +33,19 @@ from torch.futures import Future
 
 from shardkeep.codecs.stream_extensions import StreamTransformExtension, _StorageWriterTransforms
 from shardkeep.dcp._impl.file_reader import completed, open_with_fsspec
-from shardkeep.dcp._impl.hf_files import ItemTensor, header_of, planned_tensor
 from shardkeep.engine.stagers import BlockingAsyncStager
 from shardkeep.engine.tensors import host_address, scattered_memory, windows_of
 from shardkeep.engine.workers import WINDOW_NBYTES, Scattered, run_workers
 from shardkeep.engine.writer import MOST_FILES, FileJob
 from shardkeep.errors import BrokenProtocol, CheckpointExists, StateError, UnsupportedLeaf
-from shardkeep.format.boxes import Ints
+from shardkeep.format.boxes import Box, Ints
 from shardkeep.format.data_file import block_nbytes_for
-from shardkeep.format.dtypes import known_to_torch, of_torch
+from shardkeep.format.dtypes import DType, known_to_torch, of_torch
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.torch_zip import frame_tensor
+from shardkeep.layouts import safetensors
 from shardkeep.layouts import torch_values as protocol
-from shardkeep.layouts.safetensors import alignment_of
+from shardkeep.layouts.native import chunk_name
 from shardkeep.layouts.torch import SUMS_SUFFIX, Sums, encode_sums, metadata_name
 from shardkeep.layouts.torch_pickle import data_files_of, encode_metadata, set_sums
 from shardkeep.layouts.torch_publish import Commit, commit_at
@@ -233,6 +236,27 @@ def divide_rows(bins: int, sizes: Sequence[int | None]) -> list[list[int]]:
     return buckets
 
 
+class ItemTensor(NamedTuple):
+    item: protocol.WriteItem
+    dtype: DType
+    shape: Ints
+
+    @property
+    def key(self) -> str:
+        return self.item.index.fqn
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def planned_tensor(item: protocol.WriteItem) -> ItemTensor:
+    if item.tensor_data is None:
+        raise not_dense(item)
+    dtype = of_torch(item.tensor_data.properties.dtype, key=item.index.fqn)
+    return ItemTensor(item, dtype, tuple(item.tensor_data.chunk.sizes))
+
+
 class FilePlan(NamedTuple):
     path: file_systems.PathLike
     name: str
@@ -246,9 +270,26 @@ class FilePlan(NamedTuple):
 def safetensors_plan(
     plan: FilePlan, metadata: Mapping[str, str], measure: Callable[[protocol.WriteItem], ItemTensor]
 ) -> FilePlan:
+    """Order the tensors of a file, and make its header; `metadata` is added to what torch writes."""
     # In this order each tensor is aligned to its elements, without gaps between them.
-    tensors = sorted(map(measure, plan.items), key=lambda tensor: -alignment_of(tensor.nbytes))
-    header = header_of(tensors, metadata, where=plan.name)
+    tensors = sorted(map(measure, plan.items), key=lambda tensor: -safetensors.alignment_of(tensor.nbytes))
+    count = Counter(tensor.key for tensor in tensors)
+    parts: dict[str, tuple[DType, Ints]] = {}
+    offsets: dict[str, dict[str, list[int]]] = {}
+    for tensor in tensors:
+        data = tensor.item.tensor_data
+        begin = tuple(data.chunk.offsets) if data is not None else ()
+        # Several shards of one tensor in one file are distinguished by where they begin.
+        name = tensor.key if count[tensor.key] == 1 else chunk_name(tensor.key, Box(begin, tensor.shape))
+        parts[name] = tensor.dtype, tensor.shape
+        offsets[name] = {safetensors.SAVED_OFFSETS_KEY: list(begin)}
+    said = {
+        safetensors.CUSTOM_METADATA_KEY: json.dumps(offsets),
+        safetensors.DCP_VERSION_KEY: str(safetensors.HF_DCP_VERSION),
+        safetensors.FORMAT_KEY: safetensors.FORMAT_VALUE,
+        **metadata,
+    }
+    header = safetensors.build_model_header(parts, said, where=plan.name)
     return plan._replace(items=[tensor.item for tensor in tensors], tensors=tensors, header=header)
 
 

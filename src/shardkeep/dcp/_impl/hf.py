@@ -28,7 +28,7 @@ from shardkeep.conversion.to_hf import Place, model_file, write_and_publish
 from shardkeep.dcp._impl import file_writer
 from shardkeep.dcp._impl.file_reader import completed
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
-from shardkeep.dcp._impl.hf_files import SHARDED_DIR_NAME, _gen_file_name, _metadata_fn, no_tensor
+from shardkeep.dcp._impl.hf_reader import no_tensor
 from shardkeep.dcp._impl.planners import DefaultSavePlanner
 from shardkeep.display import format_count, format_seconds
 from shardkeep.dist.team import SLOWEST_BYTES_PER_S, team_of
@@ -39,7 +39,7 @@ from shardkeep.engine.workers import budget_for_store
 from shardkeep.engine.writer import write_files
 from shardkeep.errors import BadMapping, BrokenProtocol, CheckpointError, InvalidShards, MalformedFile
 from shardkeep.format.boxes import whole
-from shardkeep.layouts import safetensors_publish
+from shardkeep.layouts import safetensors, safetensors_publish
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.safetensors import CUSTOM_METADATA_KEY, FILE_COUNT_KEY, SAVE_ID_KEY
 from shardkeep.options import Options
@@ -187,7 +187,7 @@ def _plan_of(
     for key, number in numbers.items():
         part = TensorPart(key, rows[key], whole(source.index.shape(rows[key])), source.index.dtype(rows[key]))
         groups.setdefault(number, {})[key] = part
-    names = {number: _gen_file_name(number, last) for number in sorted(groups)}
+    names = {number: safetensors.file_name(number, last) for number in sorted(groups)}
     return _Consolidation(
         source,
         output,
@@ -231,7 +231,7 @@ def files_of(plan: protocol.SavePlan, by: Split) -> dict[str, list[protocol.Writ
                 hint="save with FileSystemWriter",
                 key=key,
             )
-        files[_gen_file_name(number, last, said.get("shard_index"))] = items
+        files[safetensors.file_name(number, last, said.get("shard_index"))] = items
     return files
 
 
@@ -311,7 +311,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.fs, self.path = by_store(self.fs, self.path)
         if self.enable_consolidation:
             self.consolidated_output_path = str(self.path)
-            self.path = self.fs.concat_path(self.path, SHARDED_DIR_NAME)
+            self.path = self.fs.concat_path(self.path, safetensors.SHARDED_DIR_NAME)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the previous save; the next one goes to `checkpoint_id`, if given, shards and result alike."""
@@ -333,7 +333,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.open_store()
         for item in plan.items:
             if item.tensor_data is None:
-                raise no_tensor(item)
+                raise no_tensor(item.index.fqn)
         self.fs.mkdir(self.path)
         return plan
 
@@ -487,4 +487,4 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     @property
     def metadata_path(self) -> str:
-        return _metadata_fn
+        return safetensors.INDEX_NAME

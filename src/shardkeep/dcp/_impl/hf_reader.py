@@ -12,25 +12,30 @@ may begin inside a block, and quantized tensors may be stored in shards.
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import json
 import math
 import os
 import queue
+import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from shardkeep.dcp._impl.file_reader import FileSystemReader, completed, target_of
-from shardkeep.dcp._impl.hf_files import _HFStorageInfo
 from shardkeep.engine.fill import ChunkRequest, fill_items
 from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read_catalog, read_weight_map
 from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import run_workers
 from shardkeep.errors import BadValue, BrokenProtocol, MalformedFile, UnsupportedLeaf
 from shardkeep.format.boxes import Box, intersect, parse_index, relative, slices, whole
-from shardkeep.format.dtypes import DType, Ints, to_torch
+from shardkeep.format.data_file import MAX_HEADER_NBYTES
+from shardkeep.format.dtypes import DTYPES, DType, Ints, to_torch
+from shardkeep.layouts import safetensors
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_header
 from shardkeep.layouts.safetensors_publish import list_model
@@ -38,6 +43,51 @@ from shardkeep.layouts.torch import ItemLocation
 from shardkeep.options import Options
 from shardkeep.storage.base import ReadableStore, preferred_requests, with_any_names
 from shardkeep.storage.file_systems import by_store, store_of
+
+# -- names of torch's that describe the files --------------------------------------------------------------------------
+
+DTYPE_MAP: dict[str, torch.dtype] = {
+    row.safetensors: getattr(torch, row.name)
+    for row in DTYPES
+    if row.safetensors is not None and hasattr(torch, row.name)
+}
+"""All dtypes that safetensors and the installed torch have; torch's own table lacks bool, fp8 and unsigned ones."""
+
+
+@dataclass
+class _HFStorageInfo:
+    relative_path: str
+    """As in torch, the whole path of the file."""
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:
+    """Read the header from the beginning of a stream; return it and the bytes that it and its length take."""
+    read = file_bytes.read
+    length = read(safetensors.NUM_BYTES_FOR_HEADER_LEN)
+    if len(length) != safetensors.NUM_BYTES_FOR_HEADER_LEN:
+        raise MalformedFile(f"a safetensors file of {len(length)} bytes: not even the length of a header")
+    nbytes: int = struct.unpack("<Q", length)[0]
+    if nbytes > MAX_HEADER_NBYTES:
+        raise MalformedFile(f"a header of {nbytes} bytes, more than the {MAX_HEADER_NBYTES} that safetensors allows")
+    return json.loads(read(nbytes)), nbytes + safetensors.NUM_BYTES_FOR_HEADER_LEN
+
+
+def _get_dtype(dtype_str: str) -> torch.dtype:
+    """Return the torch dtype for one of safetensors; the default dtype if torch has none."""
+    return DTYPE_MAP.get(dtype_str, torch.get_default_dtype())
+
+
+def _get_dcp_custom_metadata(metadata: Any) -> Any | None:
+    """Return the offsets of each tensor in its whole tensor, which a header of shards has; else None."""
+    said = metadata.get(safetensors.DEFAULT_EXTRA_METADATA_KEY, {})
+    return json.loads(said[safetensors.CUSTOM_METADATA_KEY]) if safetensors.CUSTOM_METADATA_KEY in said else None
+
+
+def no_tensor(key: str, hint: str = "leave it out of this save, or save it with FileSystemWriter") -> UnsupportedLeaf:
+    return UnsupportedLeaf(f"{key!r} is no tensor, and Hugging Face files hold nothing else", hint=hint, key=key)
+
 
 # -- an open file ------------------------------------------------------------------------------------------------------
 
@@ -160,11 +210,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         for req in plan.items:
             key, info = req.dest_index.fqn, self.storage_data.get(req.storage_index)
             if req.type == protocol.LoadItemType.BYTE_IO:
-                raise UnsupportedLeaf(
-                    f"{key!r} is no tensor, and Hugging Face files hold nothing else",
-                    hint="leave it out of this load",
-                    key=key,
-                )
+                raise no_tensor(key, "leave it out of this load")
             if info is None:
                 raise BadValue(f"the checkpoint has no chunk {req.storage_index}", key=key)
             per_file.setdefault(info.relative_path, []).append(req)

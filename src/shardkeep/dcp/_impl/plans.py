@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from shardkeep.dist.world import is_initialised
 from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, MalformedFile, NotSavable, StateMismatch
 from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
 from shardkeep.layouts import torch_values as protocol
+from shardkeep.state.flatten import is_container, items_of
 from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor
 from shardkeep.state.patterns import suggestions
 
@@ -151,24 +152,15 @@ def _iterate_state_dict(
     iter_object: Any, dtensor_func: Change, sharded_tensor_func: Change, tensor_func: Change
 ) -> Any:
     """Replace each tensor, in place where the container can be changed; all else stays the same object."""
-    if is_dtensor(iter_object):
-        return dtensor_func(iter_object)
-    if is_sharded_tensor(iter_object):
-        return sharded_tensor_func(iter_object)
-    if isinstance(iter_object, torch.Tensor):
-        return tensor_func(iter_object)
     functions = (dtensor_func, sharded_tensor_func, tensor_func)
-    if isinstance(iter_object, (MutableMapping, list)):
-        places = list(iter_object.items() if isinstance(iter_object, MutableMapping) else enumerate(iter_object))
-        for key, value in places:
-            if (new := _iterate_state_dict(value, *functions)) is not value:
-                iter_object[key] = new
-        return iter_object
-    if isinstance(iter_object, tuple):
-        items = [_iterate_state_dict(value, *functions) for value in iter_object]
-        if all(new is old for new, old in zip(items, iter_object, strict=True)):
-            return iter_object
-        return type(iter_object)(*items) if hasattr(iter_object, "_fields") else tuple(items)
+    if isinstance(iter_object, torch.Tensor):
+        return functions[0 if is_dtensor(iter_object) else 1 if is_sharded_tensor(iter_object) else 2](iter_object)
+    places = list(items_of(iter_object)) if is_container(iter_object) else []
+    changed = {key: new for key, value in places if (new := _iterate_state_dict(value, *functions)) is not value}
+    if changed and isinstance(iter_object, tuple):
+        return getattr(iter_object, "_make", tuple)(changed.get(key, value) for key, value in places)
+    for key, new in changed.items():
+        iter_object[key] = new
     return iter_object
 
 
@@ -190,18 +182,7 @@ def current_device(kind: str) -> torch.device:
 def _real_dtensor(value: Any) -> Any:
     if not value.is_meta:
         return value
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - loaded already
-
-    local = torch.empty_like(value.to_local(), device=current_device(value.device_mesh.device_type))
-    # Shape and stride are given, because uneven shards do not determine them.
-    return DTensor.from_local(
-        local,
-        device_mesh=value.device_mesh,
-        placements=value.placements,
-        run_check=False,
-        shape=value.size(),
-        stride=value.stride(),
-    )
+    return torch.empty_like(value, device=current_device(value.device_mesh.device_type))
 
 
 def _real_sharded_tensor(value: Any) -> Any:
