@@ -28,7 +28,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,6 +76,8 @@ class ArenaLayout:
 
 _ROOM = 0.5
 """How much of the free memory of a device a copy on it may take."""
+_ROOM_TO_STAY = 0.25
+"""How much of it a copy may take that stays there until its bytes are written, rather than until they are in host memory."""
 _SEGMENT_NBYTES = 1 << 30
 """Copies on a device are packed into allocations of this size: few, and each is freed when it has been copied to the host."""
 
@@ -98,6 +100,8 @@ class DeviceSnapshot:
     """How much is still the caller's memory."""
     guarded: bool = True
     """Whether that cannot change until it is copied; else the call must wait."""
+    stays: bool = True
+    """Whether devices have so much room that the copies may stay there until they are written."""
     arena: Buffer | None = None
     """The host memory of the copies."""
     layout: ArenaLayout | None = None
@@ -269,85 +273,107 @@ def _copy_on_device(
     tensors = taken.found
     chosen, taken.guarded = _chosen_for_copy(tensors, rows, staging, optimizers)
     taken.live_nbytes = sum([tensors[at].nbytes for at in rows]) - sum([tensors[at].nbytes for at in chosen])
-    devices = {tensors[at].device for at in rows}
     if order:
         wanted = set(chosen)
         first = [at for at in order if at in wanted]
         chosen = [*first, *wanted.difference(first)] if len(first) < len(wanted) else first
-    shares: dict[tuple[torch.device, torch.dtype, bool], dict[Hashable, list[int]]] = {}
-    sources = [tensors[at] for at in chosen]
-    for at, source, key in zip(chosen, sources, memory_keys(sources), strict=True):
-        kind = source.device, source.dtype, source.is_contiguous()
-        shares.setdefault(kind, {}).setdefault(key, []).append(at)
-    by_device: dict[torch.device, list[PackedCopies]] = {device: [] for device in devices}
-    for (device, _, _), share in shares.items():
-        by_device[device] += _packed_like(tensors, list(share.values()))
-    for device, packed in by_device.items():
+    known, segments = taken.derived.get("segments", (None, []))
+    if known != chosen:  # else these are the tensors of the last save
+        segments = _lay_out_segments(tensors, chosen)
+        taken.derived["segments"] = chosen, segments
+    for device in {tensors[at].device for at in rows}:
+        taken.stays = taken.stays and sum([each.nbytes for each in segments if each.device == device]) <= (
+            _ROOM_TO_STAY * _free_nbytes(device)
+        )
+        packed = [PackedCopies.of(each) for each in segments if each.device == device]
         taken.events[device] = _queue_copies(device, tensors, packed)
         taken.packed += packed
 
 
 @dataclass(frozen=True)
-class PackedCopies:
-    """Copies on a device, end to end in one allocation."""
+class SegmentLayout:
+    """How copies on a device lie end to end in one allocation. It holds no tensor."""
 
-    flat: torch.Tensor
+    device: torch.device
+    dtype: torch.dtype
     rows: list[list[int]]
     """Of each copy, the tensors that are this memory."""
     sizes: list[int]
     """In elements: the gap before each copy, and the copy."""
     shapes: list[torch.Size]
     """Of the copies; the caller may change those of its tensors."""
+    contiguous: bool
+    """All sources are."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes) * self.dtype.itemsize
+
+
+class PackedCopies(NamedTuple):
+    """Copies on a device, end to end in one allocation."""
+
+    layout: SegmentLayout
+    flat: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: SegmentLayout) -> PackedCopies:
+        return cls(layout, torch.empty(sum(layout.sizes), dtype=layout.dtype, device=layout.device))
 
     def put_into(self, tensors: list[torch.Tensor]) -> None:
         """Put the copies in the place of the tensors they are of."""
-        copies = self.flat.split_with_sizes(self.sizes)[1::2]
-        for rows, copy in zip(self.rows, map(torch.Tensor.view, copies, self.shapes), strict=True):
+        copies = self.flat.split_with_sizes(self.layout.sizes)[1::2]
+        for rows, copy in zip(self.layout.rows, map(torch.Tensor.view, copies, self.layout.shapes), strict=True):
             for row in rows:
                 tensors[row] = copy
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Queue the copies, as integers, because a device may change the bits of a NaN."""
-        sources = [tensors[rows[0]] for rows in self.rows]
-        raw = raw_dtype(self.flat)
-        flat, sources = self.flat.view(raw), list(map(torch.Tensor.view, sources, repeat(raw)))
-        if not all(map(torch.Tensor.is_contiguous, sources)):
-            copies = flat.split_with_sizes(self.sizes)[1::2]
-            torch._foreach_copy_(list(map(torch.Tensor.view, copies, self.shapes)), sources)
+        """Queue the copies."""
+        layout, flat = self.layout, self.flat
+        sources = [tensors[rows[0]] for rows in layout.rows]
+        if not (layout.contiguous and flat.is_cuda):
+            # As integers, because a device may change the bits of a NaN. CUDA concatenates elements as opaque bytes.
+            raw = raw_dtype(flat)
+            flat, sources = flat.view(raw), list(map(torch.Tensor.view, sources, repeat(raw)))
+        if not layout.contiguous:
+            copies = flat.split_with_sizes(layout.sizes)[1::2]
+            torch._foreach_copy_(list(map(torch.Tensor.view, copies, layout.shapes)), sources)
             return
         parts = list(map(torch.Tensor.view, sources, repeat(-1)))
-        if any(self.sizes[::2]):
-            gap = torch.empty(ALIGNMENT, dtype=raw, device=flat.device)
-            parts = [each for size, part in zip(self.sizes[::2], parts, strict=True) for each in (gap[:size], part)]
+        if any(layout.sizes[::2]):
+            gap = torch.empty(ALIGNMENT, dtype=flat.dtype, device=flat.device)
+            parts = [each for size, part in zip(layout.sizes[::2], parts, strict=True) for each in (gap[:size], part)]
         torch.cat(parts, out=flat)  # one call: a view of each part of `flat` would take longer than the copy
 
 
-def _packed_like(tensors: Sequence[torch.Tensor], rows: list[list[int]]) -> list[PackedCopies]:
+def _lay_out_segments(tensors: Sequence[torch.Tensor], rows: list[int]) -> list[SegmentLayout]:
     """
-    Make room for copies, all of one device and dtype, end to end in a few large allocations; `rows` are the tensors of each.
+    Lay out copies of these rows, end to end in a few large allocations for each device and dtype.
 
     Each begins at a multiple of the power of two that divides its size, as it does in a file. So what is written in this order is
     one piece of memory, which is copied to the host at once.
     """
-    sources = [tensors[each[0]] for each in rows]
-    itemsize = sources[0].element_size()
-    made: list[PackedCopies] = []
-    sizes: list[int] = []
-    first = end = 0
-
-    def allocate(last: int) -> None:
-        flat = torch.empty(end, dtype=sources[0].dtype, device=sources[0].device)
-        made.append(PackedCopies(flat, rows[first:last], sizes, [source.shape for source in sources[first:last]]))
-
-    for at, count in enumerate(map(torch.Tensor.numel, sources)):
-        if end and (end + count) * itemsize > _SEGMENT_NBYTES:
-            allocate(at)
-            sizes, first, end = [], at, 0
-        step = max(1, min(count & -count, ALIGNMENT // itemsize)) if count else 1
-        gap = -end % step
-        sizes += gap, count
-        end += gap + count
-    allocate(len(sources))
+    shares: dict[tuple[torch.device, torch.dtype, bool], dict[Hashable, list[int]]] = {}
+    sources = [tensors[row] for row in rows]
+    for row, source, key in zip(rows, sources, memory_keys(sources), strict=True):
+        kind = source.device, source.dtype, source.is_contiguous()
+        shares.setdefault(kind, {}).setdefault(key, []).append(row)
+    made: list[SegmentLayout] = []
+    for (device, dtype, contiguous), by_memory in shares.items():
+        copies, itemsize = list(by_memory.values()), dtype.itemsize
+        shapes = [tensors[rows[0]].shape for rows in copies]
+        sizes: list[int] = []
+        first = end = 0
+        for at, shape in enumerate(shapes):
+            count = shape.numel()
+            if end and (end + count) * itemsize > _SEGMENT_NBYTES:
+                made.append(SegmentLayout(device, dtype, copies[first:at], sizes, shapes[first:at], contiguous))
+                sizes, first, end = [], at, 0
+            step = max(1, min(count & -count, ALIGNMENT // itemsize)) if count else 1
+            gap = -end % step
+            sizes += gap, count
+            end += gap + count
+        made.append(SegmentLayout(device, dtype, copies[first:], sizes, shapes[first:], contiguous))
     return made
 
 

@@ -49,6 +49,11 @@ _EMPTIERS_PER_CORE = 0.75
 _FEW_EMPTIERS = 4
 """If training does not wait for staging: training needs the cores."""
 
+_WRITERS_BESIDE_TRAINING = 2
+"""Threads that write what stays on a device: nobody waits for them, and each that is busy slows down a loop of short launches."""
+_WINDOWS_AHEAD = 8
+"""Windows that are filled for the writer process before it takes them, if nothing waits for that."""
+
 _FIRST_RING_NBYTES = 256 << 20
 """Of the first save, which waits until it is pinned; 3 ms for each 32 MiB, in which the driver launches nothing."""
 _MOST_PINNED = 8
@@ -378,8 +383,12 @@ class BackgroundWrite:
         # No more threads than cores: training needs them, and the interpreter's lock. With a store that prefers many
         # requests at a time, threads wait and keep no cores busy.
         threads = min(self._options.io_threads, max(2, cores() // local_ranks()))
-        snapshot, budget_for = self.snapshot, writer.budget if writer else partial(budget_for_store, store)
-        budget = budget_for(threads, self._options.host_budget_bytes, coded=bool(codecs and codecs.chains))
+        snapshot, coded = self.snapshot, bool(codecs and codecs.chains)
+        if self._may_stay_on_devices and not writer:
+            self._write_from_devices(codecs.over(store) if codecs else store, jobs, threads, coded=coded)
+            return
+        budget_for = writer.budget if writer else partial(budget_for_store, store)
+        budget = budget_for(threads, self._options.host_budget_bytes, coded=coded)
         threads, window_nbytes = budget.threads, budget.window_nbytes
         if snapshot.events and not writer:
             window_nbytes = WINDOW_NBYTES
@@ -408,20 +417,11 @@ class BackgroundWrite:
             live=(lambda window: is_borrowed(window.addresses)) if snapshot.lent else None,
         )
         self._set_limits(staging)
-        total, written, lock = sum(job.data_nbytes for job in jobs), 0, threading.Lock()
         staging.queued.add_done_callback(lambda it: self.barrier.open({} if it.exception() else it.result()))
         staging.copied.add_done_callback(self._note_copied)
         began_s = self._events.phases.now()
-
-        def report(nbytes: int) -> None:
-            nonlocal written
-            with lock:
-                written += nbytes
-            copied = staging.copied.done()
-            phase, staged = "writing" if copied else "staging", staging.nbytes_copied
-            self._handle.set_progress(phase, staged=staged, written=written, total=total)
-            self._events.progressed(staged=total if copied else staged, written=written, total=total)
-
+        total = sum(job.data_nbytes for job in jobs)
+        report = self._reporting(total, lambda: None if staging.copied.done() else staging.nbytes_copied)
         # The writer process has a memory budget of its own for what it copies on the way.
         scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
         write = partial(write_files, jobs=jobs, threads=threads, window_nbytes=window_nbytes, on_written=report)
@@ -433,11 +433,59 @@ class BackgroundWrite:
                 write(codecs.over(store) if codecs else store, take=staging.take)
         if staging.nbytes:
             self._events.phases.add("stage", began_s, self._copied_s, staging.nbytes_copied)
-        self._handle.set_progress("committing", staged=total, written=written, total=total)
+        self._handle.set_progress("committing", staged=total, written=total, total=total)
+
+    @property
+    def _may_stay_on_devices(self) -> bool:
+        """Return whether nothing waits for the copies on devices to be copied to the host: there is room for them."""
+        return bool(self.snapshot.events) and not self.snapshot.live_nbytes and self.snapshot.stays
+
+    def _write_from_devices(self, store: WritableStore, jobs: list[FileJob], threads: int, *, coded: bool) -> None:
+        """Write files window by window, as if the caller waited for them; but threads sleep while the device copies."""
+        events, total = self.snapshot.events, sum(job.data_nbytes for job in jobs)
+        threads = min(threads, _WRITERS_BESIDE_TRAINING)
+        budget = budget_for_store(store, threads, self._options.host_budget_bytes, coded=coded, window=WINDOW_NBYTES)
+
+        @contextlib.contextmanager
+        def take(window: Window, own: memoryview) -> Iterator[memoryview]:
+            data = own[: window.nbytes]
+            gather(window, data, queued=True)
+            for device in events:
+                _record_event(torch.accelerator.current_stream(device)).synchronize()
+            yield data
+
+        with CancelScope(budget=budget.room, wanted=self._handle.wanted).active():
+            write_files(
+                store,
+                jobs,
+                threads=budget.threads,
+                window_nbytes=budget.window_nbytes,
+                take=take,
+                on_written=self._reporting(total, lambda: None),
+                after=events,
+            )
+        self._handle.set_progress("committing", staged=total, written=total, total=total)
+
+    def _reporting(self, total: int, copying: Callable[[], int | None]) -> Callable[[int], None]:
+        """Return what is called with the size of each window that is written. `copying`: how much is copied; None: all of it."""
+        written, lock = 0, threading.Lock()
+
+        def report(nbytes: int) -> None:
+            nonlocal written
+            with lock:
+                written += nbytes
+            copied = copying()
+            phase, staged = ("writing", total) if copied is None else ("staging", copied)
+            self._handle.set_progress(phase, staged=staged, written=written, total=total)
+            self._events.progressed(staged=staged, written=written, total=total)
+
+        return report
 
     def _set_limits(self, staging: Staging) -> None:
         ring, pool = self._memory.ring, self._memory.windows
         wanted = staging.count * pool.buffer_nbytes
+        if self._may_stay_on_devices:
+            wanted = min(wanted, _WINDOWS_AHEAD * pool.buffer_nbytes)
         # Never the size of the state; and the first save, which has to wait for memory to be pinned, uses less.
         staging.ring_nbytes = max(ring.buffer_nbytes, min(self._options.pinned_bytes, wanted // 2))
         # No less than another save in flight may need.

@@ -8,7 +8,7 @@ or to accelerators. Torch is imported only if there are tensors on an accelerato
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -26,6 +26,8 @@ from shardkeep.storage.buffers import MemoryBudget, aligned_buffer, allocating
 from shardkeep.storage.cancel import CancelScope
 
 if TYPE_CHECKING:
+    import torch
+
     from shardkeep.engine.pools import Buffer
 
 
@@ -138,10 +140,12 @@ def limits_for_reads(
     return divide_budget(threads, options.host_budget_bytes, window_nbytes, coded=coded)[:2]
 
 
-def budget_for_store(store: object, threads: int, budget_nbytes: int, *, coded: bool) -> WorkerBudget:
+def budget_for_store(
+    store: object, threads: int, budget_nbytes: int, *, coded: bool, window: int = WINDOW_NBYTES
+) -> WorkerBudget:
     """Divide a budget for writing to a store, by the number and the size of requests that the store prefers."""
     return divide_budget(
-        preferred_requests(store, threads), budget_nbytes, coded=coded, part_nbytes=part_nbytes_of(store)
+        preferred_requests(store, threads), budget_nbytes, window, coded=coded, part_nbytes=part_nbytes_of(store)
     )
 
 
@@ -237,13 +241,15 @@ Lend = Callable[[], memoryview]
 
 
 @contextmanager
-def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Iterator[Lend]:
+def windows_for(
+    memory: Iterable[Scattered], nbytes: int, threads: int, *, after: Mapping[torch.device, torch.Event] | None = None
+) -> Iterator[Lend]:
     """
     Return the function that gives each of at most `threads` threads one window of `nbytes`, to use while inside.
 
     The thread that uses the window must call it: if `memory` is on an accelerator, the function also switches the thread to
-    that device, and to a stream of its own that comes after all the caller has queued. On a shared stream, a thread that
-    waits for its own copies would wait for those of all threads.
+    that device, and to a stream of its own that comes after these events, by default after all the caller has queued. On a
+    shared stream, a thread that waits for its own copies would wait for those of all threads.
     """
     on_accelerators = [each for each in memory if each.accelerator is not None]
     if not on_accelerators:
@@ -256,14 +262,16 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
     kind = torch.accelerator.current_accelerator(True)
     indices = dict.fromkeys(each.accelerator for each in on_accelerators if each.accelerator is not None)
     devices = [torch.device(kind.type, index) for index in indices] if kind else []
-    # After what this thread has queued so far.
-    after = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+    if after is None:  # after what this thread has queued so far
+        after = {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+    events = list(after.items())
     ring, streams = staging_memory().ring, staging_memory().streams
     per_buffer = ring.buffer_nbytes // nbytes
     pins = per_buffer > 0 and sum(each.nbytes for each in on_accelerators) >= _WORTH_PINNING_NBYTES
     if pins:
         wanted = -(-threads // per_buffer) * ring.buffer_nbytes
         ring.most_nbytes = max(ring.most_nbytes, min(wanted, Options().pinned_bytes))
+    del memory, on_accelerators  # the user may let go of them
     taken: list[Buffer] = []
     free: list[memoryview] = []
     lock = threading.Lock()
@@ -273,7 +281,7 @@ def windows_for(memory: Iterable[Scattered], nbytes: int, threads: int) -> Itera
         torch.accelerator.set_device_index(next(iter(indices)))
         with lock:
             number = next(numbers)
-            for device, event in reversed(after.items()):
+            for device, event in reversed(events):
                 key = device, number
                 stream = streams.get(key) or streams.setdefault(key, torch.Stream(device))
                 stream.wait_event(event)

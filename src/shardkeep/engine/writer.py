@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, WritableStore, abandoning, delete_all
 from shardkeep.storage.buffers import address_of, copy_memory
 from shardkeep.storage.cancel import CancelScope, current_scope, run_with_deadline
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_FILES = 8
 """Files written at a time: the kernel lets only one thread at a time write to a file."""
@@ -121,14 +124,17 @@ def write_files(
     put: Put | None = None,
     create: Callable[[FileJob], BlobWriter] | None = None,
     on_written: Callable[[int], object] | None = None,
+    after: Mapping[torch.device, torch.Event] | None = None,
 ) -> list[bytes]:
     """
     Write all files, durable on return, and return the digests of each file's blocks.
 
     By default, these threads gather windows (else `take` does), hash and write them (`put`), to files that the store makes
-    (`create`). `on_written` is called with the size of each window that is written.
+    (`create`). `on_written` is called with the size of each window that is written. With `after`, threads copy from accelerators
+    after these events, on streams of their own, also in `take`.
     """
-    gathered = () if take or put else [each for job in jobs for each in job.scattered.values()]
+    gathers = after is not None or not (take or put)
+    gathered = [each for job in jobs for each in job.scattered.values()] if gathers else []
     create = create or (lambda job: store.create(job.name, job.nbytes))
 
     def hash_and_put(window: Window, file: BlobWriter, own: memoryview) -> bytes:
@@ -138,7 +144,8 @@ def write_files(
             return hash_and_write(file, window.offset, data, window.job.block_nbytes)
 
     put = put or hash_and_put
-    with windows_for(gathered, window_nbytes, threads) as lend, ExitStack() as undo:
+    with windows_for(gathered, window_nbytes, threads, after=after) as lend, ExitStack() as undo:
+        gathered.clear()  # a file that is complete lets go of its tensors
         scope, begun = CancelScope(), list[str]()
         undo.callback(_remove_begun, store, begun)
 
