@@ -338,8 +338,10 @@ def start_in_session(
             inside.callback(wait, [must_wait])
         else:
             must_wait.set_result(background.copy_on_host())
+        lost_s = step_barriers().measure(optimizers[0]) if optimizers else None
         if snapshot.live_nbytes and optimizers:
             step_barriers().put(background.barrier, optimizers)
+        choice = snapshot.choice
         running = inside.pop_all()
     blocked_s = phases.now()
 
@@ -371,7 +373,15 @@ def start_in_session(
             seconds = phases.now()
         staged_s = max(background.staged_s, blocked_s)
         waited_s = staged_s if waits else blocked_s
-        report = session.finish(committed, written, seconds=seconds, blocked_s=waited_s, staged_s=staged_s)
+        report = session.finish(
+            committed,
+            written,
+            seconds=seconds,
+            blocked_s=waited_s,
+            staged_s=staged_s,
+            staging=choice,
+            lost_s=lost_s() if lost_s else None,
+        )
         events.committed(report)
         return result(committed, report)
 

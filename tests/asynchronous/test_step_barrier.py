@@ -5,13 +5,15 @@ import gc
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import shardkeep as sk
+from shardkeep.engine import snapshot
 from shardkeep.engine.snapshot import StepBarrier, StepBarriers, step_barriers
-from tests.asynchronous.scene import PATIENCE_S
+from tests.asynchronous.scene import PATIENCE_S, held
 from tests.engine.samples import bits
 
 
@@ -94,9 +96,13 @@ def test_finish_saves_takes_hooks_away():
     assert hooks_of(optimizer) == 0
 
 
-def test_a_state_in_host_memory_needs_no_hook():
+def test_a_state_in_host_memory_needs_no_barrier():
+    """Its hook only notes when a step was made, and goes with `finish_saves`."""
     model, optimizer = trained()
     sk.async_save({"model": model, "optimizer": optimizer}, sk.MemoryStore()).result(PATIENCE_S)
+    assert hooks_of(optimizer) == 1
+    assert step_barriers()._barriers[optimizer] == []
+    sk.finish_saves()
     assert hooks_of(optimizer) == 0
 
 
@@ -153,3 +159,31 @@ def test_optimizers_are_not_kept_alive():
     gc.collect()
     assert ref() is None
     gates.remove()
+
+
+def test_a_report_estimates_what_a_save_cost_training(monkeypatch):
+    """By the steps beside it, against those between saves; one slow step between saves, or none beside it, says nothing."""
+    now = [0.0]
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    model, optimizer = trained()
+
+    def steps(*intervals):
+        for interval in intervals:
+            now[0] += interval
+            step(model, optimizer)
+
+    def lost_s(*intervals):
+        where = held()
+        handle = sk.async_save({"model": model, "optimizer": optimizer}, where)
+        steps(*intervals)
+        where.release.set()
+        return handle.result(PATIENCE_S).lost_s
+
+    assert lost_s(1.0, 1.0) is None  # no step was seen before
+    steps(1.0, 1.0, 9.0, 1.0, 1.0)
+    assert lost_s() is None
+    assert lost_s(1.5, 1.25, 1.0) == pytest.approx(0.75)
+    assert lost_s(1.5) == pytest.approx(0.5)  # what is usual is known
+    steps(*[2.0] * 10)
+    assert lost_s(1.0, 1.0) == 0.0
+    assert sk.save({"model": model}, sk.MemoryStore()).lost_s is None

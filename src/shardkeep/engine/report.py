@@ -163,6 +163,13 @@ class SaveReport(CallReport):
     """How long the call took."""
     staged_s: float
     """From the call until every tensor of the state could be changed."""
+    staging: str = ""
+    """How an asynchronous save copied tensors on accelerators, and why; empty if there were none."""
+    lost_s: float | None = None
+    """
+    An estimate of the training time that an asynchronous save cost on this rank: by how much the steps of the first optimizer in the
+    state took longer, from the call to the commit, than as many did between saves. None if too few were seen.
+    """
     written_s: float = 0.0
     """From the call until every rank had written its files."""
 
@@ -289,7 +296,9 @@ class SaveEvents(_CallEvents):
             queued_s = seconds_by_name(saved.phases).get("queue", 0.0)
             queued = f" ({format_seconds(queued_s)} by earlier saves)" if queued_s >= _WORTH_LOGGING_S else ""
             took = [f"blocked {format_seconds(saved.blocked_s)}{queued}", f"staged {format_seconds(saved.staged_s)}"]
-            self._log_end(saved, saved.bytes_total, [*took, f"written {format_seconds(saved.written_s)}"])
+            took += [f"written {format_seconds(saved.written_s)}"]
+            took += [] if saved.lost_s is None else [f"training lost about {format_seconds(saved.lost_s)}"]
+            self._log_end(saved, saved.bytes_total, took)
         sizes, times = ("tensors", "bytes_total", "bytes_written"), ("blocked_s", "staged_s", "written_s", "gb_per_s")
         self._emit_end(events.SaveCommitted, saved, (*sizes, *times))
 

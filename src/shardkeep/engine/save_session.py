@@ -451,7 +451,15 @@ class SaveSession:
             return msgspec.msgpack.decode(ranks.agree("commit", bytes, decide), type=CommittedSave)
 
     def finish(
-        self, committed: CommittedSave, written: WrittenSave, *, seconds: float, blocked_s: float, staged_s: float
+        self,
+        committed: CommittedSave,
+        written: WrittenSave,
+        *,
+        seconds: float,
+        blocked_s: float,
+        staged_s: float,
+        staging: str = "",
+        lost_s: float | None = None,
     ) -> SaveReport:
         """
         Start to read this rank's files into the page cache, and report the save.
@@ -474,6 +482,8 @@ class SaveSession:
             seconds=seconds,
             blocked_s=blocked_s,
             staged_s=staged_s,
+            staging=staging,
+            lost_s=lost_s,
             written_s=written.ended_s,
             phases=self.phases.spans,
             ranks=ranks,

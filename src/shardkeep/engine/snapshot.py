@@ -8,7 +8,7 @@ optimizers, whose steps can wait, and a few large tensors rather than many small
 
 The parameters and the state of an optimizer change in its steps and at no other time. So they may be copied late, if the step
 waits (`StepBarrier`); anything else has to be copied in the call. A hook is registered before the steps of an optimizer once,
-and stays; it does nothing while no save needs the memory. The accelerator waits for the copies; the host waits only until all
+and stays; it notes the time of the step, and does nothing more while no save needs the memory. The accelerator waits for the copies; the host waits only until all
 copies are queued.
 """
 
@@ -20,8 +20,10 @@ import functools
 import itertools
 import logging
 import os
+import statistics
 import sys
 import threading
+import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
@@ -102,6 +104,8 @@ class DeviceSnapshot:
     """Whether that cannot change until it is copied; else the call must wait."""
     stays: bool = True
     """Whether devices have so much room that the copies may stay there until they are written."""
+    choice: str = ""
+    """How tensors on accelerators are copied, and what that followed from; empty if there are none."""
     arena: Buffer | None = None
     """The host memory of the copies."""
     layout: ArenaLayout | None = None
@@ -281,10 +285,13 @@ def _copy_on_device(
     if known != chosen:  # else these are the tensors of the last save
         segments = _lay_out_segments(tensors, chosen)
         taken.derived["segments"] = chosen, segments
+    way = "device" if not taken.live_nbytes else "overlap" if taken.guarded else "host"
     for device in {tensors[at].device for at in rows}:
-        taken.stays = taken.stays and sum([each.nbytes for each in segments if each.device == device]) <= (
-            _ROOM_TO_STAY * _free_nbytes(device)
-        )
+        copied, free = sum([each.nbytes for each in segments if each.device == device]), _free_nbytes(device)
+        taken.stays = taken.stays and copied <= _ROOM_TO_STAY * free
+        taken.choice = f"{way}: {format_size(copied)} copied on the device, of {format_size(free)} free there"
+        if taken.live_nbytes:
+            taken.choice += f", {format_size(taken.live_nbytes)} to the host"
         packed = [PackedCopies.of(each) for each in segments if each.device == device]
         taken.events[device] = _queue_copies(device, tensors, packed)
         taken.packed += packed
@@ -460,11 +467,51 @@ class StepBarrier:
             torch.accelerator.current_stream(device).wait_event(event)
 
 
+_MOST_INTERVALS = 32
+_FEWEST_INTERVALS = 4
+"""Between steps; the median of fewer says little."""
+
+
+class StepTimes:
+    """When an optimizer steps, so that a save can estimate what it costs training."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=1 + _MOST_INTERVALS)
+        self._count = 0
+        self._usual_s: float | None = None
+
+    def note(self) -> None:
+        self._recent.append(time.perf_counter())
+        self._count += 1
+
+    def measure(self) -> Callable[[], float | None]:
+        """
+        Return what returns, at the end of a save, by how much the steps since the last one took longer than as many usual ones.
+
+        Usual is the median interval of the steps between saves. None if too few steps were seen.
+        """
+        times = list(self._recent)
+        if len(times) > _FEWEST_INTERVALS:
+            self._usual_s = statistics.median(after - before for before, after in itertools.pairwise(times))
+        usual_s, count = self._usual_s, self._count
+
+        def lost_s() -> float | None:
+            steps = self._count - count
+            if usual_s is None or not steps:
+                return None
+            last = self._recent[-1]
+            self._recent = deque([last], self._recent.maxlen)  # the next save compares with steps after this one
+            return max(0.0, last - times[-1] - steps * usual_s)
+
+        return lost_s
+
+
 class StepBarriers:
-    """The optimizers of a process that have a hook, and the barriers before their next step."""
+    """The optimizers of a process that have a hook, the barriers before their next step, and when they stepped."""
 
     def __init__(self) -> None:
         self._barriers: WeakKeyDictionary[Optimizer, list[StepBarrier]] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[Optimizer, StepTimes] = WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
         self._process_id = os.getpid()
@@ -472,11 +519,21 @@ class StepBarriers:
     def put(self, barrier: StepBarrier, optimizers: Iterable[Optimizer]) -> None:
         with self._lock:
             for optimizer in optimizers:
-                if optimizer not in self._barriers:
-                    self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+                self._watch(optimizer)
                 # The barriers of an optimizer that never steps must not accumulate.
-                standing = [each for each in self._barriers.get(optimizer, ()) if not each.is_passed()]
+                standing = [each for each in self._barriers[optimizer] if not each.is_passed()]
                 self._barriers[optimizer] = [*standing, barrier]
+
+    def measure(self, optimizer: Optimizer) -> Callable[[], float | None]:
+        """Begin to measure what a save costs the steps of an optimizer; see `StepTimes.measure`."""
+        with self._lock:
+            return self._watch(optimizer).measure()
+
+    def _watch(self, optimizer: Optimizer) -> StepTimes:
+        if optimizer not in self._barriers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._barriers[optimizer] = []
+        return self._times.setdefault(optimizer, StepTimes())
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -484,6 +541,8 @@ class StepBarriers:
             return
         with self._lock:
             barriers = list(self._barriers.get(optimizer, ()))
+            if (times := self._times.get(optimizer)) is not None:
+                times.note()
         for barrier in barriers:
             barrier.wait()
             with self._lock:  # after the wait: one that was interrupted has to be repeated
@@ -496,6 +555,7 @@ class StepBarriers:
                 hook.remove()
             self._hooks.clear()
             self._barriers.clear()
+            self._times.clear()
 
 
 step_barriers = per_process(StepBarriers)
