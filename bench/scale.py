@@ -6,25 +6,26 @@ simulated: a few processes with one connection each make the requests that `dist
 its pauses and in the sizes of issue 21 (58 KB sent and 28 KB received by each). Up to `--real` ranks, every rank is a thread
 that runs the real code on its own connection. What is not simulated: the network, and the connections of the ranks.
 
-`--only runs`: what `Checkpointer.step` and many checkpoints cost (`scale_runs.py`, which gets the other arguments).
+The other parts are in files of their own, which get the other arguments: `--only plans`, what rank 0 plans and commits
+(`scale_plans.py`); `--only processes`, real processes beside torch (`scale_processes.py`); `--only runs`, what
+`Checkpointer.step` and many checkpoints cost (`scale_runs.py`). Each part prints the exponents of its curves.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import importlib
 import multiprocessing
-import runpy
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.distributed import PrefixStore, TCPStore
 
 from shardkeep.dist import kv
@@ -40,7 +41,7 @@ from shardkeep.dist.rendezvous import (
 from shardkeep.dist.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
 
 TITLE = "save to runs/a/step-10"
@@ -286,6 +287,7 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
         f"{'ranks':>7}  {'ranks are':<10} {'call':>9} {'is done':>9} {'CPU':>8} {'store':>9} {'/rank/mtg':>9}"
         f" {'answered':>8} {'the store':>11} {'left':>4}"
     )
+    curve: dict[int, Measured] = {}
     for real, ranks in [(True, each) for each in sizes if each <= real_to] + [(False, each) for each in sizes]:
         if time.monotonic() - began > budget_s * (0.3 if ranks >= 16384 else 0.6):
             print(f"{ranks:>7}  left out: too much of the budget of {budget_s:g} s is spent (--budget-s)")
@@ -298,6 +300,12 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
             f" {max((each.keys for each in found[1:]), default=0):>4}",
             flush=True,
         )
+        if not real:
+            curve[ranks] = middle
+    for what in ("seconds", "cpu_s", "store_cpu_s", "requests", "mbytes"):
+        costs = [getattr(each, what) for each in curve.values()]
+        if len(costs) > 2:
+            print(f"exponent in ranks, {what}: {exponent(list(curve), costs):.2f}")
     print(f"the store's process grew by {ask(host)[1]:.0f} MB at most")
     for pipe in [*pipes, host]:
         pipe.send(None)
@@ -305,18 +313,24 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
         process.join()
 
 
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """Return how a cost grows with a size: the slope of the line through their logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["meetings", "runs"], default="meetings", help="which part")
+    parser.add_argument(
+        "--only", choices=["meetings", "plans", "processes", "runs"], default="meetings", help="which part"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="sizes of the job")
     parser.add_argument("--real", type=int, default=256, help="the largest job whose ranks are real, too")
     parser.add_argument("--calls", type=int, default=3, help="calls of each size")
     parser.add_argument("--sent", type=int, default=58_000, help="bytes that each rank sends with its manifest")
     parser.add_argument("--budget-s", type=float, default=110, help="no larger size begins after a part of this time")
     args, others = parser.parse_known_args()
-    if args.only == "runs":
-        sys.argv = ["scale_runs.py", *others]
-        runpy.run_path(str(Path(__file__).with_name("scale_runs.py")), run_name="__main__")
+    if args.only != "meetings":
+        importlib.import_module(f"scale_{args.only}").main(others)
         return
     if others:
         parser.error(f"unknown: {' '.join(others)}")

@@ -24,6 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 import shardkeep as sk
+from scale import exponent
 from shardkeep.dist.kv import KVMailbox
 from shardkeep.dist.world import World
 from shardkeep.manage.decisions import StepDecisions
@@ -149,25 +150,29 @@ def measure_root(count: int, saves: int = 5) -> dict[str, float]:
     return {"checkpoints": count, **{what: statistics.median(each) for what, each in found.items()}}
 
 
-def show(rows: list[dict[str, float]]) -> None:
-    """Print rows as a table."""
+def show(rows: list[dict[str, float]], law: str) -> None:
+    """Print rows as a table, and how each cost grows with the first column."""
     names = list(rows[0])
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for row in rows:
         print("| " + " | ".join(f"{row[name]:,.4g}" for name in names) + " |")
+    if len(rows) > 1:
+        sizes, costs = [row[law] for row in rows], {name: [row[name] for row in rows] for name in names[1:]}
+        laws = [f"{name} {exponent(sizes, each):.2f}" for name, each in costs.items() if min(each) > 0]
+        print(f"exponent in {law}: " + ", ".join(laws))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 1024, 16384])
     parser.add_argument("--steps", type=int, default=1020)
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--checkpoints", type=int, nargs="*", default=[10, 5000])
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.ranks:
-        show([measure_steps(ranks, args.steps, args.step_ms / 1e3) for ranks in args.ranks])
+        show([measure_steps(ranks, args.steps, args.step_ms / 1e3) for ranks in args.ranks], "ranks")
     if args.checkpoints:
-        show([measure_root(count) for count in args.checkpoints])
+        show([measure_root(count) for count in args.checkpoints], "checkpoints")
 
 
 if __name__ == "__main__":

@@ -135,6 +135,17 @@ def test_codecs_are_measured(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_plans_of_many_ranks_are_measured(monkeypatch):
+    """Rank 0 plans and commits both saves; of the second, whose plan is kept, it is sent less."""
+    monkeypatch.syspath_prepend(BENCH)
+    import scale_plans
+
+    for replicas in (1, 2):
+        measured = scale_plans.measure(64, 200, replicas)
+        assert 0 < measured["its MB"] < measured["through the store MB"]
+    assert scale_plans.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+
+
 def test_the_curve_over_ranks():
     """Simulated ranks make as many requests as real ones, and no key is left in the store."""
     out = run("scale.py", "--only", "meetings", "--ranks", 12, "--real", 12, "--calls", 2)

@@ -1,0 +1,177 @@
+"""
+What rank 0 does in a save of very many ranks: its CPU time, its memory, and the bytes through the key-value store.
+
+    python bench/scale.py --only plans [--sizes 1024x500 4096x1000 16384x1000] [--replicas 1 2]
+
+Rank 0 is real: `SaveSession` and `NativeSave` plan, check and commit, over a store in memory that keeps no index. Simulated are the
+other ranks: what they send is made beforehand, and what they write is a header of eight bytes. Not counted is what rank 0 does as a rank like the
+others. Each size runs in a process of its own; memory is what it had at most above what it had before the save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from planning import rank_state, requests_of
+from scale import exponent
+from shardkeep.dist.world import World
+from shardkeep.engine.native_save import NativeSave, data_name, make_manifest
+from shardkeep.engine.report import Phases, Span
+from shardkeep.engine.save_session import (
+    DescribedState,
+    PlanAnswer,
+    PlanRequest,
+    RankPlan,
+    SaveArguments,
+    SaveSession,
+    WrittenFiles,
+    kept_plans,
+)
+from shardkeep.format import data_file
+from shardkeep.format.record import FileEntry
+from shardkeep.plan.save_plan import RankWritePlan, encode
+from shardkeep.state.describe import describe
+from shardkeep.storage.base import Version
+from shardkeep.storage.memory import MemoryStore
+from worker import status_bytes
+
+CHECKSUM = data_file.checksum_text(data_file.digest(b""))
+
+
+class Forgetful(MemoryStore):
+    """Keeps no large blob."""
+
+    def put(self, name: str, data: bytes, *, replace: bool = False, over: Version | None = None) -> None:
+        super().put(name, data if len(data) < 1 << 20 else b"", replace=replace, over=over)
+
+
+class Meeting:
+    """Meets the simulated ranks, and counts what rank 0 does for them."""
+
+    def __init__(self) -> None:
+        self.others: list[bytes] = []
+        self.answers: list[bytes] = []
+        self.cpu_s = 0.0
+        self.nbytes = 0
+
+    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+        del phase
+        sent = [work(), *self.others]
+        began = time.process_time()
+        self.answers = decide(sent)
+        self.cpu_s += time.process_time() - began
+        # An answer that is equal for all travels once, as a reply that all read.
+        self.nbytes += sum(map(len, sent)) + sum(map(len, self.answers))
+        return self.answers[0]
+
+
+def written_by(rank: int, ranks: int, answer: bytes, save_id: str, store: MemoryStore) -> bytes:
+    """Write the files of a rank, of which none has data, and return what it says about them."""
+    plan = msgspec.msgpack.decode(zlib.decompress(answer), type=RankWritePlan)
+    entries = []
+    for file in plan.files:
+        name = data_name(file, rank, ranks, save_id)
+        store.put(name, bytes(8))
+        entries.append(
+            FileEntry(name=name, nbytes=8, checksum=CHECKSUM, header_nbytes=8, block_nbytes=file.block_nbytes)
+        )
+    spans = [Span("call", 0.0, 0.0), Span("write", 0.0, 1.0)]
+    return encode((WrittenFiles(entries), spans))
+
+
+def save(ranks: int, requests: list[bytes], described: DescribedState) -> dict[str, float]:
+    """Make one save on rank 0."""
+    store, world, meeting = Forgetful(), World(0, ranks), Meeting()
+    request = SaveArguments(store)
+    layout = NativeSave(request, store, world)
+    session = SaveSession(layout, store, world, request.options, phases=Phases())
+    meeting.others = requests
+    plan: RankPlan = session.plan(meeting, lambda: described)
+    bodies = [msgspec.msgpack.decode(each, type=PlanAnswer) for each in meeting.answers]
+    packed = [zlib.compress(plan.answer) if each.body is None else each.body for each in bodies]
+    plan_s = meeting.cpu_s
+    wrote = [written_by(rank, ranks, body, layout.save_id, store) for rank, body in enumerate(packed)]
+    meeting.others = wrote[1:]
+    mine, _ = msgspec.msgpack.decode(wrote[0], type=tuple[WrittenFiles, list[Span]])
+    files = session.write(meeting, plan, lambda: mine)
+    meeting.others = [b""] * (ranks - 1)
+    session.commit(meeting, plan, files, (None, {}))
+    return {"cpu_s": meeting.cpu_s, "plan_cpu_s": plan_s, "mb": meeting.nbytes / 1e6}
+
+
+def measure(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
+    """Make two saves of an unchanged state, by so many ranks."""
+    full = requests_of(ranks, tensors, replicas)[0]
+    description = describe(rank_state(0, ranks, tensors, replicas), rank=0)
+    described = DescribedState(description, make_manifest(description, allow_pickle=False, check_replicas=False))
+    again = [msgspec.msgpack.decode(each, type=PlanRequest) for each in full]
+    kept_plans().clear()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+    before = status_bytes("VmRSS")
+    first = save(ranks, full[1:], described)
+    peak = status_bytes("VmHWM") - before
+    plan_id = next(iter(kept_plans().plans), b"")
+    known = (
+        [msgspec.structs.replace(each, plan_id=plan_id, own=None, common=b"") for each in again] if plan_id else again
+    )
+    second = save(ranks, [encode(each) for each in known[1:]], described)
+    return {
+        "ranks": ranks,
+        "tensors": tensors,
+        "replicas": replicas,
+        "first: CPU s": first["cpu_s"],
+        "of it, plan": first["plan_cpu_s"],
+        "memory MB": peak / 1e6,
+        "through the store MB": first["mb"],
+        "second: CPU s": second["cpu_s"],
+        "its MB": second["mb"],
+    }
+
+
+def apart(*size: int) -> dict[str, float]:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, "--one", *map(str, size)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = ["256x1000", "1024x1000", "4096x1000", "16384x1000", "1024x125", "1024x250", "1024x500"]
+    parser.add_argument("--sizes", nargs="+", default=sizes, help="ranks x tensors, of which each rank holds a shard")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="ranks that hold the same shards")
+    args = parser.parse_args(arguments)
+    shapes = [tuple(map(int, each.split("x"))) for each in args.sizes]
+    rows = []
+    for replicas in args.replicas:
+        for ranks, tensors in shapes:
+            rows.append(row := apart(ranks, tensors, replicas))
+            if len(rows) == 1:
+                print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
+            print("| " + " | ".join(f"{each:,.4g}" for each in row.values()) + " |", flush=True)
+    for replicas in args.replicas:
+        mine = [row for row in rows if row["replicas"] == replicas]
+        for what, other in (("ranks", "tensors"), ("tensors", "ranks")):
+            for fixed in {row[other] for row in mine}:
+                law = [row for row in mine if row[other] == fixed]
+                if len(law) > 2:
+                    found = [
+                        f"{cost} {exponent([r[what] for r in law], [r[cost] for r in law]):.2f}"
+                        for cost in list(law[0])[3:]
+                    ]
+                    print(f"exponent in {what}, {fixed} {other}, {replicas} replicas: " + ", ".join(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(measure(*map(int, sys.argv[2:]))))
+    else:
+        main()
