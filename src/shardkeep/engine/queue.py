@@ -174,7 +174,7 @@ class SaveHandle(Generic[T]):
     def outcome_to(self, future: Future[T]) -> None:
         """Set how the save ended in another future, too."""
         self._future.add_done_callback(
-            lambda ended: _set(future, None if ended.exception() else ended.result(), ended.exception())
+            lambda ended: set_outcome(future, None if ended.exception() else ended.result(), ended.exception())
         )
 
     def log_failure(self, error: BaseException | None) -> None:
@@ -203,7 +203,7 @@ class SaveHandle(Generic[T]):
     def end_staging(self, error: BaseException | None = None) -> None:
         """Note that the state is not read any more. May be called again."""
         with contextlib.suppress(InvalidStateError), self._lock:
-            _set(self.staged._future, None, error)
+            set_outcome(self.staged._future, None, error)
 
     def end(self, result: T | None = None, error: BaseException | None = None) -> None:
         self.end_staging(error)
@@ -213,10 +213,10 @@ class SaveHandle(Generic[T]):
             self.retrieved = self.retrieved or (cancelled and self._cancel_called)
             phase = "done" if error is None else "cancelled" if cancelled else "failed"
             self._progress = replace(self._progress, phase=phase)
-            _set(self._future, result, error)
+            set_outcome(self._future, result, error)
 
 
-def _set(future: Future[Any], result: object, error: BaseException | None) -> None:
+def set_outcome(future: Future[Any], result: object, error: BaseException | None) -> None:
     if error is None:
         future.set_result(result)
     else:

@@ -18,7 +18,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ from shardkeep.dcp._impl.default_save import saves_by_default
 from shardkeep.dcp._impl.dist import _DistWrapper, in_step
 from shardkeep.dcp._impl.file_writer import FileSystemWriter
 from shardkeep.dcp._impl.process import RankAndSize, RemoteSave, SaverDied, SaverProcess, StagedSave
-from shardkeep.engine.queue import SaveHandle, SaveQueue
+from shardkeep.engine.queue import SaveHandle, SaveQueue, set_outcome
 from shardkeep.engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from shardkeep.errors import CheckpointError
 from shardkeep.layouts import torch_values as protocol
@@ -181,7 +181,6 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         box = [staging_future_or_state_dict]
         del staging_future_or_state_dict
         args = _SaveArgs(checkpoint_id, storage_writer, planner, use_collectives)
-        fields = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
         with contextlib.ExitStack() as inside:
             # Ranks count their saves in the order of the calls.
             ranks = inside.enter_context(ranks_of_queue(process_group, no_dist=no_dist).call())
@@ -193,7 +192,7 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
                 # In its box: neither a stored failure nor this call may keep the state alive.
                 return run(ranks, box, args)
 
-        call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **fields)
+        call = driver.logged(work, "save", log_exceptions=True, process_group=process_group, **args._asdict())
         try:
             return saves.submit(call, driver.destination_of(checkpoint_id, storage_writer), storage_writer, planner)
         except BaseException:  # no thread can be started when the interpreter shuts down
@@ -328,15 +327,9 @@ def async_save(
     collectives, so the group needs no backend for the CPU.
 
     Args:
-        state_dict: This rank's part of the state.
-        checkpoint_id: Where to save; its meaning depends on the storage.
-        storage_writer: Writes the data; it is also the stager, if it is one and no other is given.
-        planner: Decides what is written; by default everything, replicated values once.
-        process_group: The ranks that save; all of them by default.
+        ...: Those of `save`. The `storage_writer` is also the stager, if it is one and no other is given.
         async_checkpointer_type: Save on a thread, or in a separate process, which needs an importable main module.
         async_stager: Copies the state; the caller closes it after the last save.
-        no_dist: Save in this process only.
-        use_collectives: If False, each rank writes a checkpoint of its own, with its own metadata.
 
     Returns:
         A future of the metadata; with a stager that works in the background, an `AsyncSaveResponse`. The state may be
@@ -457,7 +450,11 @@ def _stage_and_begin(
         raise
     if isinstance(staged, Future):
         response = AsyncSaveResponse(Future(), begin(staged))
-        staged.add_done_callback(lambda done: _pass_on(done, response.staging_completion))
+
+        def pass_on(done: Future[protocol.STATE_DICT_TYPE]) -> None:
+            set_outcome(response.staging_completion, None, CancelledError() if done.cancelled() else done.exception())
+
+        staged.add_done_callback(pass_on)
         return response
     if not stager.should_synchronize_after_execute:
         return begin(staged)
@@ -477,15 +474,6 @@ def _stage_and_begin(
 def _mark_retrieved(upload: Future[protocol.Metadata]) -> None:
     """Mark a failure as retrieved, so that the next save does not raise it."""
     upload.exception()
-
-
-def _pass_on(staging: Future[protocol.STATE_DICT_TYPE], to: Future[None]) -> None:
-    try:
-        staging.result()
-    except BaseException as error:  # noqa: BLE001 - raised where the future is retrieved
-        to.set_exception(error)
-    else:
-        to.set_result(None)
 
 
 # -- _Checkpointer -----------------------------------------------------------------------------------------------------

@@ -104,18 +104,10 @@ def consolidate_safetensors_files_on_every_rank(
     process_group: ProcessGroup | None = None,
 ) -> None:
     """
-    Consolidate shards on all ranks, each of which writes some of the files. Returns when the model is published.
+    Consolidate shards on all ranks of `process_group`, each of which writes some of the files; all see the shards.
 
-    Args:
-        input_dir: holds the shards, which all ranks see.
-        output_dir: where the model goes.
-        fqn_to_index_mapping: the number of the file that each tensor goes to; the same on all ranks.
-        num_threads: how many threads each rank uses at least.
-        process_group: the ranks that take part; all of them by default.
-
-    Raises:
-        CheckpointError: a rank failed; raised on all ranks. What was in `output_dir` is still there.
-
+    Arguments and errors are those of `consolidate_safetensors_files`. Returns when the model is published. What one rank
+    raises is raised on all, and what was in `output_dir` is still there.
     """
     world = current_world(process_group, timeout_s=Options().timeout_s)
     _consolidate(lambda: _plan(input_dir, output_dir, fqn_to_index_mapping, num_threads), world)

@@ -419,7 +419,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     def _read_quantized_tensor_with_block_alignment(self, req: protocol.ReadItem, safetensor_file: Any) -> torch.Tensor:
         """Return the numbers of a request; other files than its own may be read for them."""
         key = req.storage_index.fqn
-        self._check(key)
         # Where the request begins in the whole tensor, of which the stored chunk may be a shard.
         chunk = tuple(req.storage_index.offset or ())
         if len(chunk) != len(req.storage_offsets):

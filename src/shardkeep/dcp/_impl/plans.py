@@ -242,11 +242,9 @@ def _create_write_items(fqn: str, object: Any) -> list[protocol.WriteItem]:  # n
 
 
 def _holds_shards(value: Any) -> bool:
-    """Return whether containers hold a tensor of which other ranks have parts."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_shards, value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(_holds_shards, value))
+    """Return whether a value is, or containers in it hold, a tensor of which other ranks have parts."""
+    if is_container(value) or isinstance(value, (set, frozenset)):
+        return any(_holds_shards(each) for _, each in items_of(value))
     if is_dtensor(value):
         return bool(value.device_mesh.size() > 1) and not all(each.is_replicate() for each in value.placements)
     return is_sharded_tensor(value) and len(value.metadata().shards_metadata) > len(value.local_shards())
