@@ -101,41 +101,33 @@ def by_code(code: int) -> DType:
 
 
 def _known(table: Mapping[Any, DType], key: Any, called: str) -> DType:
-    try:
-        return table[key]
-    except KeyError:
-        raise MalformedFile(
-            f"there is no dtype {called}", hint="was the checkpoint written by a newer shardkeep?", dtype=key
-        ) from None
+    if key not in table:
+        hint = "was the checkpoint written by a newer shardkeep?"
+        raise MalformedFile(f"there is no dtype {called}", hint=hint, dtype=key)
+    return table[key]
 
 
 def of_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
     """Return the type of a torch dtype; raise `UnsupportedLeaf`, with the key, for quantized and unknown ones."""
-    try:
-        return known_to_torch()[dtype]
-    except KeyError:
-        quantized = str(dtype).startswith(("torch.qint", "torch.quint"))
-        hint = (
-            "save t.int_repr() together with its scale and zero_point"
-            if quantized
-            else "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"
-        )
-        about = {} if key is None else {"key": key}
-        what = "a tensor" if key is None else repr(key)
+    found = known_to_torch().get(dtype)
+    if found is None:
+        hint = "save t.view(torch.uint8), or convert it to a dtype that shardkeep knows"
+        if str(dtype).startswith(("torch.qint", "torch.quint")):
+            hint = "save t.int_repr() together with its scale and zero_point"
+        what, about = ("a tensor", {}) if key is None else (repr(key), {"key": key})
         text = f"{what} is of dtype {dtype}, which has no stored form"
-        raise UnsupportedLeaf(text, hint=hint, dtype=str(dtype), **about) from None
+        raise UnsupportedLeaf(text, hint=hint, dtype=str(dtype), **about)
+    return found
 
 
 def to_torch(dtype: DType) -> torch.dtype:
     """Return the torch dtype; raise `UnsupportedLeaf` if the installed torch does not have it."""
     import torch  # noqa: PLC0415 - see the module's docstring
 
-    found = getattr(torch, dtype.name, None)
+    found = getattr(torch, name := dtype.name, None)
     if isinstance(found, torch.dtype):
         return found
-    raise UnsupportedLeaf(
-        f"torch {torch.__version__} has no dtype {dtype.name}", hint="load with a newer torch", dtype=dtype.name
-    )
+    raise UnsupportedLeaf(f"torch {torch.__version__} has no dtype {name}", hint="load with a newer torch", dtype=name)
 
 
 def of_numpy(dtype: np.dtype[Any]) -> DType | None:

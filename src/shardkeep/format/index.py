@@ -297,12 +297,10 @@ def unpack_sections(table: Table, data: memoryview, at: int, where: str) -> dict
             or len(shape) != (2 if name in _MATRICES else 1)
             or min(offset, at + offset, *shape) < 0
         ):
-            raise MalformedFile(
-                f"{where}: section {name!r} of the index is declared in a way no writer does", file=where
-            )
+            raise MalformedFile.of(where, f"section {name!r} of the index is declared in a way no writer does")
         raw = data[at + offset : at + offset + math.prod(shape) * np.dtype(code).itemsize]
         if digest(raw) != expected:
-            raise ChecksumMismatch(f"{where}: section {name!r} of the index is damaged", file=where, offset=at + offset)
+            raise ChecksumMismatch.of(where, f"section {name!r} of the index is damaged", offset=at + offset)
         column = np.frombuffer(raw, code).reshape(shape)
         if column.dtype.itemsize == 8:
             column = column.view("<i8")
@@ -377,15 +375,13 @@ def are_text(strings: Strings) -> bool:
 
 def _shapes_fit(tensors: Tensors) -> bool:
     shape = tensors.shape
-    if not shape.size:
-        return bool(np.all(tensors.ndim <= shape.shape[1]))
+    if np.any(tensors.ndim > shape.shape[1]):
+        return False
     # In floats, which do not overflow; never times 0, because infinity times 0 is not a number.
     with np.errstate(over="ignore"):
         elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
     padding = np.arange(shape.shape[1]) >= tensors.ndim[:, None]
-    return bool(
-        np.all(tensors.ndim <= shape.shape[1]) and np.all(elements < _MAX_ELEMENTS) and np.all(shape[padding] == 1)
-    )
+    return bool(np.all(elements < _MAX_ELEMENTS) and np.all(shape[padding] == 1))
 
 
 def _ties_fit(index: Index) -> bool:

@@ -32,14 +32,10 @@ MAX_RECORD_NBYTES = 256 << 20
 MOST_CHAINS = 256
 _MAX_BLOB_NBYTES = 1 << 62
 """So that offsets and sizes fit into 63 bits."""
-_BLOCK_SIZES = frozenset(
-    {data_file.ALIGNMENT << n for n in range((data_file.MAX_BLOCK_NBYTES // data_file.ALIGNMENT).bit_length())}
-)
+_BLOCK_SIZES = frozenset(1 << n for n in range(64) if data_file.ALIGNMENT <= 1 << n <= data_file.MAX_BLOCK_NBYTES)
 """Powers of two, so that any read window consists of whole blocks."""
 
-_META_HINT = (
-    "meta takes plain JSON values only: text, finite numbers of 64 bits, True, False, None, lists, dicts of text"
-)
+_META_HINT = "meta takes plain JSON only: text, finite numbers of 64 bits, True, False, None, lists, dicts of text"
 BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 """Valid names of files of a checkpoint: no separators, no leading dot."""
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")

@@ -302,9 +302,7 @@ def data_start(get: Get, at: int, name: str, *, where: str) -> int:
     """Return where the bytes of an entry begin, by its header at `at`."""
     header = get(at, _LOCAL.size + len(name.encode()))
     if header[:4] != b"PK\3\4" or header[_LOCAL.size :].decode(errors="replace") != name:
-        raise MalformedFile(
-            f"{where}: the archive's directory points at something that is not an entry", file=where, offset=at
-        )
+        raise MalformedFile.of(where, "the archive's directory points at something that is not an entry", offset=at)
     *_, name_nbytes, extra_nbytes = _LOCAL.unpack(header[: _LOCAL.size])
     return at + _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
 
@@ -350,9 +348,8 @@ def _entries(get: Get, nbytes: int, where: str) -> dict[str, tuple[int, int, int
     for _ in range(count):
         if at + _CENTRAL.size > size:
             raise problem
-        mark, _, _, _, method, _, _, crc, packed, plain, name, extra, note, _, _, _, offset = _CENTRAL.unpack_from(
-            directory, at
-        )
+        fields = _CENTRAL.unpack_from(directory, at)
+        mark, _, _, _, method, _, _, crc, packed, plain, name, extra, note, _, _, _, offset = fields
         at += _CENTRAL.size
         if mark != b"PK\1\2" or method or packed != plain:
             raise problem

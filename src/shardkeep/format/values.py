@@ -324,6 +324,10 @@ def _make_fraction(parts: list[Any]) -> Fraction:
     return Fraction(*parts)
 
 
+def _take_path(path: PurePath) -> list[Any]:
+    return [isinstance(path, PureWindowsPath), isinstance(path, Path), str(path)]
+
+
 def _make_path(parts: list[Any]) -> PurePath:
     windows, concrete, text = parts
     pure = PureWindowsPath(text) if windows else PurePosixPath(text)
@@ -461,9 +465,7 @@ def _make_dtype(described: Any) -> np.dtype[Any]:
         if not re.fullmatch(r"[<>|=]?[fc][0-9]{1,2}", text):
             raise ValueError(f"not a dtype: {text[:80]!r}")
         if mantissa_bits != np.finfo(np.longdouble).nmant:
-            raise _NotHereError(
-                f"its long double has {mantissa_bits} bits of mantissa, which this machine does not support"
-            )
+            raise _NotHereError(f"its long double has {mantissa_bits} bits of mantissa, which this machine lacks")
         dtype = np.dtype(text[0] + ("G" if "c" in text else "g"))
     else:
         raise ValueError("not a dtype")
@@ -508,9 +510,7 @@ def _make_text(parts: list[Any]) -> Any:
 
 # -- the table of kinds ------------------------------------------------------------------------------------------------
 
-_PATH: Final = _Kind(
-    22, lambda p: [isinstance(p, PureWindowsPath), isinstance(p, Path), str(p)], _make_path, (bool, bool, str)
-)
+_PATH: Final = _Kind(22, _take_path, _make_path, (bool, bool, str))
 _KINDS: Final[dict[type, _Kind]] = {
     tuple: _Kind(4, list, tuple),
     set: _Kind(5, list, lambda p: set(_distinct(p))),

@@ -30,9 +30,7 @@ from shardkeep.storage.base import ReadableStore
 
 log = logging.getLogger("shardkeep")
 
-_CLASSES: dict[type, tuple[str, str]] = {
-    getattr(metadata, name): (homes[0], name) for name, homes in torch_layout.HOMES.items()
-}
+_CLASSES = {getattr(metadata, name): (homes[0], name) for name, homes in torch_layout.HOMES.items()}
 
 
 def encode_metadata(value: Metadata) -> bytes:

@@ -142,9 +142,8 @@ class Commit:
         except (BlobNotFound, MalformedFile):  # the latter: it is longer
             pass
         except Exception as exc:  # noqa: BLE001 - as above; the save may be committed, so nothing is removed
-            log.warning(
-                "%s/%s cannot be read, so files of the failed save are not removed: %s", self._files.url, name, exc
-            )
+            where = f"{self._files.url}/{name}"
+            log.warning("%s cannot be read, so files of the failed save are not removed: %s", where, exc)
             return
         self.remove(files)
 
@@ -191,6 +190,5 @@ class Commit:
                 with suppress(FileNotFoundError), storage_errors("cannot delete", self._files.url, name):
                     os.unlink(os.path.join(self._path, base.check_below(name)))
             except Exception as exc:  # noqa: BLE001 - as above
-                log.warning(
-                    "could not remove %s/%s, which no checkpoint needs any more: %s", self._files.url, name, exc
-                )
+                where = f"{self._files.url}/{name}"
+                log.warning("could not remove %s, which no checkpoint needs any more: %s", where, exc)
