@@ -151,9 +151,9 @@ def _lay_out(file: str, items: Sequence[_Item], places: list[PlainPlace]) -> pip
         own: list[pipeline.Part] = [data]
         offsets, start = None, -1
         if isinstance(data, pipeline.TensorPart):
-            frame = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=_ALIGNMENT)
-            own = [memoryview(frame.head), data, memoryview(frame.tail)]
-            offsets, start = data.box.offsets, at + len(frame.head)
+            head, tail = frame_tensor(data.dtype, data.box.sizes, at=at, alignment=_ALIGNMENT)
+            own = [memoryview(head), data, memoryview(tail)]
+            offsets, start = data.box.offsets, at + len(head)
         nbytes = sum(part.nbytes for part in own)
         places.append((name, offsets, 0, file, at, nbytes, start))
         parts += own

@@ -18,9 +18,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -83,39 +83,32 @@ def count_blocks(data_nbytes: int, block_nbytes: int) -> int:
 
 
 def build_header(
-    entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, sidecar: bool = False
+    entries: Iterable[HeaderEntry], *, save_id: str, data_nbytes: int, block_nbytes: int, sidecar: bool
 ) -> bytearray:
     """Build the header with room for digests, which `seal_header` fills in, or without, if they go into a sidecar."""
-    room = "A" * len(base64.b64encode(bytes(DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes))))
-    digests = "" if sidecar else f',{_MARK.decode()}{room}"'
-    metadata = (
-        f'{{"format":"pt","shardkeep.checksum":"{ALGORITHM}","shardkeep.save_id":"{save_id}",'
-        f'"shardkeep.block_nbytes":"{block_nbytes}"{digests}}}'
-    )
+    metadata = {"format": "pt", "shardkeep.checksum": ALGORITHM, "shardkeep.save_id": save_id}
+    metadata["shardkeep.block_nbytes"] = str(block_nbytes)
+    if not sidecar:
+        digests_nbytes = DIGEST_NBYTES * count_blocks(data_nbytes, block_nbytes)
+        metadata["shardkeep.blocks"] = base64.b64encode(bytes(digests_nbytes)).decode()
     # With a sidecar, windows of a large file then begin where the parts of a multipart upload do.
     unit = block_nbytes if sidecar and data_nbytes >= _LARGE_BLOCKS * block_nbytes else ALIGNMENT
     return encode_header(entries, metadata, unit=unit)
 
 
-def encode_header(entries: Iterable[HeaderEntry], metadata: str, *, unit: int = ALIGNMENT) -> bytearray:
-    """Make the header of a safetensors file; the data behind it begin at a multiple of `unit`. `metadata` is JSON."""
-    quote = json.encoder.encode_basestring_ascii
-    parts = [f'{{"__metadata__":{metadata}']
-    names: set[str] = set()
-    for entry in entries:
-        if entry.name in names:
-            raise StateError(f"two tensors of one file would be called {entry.name!r}", hint="rename one of them")
-        names.add(entry.name)
-        shape = ",".join(map(str, entry.shape))
-        parts.append(
-            f',{quote(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{shape}],"data_offsets":[{entry.start},{entry.stop}]}}'
-        )
-    parts.append("}")
-    text = "".join(parts).encode()
+def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], *, unit: int = ALIGNMENT) -> bytearray:
+    """Make the header of a safetensors file; the data behind it begin at a multiple of `unit`."""
+    tensors: dict[str, Any] = {}
+    for name, dtype, shape, start, stop in entries:
+        if name in tensors:
+            raise StateError(f"two tensors of one file would be called {name!r}", hint="rename one of them")
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
+    head, listed = (json.dumps(each, separators=(",", ":")) for each in ({"__metadata__": metadata}, tensors))
+    text = (f"{head[:-1]},{listed[1:]}" if tensors else head).encode()
     total = -(-(8 + len(text)) // unit) * unit
     if total > MAX_HEADER_NBYTES:
         raise StateError(
-            f"a file with {len(names):,} tensors needs a header of {total:,} bytes, more than safetensors allows",
+            f"a file with {len(tensors):,} tensors needs a header of {total:,} bytes, more than safetensors allows",
             hint="spread the tensors over more files",
         )
     header = bytearray((total - 8).to_bytes(8, "little") + text)

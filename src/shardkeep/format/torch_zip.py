@@ -7,8 +7,8 @@ Archives of `torch.save`: zip files whose entries are not compressed, so that th
     archive/data/0      the storage
     directory of the archive
 
-`frame_tensor` makes the bytes before and after those of a tensor; `find_tensor` finds the bytes in an archive that torch
-wrote; `read_state` reads an archive of any state, with an `ArchivedTensor` for each tensor. None of them needs torch.
+`frame_tensor` makes the bytes around those of a tensor; `find_tensor` finds the bytes in an archive that torch wrote;
+`read_state` reads an archive of any state, with an `ArchivedTensor` for each tensor. None of them needs torch.
 """
 
 from __future__ import annotations
@@ -53,19 +53,12 @@ _MAX_DIRECTORY_NBYTES = 1 << 26
 _MAX_PICKLE_NBYTES = 1 << 30
 
 
-class ArchiveFrame(NamedTuple):
-    """The bytes around those of a tensor."""
-
-    head: bytes
-    tail: bytes
-
-
-def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: int) -> ArchiveFrame:
+def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: int) -> tuple[bytes, bytes]:
     """
-    Frame a dense row-major tensor whose archive begins at byte `at` of a file, its bytes at a multiple of `alignment`.
+    Return what stands before and behind the bytes of a dense row-major tensor whose archive begins at byte `at` of a file.
 
-    The CRC-32 of the bytes is 0, as with torch's `set_crc32_options(False)`: torch does not verify it, and computing it takes
-    longer than writing the bytes.
+    They begin at a multiple of `alignment`. Their CRC-32 is 0, as with torch's `set_crc32_options(False)`: torch does not
+    verify it, and computing it takes longer than writing the bytes.
     """
     before, directory = _before_tensor(dtype, shape)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -73,7 +66,7 @@ def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: in
     wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
     local = _local(_DATA, _UTF8, size, wide, at + header, alignment)
     listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
-    return ArchiveFrame(before + local, listed + _ends(1, header + len(local) + nbytes, len(listed)))
+    return before + local, listed + _ends(1, header + len(local) + nbytes, len(listed))
 
 
 def _wide(*sizes: int) -> bytes:
@@ -215,7 +208,7 @@ class _Archive:
         self.entries = _entries(get, nbytes, where)
         self.root = next(iter(self.entries), "/").partition("/")[0]
         if f"{self.root}/constants.pkl" in self.entries:  # which torch would load with another loader
-            raise MalformedFile(f"{where}: a compiled program of torch.jit, not an archive of torch.save", file=where)
+            raise MalformedFile.of(where, "a compiled program of torch.jit, not an archive of torch.save")
 
     def find(self, name: str) -> ArchiveEntry | None:
         """Return an entry, given its name below the root."""
@@ -226,20 +219,18 @@ class _Archive:
         at, nbytes, crc = self.entries[key]
         return ArchiveEntry(key, data_start(self._get, at, key, where=self._where), nbytes, crc)
 
-    def described(self) -> ArchiveEntry:
-        """Return the entry of the pickle."""
-        found = self.find("data.pkl")
-        if found is None:
-            raise MalformedFile(f"{self._where}: not an archive of torch.save", file=self._where)
-        return found
-
     def pickled(self) -> bytes:
         """Return the pickle."""
-        found = self.described()
+        found = self.find("data.pkl")
+        if found is None:
+            raise MalformedFile.of(self._where, "not an archive of torch.save")
+        if found.nbytes > _MAX_PICKLE_NBYTES:
+            why = f"a pickle of {found.nbytes} bytes, more than {_MAX_PICKLE_NBYTES}"
+            raise MalformedFile.of(self._where, why, hint="load it with torch")
         return self._get(found.start, found.nbytes)
 
-    def load(self, unknown: dict[str, None] | None = None) -> Any:
-        """Read the pickle, with an `ArchivedTensor` for each tensor; see `load_pickle` for `unknown`."""
+    def load(self, pickled: bytes, unknown: dict[str, None] | None = None) -> Any:
+        """Load the pickle, with an `ArchivedTensor` for each tensor; see `load_pickle` for `unknown`."""
         order = self.find("byteorder")
         big = order is not None and order.nbytes == 3 and self._get(order.start, 3) == b"big"
 
@@ -251,11 +242,8 @@ class _Archive:
             name = named.name if type(named) is _ClassRef else ""
             return _Storage(name, known, self.entries[known][1], big == (sys.byteorder == "little"))
 
-        if (size := self.described().nbytes) > _MAX_PICKLE_NBYTES:
-            why = f"{self._where}: a pickle of {size} bytes, more than {_MAX_PICKLE_NBYTES}"
-            raise MalformedFile(why, hint="load it with torch", file=self._where)
         names = {**plain_names(), **_NAMES}
-        return load_pickle(self.pickled(), names, where=self._where, persistent=storage, unknown=unknown)
+        return load_pickle(pickled, names, where=self._where, persistent=storage, unknown=unknown)
 
 
 def _archive_in(data: bytes, where: str) -> _Archive:
@@ -266,7 +254,7 @@ def find_tensor(get: Get, nbytes: int, *, where: str) -> ArchivedTensor | None:
     """Find the tensor in an archive; None for what only torch can read."""
     archive = _Archive(get, nbytes, where)
     try:
-        found = archive.load()
+        found = archive.load(archive.pickled())
     except (PickleRefused, MalformedFile):
         return None  # a tensor subclass, or a tensor with attributes
     if not isinstance(found, ArchivedTensor) or found.embedding() is None:
@@ -292,7 +280,7 @@ def read_state(get: Get, nbytes: int, *, where: str) -> ArchivedState:
     """Read an archive of any state; the bytes of its tensors are not read."""
     archive = _Archive(get, nbytes, where)
     unknown: dict[str, None] = {}
-    value, pickled = archive.load(unknown), archive.pickled()
+    value = archive.load(pickled := archive.pickled(), unknown)
     check_expanded(value, len(pickled), where=where, leaf=ArchivedTensor)
     known = digest(repr(sorted(archive.entries.items())).encode() + pickled)
     return ArchivedState(value, archive.entries, known, list(unknown))

@@ -69,11 +69,7 @@ class _NotHereError(Exception):
 
 def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
     """Encode one plain value; `UnsupportedLeaf` if it has no safe form, contains itself or is nested too deep."""
-    call = _Call(key, allow_pickle)
-    try:
-        return _pack(value, call, 0)
-    except RecursionError as exc:
-        raise _too_deep(call) from exc
+    return _pack(value, _Call(key, allow_pickle), 0)
 
 
 def decode_value(data: bytes, *, key: str, allow_pickle: bool = False, like: Any = None) -> Any:
@@ -290,9 +286,8 @@ def _to_parts(value: Any) -> tuple[int, list[Any] | None]:
 
 
 def _check_types(parts: list[Any], expected: tuple[type, ...]) -> None:
-    if len(parts) != len(expected) or any(
-        want is not object and type(part) is not want for part, want in zip(parts, expected, strict=True)
-    ):
+    sound = (want is object or type(part) is want for part, want in zip(parts, expected, strict=False))
+    if len(parts) != len(expected) or not all(sound):
         raise TypeError(f"expected parts {[t.__name__ for t in expected]}, found {[type(p).__name__ for p in parts]}")
 
 

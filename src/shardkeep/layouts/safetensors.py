@@ -178,7 +178,7 @@ def build_model_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mappin
         stop = at + math.prod(shape) * dtype.itemsize
         entries.append(HeaderEntry(key, *dtype.in_safetensors(shape), at, stop))
         at = stop
-    return bytes(encode_header(entries, json.dumps(dict(metadata), separators=(",", ":"))))
+    return bytes(encode_header(entries, dict(metadata)))
 
 
 # -- names of files, and keys in their metadata ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -203,7 +203,7 @@ class ModuleObject(Adapter):
     def template(self, stored: StoredState, selected: Selected) -> Template:
         """Return the module's own state, which is filled in place; extra state is what was saved."""
         # What is on meta gets memory, one for each parameter, so that tied parameters stay tied.
-        state = module_state(self._module)
+        state = dict(module_state(self._module))
         for item in live_state(self._module):
             name = f"{self.name}.{item.name}"
             if item.name == EXTRA_STATE or item.name.endswith(f".{EXTRA_STATE}"):
@@ -221,7 +221,7 @@ class ModuleObject(Adapter):
                 if id(item.value) not in self._memory:
                     self._memory[id(item.value)] = materialize(item.name, state[item.name])
                 state[item.name] = self._memory[id(item.value)]
-        return Template(dict(state), self._load)
+        return Template(state, self._load)
 
     def _load(self, state: dict[str, Any]) -> None:
         """Set what was not filled in place: tensors that had no memory, extra state, and what hooks made."""
@@ -243,8 +243,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's state by canonical name; sharded tensors stay sharded, memory is the module's own."""
     if all_canonical(module):  # then options need not be looked up, which takes longer
         with torch.no_grad():
-            state: dict[str, Any] = own_method(module, "state_dict")()
-            return state
+            return cast("dict[str, Any]", own_method(module, "state_dict")())
     return model_state(module, checked_options(module, (), optim_only=False))
 
 
@@ -307,15 +306,13 @@ class OptimizerObject(Adapter):
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
         """Return digests of plain tensors kept for a sharded parameter: they may belong to this rank's shard alone."""
-        digests = {}
-        for parameter, kept in self._kept():
-            if is_dtensor(parameter):
-                base = f"{self.name}.state.{self._names[parameter].first}"
-                for path, value in leaves_of(kept):
-                    if _may_belong_to_shard(value, parameter):
-                        name = f"{base}.{path_name(path)}"
-                        digests[name] = digest_of(name, value, allow_pickle=allow_pickle)
-        return digests
+        found = {
+            f"{self.name}.state.{self._firsts[id(parameter)]}.{path_name(path)}": value
+            for parameter, kept in self._kept()
+            for path, value in (leaves_of(kept) if is_dtensor(parameter) else ())
+            if _may_belong_to_shard(value, parameter)
+        }
+        return {name: digest_of(name, value, allow_pickle=allow_pickle) for name, value in found.items()}
 
     def _kept(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for parameter, kept in self._optimizer.state.items():
@@ -584,7 +581,7 @@ class FSDP1OptimizerObject(Adapter):
     def _present(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         mine = {id(parameter) for parameter in self._module.parameters()}
         groups = self._optimizer.param_groups
-        if any(id(parameter) not in mine for group in groups for parameter in group["params"]):
+        if any(id(each) not in mine for group in groups for each in group["params"]):
             raise StateError(
                 f"{self.name!r} optimizes parameters of an FSDP1 module and others, and FSDP1 handles only its own",
                 hint="use an optimizer for each, or FSDP2 (fully_shard)",
