@@ -99,7 +99,7 @@ def _pack(value: Any, call: _Call, depth: int) -> bytes:
                 return _ext(_SURROGATES, value.encode("utf-8", "surrogatepass"), call)
             raise _too_large(call) from exc
     if depth >= MAX_DEPTH:
-        raise _too_deep(call)
+        raise UnsupportedLeaf(f"{call.key!r} is nested more than {MAX_DEPTH} levels deep, or contains itself")
     if kind is list:
         return _pack_array(value, call, depth)
     if kind is bytearray:
@@ -143,10 +143,6 @@ def _ext(code: int, payload: bytes, call: _Call) -> bytes:
     if len(payload) >= 1 << 32:
         raise _too_large(call)
     return _encode(Ext(code, payload))
-
-
-def _too_deep(call: _Call) -> UnsupportedLeaf:
-    return UnsupportedLeaf(f"{call.key!r} is nested more than {MAX_DEPTH} levels deep, or contains itself")
 
 
 def _too_large(call: _Call) -> UnsupportedLeaf:

@@ -85,13 +85,9 @@ class TensorProperties:
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         """Describe a tensor."""
-        return TensorProperties(
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            requires_grad=tensor.requires_grad,
-            pin_memory=tensor.is_pinned(),
-            strides=tensor.stride() if _HAS_STRIDES and tensor.layout is torch.strided else None,
-        )
+        strides = tensor.stride() if _HAS_STRIDES and tensor.layout is torch.strided else None
+        form = tensor.dtype, tensor.layout, tensor.requires_grad
+        return TensorProperties(*form, pin_memory=tensor.is_pinned(), strides=strides)
 
 
 @dataclass

@@ -9,12 +9,12 @@ not fit on one rank, all ranks raise the same error and nothing has changed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -59,16 +59,9 @@ def gather_state_dict(
     """
     _check_same_tensors(state_dict, pg, type_check=type_check)
     with torch.no_grad():
-        gathered: dict[str, Any] = iterate_state_dict(
-            state_dict,
-            _full_of_sharded_tensor,
-            _full_of_dtensor,
-            _identity_func,
-            pg=pg,
-            device=device,
-            cpu_offload=cpu_offload,
-            ranks_only=ranks_only,
-            type_check=type_check,
+        full_of = partial(iterate_state_dict, state_dict, _full_of_sharded_tensor, _full_of_dtensor, _identity_func)
+        gathered: dict[str, Any] = full_of(
+            pg=pg, device=device, cpu_offload=cpu_offload, ranks_only=ranks_only, type_check=type_check
         )
     return gathered
 
@@ -278,7 +271,7 @@ def broadcast_state_dict(
         if world.rank > 0:
             return b""
         for key, value in full_state_dict.items():
-            skeleton[key] = map_leaves(value, functools.partial(take, key), _opens, keep_ordered=True)
+            skeleton[key] = map_leaves(value, partial(take, key), _opens, keep_ordered=True)
         # Pickled, like torch's own object collectives: values of the user's classes travel too, within one job.
         return b"" if world.solo else pickle.dumps(skeleton)
 

@@ -102,11 +102,8 @@ def checked_options(
     """Check options against each other and look up what a call needs to know of the model."""
     options = options or StateDictOptions()
     if submodules:
-        warnings.warn(
-            "submodules= is deprecated: read the whole state and pick the keys that begin with the submodule's name",
-            FutureWarning,
-            stacklevel=4,
-        )
+        why = "submodules= is deprecated: read the whole state and pick the keys that begin with the submodule's name"
+        warnings.warn(why, FutureWarning, stacklevel=4)
     if optim_only and not optims:
         raise BadState("only optimizer state was requested, but no optimizer was passed")
     if options.broadcast_from_rank0 and not options.full_state_dict:
@@ -239,11 +236,8 @@ def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any
     """Turn state keyed by submodules, each with a state dict of its own, into one dict; return other state as it is."""
     if not isinstance(next(iter(state), None), nn.Module):
         return state
-    warnings.warn(
-        "state dicts keyed by modules are deprecated: put the module's name before the keys of its state dict",
-        FutureWarning,
-        stacklevel=4,
-    )
+    why = "state dicts keyed by modules are deprecated: put the module's name before the keys of its state dict"
+    warnings.warn(why, FutureWarning, stacklevel=4)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         if module in state:

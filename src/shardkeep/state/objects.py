@@ -492,14 +492,9 @@ def _portable(kept: Any, name: str, parameter: Any, differing: Collection[str]) 
             return value
         if value.shape == parameter.to_local().shape:
             # Importing the class takes long; it is loaded already, as there is a DTensor.
-            return sys.modules["torch.distributed.tensor"].DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            make = sys.modules["torch.distributed.tensor"].DTensor.from_local
+            placed = parameter.device_mesh, parameter.placements
+            return make(value, *placed, run_check=False, shape=parameter.shape, stride=parameter.stride())
         return PerRank({"boxes": _shard_of(parameter), "tensor": value})
 
     return map_leaves(kept, change)

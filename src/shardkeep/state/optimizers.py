@@ -54,11 +54,8 @@ def name_parameters(
 ) -> dict[Any, ParameterNames]:
     """Name every parameter of the optimizer called `name` by the modules in the same state."""
     tables = {own: parameter_names(live_state(module)) for own, module in modules.items()}
-    given = {
-        parameter: str(own)
-        for group in optimizer.param_groups
-        for parameter, own in zip(group[PARAMS], group.get("param_names", ()), strict=False)
-    }
+    named = (zip(group[PARAMS], group.get("param_names", ()), strict=False) for group in optimizer.param_groups)
+    given = {parameter: str(own) for pairs in named for parameter, own in pairs}
     per_rank = set() if is_per_rank_name(name, rank) else {own for own in modules if is_per_rank_name(own, rank)}
     names: dict[Any, ParameterNames] = {}
     seen: set[str] = set()
