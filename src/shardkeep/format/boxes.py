@@ -192,8 +192,7 @@ def overlap_region(saved_shard: BoxLike, current_shard: BoxLike) -> list[tuple[i
     axes = zip(saved_shard.offsets, saved_shard.sizes, current_shard.offsets, current_shard.sizes, strict=True)
     region = []
     for axis, (saved, saved_size, current, current_size) in enumerate(axes):
-        low = max(saved, current)
-        high = min(saved + saved_size, current + current_size)
+        low, high = max(saved, current), min(saved + saved_size, current + current_size)
         region.append((axis, low - saved, low - current, high - low))
     return region
 
@@ -259,8 +258,7 @@ def within(outer_box_size: Sequence[int], inner_box: BoxLike) -> bool:
 # -- columns of boxes --------------------------------------------------------------------------------------------------
 
 # Plans and the index are made of columns: numpy arrays of one length. Boxes of tensors with different numbers of axes share
-# one matrix: rows are padded on the right with offset 0 and size 1, which does not change volumes, intersections or
-# tilings.
+# one matrix: rows are padded on the right with offset 0 and size 1, which changes no volume, intersection or tiling.
 
 IntArray = npt.NDArray[np.int64]
 
@@ -357,22 +355,15 @@ def ints(packed: bytes) -> IntArray:
 
 def segment_starts(ends: npt.NDArray[Any]) -> IntArray:
     """Return where each segment begins, given where each ends."""
-    starts = np.empty(len(ends), np.int64)
-    starts[:1] = 0
-    starts[1:] = ends[:-1]
-    return starts
+    return np.concatenate([np.zeros(1, np.int64), ends])[:-1].astype(np.int64, copy=False)
 
 
 def concat_ranges(starts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> IntArray:
     """Return `start, start+1, … start+count-1` of every range, end to end."""
     counts = np.asarray(counts, np.int64)
-    total = int(counts.sum())
-    if total == 0:
-        return np.empty(0, np.int64)
     ends = np.cumsum(counts)
-    ranges: IntArray = np.arange(total, dtype=np.int64)
-    ranges += np.repeat(np.asarray(starts, np.int64) - (ends - counts), counts)
-    return ranges
+    ranges: IntArray = np.repeat(np.asarray(starts, np.int64) - (ends - counts), counts)
+    return ranges + np.arange(len(ranges))
 
 
 # -- tilings -----------------------------------------------------------------------------------------------------------

@@ -223,12 +223,6 @@ def is_tensor(obj: Any) -> bool:
 
 def describe_leaf(key: str, obj: Any, *, allow_meta: bool = False, writable: bool = False) -> TensorLeaf:
     """Describe a leaf called `key`, which may be on meta if `allow_meta`, and must be possible to fill if `writable`."""
-    found = describe_ordinary(obj)
-    if found is not None:
-        dtype, size, pointer, plain = found
-        shape, origin = tuple(size), (0,) * len(size)
-        alias = (dtype, shape, origin, pointer, shape, obj.stride(), obj.device)
-        return TensorLeaf(dtype, shape, (Piece(origin, plain),), alias)
     request = _Request(key, allow_meta, writable)
     if isinstance(obj, ShardedBox):
         parts = _shards(request, obj.shape, [(tensor, offsets, None) for tensor, offsets in obj.pieces])
