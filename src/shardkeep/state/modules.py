@@ -344,18 +344,13 @@ def _fsdp1_context(model: nn.Module, options: StateDictOptions) -> Callable[[], 
 
     # On the CPU there is nothing to offload, and if asked to, FSDP1 returns memory that it frees at once.
     offload = options.cpu_offload and any(parameter.device.type != "cpu" for parameter in model.parameters())
-    form: tuple[Any, ...] = (
-        fsdp.StateDictType.SHARDED_STATE_DICT,
-        fsdp.ShardedStateDictConfig(offload_to_cpu=offload),
-        fsdp.ShardedOptimStateDictConfig(offload_to_cpu=offload),
-    )
+    kinds = fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig
+    form: tuple[Any, ...] = (fsdp.StateDictType.SHARDED_STATE_DICT, *(kind(offload_to_cpu=offload) for kind in kinds))
     if options.full_state_dict:
         rank0_only = options.cpu_offload or options.broadcast_from_rank0
-        form = (
-            fsdp.StateDictType.FULL_STATE_DICT,
-            fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
-            fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only),
-        )
+        of_model = fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
+        of_optimizers = fsdp.FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
+        form = fsdp.StateDictType.FULL_STATE_DICT, of_model, of_optimizers
 
     @contextmanager
     def context() -> Iterator[None]:

@@ -261,8 +261,6 @@ def _rename_hint(wrapped: dict[str, str]) -> str:
     if theirs and not ours:
         pairs = ", ".join(f"(r'(^|\\.){wrapper}\\.', r'\\1')" for wrapper in theirs)
         return f"the checkpoint's keys carry {carried}: pass rename=[{pairs}]"
-    if not ours:
-        return ""
     table = dict(_differing_prefixes(other, name) for name, other in wrapped.items())
     rename = _prefixes(table)
     if len(table) <= _MOST_PREFIXES and all(rename(other) == name for name, other in wrapped.items()):
