@@ -30,7 +30,7 @@ from shardkeep.state.flatten import get_element, leaves_of, map_leaves
 from shardkeep.state.leaves import TreePath, is_dtensor, path_name
 from shardkeep.state.modules import PARAM_GROUPS, PARAMS, STATE, StateDictInfo, StateDictOptions
 from shardkeep.state.names import FLAT_PARAM, PATCHED, canonical_key, own_method, state_dict_key
-from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, with_initial_state
+from shardkeep.state.optimizers import LIVE_KEYS, StateLayout, common_hyper, set_hyper_parameters, with_initial_state
 
 STEP = "step"
 _FLAT_LEAVES = (torch.Tensor, int, float, str, bytes, list, tuple, type(None))
@@ -423,7 +423,8 @@ def _plan(
     for group, row in zip(optimizer.param_groups, entries, strict=True):
         hyper = _hyper_for_load(row, known, strict=info.strict) if row else next(empty_groups, {})
         live = {key: value for key, value in group.items() if key not in LIVE_KEYS}
-        groups.append(live | _fitted(hyper, live))
+        groups.append({key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in live.items()})
+        set_hyper_parameters(groups[-1:], [hyper])
     return _LoadPlan(optimizer, layout, entries, groups)
 
 
@@ -475,18 +476,6 @@ def _hyper_for_load(row: Sequence[_Entry], saved: SavedOptimizers, *, strict: bo
             hint="group the parameters as they were; StateDictOptions(strict=False) takes the first value for all",
         )
     return hyper
-
-
-def _fitted(hyper: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved values in the form of the live group: a learning rate that is a tensor stays one, on its device."""
-    result = dict(hyper)
-    for key, value in hyper.items():
-        held = live.get(key)
-        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
-            result[key] = value.detach().to(held.device)
-        elif isinstance(held, torch.Tensor) and isinstance(value, (int, float)):
-            result[key] = torch.full_like(held, value)
-    return result
 
 
 def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info: StateDictInfo) -> None:
