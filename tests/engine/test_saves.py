@@ -10,7 +10,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep.engine import workers
-from shardkeep.engine.native_save import Coordinator
+from shardkeep.engine.native_save import NativeSave
 from shardkeep.engine.writer import write_files
 from shardkeep.errors import CheckpointError, StateError, StorageError
 from shardkeep.format import record as record_format
@@ -351,7 +351,7 @@ def test_metadata_of_torch_in_the_target(tmp_path, contents, said):
 
 def test_seconds_end_with_the_commit(tmp_path, monkeypatch):
     """Removing what was replaced is not counted."""
-    tidy = Coordinator.tidy
+    tidy = NativeSave.tidy
     began = []
 
     def slow(self):
@@ -359,6 +359,6 @@ def test_seconds_end_with_the_commit(tmp_path, monkeypatch):
         time.sleep(0.3)
         tidy(self)
 
-    monkeypatch.setattr(Coordinator, "tidy", slow)
+    monkeypatch.setattr(NativeSave, "tidy", slow)
     start = time.monotonic()
     assert sk.save({"x": torch.ones(3)}, tmp_path).seconds <= began[0] - start + 0.1

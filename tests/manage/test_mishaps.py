@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.engine.native_save import Coordinator
+from shardkeep.engine.native_save import NativeSave
 from shardkeep.errors import StorageError
 from shardkeep.events import PruneFailed
 from shardkeep.manage.catalog import Walk, template_of
@@ -256,7 +256,7 @@ def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path):
 def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(tmp_path, monkeypatch):
     """The lease is looked at before the commit, wherever the data is written."""
     at, go = threading.Event(), threading.Event()
-    real = Coordinator.collect
+    real = NativeSave.collect
 
     def slow(self, *args):
         if self.store.url.endswith("step-2"):
@@ -264,7 +264,7 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(t
             go.wait(30)
         return real(self, *args)
 
-    monkeypatch.setattr(Coordinator, "collect", slow)
+    monkeypatch.setattr(NativeSave, "collect", slow)
     first = checkpointer(tmp_path, writer="process")
     first.save(1, state_at(1))
     first.wait()

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 from shardkeep.codecs.coded_store import DecodingStore
 from shardkeep.conversion import pipeline
 from shardkeep.conversion.select import Selection, selection_contents
-from shardkeep.engine.codecs import Codecs, FileCodecs, keys_for
-from shardkeep.engine.native_save import Coordinator, PlannedSave, boxes_of, data_name, make_manifest
+from shardkeep.engine.codecs import Codecs, FileCodecs
+from shardkeep.engine.native_save import NativeSave, PlannedSave, boxes_of, data_name, make_manifest
 from shardkeep.engine.reader import Source
-from shardkeep.engine.save_session import WrittenFiles
+from shardkeep.engine.save_session import SaveArguments, WrittenFiles
 from shardkeep.engine.sources import open_native
 from shardkeep.format.boxes import Boxes, ints
 from shardkeep.format.data_file import HeaderEntry, build_header
@@ -29,7 +29,7 @@ from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
 from shardkeep.format.record import FileEntry, checked_meta, checked_step
 from shardkeep.format.values import decode_tree
-from shardkeep.layouts import native, orphans
+from shardkeep.layouts import native
 from shardkeep.plan.save_plan import RankManifest, RankWritePlan, encode
 from shardkeep.state.describe import Description
 from shardkeep.storage.base import Store
@@ -40,22 +40,23 @@ def write_native(
 ) -> pipeline.Written:
     """Write what was selected, with the step and meta of the source; `CheckpointExists` if a checkpoint is there already."""
     index, rows = selection_contents(chosen, source.index)
-    options, team, keys = how.options, how.team, keys_for(how.options)
-    coordinator = Coordinator(store, overwrite=how.overwrite, codecs=codecs, keys=keys)  # rank 0's part
+    options, team = how.options, how.team
+    request = SaveArguments(store, overwrite=how.overwrite, codecs=codecs, options=options)
+    layout = NativeSave(request, store, team.world)
     labels = checked_step(source.record.step), checked_meta(source.record.meta)
     filled = [row for row in range(len(index.keys)) if math.prod(index.shape(row))]
     planned: list[PlannedSave] = []
     mine, handed_over = list[FileEntry](), False
 
     def plan(_: list[bytes]) -> list[bytes]:
-        made, answers, _kept = coordinator.plan([_manifest(index, filled)] * team.world.size)
+        made, answers, _kept = layout.plan([_manifest(index, filled)] * team.world.size)
         planned.append(made)
-        return [encode((coordinator.save_id, answer)) for answer in answers]
+        return [encode((layout.save_id, answer)) for answer in answers]
 
     def write() -> tuple[WrittenFiles, set[int]]:
         orders = msgspec.msgpack.decode(answer, type=RankWritePlan)
         names = [data_name(file, team.world.rank, team.world.size, save_id) for file in orders.files]
-        coding = FileCodecs(orders, names, keys)
+        coding = FileCodecs(orders, names, layout.keys)
         files = _files(index, [(row, rows[row]) for row in filled], orders, names, save_id)
         digests, infinite = pipeline.write_parts(coding.over(store), files, source, options, how.progress)
         mine.extend(coding.entry_of(file.job) for file in files)
@@ -64,15 +65,15 @@ def write_native(
         return WrittenFiles(mine), infinite
 
     def publish() -> pipeline.Written:
-        files = coordinator.collect(planned[0], [of_rank for of_rank, _ in written])
-        coordinator.commit(planned[0], files, labels)
+        files = layout.collect(planned[0], [of_rank for of_rank, _ in written])
+        layout.commit(planned[0], files, labels)
         # Make sure that the new checkpoint opens before the old one is removed.
         open_native(store, native.read_record(store), options)
-        coordinator.tidy()
+        layout.tidy()
         sizes = dict(each for of_rank in files for entry in of_rank.files for each in entry.at_rest)
         return pipeline.Written(list(sizes), sum(sizes.values()), set().union(*(each for _, each in written)))
 
-    with orphans.holding_claim(coordinator.save_id):
+    with layout.claimed():
         try:
             save_id, answer = msgspec.msgpack.decode(team.meeting.agree("plan", bytes, plan), type=tuple[str, bytes])
             written = team.gather("write", write, tuple[WrittenFiles, set[int]])
@@ -80,9 +81,9 @@ def write_native(
             return team.on_rank_0("commit", publish, pipeline.Written)
         except BaseException:
             if team.leads:
-                coordinator.withdraw()
+                layout.withdraw()
             elif not handed_over:
-                orphans.discard(store, [name for entry in mine for name, _ in entry.at_rest])
+                layout.discard([name for entry in mine for name, _ in entry.at_rest])
             raise
 
 

@@ -27,7 +27,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,9 +46,9 @@ from shardkeep.dist.rank_errors import (
 from shardkeep.errors import CheckpointError, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from shardkeep.dist.world import World
+    from shardkeep.dist.world import Decide, World
 
 
 class RankActivity(msgspec.Struct, frozen=True, array_like=True):
@@ -564,24 +563,6 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
         raise
     finally:
         call._part()
-
-
-Decide = Callable[[list[bytes]], list[bytes]]
-Agree = Callable[[str, Callable[[], bytes], Decide], bytes]
-"""`Rendezvous.agree`, or what does the same."""
-
-
-def agree_and_return(agree: Agree, phase: str, work: Callable[[], tuple[T, bytes]], decide: Decide) -> tuple[T, bytes]:
-    """Run a phase; return what `work` made on this rank besides its contribution, and what was decided for this rank."""
-    made: list[T] = []
-
-    def contribute() -> bytes:
-        result, payload = work()
-        made.append(result)
-        return payload
-
-    answer = agree(phase, contribute, decide)
-    return made[0], answer
 
 
 _LastSeen = tuple[int, RankActivity | None]

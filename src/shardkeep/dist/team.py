@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from shardkeep.dist.rendezvous import Rendezvous, agree_and_return, rendezvous
-from shardkeep.dist.world import World, current_world
+from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.world import World, agree_and_return, current_world
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, RanksDisagree, RanksSilent, WrongSize
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ on the backend (nccl, gloo, fake): no collective is issued and no process group 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shardkeep.errors import RanksDisagree
 from shardkeep.options import setting
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+
+T = TypeVar("T")
+Decide = Callable[[list[bytes]], list[bytes]]
+Agree = Callable[[str, Callable[[], bytes], Decide], bytes]
+"""`Rendezvous.agree`, or what does the same: runs a phase of a call on all ranks."""
+
+
+def agree_and_return(agree: Agree, phase: str, work: Callable[[], tuple[T, bytes]], decide: Decide) -> tuple[T, bytes]:
+    """Run a phase; return what `work` made on this rank besides its contribution, and what was decided for this rank."""
+    made: list[T] = []
+
+    def contribute() -> bytes:
+        result, payload = work()
+        made.append(result)
+        return payload
+
+    answer = agree(phase, contribute, decide)
+    return made[0], answer
 
 
 @dataclass(frozen=True)

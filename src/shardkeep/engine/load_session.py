@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shardkeep.dist.rendezvous import Agree, agree_and_return
-from shardkeep.dist.world import World
+from shardkeep.dist.world import Agree, World, agree_and_return
 from shardkeep.engine.fill import fill
 from shardkeep.engine.peers import Peers, make_teams, peers_of
 from shardkeep.engine.reader import FoundCheckpoint, Source

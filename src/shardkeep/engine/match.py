@@ -31,23 +31,11 @@ from shardkeep.format.dtypes import by_code
 from shardkeep.format.index import Index
 from shardkeep.format.values import EnumRef, Node, decode_tree, decode_value, join, leaf_keys
 from shardkeep.plan.load_plan import tensor_nbytes
+from shardkeep.state import patterns
 from shardkeep.state.describe import Description, describe
 from shardkeep.state.flatten import refill
 from shardkeep.state.leaves import needs_memory
 from shardkeep.state.objects import Objects, check_same_objects, is_tensor_or_object
-from shardkeep.state.patterns import (
-    MAY_MATCH_NOTHING,
-    Patterns,
-    Renames,
-    checked_patterns,
-    did_you_mean_pattern,
-    matcher,
-    renamer,
-    selector,
-    suggestions,
-    unused_patterns,
-    unused_renames,
-)
 from shardkeep.state.stored import UNFILLED, StoredState, Template
 
 log = logging.getLogger("shardkeep")
@@ -85,7 +73,7 @@ class NativeTarget:
         load_filter = self.load_filter.checked()
         if not self.objects:
             return PreparedLoad(load_filter, None, {}, [])
-        rename, asked = renamer(load_filter.rename), list[str]()
+        rename, asked = patterns.renamer(load_filter.rename), list[str]()
 
         def renamed(name: str) -> str | None:
             asked.append(name)
@@ -187,29 +175,32 @@ class Match:
 class LoadFilter:
     """The arguments of `load` that choose what is loaded, and how."""
 
-    include: Patterns = None
-    exclude: Patterns = None
-    rename: Renames = None
-    cast: bool | Patterns = False
+    include: patterns.Patterns = None
+    exclude: patterns.Patterns = None
+    rename: patterns.Renames = None
+    cast: bool | patterns.Patterns = False
 
     def checked(self) -> LoadFilter:
         """Return the filter with valid arguments, iterators turned into tuples; raise for arguments that make no sense."""
-        renamer(self.rename)
-        cast = self.cast if isinstance(self.cast, bool) else checked_patterns("cast", self.cast)
-        include, exclude = checked_patterns("include", self.include), checked_patterns("exclude", self.exclude)
+        patterns.renamer(self.rename)
+        cast = self.cast if isinstance(self.cast, bool) else patterns.checked_patterns("cast", self.cast)
+        include, exclude = (
+            patterns.checked_patterns("include", self.include),
+            patterns.checked_patterns("exclude", self.exclude),
+        )
         return LoadFilter(include, exclude, self.rename, False if cast is None else cast)
 
     def unused(self, names: list[str]) -> list[tuple[str, str]]:
         """Return the patterns that match none of these names, each with the argument it was given in."""
         cast = None if isinstance(self.cast, bool) else self.cast
         given = (("include", self.include), ("exclude", self.exclude), ("cast", cast))
-        return [(argument, each) for argument, patterns in given for each in unused_patterns(patterns, names)]
+        return [(argument, each) for argument, several in given for each in patterns.unused_patterns(several, names)]
 
     def names(self, index: Index) -> tuple[dict[str, int], dict[str, int]]:
         """Return the checkpoint's tensors and values by the names they have in the state."""
         if self.rename is None:
             return index.tensor_rows, index.value_rows
-        rename = renamer(self.rename)
+        rename = patterns.renamer(self.rename)
         renamed: tuple[dict[str, int], dict[str, int]] = ({}, {})
         taken: dict[str, str] = {}
         for rows, table in zip((index.tensor_rows, index.value_rows), renamed, strict=True):
@@ -226,7 +217,7 @@ class LoadFilter:
         return renamed
 
     def selects(self) -> Callable[[str], bool]:
-        return selector(self.include, self.exclude)
+        return patterns.selector(self.include, self.exclude)
 
 
 def match_state(index: Index, description: Description, wishes: LoadFilter, asked: list[str]) -> Match:
@@ -253,14 +244,15 @@ def match_state(index: Index, description: Description, wishes: LoadFilter, aske
     if missing and tensors:
         tensors.update(_tied_rows(description, tensors, missing))
         missing = [key for key in missing if key not in tensors]
-    may_cast = (lambda _: bool(wishes.cast)) if isinstance(wishes.cast, bool) else matcher(wishes.cast)
+    may_cast = (lambda _: bool(wishes.cast)) if isinstance(wishes.cast, bool) else patterns.matcher(wishes.cast)
     cast = _compare_tensors(index, description, tensors, may_cast, mismatched)
     consumed[list(tensors.values())] = True
     consumed[[len(index.keys) + row for row in values.values()]] = True
     names = list(leaf_keys(description.tree))
     unused = wishes.unused([*names, *tensor_rows, *value_rows])
     unused += [
-        ("rename", each) for each in unused_renames(wishes.rename, [*index.tensor_rows, *index.value_rows, *asked])
+        ("rename", each)
+        for each in patterns.unused_renames(wishes.rename, [*index.tensor_rows, *index.value_rows, *asked])
     ]
     findings = RankFindings(
         missing=missing,
@@ -406,7 +398,7 @@ def _pattern_hints(
     stored = [*index.tensor_rows, *index.value_rows] if unused else []
     renamed = [name for rows in wishes.names(index) for name in rows] + missing if unused else []
     hints = {
-        f"{argument}={pattern!r}": did_you_mean_pattern(pattern, stored if argument == "rename" else renamed)
+        f"{argument}={pattern!r}": patterns.did_you_mean_pattern(pattern, stored if argument == "rename" else renamed)
         for argument, pattern in unused
     }
     return {given: f" ({hint})" if hint else "" for given, hint in hints.items()}
@@ -452,7 +444,7 @@ def _raise_if_wrong(
         return
     values = {key for found in findings for key in found.missing_values}
     by_kind = [key for key in missing if key not in values], [key for key in missing if key in values]
-    meant, hint = suggestions(*zip(by_kind, unclaimed, strict=True))
+    meant, hint = patterns.suggestions(*zip(by_kind, unclaimed, strict=True))
     lines = [f"the checkpoint {where} does not fit the state" + (": it fills no tensor" if fills_nothing else ":")]
     if not any(found.selected for found in findings):
         lines += [f"  include and exclude select none of {format_count(findings[0].leaves, 'name')} in the state"]
@@ -477,7 +469,7 @@ def _raise_if_wrong(
         hint = (
             "strict=False loads what fits" if missing or unexpected or mismatched else "strict=False only warns of them"
         )
-        hint += f"; {MAY_MATCH_NOTHING}" if any(given.startswith("rename=") for given in unmatched) else ""
+        hint += f"; {patterns.MAY_MATCH_NOTHING}" if any(given.startswith("rename=") for given in unmatched) else ""
     raise StateMismatch(
         "\n".join(lines),
         hint=hint,

@@ -21,11 +21,10 @@ import numpy.typing as npt
 import xxhash
 
 from shardkeep import errors
-from shardkeep.codecs.keys import KeySource
 from shardkeep.display import format_count, format_size
 from shardkeep.dist.rendezvous import Rendezvous
-from shardkeep.dist.world import World, collision_hint
-from shardkeep.engine.codecs import CodecPlan, Codecs, FileCodecs, keys_for, plan_codecs
+from shardkeep.dist.world import World, agree_and_return, collision_hint
+from shardkeep.engine.codecs import CodecPlan, FileCodecs, keys_for, plan_codecs
 from shardkeep.engine.report import Phases
 from shardkeep.engine.save_session import (
     CommittedSave,
@@ -112,18 +111,99 @@ def _with_values(index: Index, values: list[tuple[str, bytes]]) -> Index:
     return replace(index, value_keys=keys, value_data=data)
 
 
-class Coordinator:
-    """Plans, checks, commits and cleans up one save: `plan`, `collect`, `commit`, `tidy`, in this order; or `withdraw`."""
+class NativeSave:
+    """A save of one rank in the native layout, in the steps of `engine.save_session`."""
 
-    def __init__(self, store: Store, *, overwrite: bool, codecs: Codecs = None, keys: KeySource | None = None) -> None:
+    def __init__(self, request: SaveArguments, store: Store, world: World) -> None:
         self.store = store
         self.save_id = native.new_save_id()
-        self._overwrite = overwrite
-        self._codecs = codecs
-        self._keys = keys
+        self.keys = keys_for(request.options)
+        self._request = request
+        self._world = world
         self._publishing = False
-        self._committed = False
         self._interrupt: KeyboardInterrupt | None = None
+
+    # -- every rank ----------------------------------------------------------------------------------------------------
+
+    def claimed(self) -> contextlib.AbstractContextManager[None]:
+        """Count the save as running: its claim is not that of a dead one."""
+        return orphans.holding_claim(self.save_id)
+
+    def discard(self, names: Sequence[str]) -> None:
+        orphans.discard(self.store, names)
+
+    def describer(self, ranks: Rendezvous, phases: Phases, state: Mapping[str, Any]) -> Callable[[], DescribedState]:
+        """
+        Find the objects in the state, agree on what differs between ranks, and return a function that describes the state.
+
+        Everything that can fail on one rank alone comes before ranks wait for each other.
+        """
+        request, world = self._request, self._world
+        try:
+            objects = Objects(state, rank=world.rank, world_size=world.size, kept=kept_plans().names)
+            flattened = objects.flattened
+        except errors.CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
+            objects, flattened = Objects({}, rank=world.rank, world_size=world.size), None
+        differing = frozenset[str]()
+        if objects and world.size > 1:  # ranks meet only then
+            with phases.phase("plan"):
+                differing = _find_differing_state(objects, ranks, allow_pickle=request.allow_pickle)
+
+        def prepare() -> tuple[Labels, dict[str, Any]]:
+            if request.check is not None:
+                request.check()
+            labels = checked_step(request.step), checked_meta(request.meta)
+            return labels, objects.states(differing, communicating=False)
+
+        def describe_now() -> DescribedState:
+            with phases.phase("describe"):
+                labels, in_place_of = prepared or prepare()
+                if objects.communicates:
+                    in_place_of |= objects.states(differing, communicating=True)
+                description = describe(
+                    state,
+                    rank=world.rank,
+                    in_place_of=in_place_of,
+                    flattened=flattened,
+                    kept=kept_plans().descriptions,
+                )
+                flags: npt.NDArray[np.uint8] | None = None
+                samples: Callable[[], bytes] = bytes
+                if world.size > 1:
+                    buffers = find_buffers(description, objects.modules)
+                    flags = buffers * np.uint8(save_plan.BUFFER)
+                    samples = bytes if request.check_replicas else sample_replicas(description, ~buffers)
+                manifest = make_manifest(
+                    description,
+                    allow_pickle=request.allow_pickle,
+                    check_replicas=request.check_replicas,
+                    flags=flags,
+                )
+                return DescribedState(description, manifest, samples, labels, objects.optimizers)
+
+        prepared: tuple[Labels, dict[str, Any]] | None = None
+        if objects.communicates:
+
+            @phases.phase("describe")
+            def prepare_first() -> tuple[tuple[Labels, dict[str, Any]], bytes]:
+                return prepare(), b""
+
+            prepared, _ = agree_and_return(ranks.agree, "prepare", prepare_first, lambda done: done)
+        return describe_now
+
+    def order(self, answer: bytes) -> list[int]:
+        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
+        rows: list[int] = ints(plan.row).tolist()
+        return rows
+
+    def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
+        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
+        names = [data_name(file, self._world.rank, self._world.size, save_id) for file in plan.files]
+        jobs = make_file_jobs(described.description, plan, names, save_id)
+        codecs = FileCodecs(plan, names, self.keys)
+        return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[PlannedSave, list[bytes], PlannedSave | None]:
         """
@@ -133,7 +213,7 @@ class Coordinator:
         with explaining_place(self.store):
             replaces = self._check_place()
         tree = save_plan.merge_rank_trees(manifests)
-        codecs = plan_codecs(self._codecs, tree=lambda: decode_tree(tree), keys=self._keys)
+        codecs = plan_codecs(self._request.codecs, tree=lambda: decode_tree(tree), keys=self.keys)
         plan = save_plan.plan_save(manifests, codecs.chain_of, warn=_warn)
         values = save_plan.merge_rank_values([each.values for each in manifests])
         save_plan.check_no_tensors((key for key, _ in values), plan.keys, manifests)
@@ -160,7 +240,7 @@ class Coordinator:
     def plan_again(self, kept: PlannedSave, values: list[bytes], samples: list[bytes]) -> PlannedSave | None:
         """Check and claim the place for a save of the same tensors; None if the plan does not fit it."""
         sampled, sidecar = kept.sampled, is_sequential(self.store)
-        if self._codecs or sidecar != kept.sidecar or sampled is None or sampled.differ(samples):
+        if self._request.codecs or sidecar != kept.sidecar or sampled is None or sampled.differ(samples):
             return None
         with explaining_place(self.store):
             replaces = self._check_place()
@@ -215,7 +295,6 @@ class Coordinator:
             index_chain=planned.codecs.of_index,
         )
         self._check_all_present(record)
-        self._committed = True
         totals = record.totals
         return CommittedSave(save_id=self.save_id, step=step, bytes_total=totals.tensor_bytes, tensors=totals.tensors)
 
@@ -249,8 +328,8 @@ class Coordinator:
         """Remove every file of a save that failed, including those of ranks that died. Never raises."""
         claim = native.claim_name(self.save_id)
         try:
-            committed = self._committed
-            if self._publishing and not committed:
+            committed = False
+            if self._publishing:
                 # The record may be in place, even if the attempt to put it there has raised.
                 with contextlib.suppress(errors.CheckpointNotFound):
                     committed = native.read_record(self.store).save_id == self.save_id
@@ -300,7 +379,7 @@ class Coordinator:
     def _check_place(self) -> Version | None:
         """Check that this save may write here; return the version of the record that it replaces."""
         replaces: Version | None = None
-        if self._overwrite:
+        if self._request.overwrite:
             # Only what is there now may be replaced: if another save commits meanwhile, this one fails.
             replaces = self.store.version(RECORD_NAME)
         else:
@@ -361,95 +440,6 @@ def split_by_rank(
             )
         )
     return plans
-
-
-class NativeSave(Coordinator):
-    """A save of one rank in the native layout."""
-
-    def __init__(self, request: SaveArguments, store: Store, world: World) -> None:
-        self._request = request
-        self._world = world
-        self._cached_keys = keys_for(request.options)
-        super().__init__(store, overwrite=request.overwrite, codecs=request.codecs, keys=self._cached_keys)
-
-    def claimed(self) -> contextlib.AbstractContextManager[None]:
-        """Count the save as running: its claim is not that of a dead one."""
-        return orphans.holding_claim(self.save_id)
-
-    def discard(self, names: Sequence[str]) -> None:
-        orphans.discard(self.store, names)
-
-    def describer(self, ranks: Rendezvous, phases: Phases, state: Mapping[str, Any]) -> Callable[[], DescribedState]:
-        """
-        Find the objects in the state, agree on what differs between ranks, and return a function that describes the state.
-
-        Everything that can fail on one rank alone comes before ranks wait for each other.
-        """
-        request, world = self._request, self._world
-        try:
-            objects = Objects(state, rank=world.rank, world_size=world.size, kept=kept_plans().names)
-            flattened = objects.flattened
-        except errors.CheckpointError:  # a state that cannot be walked: describing it then fails on all ranks
-            objects, flattened = Objects({}, rank=world.rank, world_size=world.size), None
-        differing = frozenset[str]()
-        if objects and world.size > 1:  # ranks meet only then
-            with phases.phase("plan"):
-                differing = _find_differing_state(objects, ranks, allow_pickle=request.allow_pickle)
-
-        def prepare() -> tuple[Labels, dict[str, Any]]:
-            if request.check is not None:
-                request.check()
-            labels = checked_step(request.step), checked_meta(request.meta)
-            return labels, objects.states(differing, communicating=False)
-
-        def describe_now() -> DescribedState:
-            with phases.phase("describe"):
-                labels, in_place_of = prepared[0] if prepared else prepare()
-                if objects.communicates:
-                    in_place_of |= objects.states(differing, communicating=True)
-                description = describe(
-                    state,
-                    rank=world.rank,
-                    in_place_of=in_place_of,
-                    flattened=flattened,
-                    kept=kept_plans().descriptions,
-                )
-                flags: npt.NDArray[np.uint8] | None = None
-                samples: Callable[[], bytes] = bytes
-                if world.size > 1:
-                    buffers = find_buffers(description, objects.modules)
-                    flags = buffers * np.uint8(save_plan.BUFFER)
-                    samples = bytes if request.check_replicas else sample_replicas(description, ~buffers)
-                manifest = make_manifest(
-                    description,
-                    allow_pickle=request.allow_pickle,
-                    check_replicas=request.check_replicas,
-                    flags=flags,
-                )
-                return DescribedState(description, manifest, samples, labels, objects.optimizers)
-
-        prepared: list[tuple[Labels, dict[str, Any]]] = []
-        if objects.communicates:
-
-            def prepare_first() -> bytes:
-                with phases.phase("describe"):
-                    prepared.append(prepare())
-                return b""
-
-            ranks.agree("prepare", prepare_first, lambda done: done)
-        return describe_now
-
-    def order(self, answer: bytes) -> list[int]:
-        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
-        rows: list[int] = ints(plan.row).tolist()
-        return rows
-
-    def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
-        plan = msgspec.msgpack.decode(answer, type=save_plan.RankWritePlan)
-        names = [data_name(file, self._world.rank, self._world.size, save_id) for file in plan.files]
-        jobs = make_file_jobs(described.description, plan, names, save_id)
-        codecs = FileCodecs(plan, names, self._cached_keys)
-        return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
 
 
 def _find_differing_state(objects: Objects, ranks: Rendezvous, *, allow_pickle: bool) -> frozenset[str]:

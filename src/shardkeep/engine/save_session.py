@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import xxhash
 
-from shardkeep.dist.rendezvous import Rendezvous, agree_and_return, rendezvous
-from shardkeep.dist.world import World
+from shardkeep.dist.rendezvous import Rendezvous, rendezvous
+from shardkeep.dist.world import World, agree_and_return
 from shardkeep.engine.codecs import Codecs, FileCodecs
 from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest, unlogged
 from shardkeep.engine.writer import FileJob

@@ -26,7 +26,7 @@ import numpy as np
 from shardkeep import errors
 from shardkeep.engine.reader import FoundCheckpoint, Source, list_keys, saved_at
 from shardkeep.engine.safetensors_source import not_in_file, read_weight_map, single_file
-from shardkeep.engine.torch_source import Item, ItemFiles, bad_archives, view_of
+from shardkeep.engine.torch_source import Item, ItemFiles, PickledCall, bad_archives, view_of
 from shardkeep.format.boxes import IntArray, concat_ranges, whole
 from shardkeep.format.data_file import checksum_text, digest
 from shardkeep.format.index import build_index, strings_of
@@ -276,7 +276,7 @@ def _encoded(key: str, leaf: _Leaf, files: ItemFiles, loaded: dict[int, Any], op
         return encode_value(leaf.value, key=key)
     except errors.UnsupportedLeaf:
         name = files.entries[leaf.file].name
-        value: Any = _FileValue(getattr(files.store, "url", ""), name, leaf.path)
+        value: Any = PickledCall(load_value, (getattr(files.store, "url", ""), name, leaf.path))
         if options.allow_pickle:
             try:
                 loaded[leaf.file] = loaded.get(leaf.file) or _load(files.store, name)
@@ -285,17 +285,6 @@ def _encoded(key: str, leaf: _Leaf, files: ItemFiles, loaded: dict[int, Any], op
                 raise errors.UnsupportedLeaf(f"{key!r}: torch cannot load {name}: {exc!r}", hint=hint, key=key) from exc
             value = reduce(lambda value, part: value[part], leaf.path, loaded[leaf.file])
         return encode_value(value, key=key, allow_pickle=True)
-
-
-class _FileValue(NamedTuple):
-    """A value of a file. Unpickling it loads the file with torch, which runs what the file says."""
-
-    url: str
-    name: str
-    path: tuple[Part, ...]
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return load_value, tuple(self)
 
 
 def load_value(url: str, name: str, path: tuple[Part, ...]) -> Any:

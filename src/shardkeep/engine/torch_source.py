@@ -474,7 +474,7 @@ class StoredObjects(Strings):
         try:
             return encode_value(read_object(data, where=f"{location.file} ({key!r})"), key=key)
         except (errors.CheckpointError, errors.UnsupportedLeaf):
-            return encode_value(Archive(data), key=key, allow_pickle=True)
+            return encode_value(PickledCall(load_archive, (data,)), key=key, allow_pickle=True)
 
     def all(self) -> list[bytes]:
         return [self.raw(row) for row in range(len(self))]
@@ -503,14 +503,14 @@ class StoredObjects(Strings):
         return {row: batch for batch in batches.values() for row in batch}
 
 
-class Archive:
-    """An object as `torch.save` wrote it. Unpickling it rebuilds that object."""
+class PickledCall(NamedTuple):
+    """A call that is made when this is unpickled, and whose result is the value then."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
-    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
-        return load_archive, (self._data,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple(self)
 
 
 def load_archive(data: bytes) -> Any:
