@@ -8,7 +8,7 @@ import shardkeep as sk
 from shardkeep.testing.faulty_store import FaultyStore
 from tests.engine.samples import bits
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 """Far longer than anything here takes; a test that waits so long has failed."""
 OPTIONS = sk.Options(io_threads=2, host_budget_bytes=4 << 20, timeout_s=20)
 """Two threads and windows of 1 MiB: a small state has several."""

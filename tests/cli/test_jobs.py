@@ -14,7 +14,7 @@ import shardkeep as sk
 from shardkeep.cli.jobs import jobs_for
 from tests.exchange.samples import files_in, in_any_order
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 @pytest.fixture(scope="module")

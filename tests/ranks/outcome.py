@@ -46,6 +46,6 @@ def ask(meeting, phase, work, decide=echo):
     return Outcome(time.monotonic() - began, answer)
 
 
-def ask_once(work, decide=echo, *, timeout_s=5.0, title="save to a", phase="write"):
+def ask_once(work, decide=echo, *, timeout_s=50.0, title="save to a", phase="write"):
     with rendezvous(current_world(timeout_s=timeout_s), title) as meeting:
         return ask(meeting, phase, work, decide)

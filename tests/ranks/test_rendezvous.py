@@ -33,7 +33,7 @@ def test_each_rank_gets_its_answer(rank_pool, size):
 
 
 def many_phases():
-    with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=50), "save to a") as meeting:
         return [meeting.agree("again", lambda n=n: b"%d" % (n * rank()), echo) for n in range(5)]
 
 
@@ -111,7 +111,7 @@ def fail_and_go_on():
             raise OSError("no")
         return b""
 
-    with rendezvous(current_world(timeout_s=5), "save to a") as meeting:
+    with rendezvous(current_world(timeout_s=50), "save to a") as meeting:
         failed = ask(meeting, "write", work)
         after = ask(meeting, "undo", lambda: b"%d" % rank())
     return failed.message.splitlines()[0], after.answer, ask_for_rank().answer
@@ -151,7 +151,7 @@ def test_an_interrupt_goes_on_and_reaches_the_others(rank_pool, kind, stopped, w
     assert outcomes.pop(stopped) == f"{kind.__name__}('stop')"
     for one in outcomes:
         assert one.message.startswith(f"rank {stopped}: {kind.__name__}: stop\n")
-        assert one.seconds < 2
+        assert one.seconds < 30
 
 
 def stay_when_stopped(stopped):
@@ -167,7 +167,7 @@ def stay_when_stopped(stopped):
         try:
             outcome = ask(meeting, "write", work)
         except KeyboardInterrupt:
-            signs.wait([f"done {other}" for other in range(3) if other != stopped], timedelta(seconds=10))
+            signs.wait([f"done {other}" for other in range(3) if other != stopped], timedelta(seconds=60))
             return []
         after = ask(meeting, "undo", bytes) if stopped > 0 else outcome
         signs.set(f"done {rank()}", "")
@@ -207,7 +207,7 @@ def test_a_rank_that_leaves_between_phases_is_not_waited_for(rank_pool, leaving)
 
 def in_the_background():
     """Begin a save, do a whole load, and finish the save on another thread."""
-    world = current_world(timeout_s=5)
+    world = current_world(timeout_s=50)
     late = []
     save = contextlib.ExitStack()
     meeting = save.enter_context(rendezvous(world, "save to a"))
@@ -330,7 +330,7 @@ def count_keys_when_leaving(leaving, nbytes, decide):
     for who in (None, leaving):
         with (
             contextlib.suppress(CheckpointError, OSError),
-            rendezvous(current_world(timeout_s=5), "save to a") as meeting,
+            rendezvous(current_world(timeout_s=50), "save to a") as meeting,
         ):
             meeting.agree("plan", lambda: b"x" * nbytes, decide)
             if rank() == who:
@@ -338,7 +338,7 @@ def count_keys_when_leaving(leaving, nbytes, decide):
             meeting.agree("write", lambda: b"x" * 50, echo)
         ask_for_rank()
         dist.barrier()
-        counts.append(current_world(timeout_s=5).store.num_keys())
+        counts.append(current_world(timeout_s=50).store.num_keys())
         dist.barrier()
     return counts[1] - counts[0]
 

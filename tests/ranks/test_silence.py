@@ -197,7 +197,7 @@ def differ(what):
     odd = rank() == 1
     title = "load from b" if odd and what == "title" else "save to a"
     phase = "read" if odd and what == "phase" else "write"
-    return ask_once(bytes, title=title, phase=phase, timeout_s=5 * SOON_S), ask_once(bytes)
+    return ask_once(bytes, title=title, phase=phase), ask_once(bytes)
 
 
 @pytest.mark.parametrize(
