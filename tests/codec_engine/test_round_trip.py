@@ -12,10 +12,9 @@ import shardkeep as sk
 from shardkeep.codecs.chain import register_codec
 from shardkeep.engine.codecs import closest_patterns
 from shardkeep.format.values import Container, leaf_keys
-from shardkeep.testing.thread_ranks import run_thread_ranks
 from tests.codec_engine.scene import MIB, OPTIONS, Counting, InOrderStore, blobs_of
-from tests.engine.samples import bits, blank_like, random_tensor, rich_state
-from tests.engine.test_reshard import cases, local_part, world_size
+from tests.engine.samples import bits, blank_like, rich_state
+from tests.engine.test_reshard import cases, reshard
 
 register_codec(Counting)
 CODECS = ["zstd", "zstd:3", "lz4", "float", "aes", "test-counting"]
@@ -26,34 +25,10 @@ chains = st.lists(st.sampled_from(CODECS), max_size=3)
 @given(cases(), chains, st.sampled_from(["memory", "files", "in order"]))
 def test_any_layout_loads_into_any_other_through_any_chain(case, chain, kind):
     """Every rank gets exactly its part of tensors that other ranks saved in another layout, through random codecs."""
-    fulls = [random_tensor(shape, dtype, seed=i) for i, (shape, dtype, _, _) in enumerate(case)]
-    writers = max(world_size(before) for _, _, before, _ in case)
-    readers = max(world_size(after) for _, _, _, after in case)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         where = {"memory": sk.MemoryStore(), "files": folder, "in order": InOrderStore(slack=1 << 30)}[kind]
-
-        def save(world):
-            state = {f"t{i}": local_part(full, case[i][2], world.rank) for i, full in enumerate(fulls)}
-            return sk.save(state, where, group=world, codecs=chain if world.rank == 0 else None, options=OPTIONS)
-
-        def load(world):
-            state = {f"t{i}": local_part(full, case[i][3], world.rank, blank=True) for i, full in enumerate(fulls)}
-            sk.load(state, where, group=world, options=OPTIONS)
-            return state
-
-        run_thread_ranks(writers, save)
-        states = run_thread_ranks(readers, load)
-        ck = sk.open(where, options=OPTIONS)
-        tree = ck.to_dict()
-        ck.verify()
-
-    assert ck.record.version == (2 if chain or (kind == "in order" and ck.record.files) else 1)
-    for i, full in enumerate(fulls):
-        assert bits(tree[f"t{i}"]) == bits(full)
-        for state in states:
-            for piece, offsets in state[f"t{i}"].pieces:
-                expected = full[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))]
-                assert bits(piece) == bits(expected)
+        record = reshard(case, where, codecs=chain, options=OPTIONS)
+    assert record.version == (2 if chain or (kind == "in order" and record.files) else 1)
 
 
 def test_every_kind_of_leaf_in_several_windows(tmp_path):

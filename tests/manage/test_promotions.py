@@ -335,6 +335,18 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_failure(tmp_path):
     assert len(far.names("step-1")) == 6
 
 
+def go_on_promoting(near, far):
+    """Save once more, in the next job, which copies only what is missing of the first checkpoint."""
+    heard = []
+    with checkpointer(near, promote_to=far, on_event=heard.append) as ckpt:
+        assert ckpt.restore_latest(groups(0)) == 1
+        ckpt.save(2, groups(2))
+        ckpt.wait()
+    assert committed(far) == [1, 2]
+    [first] = [event for event in heard if isinstance(event, PromotionFinished) and event.step == 1]
+    assert 0 < first.bytes_copied < first.bytes_total
+
+
 def test_waiting_has_an_end(tmp_path):
     """wait() gives up after a time, close() cancels after one, and the next job goes on with what is there."""
     far, go = FarRoot(), threading.Event()
@@ -357,14 +369,7 @@ def test_waiting_has_an_end(tmp_path):
     assert committed(far) == []
     assert not list(far.list())  # the lease was given back
     before = far.count("create", "part")
-    heard = []
-    with checkpointer(tmp_path, promote_to=far, on_event=heard.append) as ckpt:
-        assert ckpt.restore_latest(groups(0)) == 1
-        ckpt.save(2, groups(2))
-        ckpt.wait()
-    assert committed(far) == [1, 2]
-    [first] = [event for event in heard if isinstance(event, PromotionFinished) and event.step == 1]
-    assert 0 < first.bytes_copied < first.bytes_total
+    go_on_promoting(tmp_path, far)
     assert far.count("create", "part") - before < 4 + 4
 
 
@@ -436,19 +441,13 @@ def run_job(near, far, verb, start, how):
 
 def test_a_killed_promotion_is_taken_up(tmp_path):
     """It was never visible; the next job copies only what is missing, or sweeps what is not wanted."""
-    near, far, heard = tmp_path / "near", tmp_path / "far", list[Event]()
+    near, far = tmp_path / "near", tmp_path / "far"
     assert run_job(near, far, "finish", "part2", "kill") == -signal.SIGKILL
     assert committed(near) == [1]
     assert committed(far) == []
     shutil.copytree(far, tmp_path / "alone")
     there = {file.name: file.stat().st_mtime_ns for file in (far / "step-1").iterdir()}
-    with checkpointer(near, promote_to=far, on_event=heard.append) as ckpt:
-        assert ckpt.restore_latest(groups(0)) == 1
-        ckpt.save(2, groups(2))
-        ckpt.wait()
-    assert committed(far) == [1, 2]
-    [first] = [event for event in heard if isinstance(event, PromotionFinished) and event.step == 1]
-    assert 0 < first.bytes_copied < first.bytes_total
+    go_on_promoting(near, far)
     now = {file.name: file.stat().st_mtime_ns for file in (far / "step-1").iterdir()}
     assert any(now.get(name) == when for name, when in there.items())
     assert {file.name for file in (near / "step-1").iterdir()} == set(now)  # no claim is left
