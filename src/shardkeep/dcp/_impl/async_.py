@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardkeep import saving
@@ -479,27 +479,18 @@ def _mark_retrieved(upload: Future[protocol.Metadata]) -> None:
 # -- _Checkpointer -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class _Checkpointer:
     """Saves to one storage and loads from another, as `save`, `async_save` and `load` do."""
 
-    def __init__(
-        self,
-        storage_writer: protocol.StorageWriter,
-        storage_reader: protocol.StorageReader,
-        *,
-        process_group: ProcessGroup | None = None,
-        coordinator_rank: int = 0,
-        no_dist: bool = False,
-        load_planner: protocol.LoadPlanner | None = None,
-        save_planner: protocol.SavePlanner | None = None,
-    ) -> None:
-        self.storage_writer = storage_writer
-        self.storage_reader = storage_reader
-        self.process_group = process_group
-        self.coordinator_rank = coordinator_rank
-        self.no_dist = no_dist
-        self.load_planner = load_planner
-        self.save_planner = save_planner
+    storage_writer: protocol.StorageWriter
+    storage_reader: protocol.StorageReader
+    _: KW_ONLY
+    process_group: ProcessGroup | None = None
+    coordinator_rank: int = 0
+    no_dist: bool = False
+    load_planner: protocol.LoadPlanner | None = None
+    save_planner: protocol.SavePlanner | None = None
 
     def save(self, state_dict: protocol.STATE_DICT_TYPE) -> protocol.Metadata:
         if self.coordinator_rank and not self.no_dist:

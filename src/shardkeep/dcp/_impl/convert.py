@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from operator import add
 from typing import Any
@@ -183,6 +184,7 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
 log = logging.getLogger("shardkeep")
 
 
+@dataclass(eq=False)
 class BroadcastingTorchSaveReader(protocol.StorageReader):
     """
     Reads a file of `torch.save` on one rank and gives every rank its part; made for `DynamicMetaLoadPlanner`.
@@ -190,18 +192,11 @@ class BroadcastingTorchSaveReader(protocol.StorageReader):
     Only tensors are loaded. All ranks of the default process group take part.
     """
 
-    def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
-        """
-        Point to a file.
-
-        Args:
-            checkpoint_id: the file; only the coordinator must be able to open it.
-            coordinator_rank: the rank that reads, which must be the one that coordinates the load.
-
-        """
-        self.checkpoint_id = checkpoint_id
-        self.coordinator_rank = coordinator_rank
-        self.is_coordinator = False
+    checkpoint_id: str | os.PathLike[str] | None = None
+    """The file; only the coordinator must be able to open it."""
+    coordinator_rank: int = 0
+    """The rank that reads, which must be the one that coordinates the load."""
+    is_coordinator: bool = field(default=False, init=False)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> protocol.Metadata:
         """Return empty metadata: the planner plans from its state."""

@@ -8,7 +8,6 @@ all classes (`SHARDKEEP_ALLOW_PICKLE=1`).
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 import math
@@ -16,6 +15,7 @@ import pickle
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cache
 from typing import IO, Any, NamedTuple
 
@@ -156,6 +156,7 @@ logger = logging.getLogger("shardkeep")
 _LONGEST_MESSAGE = 500
 
 
+@dataclass(eq=False, repr=False)
 class DefaultSavePlanner(protocol.SavePlanner):
     """
     Saves every value of a state, nested or flat, and each replicated one only once.
@@ -164,36 +165,23 @@ class DefaultSavePlanner(protocol.SavePlanner):
     method of `SavePlanner`.
     """
 
-    mappings: flatten.FLATTEN_MAPPING
+    flatten_state_dict: bool = True
+    """Store the values inside nested dicts and lists one by one."""
+    flatten_sharded_tensors: bool = True
+    """Store ShardedTensors inside ShardedTensors by their offsets in the whole."""
+    dedup_replicated_tensors: InitVar[bool | None] = None
+    """Has no effect, and is logged."""
+    dedup_save_to_lowest_rank: bool = False
+    """A replicated value is written by the first rank that has it, and not by the one with least to write."""
+    enable_plan_caching: InitVar[bool] = False
+    """Has no effect: each save makes its own plan, so that it never describes an earlier state."""
+    mappings: flatten.FLATTEN_MAPPING = field(default_factory=dict, init=False)
+    _storage_meta: protocol.StorageMeta | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        flatten_sharded_tensors: bool = True,
-        dedup_replicated_tensors: bool | None = None,
-        dedup_save_to_lowest_rank: bool = False,
-        enable_plan_caching: bool = False,
-    ) -> None:
-        """
-        Set how states are saved.
-
-        Args:
-            flatten_state_dict: Store the values inside nested dicts and lists one by one.
-            flatten_sharded_tensors: Store ShardedTensors inside ShardedTensors by their offsets in the whole.
-            dedup_replicated_tensors: Has no effect, and is logged.
-            dedup_save_to_lowest_rank: A replicated value is written by the first rank that has it, and not by the
-                one with least to write.
-            enable_plan_caching: Has no effect: each save makes its own plan, so that it never describes an earlier state.
-
-        """
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-        self.mappings = {}
-        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+    def __post_init__(self, dedup_replicated_tensors: bool | None, enable_plan_caching: bool) -> None:
         if dedup_replicated_tensors is not None:
             logger.warning("DefaultSavePlanner: dedup_replicated_tensors has no effect any more; please leave it out")
         self._enable_plan_caching = enable_plan_caching
-        self._storage_meta: protocol.StorageMeta | None = None
 
     def set_up_planner(
         self,
@@ -214,7 +202,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
         """Return the plan to write everything this rank has."""
         plan = plans.create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
-            plan = dataclasses.replace(plan, planner_data=self.mappings)
+            plan = replace(plan, planner_data=self.mappings)
         self.plan = plan
         return plan
 
@@ -246,7 +234,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
             # The first rank that has a key determines its path.
             for plan in reversed(global_plan):
                 merged.update(plan.planner_data or {})
-            metadata = dataclasses.replace(metadata, planner_data=merged)
+            metadata = replace(metadata, planner_data=merged)
         if faults := plans._validate_global_plan(global_plan, metadata):
             summary = "; ".join(faults)
             if len(summary) > _LONGEST_MESSAGE:
@@ -302,6 +290,7 @@ def old_flat_state(
     return old if old[0].keys() & (saved - flat.keys()) else None
 
 
+@dataclass(eq=False, repr=False)
 class DefaultLoadPlanner(protocol.LoadPlanner):
     """
     Fills every value of a state, nested or flat, from the checkpoint.
@@ -310,26 +299,14 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
     method of `LoadPlanner`.
     """
 
-    original_state_dict: protocol.STATE_DICT_TYPE
-    mappings: flatten.FLATTEN_MAPPING
-
-    def __init__(
-        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True, allow_partial_load: bool = False
-    ) -> None:
-        """
-        Set how states are filled.
-
-        Args:
-            flatten_state_dict: The checkpoint holds the values of nested dicts and lists one by one.
-            flatten_sharded_tensors: It holds ShardedTensors inside ShardedTensors by their offsets in the whole.
-            allow_partial_load: Leave values that the checkpoint lacks as they are, instead of raising.
-
-        """
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-        self.original_state_dict = {}
-        self.mappings = {}
-        self.allow_partial_load = allow_partial_load
+    flatten_state_dict: bool = True
+    """The checkpoint holds the values of nested dicts and lists one by one."""
+    flatten_sharded_tensors: bool = True
+    """It holds ShardedTensors inside ShardedTensors by their offsets in the whole."""
+    allow_partial_load: bool = False
+    """Leave values that the checkpoint lacks as they are, instead of raising."""
+    original_state_dict: protocol.STATE_DICT_TYPE = field(default_factory=dict, init=False)
+    mappings: flatten.FLATTEN_MAPPING = field(default_factory=dict, init=False)
 
     def set_up_planner(
         self,
