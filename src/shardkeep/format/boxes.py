@@ -136,20 +136,11 @@ def cut_stripes(all_of: Stripes, low: int, high: int) -> Iterator[tuple[int, int
     first, head = divmod(low, step)
     last, tail = divmod(high, step)
     tail = min(tail, width)
+    begin, end = first + (head > 0), last + (tail == width)  # of the stripes that lie inside as a whole
+    pieces = [(first, begin, head, width), (begin, end, 0, width), (end, last + 1, 0, tail)]
     if first == last:
-        if head < tail:
-            yield first, first + 1, head, tail
-        return
-    if head:
-        if head < width:
-            yield first, first + 1, head, width
-        first += 1
-    if tail == width:
-        last, tail = last + 1, 0
-    if first < last:
-        yield first, last, 0, width
-    if tail:
-        yield last, last + 1, 0, tail
+        pieces = [(first, first + 1, head, tail)]
+    yield from (piece for piece in pieces if piece[0] < piece[1] and piece[2] < piece[3])
 
 
 def strides_of(shape: Ints) -> Ints:

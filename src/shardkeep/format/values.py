@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from decimal import Decimal
 from enum import EnumMeta, Flag
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -662,35 +663,29 @@ def _build(columns: Any) -> Node:
     if not all(is_part(part) for part in parts if type(part) is not str):
         raise ValueError("a key of a type that cannot be a key")
     kinds = [KINDS[mark - 1] for mark in marks if mark]
-    keyed = sum(count for kind, count in zip(kinds, counts, strict=True) if kind not in _INDEXED)
-    if keyed != len(parts):
-        raise ValueError(f"{len(parts)} keys for {keyed} children")
-    # From the last to the first: children come after their parents, and those of one parent stand together. So the
-    # containers that wait for a parent are a queue: those of the last parent were made first.
-    waiting: deque[tuple[Container, int]] = deque()
-    child, key = len(marks), len(parts)
-    for kind, count in zip(reversed(kinds), reversed(counts), strict=True):
-        child -= count
-        nodes: list[Node] = [None] * count
-        height = 1
-        held = marks[child : child + count]
-        for at in reversed([at for at, mark in enumerate(held) if mark] if any(held) else ()):
-            if not waiting:
-                raise ValueError("a container inside itself")
-            nodes[at], below = waiting.popleft()
-            height = max(height, below + 1)
-        if height > MAX_TREE_DEPTH:
+    key_counts = [0 if kind in _INDEXED else count for kind, count in zip(kinds, counts, strict=True)]
+    if sum(key_counts) != len(parts):
+        raise ValueError(f"{len(parts)} keys for {sum(key_counts)} children")
+    # Where the children of each container begin among the marks, and their keys among the parts.
+    begins, key_begins = list(accumulate(counts, initial=1)), list(accumulate(key_counts, initial=0))
+    number_of = {at: number for number, at in enumerate(at for at, mark in enumerate(marks) if mark)}
+    if any(first <= at for at, first in zip(number_of, begins, strict=False)):
+        raise ValueError("a container inside itself")
+
+    def build(at: int, level: int) -> Container:
+        number = number_of[at]
+        kind, first, count = kinds[number], begins[number], counts[number]
+        if level > MAX_TREE_DEPTH:
             raise ValueError(f"more than {MAX_TREE_DEPTH} levels")
-        keys: Any = range(count)
-        if kind not in _INDEXED:
-            key -= count
-            keys = _distinct(parts[key : key + count])
+        nodes: list[Node] = [None] * count
+        if any(marks[first : first + count]):
+            nodes = [build(child, level + 1) if marks[child] else None for child in range(first, first + count)]
+        keys = range(count) if kind in _INDEXED else _distinct(parts[key_begins[number] : key_begins[number + 1]])
         if kind == "ranks" and any(type(rank) is not int or rank < 0 for rank in keys):
             raise ValueError("a rank that is not a number")
-        waiting.append((Container(kind, tuple(zip(keys, nodes, strict=True))), height))
-    if len(waiting) > 1:
-        raise ValueError("a container without a parent")
-    return waiting[0][0] if waiting else None
+        return Container(kind, tuple(zip(keys, nodes, strict=True)))
+
+    return build(0, 1) if marks[0] else None
 
 
 def merge_trees(nodes: Sequence[Node]) -> Node:
