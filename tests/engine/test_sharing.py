@@ -313,7 +313,7 @@ def lose_a_rank(where, how):
     failing = mock.patch.object(peers._Shelf, "lend", fail) if rank == 2 else contextlib.nullcontext()
     limits = mock.patch.multiple(peers, _LEAST_ANSWER_S=0.3, _MOST_ANSWER_S=0.3, _MEASURED=1 << 30)
     with failing, limits, contextlib.suppress(sk.CheckpointError) if how == "dies" else contextlib.nullcontext():
-        sk.load(state, where, options=shared(timeout_s=5))
+        sk.load(state, where, options=shared(timeout_s=5 if how == "dies" else 60))
     return [each.unique().tolist() for each in state.values()]
 
 

@@ -160,7 +160,7 @@ def test_ctrl_c_on_a_rank_that_waits_for_the_commit(place):
             time.sleep(0.5)  # to do harm
 
     def save(rank, where):
-        world = World(rank, 3, mail, timeout_s=3)
+        world = World(rank, 3, mail, timeout_s=6)
         return sk.save(state_of(1, world), where, step=1, overwrite=True, group=world, options=IN_ORDER)
 
     with ThreadPoolExecutor(2) as pool:
