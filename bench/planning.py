@@ -63,7 +63,7 @@ def requests_of(ranks: int, tensors: int, replicas: int) -> tuple[list[bytes], f
         offsets = base.boxes.offsets.copy()
         offsets[:, 0] = 4 * (rank // replicas)
         request = PlanRequest(
-            digest, first.values, b"", own=(zlib.compress(pack(offsets), 1), b""), common=b"" if rank else common
+            digest, first.values, b"", own=zlib.compress(pack(offsets), 1), common=b"" if rank else common
         )
         requests.append(encode(request))
     return requests, best

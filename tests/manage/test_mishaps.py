@@ -256,7 +256,7 @@ def test_what_a_job_left_that_was_taken_over_is_swept(tmp_path):
 def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(tmp_path, monkeypatch):
     """The lease is looked at before the commit, wherever the data is written."""
     at, go = threading.Event(), threading.Event()
-    real = NativeSave.collect
+    real = NativeSave.check_written
 
     def slow(self, *args):
         if self.store.url.endswith("step-2"):
@@ -264,7 +264,7 @@ def test_a_job_that_was_taken_over_commits_nothing_when_another_process_writes(t
             go.wait(30)
         return real(self, *args)
 
-    monkeypatch.setattr(NativeSave, "collect", slow)
+    monkeypatch.setattr(NativeSave, "check_written", slow)
     first = checkpointer(tmp_path, writer="process")
     first.save(1, state_at(1))
     first.wait()

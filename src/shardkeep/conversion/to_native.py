@@ -65,7 +65,8 @@ def write_native(
         return WrittenFiles(mine), infinite
 
     def publish() -> pipeline.Written:
-        files = layout.collect(planned[0], [of_rank for of_rank, _ in written])
+        files = [of_rank for of_rank, _ in written]
+        layout.check_written(files)
         layout.commit(planned[0], files, labels)
         # Make sure that the new checkpoint opens before the old one is removed.
         open_native(store, native.read_record(store), options)

@@ -65,9 +65,6 @@ _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 class PlannedSave:
     """What rank 0 has planned."""
 
-    files: list[save_plan.PlannedFile]
-    ranks: IntArray
-    """The rank that writes each file."""
     index: Index
     """With values and the tree of this save."""
     parts: IndexParts
@@ -172,7 +169,10 @@ class NativeSave:
                 if world.size > 1:
                     buffers = find_buffers(description, objects.modules)
                     flags = buffers * np.uint8(save_plan.BUFFER)
-                    samples = bytes if request.check_replicas else sample_replicas(description, ~buffers)
+                    if request.check_replicas:
+                        samples = _digest_all(description)
+                    else:
+                        samples = sample_replicas(description, ~buffers)
                 manifest = make_manifest(
                     description,
                     allow_pickle=request.allow_pickle,
@@ -221,8 +221,6 @@ class NativeSave:
         sidecar = is_sequential(self.store)
         index = index_of(plan, values, tree)
         planned = PlannedSave(
-            files=plan.files,
-            ranks=plan.ranks,
             index=index,
             parts=parts_of(index) if codecs.of_index is None else {},
             world_size=len(manifests),
@@ -262,20 +260,15 @@ class NativeSave:
             )
         orphans.make_claim(self.store, self.save_id)
 
-    def collect(self, planned: PlannedSave, written: list[WrittenFiles]) -> list[WrittenFiles]:
-        """Return the files that all ranks wrote, in the order of the plan; all of them must be in the store."""
-        by_name = {entry.name: entry for each in written for entry in each.files}
-        pairs = list(zip(planned.files, planned.ranks.tolist(), strict=True))
-        files = [by_name[data_name(file, rank, len(written), self.save_id)] for file, rank in pairs]
-        ranks = {name: rank for entry, (_, rank) in zip(files, pairs, strict=True) for name, _ in entry.at_rest}
-        sizes = {name: nbytes for entry in files for name, nbytes in entry.at_rest}
+    def check_written(self, written: list[WrittenFiles]) -> None:
+        ranks = {name: rank for rank, each in enumerate(written) for entry in each.files for name, _ in entry.at_rest}
+        sizes = dict(named for each in written for entry in each.files for named in entry.at_rest)
         if (name := first_missing(self.store, sizes)) is not None:
             raise errors.StorageError(
                 f"{self.store.url}: rank {ranks[name]} wrote {name} of {sizes[name]} bytes, but rank 0 does not find it",
                 hint="all ranks must see one file system",
                 name=name,
             )
-        return [WrittenFiles(files)]
 
     def commit(self, planned: PlannedSave, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         step, meta = labels
@@ -485,18 +478,18 @@ def make_manifest(
         manifest,
         values=save_plan.encode((list(d.values), values)),
         check_replicas=check_replicas,
-        row_digest=_digests(description) if check_replicas else b"",
     )
 
 
-def _digests(description: Description) -> bytes:
-    digests = bytearray()
-    for tensor in description.pieces:
+def _digest_all(description: Description) -> Callable[[], bytes]:
+    """Return a function that returns a digest of every row, for `RankManifest.samples`."""
+    pairs: list[tuple[int, int]] = []
+    for row, tensor in enumerate(description.pieces):
         digest = xxhash.xxh3_64()
         for window in windows_of(tensor, WINDOW_NBYTES):
             digest.update(window)
-        digests += digest.digest()
-    return bytes(digests)
+        pairs.append((row, digest.intdigest()))
+    return np.array(pairs, np.uint64).tobytes
 
 
 def make_file_jobs(d: Description, plan: save_plan.RankWritePlan, names: Sequence[str], save_id: str) -> list[FileJob]:

@@ -110,7 +110,7 @@ class RankFiles:
 
 class SaveLayout(Protocol):
     """
-    How a save is described, planned and committed in one layout. `plan`, `collect`, `commit` and `tidy` are rank 0's part, in
+    How a save is described, planned and committed in one layout. `plan`, `check_written`, `commit` and `tidy` are rank 0's part, in
     this order; `withdraw` follows a failure. A layout that derives from this need not have the steps that have a body here.
     """
 
@@ -141,9 +141,9 @@ class SaveLayout(Protocol):
     def files(self, described: DescribedState, answer: bytes, save_id: str) -> RankFiles:
         """Return the files that this rank writes, given rank 0's plan for it."""
 
-    def collect(self, planned: Any, written: list[WrittenFiles]) -> list[WrittenFiles]:  # noqa: ARG002 - for layouts
+    def check_written(self, written: list[WrittenFiles]) -> None:  # noqa: ARG002 - for layouts
         """Check that the files of all ranks are there."""
-        return written
+        return
 
     def commit(self, planned: Any, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         """Publish the checkpoint."""
@@ -178,19 +178,14 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The plan that this rank has kept for what it holds; then it sends none of the following at first."""
     common: bytes = b""
     """What ranks may have in common (`common_part`). If it is long, only one of them sends it, when rank 0 asks for it."""
-    own: tuple[bytes, bytes] | None = None
-    """Its boxes, compressed, and their digests if there are any."""
+    own: bytes | None = None
+    """Its boxes, compressed."""
 
     def manifest(self, common: Mapping[bytes, RankManifest]) -> RankManifest:
         """Return the manifest, of a request that has boxes, given the common parts by digest."""
-        offsets, digests = self.own or (zlib.compress(b""), b"")
-        return msgspec.structs.replace(
-            common[self.digest],
-            row_offsets=zlib.decompress(offsets),
-            row_digest=digests,
-            values=self.values,
-            samples=self.samples,
-        )
+        offsets = zlib.decompress(self.own) if self.own else b""
+        found = common[self.digest]
+        return msgspec.structs.replace(found, row_offsets=offsets, values=self.values, samples=self.samples)
 
 
 @decodable
@@ -346,7 +341,6 @@ class SaveSession:
         who = f"{type(self.layout).__name__} {self.world.rank} of {self.world.size} ".encode()
         digest = xxhash.xxh3_128(common)
         digest.update(manifest.row_offsets)
-        digest.update(manifest.row_digest)
         return who + digest.digest()
 
     def plan(self, ranks: Rendezvous, describe: Callable[[], DescribedState]) -> RankPlan:
@@ -356,7 +350,7 @@ class SaveSession:
         def describing() -> tuple[_Asked, bytes]:
             described = describe()
             manifest, common = described.manifest, common_part(described.manifest)
-            own = zlib.compress(manifest.row_offsets, _QUICKLY), manifest.row_digest
+            own = zlib.compress(manifest.row_offsets, _QUICKLY)
             key = self._key(manifest, common)
             plan_id, kept_answer = kept_plans().answers.get(key, (b"", b""))
             digest = xxhash.xxh3_128_digest(common)
@@ -410,7 +404,7 @@ class SaveSession:
             return None
         return self.layout.plan_again(kept, [each.values for each in requests], [each.samples for each in requests])
 
-    def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> WrittenSave:
+    def write(self, ranks: Rendezvous, work: Callable[[], WrittenFiles]) -> WrittenSave:
         """Write this rank's files, and wait for the other ranks; if any of them fails, remove these files."""
         began_s, own, on_rank_0 = self.phases.now(), list[FileEntry](), list[WrittenFiles]()
 
@@ -425,7 +419,8 @@ class SaveSession:
         def collect(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=tuple[WrittenFiles, SentPhases]) for payload in payloads]
             self.phases.collect([spans for _, spans in said])
-            on_rank_0.extend(self.layout.collect(plan.on_rank_0[0], [written for written, _ in said]))
+            on_rank_0.extend(written for written, _ in said)
+            self.layout.check_written(on_rank_0)
             return [b""] * len(payloads)
 
         try:

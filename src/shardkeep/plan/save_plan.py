@@ -68,10 +68,11 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     row_offsets: bytes
     row_sizes: bytes
     check_replicas: bool = False
-    row_digest: bytes = b""
-    """An 8-byte digest for each shard, or nothing if replicas are not compared."""
     samples: bytes = b""
-    """Of a few shards, pairs of 8 bytes: the row, and a digest of a few elements. They find replicas that have diverged."""
+    """
+    Pairs of 8 bytes: a shard's row, and a digest of a few of its elements, for a few shards; if replicas are compared, of all
+    elements, for all shards. They find replicas that have diverged.
+    """
     tree: bytes = b""
     """The state's skeleton (`format.values`)."""
     values: bytes
@@ -137,7 +138,7 @@ encode = msgspec.msgpack.encode
 
 def common_part(manifest: RankManifest) -> bytes:
     """Return what ranks that hold boxes of the same sizes have in common, encoded."""
-    return encode(msgspec.structs.replace(manifest, row_offsets=b"", row_digest=b"", samples=b"", values=b""))
+    return encode(msgspec.structs.replace(manifest, row_offsets=b"", samples=b"", values=b""))
 
 
 class PlannedFile(msgspec.Struct, frozen=True, array_like=True):
@@ -185,7 +186,7 @@ class Shards(Boxes):
     row: IntArray
     """The shard's position in its rank's manifest."""
     digest: IntArray
-    """Of the shard if replicas are compared, else of a sample of it; 0 if there is none."""
+    """Of the shard, or of a sample of it; 0 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -338,10 +339,7 @@ def _merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> _Merg
     for rank, d in enumerate(manifests):
         local = ints(d.row_tensor)
         wide = (len(local), d.axes)
-        digests = np.zeros(len(local), np.int64)
-        if d.row_digest:
-            digests[:] = np.frombuffer(d.row_digest, "<i8")
-        sampled = pairs_of(d.samples)
+        digests, sampled = np.zeros(len(local), np.int64), pairs_of(d.samples)
         digests[sampled[:, 0]] = sampled[:, 1]
         held = Shards(
             tensor=places[d.names][local],
