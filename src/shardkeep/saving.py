@@ -135,7 +135,7 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
 
         with collector_paused():
             plan = session.plan(ranks, describing)
-        written = session.write(ranks, lambda: _write(session, described[0], plan, events))
+        written = session.write(ranks, plan, lambda: _write(session, described[0], plan, events))
         with collector_paused():
             committed = session.commit(ranks, plan, written, described[0].labels)
         seconds = session.phases.now()
@@ -368,7 +368,7 @@ def start_in_session(
         with running:
             plan, labels = session.plan(ranks, lambda: described[0]), described[0].labels
             waits = must_wait.result()
-            written = session.write(ranks, lambda: write(plan))
+            written = session.write(ranks, plan, lambda: write(plan))
             committed = session.commit(ranks, plan, written, labels)
             seconds = phases.now()
         staged_s = max(background.staged_s, blocked_s)

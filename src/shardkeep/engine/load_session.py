@@ -22,8 +22,9 @@ from shardkeep.dist.world import Agree, World, agree_and_return
 from shardkeep.engine.fill import fill
 from shardkeep.engine.peers import Peers, make_teams, peers_of
 from shardkeep.engine.reader import FoundCheckpoint, Source
-from shardkeep.engine.report import LOAD_WORK, LoadReport, Phases, SentPhases, find_slowest, unlogged
+from shardkeep.engine.report import LOAD_WORK, CommonMoment, LoadReport, Phases, SentPhases, find_slowest, unlogged
 from shardkeep.engine.sources import Identity, find, identity_of, open_identified
+from shardkeep.events import RankPhases
 from shardkeep.format.boxes import Boxes, IntArray
 from shardkeep.options import Options, local_ranks
 from shardkeep.plan.load_plan import tensor_nbytes
@@ -115,15 +116,15 @@ class LoadSession:
         """Fill the target; the report counts the tensors of this rank, and no key that is missing or unexpected."""
         try:
             matched = self.match(opened)
-            self.phases.mark_meeting()
+            met = self.phases.met()
             # New leaves are placed when they are filled. Objects are placed in a step of their own.
-            read = self.read(opened, matched, place=not opened.has_objects)
+            read, ranks = self.read(opened, matched, met, place=not opened.has_objects)
         finally:
             if opened.peers:
                 opened.peers.close()
         if opened.has_objects:
-            self.place(matched, read)
-        record, ranks = matched.source.record, self.phases.all_ranks()
+            ranks = self.place(matched, read, met)
+        record, ranks = matched.source.record, self.phases.all_ranks(ranks)
         return matched, LoadReport(
             where=self.store.url,
             save_id=record.save_id,
@@ -203,7 +204,11 @@ class LoadSession:
             opened.peers.join(team)
         return matched._replace(answer=answer)
 
-    def read(self, opened: OpenedLoad, matched: MatchedState, *, place: bool) -> ReadTensors:
+    def read(
+        self, opened: OpenedLoad, matched: MatchedState, met: CommonMoment, *, place: bool
+    ) -> tuple[ReadTensors, list[RankPhases]]:
+        """Fill the tensors; return also, on rank 0, the phases of all ranks."""
+
         def work() -> ReadTensors:
             began_s = self.phases.now()
             to, made = _find_targets(matched)
@@ -221,25 +226,25 @@ class LoadSession:
             received_nbytes = opened.peers.received_nbytes if opened.peers else 0
             return ReadTensors(made, nbytes - received_nbytes, received_nbytes)
 
-        read: ReadTensors = self._timed("read", self.logged(work, "read_data"))
-        return read
+        return self._timed("read", self.logged(work, "read_data"), met)
 
-    def place(self, matched: MatchedState, read: ReadTensors) -> None:
+    def place(self, matched: MatchedState, read: ReadTensors, met: CommonMoment) -> list[RankPhases]:
         """Put new leaves into the state, and give objects what is theirs, once no rank can have failed to read."""
-        self._timed("place", lambda: self._place(matched, read.made))
+        return self._timed("place", lambda: self._place(matched, read.made), met)[1]
 
     def _place(self, matched: MatchedState, made: dict[str, Any]) -> None:
         with self.phases.phase("place"):
             self.target.place(matched, made)
 
-    def _timed(self, phase: str, work: Callable[[], T]) -> T:
-        """Run a step whose ranks send rank 0 their timings."""
+    def _timed(self, phase: str, work: Callable[[], T], met: CommonMoment) -> tuple[T, list[RankPhases]]:
+        """Run a step whose ranks send rank 0 their timings; return these, on rank 0."""
+        did: list[RankPhases] = []
 
         def collect(payloads: list[bytes]) -> list[bytes]:
-            self.phases.collect([msgspec.msgpack.decode(payload, type=SentPhases) for payload in payloads])
+            did.extend(met.of_ranks([msgspec.msgpack.decode(payload, type=SentPhases) for payload in payloads]))
             return [b""] * len(payloads)
 
-        return agree_and_return(self.agree, phase, lambda: (work(), _encode(self.phases.sent())), collect)[0]
+        return agree_and_return(self.agree, phase, lambda: (work(), _encode(met.sent())), collect)[0], did
 
 
 def _first_file(store: Store, world: World) -> float:

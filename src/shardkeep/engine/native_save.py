@@ -201,7 +201,14 @@ class NativeSave:
         names = [data_name(file, self._world.rank, self._world.size, save_id) for file in plan.files]
         jobs = make_file_jobs(described.description, plan, names, save_id)
         codecs = FileCodecs(plan, names, self.keys)
-        return RankFiles(jobs, lambda: WrittenFiles([codecs.entry_of(job) for job in jobs]), codecs)
+
+        def written() -> WrittenFiles:
+            entries = {job.name: codecs.entry_of(job) for job in jobs}
+            return WrittenFiles(
+                [entries[name] for name in names]
+            )  # in the order of the plan, whatever was written first
+
+        return RankFiles(jobs, written, codecs)
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 

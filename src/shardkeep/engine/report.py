@@ -43,16 +43,13 @@ def unlogged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Phases:
-    """The phases of one call on this rank; on rank 0, also those of the other ranks."""
+    """The phases of one call on this rank."""
 
     def __init__(self) -> None:
         self.called_s = time.perf_counter()
         """When the call was made."""
-        self._met_s = 0.0
         # Several threads append to it, which is atomic.
         self._spans: list[Span] = []
-        self.ranks: list[RankPhases] = []
-        """What all ranks did, in the order of ranks; filled on rank 0."""
 
     @property
     def spans(self) -> list[Span]:
@@ -74,26 +71,33 @@ class Phases:
         finally:
             self.add(name, begin_s, self.now())
 
-    def mark_meeting(self) -> float:
-        """Note the moment at which rank 0's answer reached all ranks, and return it."""
-        self._met_s = self.now()
-        return self._met_s
+    def met(self) -> CommonMoment:
+        """Return the moment at which rank 0's answer has reached all ranks: now."""
+        return CommonMoment(self, self.now())
+
+    def all_ranks(self, ranks: list[RankPhases]) -> list[RankPhases]:
+        """On rank 0: complete what all ranks did by what this rank has done since they sent it."""
+        return [RankPhases(0, self.spans, ranks[0].late_s), *ranks[1:]] if ranks else []
+
+
+@dataclass(frozen=True)
+class CommonMoment:
+    """A moment of a call that all ranks know, by this rank's clock."""
+
+    phases: Phases
+    at_s: float
+    """Since the call."""
 
     def sent(self) -> SentPhases:
-        """Return the phases of this rank in the form that is sent to rank 0: relative to `mark_meeting`."""
-        return _shifted([Span("call", 0.0, 0.0), *self.spans], -self._met_s)
+        """Return the phases of this rank in the form that is sent to rank 0: relative to the moment."""
+        return _shifted([Span("call", 0.0, 0.0), *self.phases.spans], -self.at_s)
 
-    def collect(self, sent: list[SentPhases]) -> None:
-        """On rank 0: take what all ranks have sent, in their order."""
+    def of_ranks(self, sent: list[SentPhases]) -> list[RankPhases]:
+        """On rank 0: return what all ranks did, given what they have sent, in their order."""
         first_s = min(call.begin_s for call, *_ in sent)
-        self.ranks = [
-            RankPhases(rank, _shifted(did, self._met_s), call.begin_s - first_s)
-            for rank, (call, *did) in enumerate(sent)
+        return [
+            RankPhases(rank, _shifted(did, self.at_s), call.begin_s - first_s) for rank, (call, *did) in enumerate(sent)
         ]
-
-    def all_ranks(self) -> list[RankPhases]:
-        """On rank 0: what all ranks did, including what this rank did since `collect`."""
-        return [RankPhases(0, self.spans, self.ranks[0].late_s), *self.ranks[1:]] if self.ranks else []
 
 
 def _shifted(spans: list[Span], by_s: float) -> list[Span]:

@@ -26,8 +26,9 @@ import xxhash
 from shardkeep.dist.rendezvous import Rendezvous, rendezvous
 from shardkeep.dist.world import World, agree_and_return
 from shardkeep.engine.codecs import Codecs, FileCodecs
-from shardkeep.engine.report import SAVE_WORK, Phases, SaveReport, SentPhases, find_slowest, unlogged
+from shardkeep.engine.report import SAVE_WORK, CommonMoment, Phases, SaveReport, SentPhases, find_slowest, unlogged
 from shardkeep.engine.writer import FileJob
+from shardkeep.events import RankPhases
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, decodable, per_process
 from shardkeep.plan.save_plan import RankManifest, common_part, encode
@@ -221,13 +222,15 @@ class RankPlan(NamedTuple):
     answer: bytes
     save_id: str
     on_rank_0: list[Any]
+    met: CommonMoment
 
 
 class WrittenSave(NamedTuple):
-    """After `write`: the files of this rank, those of all ranks on rank 0, and when all of them were written."""
+    """After `write`: the files of this rank; on rank 0, those of all ranks and their phases; when all files were written."""
 
     own: list[FileEntry]
     on_rank_0: list[WrittenFiles]
+    ranks: list[RankPhases]
     ended_s: float
 
 
@@ -388,13 +391,14 @@ class SaveSession:
             is_asked = self.world.rank in answer.common_of
             rest = asked.request if is_asked else msgspec.structs.replace(asked.request, common=b"")
             answer = msgspec.msgpack.decode(ranks.agree("plan anew", lambda: encode(rest), decide), type=PlanAnswer)
-        self.phases.add("plan", asked.began_s, self.phases.mark_meeting())
+        met = self.phases.met()
+        self.phases.add("plan", asked.began_s, met.at_s)
         if answer.body is None:
-            return RankPlan(asked.kept_answer, answer.save_id, on_rank_0)
+            return RankPlan(asked.kept_answer, answer.save_id, on_rank_0, met)
         body = zlib.decompress(answer.body)
         if answer.plan_id:
             kept_plans().keep_answer(asked.key, answer.plan_id, body)
-        return RankPlan(body, answer.save_id, on_rank_0)
+        return RankPlan(body, answer.save_id, on_rank_0, met)
 
     def _plan_again(self, requests: list[PlanRequest]) -> Any | None:
         """Return the kept plan for what has changed; None if not all ranks ask for one that rank 0 has, or if it does not fit."""
@@ -404,9 +408,10 @@ class SaveSession:
             return None
         return self.layout.plan_again(kept, [each.values for each in requests], [each.samples for each in requests])
 
-    def write(self, ranks: Rendezvous, work: Callable[[], WrittenFiles]) -> WrittenSave:
+    def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> WrittenSave:
         """Write this rank's files, and wait for the other ranks; if any of them fails, remove these files."""
         began_s, own, on_rank_0 = self.phases.now(), list[FileEntry](), list[WrittenFiles]()
+        did: list[RankPhases] = []
 
         def writing() -> tuple[float, bytes]:
             try:
@@ -414,11 +419,11 @@ class SaveSession:
                 own.extend(written.files)
             finally:
                 self.phases.add("write", began_s, ended_s := self.phases.now(), sum(entry.nbytes for entry in own))
-            return ended_s, encode((written, self.phases.sent()))
+            return ended_s, encode((written, plan.met.sent()))
 
         def collect(payloads: list[bytes]) -> list[bytes]:
             said = [msgspec.msgpack.decode(payload, type=tuple[WrittenFiles, SentPhases]) for payload in payloads]
-            self.phases.collect([spans for _, spans in said])
+            did.extend(plan.met.of_ranks([spans for _, spans in said]))
             on_rank_0.extend(written for written, _ in said)
             self.layout.check_written(on_rank_0)
             return [b""] * len(payloads)
@@ -429,7 +434,7 @@ class SaveSession:
             run_with_deadline(lambda: self.layout.discard(list(_at_rest(own))), f"clean up {self.store.url}")
             raise
         self.phases.add("wait", ended_s, all_written_s := self.phases.now())
-        return WrittenSave(own, on_rank_0, all_written_s)
+        return WrittenSave(own, on_rank_0, did, all_written_s)
 
     def commit(self, ranks: Rendezvous, plan: RankPlan, written: WrittenSave, labels: Labels) -> CommittedSave:
         """Publish the files of all ranks. From here on only rank 0 knows whether they are part of a checkpoint."""
@@ -464,7 +469,7 @@ class SaveSession:
         at_rest = _at_rest(written.own)
         stored_nbytes = sum(at_rest.values())
         cached = self.options.keep_cached and keep_cached(self.store, list(at_rest), stored_nbytes)
-        ranks = self.phases.all_ranks()
+        ranks = self.phases.all_ranks(written.ranks)
         return SaveReport(
             where=self.store.url,
             save_id=committed.save_id,

@@ -32,8 +32,8 @@ from shardkeep.dist.team import Team
 from shardkeep.dist.world import World
 from shardkeep.engine.native_save import first_missing
 from shardkeep.engine.queue import SaveHandle
-from shardkeep.engine.report import Phases, SentPhases, seconds_by_name
-from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, emit
+from shardkeep.engine.report import CommonMoment, Phases, SentPhases, seconds_by_name
+from shardkeep.events import PromotionBegan, PromotionFailed, PromotionFinished, RankPhases, emit
 from shardkeep.format.record import RECORD_NAME, Record, decode_record
 from shardkeep.layouts import orphans
 from shardkeep.layouts.native import claim_name, read_record, record_and_bytes_in
@@ -514,9 +514,9 @@ class Replicator:
                     if not orders:
                         return False
                     [order] = orders
-                    chosen_s = phases.mark_meeting()
-                    phases.add("choose", 0.0, chosen_s)
-                    if self._copy_together(team, order, over, phases) and team.leads:
+                    met = phases.met()
+                    phases.add("choose", 0.0, chosen_s := met.at_s)
+                    if self._copy_together(team, order, over, met) and team.leads:
                         self.coordinator.clean_up(order, held)
             except BaseException as error:
                 if order is not None or not isinstance(error, errors.SaveCancelled):
@@ -524,15 +524,16 @@ class Replicator:
                 raise
         return True
 
-    def _copy_together(self, team: Team, order: ReplicationOrder, over: Version | None, phases: Phases) -> bool:
+    def _copy_together(self, team: Team, order: ReplicationOrder, over: Version | None, met: CommonMoment) -> bool:
         """Copy and commit one checkpoint; return False if the near copy is gone."""
+        phases, ranks = met.phases, list[RankPhases]()
         record, about, began_s = order.decoded(), self._about(order, team.world.rank), phases.now()
         total, files = record.stored_nbytes, len(record.at_rest)
         emit(PromotionBegan, partial(PromotionBegan, **about, bytes_total=total))
         answer = team.meeting.agree(
             "copy",
-            lambda: self._copy_share(order, record, phases, team),
-            lambda shares: self._commit(order, over, phases, shares),
+            lambda: self._copy_share(order, record, met, team),
+            lambda shares: self._commit(order, over, met, shares, ranks),
         )
         outcome, seconds = msgspec.msgpack.decode(answer, type=_Share), phases.now() - began_s
         if outcome.damage:
@@ -550,7 +551,7 @@ class Replicator:
                 called_s=phases.called_s,
                 files_total=files,
                 files_copied=outcome.files,
-                ranks=phases.all_ranks(),
+                ranks=phases.all_ranks(ranks),
             ),
         )
         if team.leads:
@@ -560,27 +561,34 @@ class Replicator:
             log.info("%s is promoted to %s: %s (%s)", about["source"], about["where"], what, took)
         return True
 
-    def _copy_share(self, order: ReplicationOrder, record: Record, phases: Phases, team: Team) -> bytes:
+    def _copy_share(self, order: ReplicationOrder, record: Record, met: CommonMoment, team: Team) -> bytes:
         """Copy this rank's share of the files; damage of the near copy is reported to rank 0, and not raised."""
         near, far = (each.root.place(order.name) for each in self._catalogs)
         mine = team.share(sorted(record.at_rest), record.at_rest.__getitem__)
+        phases = met.phases
         began_s = phases.now()
         try:
             copied = copy_files(near, far, record, mine, self._options, self._is_wanted, self._pause)
         except errors.DamagedCheckpoint as error:  # of the near copy: a damaged far copy is replaced
             phases.add("copy", began_s, phases.now())
             damage = f"{type(error).__name__}: {error.message}"
-            return msgspec.msgpack.encode(_Share(damage=damage, spans=phases.sent()))
+            return msgspec.msgpack.encode(_Share(damage=damage, spans=met.sent()))
         phases.add("copy", began_s, phases.now(), copied.nbytes)
         self._check_wanted()
-        return msgspec.msgpack.encode(_Share(copied=copied.nbytes, files=copied.files, spans=phases.sent()))
+        return msgspec.msgpack.encode(_Share(copied=copied.nbytes, files=copied.files, spans=met.sent()))
 
     def _commit(
-        self, order: ReplicationOrder, over: Version | None, phases: Phases, shares: list[bytes]
+        self,
+        order: ReplicationOrder,
+        over: Version | None,
+        met: CommonMoment,
+        shares: list[bytes],
+        ranks: list[RankPhases],
     ) -> list[bytes]:
-        """On rank 0, once all ranks have copied."""
+        """On rank 0, once all ranks have copied; `ranks` gets what they did."""
+        phases = met.phases
         parts = [msgspec.msgpack.decode(each, type=_Share) for each in shares]
-        phases.collect([part.spans for part in parts])
+        ranks.extend(met.of_ranks([part.spans for part in parts]))
         phases.add("wait", phases.spans[-1].end_s, phases.now())
         damage = next((part.damage for part in parts if part.damage), "")
         if damage and self.coordinator.leave_out(order):
