@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -137,8 +138,8 @@ _container_memory = per_process(container_memory)
 def _memory_groups(root: str) -> Iterator[tuple[int, int]]:
     """Yield limit and free bytes of the control groups (v1 or v2) that limit this process: its own, and those above it."""
     groups: list[str] = []
-    with suppress(OSError), open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as file:
-        groups = file.read().splitlines()
+    with suppress(OSError):
+        groups = Path(root, "proc/self/cgroup").read_text("utf-8").splitlines()
     for controllers, path in (line.split(":", 2)[1:] for line in groups):
         if controllers == "":
             top, names = "", ("memory.max", "memory.current", "inactive_file")
@@ -149,19 +150,12 @@ def _memory_groups(root: str) -> Iterator[tuple[int, int]]:
         # A container may see its own group as the top one, whatever its path says.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
-            group = os.path.join(root, "sys/fs/cgroup", top, *parts[:depth])
+            group = Path(root, "sys/fs/cgroup", top, *parts[:depth])
             with suppress(OSError, ValueError):
-                limit, used = (
-                    int(_read_text(os.path.join(group, name))) for name in names[:2]
-                )  # "max" is not a number
-                stat = dict(line.split() for line in _read_text(os.path.join(group, "memory.stat")).splitlines())
+                limit, used = (int((group / name).read_text("utf-8")) for name in names[:2])  # "max" is not a number
+                stat = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
                 if limit < _NO_LIMIT_NBYTES:
                     yield limit, max(0, limit - used + int(stat.get(names[2], 0)))  # the page cache gives way
-
-
-def _read_text(path: str) -> str:
-    with open(path, encoding="utf-8") as file:
-        return file.read()
 
 
 def _fair_pinned_nbytes() -> int:

@@ -184,6 +184,29 @@ def test_tensors_that_become_tied_are_planned(tmp_path):
         assert (found["a"].data_ptr() == found["b"].data_ptr()) == (step == 2)
 
 
+def test_replicas_that_are_compared_keep_their_plan():
+    """All elements are compared in every save, by the plan of the first one."""
+
+    def save(step, odd=None):
+        def on_rank(world):
+            state = {"w": torch.full((30_000,), float(step))}
+            if world.rank == odd:
+                state["w"][12_345] += 1
+            sk.save(state, store, overwrite=True, check_replicas=True, group=world)
+
+        run_thread_ranks(RANKS, on_rank)
+
+    store = sk.MemoryStore()
+    save(0)
+    kept = dict(kept_plans().plans)
+    save(1)
+    assert len(kept) == 1
+    assert kept_plans().plans == kept
+    with pytest.raises(sk.ReplicasDiffer, match="'w': ranks 0 and 2 hold different bytes"):
+        save(2, odd=2)
+    assert sk.open(store)["w"][:].unique().tolist() == [1.0]
+
+
 def test_replicas_that_diverge_later_are_reported(tmp_path, caplog):
     """Samples are compared in every save, and the lowest rank's tensor is saved."""
 

@@ -70,8 +70,7 @@ def fill(
     For each destination, `tensor` has the row of its tensor in the index, `boxes` the box it wants of that tensor, and `into`
     a tensor of the box's shape, on any device, of any stride and dtype. `first_file`, from 0 to 1, is where in the list of
     files to begin, so that ranks do not all begin with the first. If not `complete`, what the checkpoint lacks stays as it is;
-    else it is an error. `decoded` gets the stored dtype of each destination that
-    only torch could decode.
+    else it is an error. `decoded` gets the stored dtype of each destination that only torch could decode.
     """
     index, sizes = source.index, data_sizes(source.record)
     source.locate(distinct(np.asarray(index.tensors.alias, np.int64)[tensor]))

@@ -213,10 +213,7 @@ class NativeSave:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[PlannedSave, list[bytes], PlannedSave | None]:
-        """
-        Check that the place is free, claim it, and plan the save from the manifests of all ranks. Return also each rank's
-        `RankWritePlan`, and the plan once more if `plan_again` can take it.
-        """
+        """Claim the place, and plan the save; the answer to each rank is a `RankWritePlan`."""
         with explaining_place(self.store):
             replaces = self._check_place()
         tree = save_plan.merge_rank_trees(manifests)
