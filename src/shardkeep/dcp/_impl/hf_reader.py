@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import json
 import math
 import os
 import queue
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +31,9 @@ from shardkeep.engine.safetensors_source import CatalogChunk, CatalogEntry, read
 from shardkeep.engine.torch_source import ItemFiles
 from shardkeep.engine.workers import run_workers
 from shardkeep.errors import BadValue, BrokenProtocol, MalformedFile, UnsupportedLeaf
-from shardkeep.format.boxes import Box, intersect, parse_index, relative, slices, whole
+from shardkeep.format.boxes import Box, flat_range_to_boxes, intersect, parse_index, relative, slices, whole
 from shardkeep.format.data_file import MAX_HEADER_NBYTES
-from shardkeep.format.dtypes import DTYPES, DType, Ints, to_torch
+from shardkeep.format.dtypes import DTYPES, DType, to_torch
 from shardkeep.layouts import safetensors
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.safetensors import HeaderTensor, SafetensorsFile, read_header
@@ -252,10 +251,12 @@ class HuggingFaceStorageReader(FileSystemReader):
     def _process_read_request(self, f: Any, req: protocol.ReadItem, planner: protocol.LoadPlanner) -> None:
         """Read one request from its open file; what it reads is converted to the dtype of the target."""
         target = target_of(req, planner)
-        for strip in strips(tuple(req.lengths), _STRIP_ELEMENTS):
-            offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
-            part = dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
-            target[slices(strip)].copy_(self._read_strip(f, part))
+        sizes, volume = tuple(req.lengths), math.prod(req.lengths)
+        for start in range(0, volume, _STRIP_ELEMENTS):
+            for strip in flat_range_to_boxes(sizes, start, min(start + _STRIP_ELEMENTS, volume)):
+                offsets = torch.Size(a + b for a, b in zip(req.storage_offsets, strip.offsets, strict=True))
+                part = dataclasses.replace(req, storage_offsets=offsets, lengths=torch.Size(strip.sizes))
+                target[slices(strip)].copy_(self._read_strip(f, part))
         planner.commit_tensor(req, target)
 
     def _read_strip(self, f: Any, req: protocol.ReadItem) -> torch.Tensor:
@@ -380,8 +381,6 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return super().read_data(plan, planner)
 
     def _check(self, key: str) -> None:
-        if key not in self._catalog:  # the metadata were read by another reader
-            self.read_metadata()
         scale_key = self._weight_scale_mapping[key]
         for name in (key, scale_key):
             if name not in self._catalog:
@@ -488,14 +487,3 @@ def expand_groups(blocks: torch.Tensor, scales: torch.Tensor, to: torch.dtype) -
     found = found.flatten(-2)
     torch.ldexp(found, (scales.to(torch.int32) - _EXPONENT_BIAS).unsqueeze(-1), out=found)
     return found.flatten(-2)
-
-
-def strips(sizes: Ints, most: int) -> Iterator[Box]:
-    """Cut a box of these sizes into boxes of at most `most` elements, in row-major order."""
-    if not math.prod(sizes):
-        return
-    steps: list[int] = []
-    for size in reversed(sizes):
-        steps.insert(0, max(1, min(size, most // math.prod(steps))))
-    for start in itertools.product(*(range(0, size, step) for size, step in zip(sizes, steps, strict=True))):
-        yield Box(start, tuple(min(step, size - at) for at, size, step in zip(start, sizes, steps, strict=True)))

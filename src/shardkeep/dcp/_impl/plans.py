@@ -14,7 +14,7 @@ import torch
 
 from shardkeep.dist.world import is_initialised
 from shardkeep.errors import BadState, BadValue, BrokenProtocol, InvalidShards, MalformedFile, NotSavable, StateMismatch
-from shardkeep.format.boxes import boxes_overlap, clashes, overlap_region, overlaps, within
+from shardkeep.format.boxes import Box, boxes_overlap, clashes, overlap_region, overlaps, slices, within
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.state.flatten import is_container, items_of
 from shardkeep.state.leaves import has_part, is_dtensor, is_ordinary, is_sharded_tensor
@@ -104,20 +104,13 @@ def _get_checkpointable_tensor_chunks(tensor: protocol.CheckpointableTensor) -> 
 def _get_checkpointable_tensor_shard(
     tensor: protocol.CheckpointableTensor, index: protocol.MetadataIndex
 ) -> torch.Tensor:
-    _validate_checkpointable_tensor_metadata(tensor)
-    offsets = [torch.Size(each) for each in tensor.global_offsets]
-    if index.offset is None:
-        if len(offsets) != 1:
-            raise BadValue(
-                f"{index.fqn!r} holds {len(offsets)} shards, and there is no offset in the index", key=index.fqn
-            )
-        at = 0
-    elif index.offset in offsets:
-        at = offsets.index(index.offset)
-    else:
+    offsets = [chunk.offsets for chunk in _get_checkpointable_tensor_chunks(tensor)]
+    if index.offset is None and len(offsets) != 1:
+        raise BadValue(f"{index.fqn!r} holds {len(offsets)} shards, and there is no offset in the index", key=index.fqn)
+    if index.offset is not None and index.offset not in offsets:
         raise BadValue(f"{index.fqn!r} has no shard at {tuple(index.offset)} on this rank", key=index.fqn)
-    box = zip(tensor.local_offsets[at], tensor.local_sizes[at], strict=True)
-    shard: torch.Tensor = tensor[tuple(slice(start, start + size) for start, size in box)]  # type: ignore[index]
+    at = 0 if index.offset is None else offsets.index(index.offset)
+    shard: torch.Tensor = tensor[slices(Box(tensor.local_offsets[at], tensor.local_sizes[at]))]  # type: ignore[index]
     return shard
 
 
@@ -332,14 +325,7 @@ def _chunk_for_shard(shard_md: ShardMetadata) -> protocol.ChunkStorageMetadata:
 
 def _sharded_tensor_metadata(sharded_tensor: ShardedTensor, shard_md: ShardMetadata) -> protocol.TensorWriteData:
     whole = sharded_tensor.metadata()
-    kept = whole.tensor_properties
-    properties = protocol.TensorProperties(
-        dtype=kept.dtype,
-        layout=kept.layout,
-        requires_grad=kept.requires_grad,
-        memory_format=kept.memory_format,
-        pin_memory=kept.pin_memory,
-    )
+    properties = protocol.TensorProperties(**vars(whole.tensor_properties))
     return protocol.TensorWriteData(_chunk_for_shard(shard_md), properties, whole.size)
 
 
