@@ -53,7 +53,7 @@ class StreamTransformExtension(Extension):
 
 def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
     """Return a stream that writes through all extensions, and the descriptors to store. Closing it leaves `raw` open."""
-    streams: list[Any] = [_File(raw)]
+    streams: list[Any] = [OutputStream(raw)]
     for extension in extensions:
         streams.append(extension.transform_to(streams[-1]))
     return cast("IO[bytes]", _Output(streams)), [extension.get_descriptor() for extension in reversed(extensions)]
@@ -69,8 +69,8 @@ def transformed_input(registry: Any, descriptors: Sequence[str], raw: IO[bytes])
     return stream
 
 
-class _File(io.RawIOBase):
-    """The file that the first extension writes to; it stays open when the extension closes it."""
+class OutputStream(io.RawIOBase):
+    """Writes to another stream, which stays open when this one is closed."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw

@@ -4,8 +4,7 @@ Converts and exports checkpoints of any layout, in bounded memory: in one proces
     convert   open -> select all -> write in windows -> read back and compare -> commit             all of a checkpoint
     export    open -> select names, dtype -> write in windows -> read back and compare -> publish   its weights, to use a model
 
-A checkpoint of another layout that is replaced stays whole until the new one is committed. Then its files are removed,
-first the one that commits it. Files that belong to no checkpoint are left alone.
+Files that belong to no checkpoint are left alone.
 """
 
 from __future__ import annotations
@@ -210,8 +209,7 @@ def convert(
         decrypted=decrypted,
     )
     if team.leads:
-        _warn_if_decrypted(report)
-        log.info("converted %s: %s", origin.url, report)
+        _log("converted", origin, report)
     return report
 
 
@@ -373,8 +371,7 @@ def export(
     )
     if not team.leads:
         return report
-    _warn_if_decrypted(report)
-    log.info("exported %s: %s", origin.url, report)
+    _log("exported", origin, report)
     if report.left_out:
         values, some = format_count(len(report.left_out), "plain value is", "plain values are"), report.left_out[:4]
         log.warning("%s: %s left out, which safetensors files cannot hold: %s", shown, values, ", ".join(some))
@@ -401,17 +398,16 @@ def _is_encrypted(source: Source) -> bool:
 
 def _is_decrypted(team: Team, source: Source, coded: Store | None, options: Options) -> bool:
     """Return whether a checkpoint is encrypted and its copy is not; `coded` is the copy, if it went through codecs."""
-
-    def look() -> bool:
-        # Look at what was written: the names of codecs do not say which of them encrypt.
-        return _is_encrypted(source) and (coded is None or not _is_encrypted(find(coded).open(options)))
-
-    return team.on_rank_0("look", look, bool)
+    if coded is None or not _is_encrypted(source):
+        return _is_encrypted(source)
+    # Look at what was written: the names of codecs do not say which of them encrypt.
+    return team.on_rank_0("look", lambda: not _is_encrypted(find(coded).open(options)), bool)
 
 
-def _warn_if_decrypted(report: _Report) -> None:
+def _log(done: str, origin: Store, report: _Report) -> None:
     if report.decrypted:
         log.warning("%s: what it was made from is encrypted, this copy is not", report.to)
+    log.info("%s %s: %s", done, origin.url, report)
 
 
 def check_different_place(origin: Store, target: Store) -> None:
@@ -427,7 +423,7 @@ def check_different_place(origin: Store, target: Store) -> None:
 
 @contextmanager
 def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> Iterator[None]:
-    """Remove checkpoints of other layouts once the block has written a new one; if it fails, remove nothing."""
+    """Remove checkpoints of other layouts, first what commits them, once the block has written one; if it fails, nothing."""
     to = store.url
     old = _other_layout_files(store, layout)
     if old and not overwrite:
@@ -435,15 +431,15 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
             f"{to}: a checkpoint of another layout is already there ({old[0]})",
             hint="pass overwrite=True (--overwrite) to replace it, or give another place",
         )
+    if old and (writer := orphans.survey(store).living):
+        raise CheckpointExists(
+            f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another place"
+        )
     missing = []  # directories that will be made, the innermost first
     path = os.path.abspath(to)
     while local_path(store) is not None and not os.path.lexists(path):
         missing.append(path)
         path = os.path.dirname(path)
-    if old and (writer := orphans.survey(store).living):
-        raise CheckpointExists(
-            f"{to}: another save is writing here (process {writer.pid})", hint="wait for it, or give another place"
-        )
     try:
         yield
     except BaseException:
@@ -451,11 +447,7 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
             with suppress(OSError):  # not empty: another process uses it
                 os.rmdir(path)
         raise
-    for name in old:
-        try:
-            store.delete(name)
-        except CheckpointError as exc:
-            log.warning("could not remove %s, which was replaced, from %s: %s", name, to, exc)
+    orphans.discard(store, old)
 
 
 def _other_layout_files(store: Store, layout: str) -> list[str]:

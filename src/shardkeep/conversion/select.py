@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,18 +13,8 @@ from shardkeep.format.boxes import whole
 from shardkeep.format.dtypes import DType, by_name
 from shardkeep.format.index import Index, build_index, strings_of
 from shardkeep.format.values import Container, Node, decode_tree, encode_tree, join, leaf_keys
-from shardkeep.state.patterns import (
-    MAY_MATCH_NOTHING,
-    Patterns,
-    Renames,
-    checked_patterns,
-    did_you_mean_pattern,
-    matcher,
-    optimizer_names,
-    renamer,
-    unused_patterns,
-    unused_renames,
-)
+from shardkeep.state import patterns
+from shardkeep.state.patterns import Patterns, Renames
 
 _CAST = ("float16", "bfloat16", "float32", "float64")
 """Dtypes that are converted. Others stay: 8-bit floats, for example, come with scales."""
@@ -72,23 +61,23 @@ def select(
     start = _model_prefix(tree) if prefix is None else prefix
     if start and all(key.startswith(f"{start}.") for key in keys if key.startswith(start)):
         start += "."  # a prefix may be written without its last dot
-    include = checked_patterns("include", include)
-    wanted = name_filter(keys, "include", include)
-    unwanted = name_filter(keys, "exclude", exclude) if exclude is not None else (lambda _: False)
-    outside = renamer(rename)
+    include, exclude = patterns.checked_patterns("include", include), patterns.checked_patterns("exclude", exclude)
+    wanted, outside = patterns.selector(include, exclude), patterns.renamer(rename)
     inside = [key[len(start) :] for key in keys if key.startswith(start)]
-    _raise_if_unused("rename", unused_renames(rename, inside), inside)
+    _raise_if_unused("include", patterns.unused_patterns(include, keys), keys)
+    _raise_if_unused("exclude", patterns.unused_patterns(exclude, keys), keys)
+    _raise_if_unused("rename", patterns.unused_renames(rename, inside), inside)
     # Optimizer state is no part of a model, unless the caller names it.
     given = (start, *(include if isinstance(include, tuple) else ()))
     optimizers = {
         key: label
-        for key, label in optimizer_names(keys).items()
+        for key, label in patterns.optimizer_names(keys).items()
         if not any(f"{each}.".startswith(f"{label}.") for each in given)
     }
     names: dict[str, str] = {}
     skipped: dict[str, int] = {}
     for key in keys:
-        if not wanted(key) or unwanted(key):
+        if not wanted(key):
             continue
         if key in optimizers or not key.startswith(start):
             if key in index.tensor_rows and (key in optimizers or prefix is None):
@@ -164,17 +153,10 @@ def cast_target(dtype: object) -> DType | None:
     return by_name(name)
 
 
-def name_filter(keys: list[str], argument: str, patterns: Patterns) -> Callable[[str], bool]:
-    """Make the test for names that an argument selects; a pattern that matches no name is an error."""
-    given = checked_patterns(argument, patterns)
-    _raise_if_unused(argument, unused_patterns(given, keys), keys)
-    return matcher(given)
-
-
 def _raise_if_unused(argument: str, unused: list[str], names: list[str]) -> None:
     if unused:
-        hint = did_you_mean_pattern(unused[0], names) or f"it has {', '.join(map(repr, names[:3]))} …"
-        hint += f"; {MAY_MATCH_NOTHING}" if argument == "rename" else ""
+        hint = patterns.did_you_mean_pattern(unused[0], names) or f"it has {', '.join(map(repr, names[:3]))} …"
+        hint += f"; {patterns.MAY_MATCH_NOTHING}" if argument == "rename" else ""
         raise StateError(f"{argument}: {unused[0]!r} matches no name of the checkpoint", hint=hint)
 
 
@@ -205,8 +187,9 @@ def select_all(index: Index, drop: Patterns) -> Selection:
     tree = decode_tree(index.tree)
     keys = list(leaf_keys(tree))
     if drop is not None:
-        unwanted = name_filter(keys, "drop", drop)
-        keys = [key for key in keys if not unwanted(key)]
+        drop = patterns.checked_patterns("drop", drop)
+        _raise_if_unused("drop", patterns.unused_patterns(drop, keys), keys)
+        keys = list(filter(patterns.selector(None, drop), keys))
         tree = _pruned(tree, None, {*keys})
     return _selection(index, dict(zip(keys, keys, strict=True)), tree)
 

@@ -1,14 +1,9 @@
 """
 Writes a checkpoint as safetensors files with an index, as Hugging Face has them.
 
-Files are written beside an existing model, read back, compared, and then published in its place (see
-`layouts.safetensors_publish`); if anything fails, the place is unchanged. A store cannot rename, so the files of each
-export have names of their own there, even a single one, and the index file names them.
-
-Several ranks may share the work: each writes some of the files, and rank 0 publishes all of them.
-
-An export writes tensors alone. A conversion also keeps what safetensors cannot hold (nesting, plain values, ties, step and
-meta) in the header of the first file: nothing is lost, and other tools see the tensors.
+Files are written, read back, compared, and then published by `layouts.safetensors_publish`. An export writes tensors alone.
+A conversion also keeps what safetensors cannot hold (nesting, plain values, ties, step and meta) in the header of the first
+file: nothing is lost, and other tools see the tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from shardkeep.engine.torch_source import item_batches
 from shardkeep.errors import BlobNotFound, CheckpointError, CheckpointExists, StateError
 from shardkeep.format.record import RECORD_NAME
 from shardkeep.format.values import encode_tree
-from shardkeep.layouts import safetensors, safetensors_publish
+from shardkeep.layouts import orphans, safetensors, safetensors_publish
 from shardkeep.layouts.torch import METADATA_NAME
 from shardkeep.options import Size, parse_size
 from shardkeep.storage.base import Store, is_name, is_single_file, local_path, with_any_names
@@ -164,9 +159,7 @@ def write_and_publish(
             removed = not save_id or safetensors_publish.discard_save(
                 store, save_id, last=last, unpublished=unpublished
             )
-            for name in added if removed else ():
-                with suppress(CheckpointError):
-                    store.delete(name)
+            orphans.discard(store, added if removed else ())
             if removed and is_new:
                 with suppress(OSError):  # not empty: another process uses it
                     os.rmdir(store.url)

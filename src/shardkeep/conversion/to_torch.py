@@ -11,7 +11,6 @@ import errno
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -21,9 +20,10 @@ from shardkeep.conversion.to_hf import names_in
 from shardkeep.engine.reader import Source
 from shardkeep.engine.torch_source import item_batches
 from shardkeep.engine.torch_view import TorchView
-from shardkeep.errors import CheckpointError, CheckpointExists
+from shardkeep.errors import CheckpointExists
 from shardkeep.format.boxes import whole
 from shardkeep.format.torch_zip import frame_tensor
+from shardkeep.layouts import orphans
 from shardkeep.layouts import torch_values as protocol
 from shardkeep.layouts.torch import DATA_SUFFIX, METADATA_NAME, SUMS_SUFFIX, Sums, encode_sums
 from shardkeep.layouts.torch_pickle import PlainEntry, PlainPlace, encode_plain_metadata
@@ -113,10 +113,8 @@ def write_torch_layout(
     except BaseException as error:
         # Rank 0 also removes those of a rank that died, unless another job may have written files of these names.
         everything = team.leads and not team.world.solo and getattr(error, "errno", None) != errno.EEXIST
-        for name in [] if handed_over else names if everything else made:
-            for each in (name, f"{name}{SUMS_SUFFIX}"):
-                with suppress(CheckpointError):
-                    store.delete(each)
+        dead = [] if handed_over else names if everything else made
+        orphans.discard(store, [each for name in dead for each in (name, f"{name}{SUMS_SUFFIX}")])
         raise
 
 

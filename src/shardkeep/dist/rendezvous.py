@@ -33,16 +33,9 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from shardkeep.dist import rank_errors
 from shardkeep.dist.kv import PIECE_BYTES, KVMailbox, StoreUnreachable, longest_pause_s, with_mailbox
-from shardkeep.dist.rank_errors import (
-    ALL_CALL,
-    GroupError,
-    describe_error,
-    format_ranks,
-    merge_disagreement,
-    merge_failures,
-    merge_silence,
-)
+from shardkeep.dist.rank_errors import ALL_CALL, GroupError
 from shardkeep.errors import CheckpointError, Failure
 
 if TYPE_CHECKING:
@@ -187,7 +180,7 @@ class Rendezvous:
                 try:
                     message = replace(message, payload=work())
                 except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
-                    message, cause = replace(message, failure=describe_error(error)), error
+                    message, cause = replace(message, failure=rank_errors.describe_error(error)), error
             if self._world.rank == 0:
                 answer, cause = self._lead(message, cause, decide)
             else:
@@ -216,7 +209,9 @@ class Rendezvous:
                 answers = _decided(decide, [messages[rank].payload for rank in range(self._world.size)])
             except Exception as error:  # noqa: BLE001 - every rank raises it, this one with `error` as its cause
                 cause = error
-                group_error = merge_failures({0: describe_error(error)}, phase=message.phase, title=self._title)
+                group_error = rank_errors.merge_failures(
+                    {0: rank_errors.describe_error(error)}, phase=message.phase, title=self._title
+                )
         if group_error is not None:
             self._send_error(group_error)
             return group_error, cause
@@ -276,11 +271,11 @@ class Rendezvous:
         phases = {rank: f"phase {message.phase!r} of {message.title}" for rank, message in here.items()}
         for said in (titles, phases):
             if len(set(said.values())) > 1:
-                return merge_disagreement(said, failures, title=self._title)
+                return rank_errors.merge_disagreement(said, failures, title=self._title)
         if self._silent:
-            return merge_silence(self._silent, failures, phase=phase, title=self._title)
+            return rank_errors.merge_silence(self._silent, failures, phase=phase, title=self._title)
         if failures:
-            return merge_failures(failures, phase=phase, title=self._title)
+            return rank_errors.merge_failures(failures, phase=phase, title=self._title)
         return None
 
     def _missed_call(self, messages: dict[int, RankMessage]) -> str | None:
@@ -294,7 +289,7 @@ class Rendezvous:
     def _skip_call(self, messages: dict[int, RankMessage], title: str) -> None:
         """Count the missed call as made, or this rank would stay one call behind the others."""
         everyone = {rank: f"did not make the call {title!r}" for rank in messages if not messages[rank].left}
-        group_error = merge_silence(everyone, {}, phase="begin", title=title)
+        group_error = rank_errors.merge_silence(everyone, {}, phase="begin", title=title)
         self._silent |= dict.fromkeys(everyone, "")
         self._send_error(group_error)
         self._departed, self._silent = {}, {}
@@ -453,11 +448,11 @@ class Rendezvous:
         if self._left or self._cut or _comes_from(error, self._shared_error):
             return
         self._left = True
-        failure = describe_error(error)
+        failure = rank_errors.describe_error(error)
         with contextlib.suppress(StoreUnreachable):
             if self._world.rank == 0:
                 self._last_out = None  # perhaps not all have read it
-                self._send_error(merge_failures({0: failure}, phase="leave", title=self._title))
+                self._send_error(rank_errors.merge_failures({0: failure}, phase="leave", title=self._title))
             else:
                 log = self._key(self._step, "in", self._world.rank // LOG_RANKS)
                 message = encode(RankMessage(title=self._title, phase="leave", failure=failure, left=True))
@@ -503,7 +498,7 @@ class Rendezvous:
         others = range(1, self._world.size) if self._world.rank == 0 else [0]
         own = {self._world.rank: message.failure} if message.failure else {}
         silent, hint = dict.fromkeys(others, text), "" if self._cut else ALL_CALL
-        return merge_silence(silent, own, phase=message.phase, title=self._title, hint=hint).error()
+        return rank_errors.merge_silence(silent, own, phase=message.phase, title=self._title, hint=hint).error()
 
     def _report_absent(self, mailbox: KVMailbox, awaited: set[int], timeout_s: float, waited_s: float) -> None:
         """Log which ranks have not begun this call, in a long wait for them; those that do their part are not named."""
@@ -511,7 +506,7 @@ class Rendezvous:
             return
         if absent := [rank for rank in awaited if mailbox.counted(f"calls/{rank}") < self._call]:
             text = "%s: still waiting for %s after %.0f s, this rank gives up after %.0f s: %s"
-            log.warning(text, self._title, format_ranks(absent), waited_s, timeout_s, ALL_CALL)
+            log.warning(text, self._title, rank_errors.format_ranks(absent), waited_s, timeout_s, ALL_CALL)
 
     def _describe_silence(self, waited_s: float, last_seen: _LastSeen) -> str:
         """Describe a rank that does not answer."""

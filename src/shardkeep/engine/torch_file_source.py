@@ -298,5 +298,5 @@ def _load(store: ReadableStore, name: str) -> Any:
     if (path := local_path(store)) is not None:
         return torch.load(os.path.join(path, name), map_location="cpu", mmap=True, weights_only=False)
     with closing(store.open(name)) as reader:
-        stream = io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES)
+        stream = io.BufferedReader(BlobInput(reader), _READ_AHEAD_NBYTES)
         return torch.load(stream, map_location="cpu", weights_only=False)

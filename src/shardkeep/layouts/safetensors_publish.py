@@ -35,8 +35,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -178,7 +178,7 @@ def prepare_directory(store: Store) -> ModelDirectory:
     path = store.url
     with storage_errors("cannot make", path):
         make_directory(os.path.abspath(path))
-    with _locked(path):
+    with storage_errors("cannot lock", path), directory_lock(path):
         _finish_interrupted(store)
         _clear(path)
         return list_model(store)
@@ -278,15 +278,6 @@ def _missing(where: str, name: str) -> BlobNotFound:
 # -- in a local directory ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Keep other processes of this machine from publishing in a directory or clearing it, where the system can."""
-    with ExitStack() as stack:
-        with storage_errors("cannot lock", path):
-            stack.enter_context(directory_lock(path))
-        yield
-
-
 def _finish_interrupted(store: Store) -> str | None:
     """Finish an interrupted save, and return its id."""
     note = read_note(store)
@@ -303,7 +294,7 @@ def _publish_local(
     path = store.url
     if index:
         store.put(unpublished_name(INDEX_NAME, save_id), index, replace=True)
-    with _locked(path):
+    with storage_errors("cannot lock", path), directory_lock(path):
         if _finish_interrupted(store) == save_id:  # another process has just done it
             return
         _check_durable(store, files, save_id)  # another process may have cleared them

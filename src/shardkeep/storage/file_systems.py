@@ -15,7 +15,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -267,13 +267,11 @@ _ROOM_NBYTES = 64 << 30
 
 
 class BlobInput(io.RawIOBase):
-    """A blob as a seekable stream. Wrap it in an `io.BufferedReader`, because each read is a request."""
+    """An open blob as a seekable stream. Wrap it in an `io.BufferedReader`, because each read is a request."""
 
-    def __init__(self, reader: BlobReader, *, closes: bool = True) -> None:
-        """`closes`: the reader is closed with the stream."""
-        super().__init__()
+    def __init__(self, reader: BlobReader) -> None:
+        """Read from a reader, which stays open when the stream is closed."""
         self._reader = reader
-        self._closes = closes
         self._at = 0
 
     def readable(self) -> bool:
@@ -296,11 +294,6 @@ class BlobInput(io.RawIOBase):
             self._reader.read_into(self._at, view[:nbytes])
         self._at += nbytes
         return nbytes
-
-    def close(self) -> None:
-        if not self.closed and self._closes:
-            self._reader.close()
-        super().close()
 
 
 class BlobOutput(io.RawIOBase):
@@ -380,7 +373,10 @@ class StoreFileSystem(FileSystemBase):
     def create_stream(self, path: PathLike, mode: str) -> Iterator[io.IOBase]:
         store, name = self._blob(path)
         if mode == "rb":
-            with io.BufferedReader(BlobInput(store.open(name)), _READ_AHEAD_NBYTES) as source:
+            with (
+                closing(store.open(name)) as reader,
+                io.BufferedReader(BlobInput(reader), _READ_AHEAD_NBYTES) as source,
+            ):
                 yield source
             return
         if mode != "wb":

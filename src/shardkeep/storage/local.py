@@ -28,7 +28,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, Literal
 
-from shardkeep.errors import BlobNotFound, MalformedFile, StorageError, StorageFull
+from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, StorageFull
 from shardkeep.options import available_memory, local_ranks, per_process
 from shardkeep.storage import base
 from shardkeep.storage.buffers import ALIGNMENT, PerThread, Scratch, address_of, aligned_buffer, copy, flat
@@ -90,7 +90,7 @@ class storage_errors:  # noqa: N801 - used as a function, like contextlib.suppre
     def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: object, exc: BaseException | None, _traceback: object) -> None:
-        if not isinstance(exc, OSError) or isinstance(exc, StorageError):
+        if not isinstance(exc, OSError) or isinstance(exc, CheckpointError):
             return
         number = errno_of(exc)
         where = os.path.join(self._url, self._name) if self._name else self._url
@@ -327,12 +327,10 @@ def _try_lock(fd: int) -> bool:
 def host_identity() -> str:
     """Identify machine, boot and process namespace; equal only where a process id means the same process."""
     boot = namespace = ""
-    try:
+    with suppress(OSError):  # not Linux: use the host name alone
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        pass  # not Linux: use the host name alone
     return f"{socket.gethostname()} {boot} {namespace}".strip()
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-from shardkeep.codecs.stream_extensions import ExtensionRegistry, StreamTransformExtension
+from shardkeep.codecs.stream_extensions import ExtensionRegistry, OutputStream, StreamTransformExtension
 from shardkeep.errors import BrokenProtocol, UnknownExtension
 
 if TYPE_CHECKING:
@@ -52,22 +52,11 @@ class Rot13Example(StreamTransformExtension):
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
         return cast("IO[bytes]", self.Reader(input))
 
-    class Writer(io.RawIOBase):
+    class Writer(OutputStream):
         """Transforms a copy of what is written to it."""
 
-        def __init__(self, output: IO[bytes]) -> None:
-            self.output = output
-
-        def writable(self) -> bool:
-            return True
-
-        writeable = writable  # spelled so in torch
-
-        def write(self, b: Buffer, /) -> int | None:
-            return self.output.write(bytes(b).swapcase())
-
-        def flush(self) -> None:
-            self.output.flush()
+        def write(self, b: Buffer, /) -> int:
+            return super().write(bytes(b).swapcase())
 
     class Reader(io.RawIOBase):
         """Restores what was written; seekable if the inner stream is."""

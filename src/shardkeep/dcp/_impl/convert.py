@@ -134,7 +134,7 @@ def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
         raise errors.CheckpointNotFound(f"{where}: there is no such file", file=where) from exc
 
     def opened() -> Any:
-        return io.BufferedReader(BlobInput(reader, closes=False), _READ_AHEAD_NBYTES) if blob else where
+        return io.BufferedReader(BlobInput(reader), _READ_AHEAD_NBYTES) if blob else where
 
     def keys_at(*at: int) -> str:
         with suppress(errors.CheckpointError):  # the file is damaged, and the keys are only for the message
