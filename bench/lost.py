@@ -3,7 +3,9 @@ Time that training loses to asynchronous saves: `python bench/lost.py [--only LO
 
 Lost time is the wall time of the steps from the one that calls `sk.async_save` to the first after the save is durable, minus the
 wall time of as many steps without a save, by the median step of windows before and after. Each row has a process of its own, so
-its first three saves are the first of a process. The call itself counts as lost. Needs an accelerator; `--cpu` shows that it runs.
+its first three saves are the first of a process. The call itself counts as lost. "no checkpoint" is the yardstick: a program that
+knows nothing of the trainer makes digests of as many bytes and writes them, on two threads. `--calls` times only the calls, for
+states of many small tensors. Needs an accelerator; `--cpu` shows that it runs.
 """
 
 from __future__ import annotations
@@ -77,18 +79,51 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("device", {"staging": "device"}),
     ("overlap", {"staging": "overlap"}),
     ("device, process", {"staging": "device", "writer": "process"}),
+    ("no checkpoint", {}),
 ]
+PLAIN = """
+import os, sys, threading, numpy, xxhash
+from pathlib import Path
+folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
+def write(part):
+    data = numpy.ones(32 << 20, numpy.uint8).data
+    with open(folder / str(part), "wb", buffering=0) as file:
+        for _ in range(nbytes // 2 // len(data)):
+            for at in range(0, len(data), 1 << 20):
+                xxhash.xxh3_128_digest(data[at : at + (1 << 20)])
+            file.write(data)
+threads = [threading.Thread(target=write, args=(part,)) for part in range(2)]
+[each.start() for each in threads], [each.join() for each in threads]
+"""
 
 
-def measure(loop: Loop, saves: int, folder: str, how: dict[str, Any]) -> dict[str, Any]:
-    rows = []
+class PlainWrite:
+    """What stands in for a save's handle, of a program that writes as many bytes."""
+
+    def __init__(self, where: Path, nbytes: int) -> None:
+        where.mkdir()
+        self.began = time.perf_counter()
+        self.seconds = 0.0
+        self.program = subprocess.Popen([sys.executable, "-c", PLAIN, str(where), str(nbytes)])
+
+    def done(self) -> bool:
+        return self.program.poll() is not None
+
+    def result(self) -> PlainWrite:
+        self.seconds = time.perf_counter() - self.began
+        return self
+
+
+def measure(loop: Loop, saves: int, folder: str, row: str) -> dict[str, Any]:
+    rows, how = [], dict(ROWS)[row]
+    nbytes = BYTES_EACH * sum(each.numel() for each in loop.model.parameters())
     loop.timed(lambda: True, 20)
     for number in range(FIRST + saves):
         before = loop.timed(lambda: True, 25)
         where = Path(folder) / f"lost-{number}"
         shutil.rmtree(where, ignore_errors=True)
         began = time.perf_counter()
-        handle = sk.async_save(loop.state, where, **how)
+        handle: Any = PlainWrite(where, nbytes) if row == "no checkpoint" else sk.async_save(loop.state, where, **how)
         call = time.perf_counter() - began
         during = loop.timed(handle.done, 5)
         wall = time.perf_counter() - began
@@ -103,6 +138,7 @@ def measure(loop: Loop, saves: int, folder: str, how: dict[str, Any]) -> dict[st
                 "worst": max(during[1:]),
                 "steps": len(during),
                 "durable": report.seconds,
+                "estimate": getattr(report, "lost_s", None),
             }
         )
         shutil.rmtree(where, ignore_errors=True)
@@ -124,9 +160,26 @@ def show(loop: str, row: str, found: dict[str, Any]) -> None:
         + f"  later: {ms(statistics.median(lost))} ({ms(min(lost))} to {ms(max(lost))})"
         + f" call {ms(statistics.median(each['call'] for each in later))}"
         + f" worst {ms(max(each['worst'] for each in later))} of {ms(statistics.median(each['usual'] for each in later))}"
-        + f" durable {statistics.median(each['durable'] for each in later):.2f} s",
+        + f" durable {statistics.median(each['durable'] for each in later):.2f} s"
+        + f" (the reports' estimates: {'; '.join(ms(each['estimate']) for each in later if each['estimate'] is not None)})",
         flush=True,
     )
+
+
+def calls(device: torch.device, folder: str) -> None:
+    """Print how long calls take for states of many small tensors, from the second save on."""
+    for layers in (288, 1667):
+        loop = Loop(layers * 12e-6, layers, 4, device)
+        taken = []
+        for number in range(8):
+            loop.timed(lambda: True, 3)
+            began = time.perf_counter()
+            handle = sk.async_save(loop.state, Path(folder) / f"{layers}-{number}")
+            taken.append(time.perf_counter() - began)
+            handle.result()
+        print(
+            f"{3 * layers} tensors: blocked {ms(taken[0])} first, {ms(statistics.median(taken[1:]))} later", flush=True
+        )
 
 
 def main() -> None:
@@ -136,17 +189,22 @@ def main() -> None:
     parser.add_argument("--dir", default="/dev/shm")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the size of the state")
+    parser.add_argument("--calls", action="store_true", help="time only the calls, for many small tensors")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    device = torch.device("cpu") if args.cpu else torch.accelerator.current_accelerator()
+    if args.calls:
+        with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+            calls(device, folder)
+        return
     if args.child:
         loop, row = args.child.split("/")
-        device = torch.device("cpu") if args.cpu else torch.accelerator.current_accelerator()
         gb, layers, batch = LOOPS[loop]
         folder = tempfile.mkdtemp(dir=args.dir)
         try:
             made = Loop(gb * args.scale, layers, batch, device)
-            print(json.dumps(measure(made, args.saves, folder, dict(ROWS)[row])))
+            print(json.dumps(measure(made, args.saves, folder, row)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
