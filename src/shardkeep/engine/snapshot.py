@@ -335,20 +335,16 @@ class PackedCopies(NamedTuple):
                 tensors[row] = copy
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Queue the copies."""
-        layout, flat = self.layout, self.flat
-        sources = [tensors[rows[0]] for rows in layout.rows]
-        if not (layout.contiguous and flat.is_cuda):
-            # As integers, because a device may change the bits of a NaN. CUDA concatenates elements as opaque bytes.
-            raw = raw_dtype(flat)
-            flat, sources = flat.view(raw), list(map(torch.Tensor.view, sources, repeat(raw)))
+        """Queue the copies, as integers, because a device may change the bits of a NaN."""
+        layout, raw = self.layout, raw_dtype(self.flat)
+        flat, sources = self.flat.view(raw), [tensors[rows[0]].view(raw) for rows in layout.rows]
         if not layout.contiguous:
             copies = flat.split_with_sizes(layout.sizes)[1::2]
             torch._foreach_copy_(list(map(torch.Tensor.view, copies, layout.shapes)), sources)
             return
         parts = list(map(torch.Tensor.view, sources, repeat(-1)))
         if any(layout.sizes[::2]):
-            gap = torch.empty(ALIGNMENT, dtype=flat.dtype, device=flat.device)
+            gap = torch.empty(ALIGNMENT, dtype=raw, device=flat.device)
             parts = [each for size, part in zip(layout.sizes[::2], parts, strict=True) for each in (gap[:size], part)]
         torch.cat(parts, out=flat)  # one call: a view of each part of `flat` would take longer than the copy
 

@@ -443,15 +443,17 @@ class BackgroundWrite:
     def _write_from_devices(self, store: WritableStore, jobs: list[FileJob], threads: int, *, coded: bool) -> None:
         """Write files window by window, as if the caller waited for them; but threads sleep while the device copies."""
         events, total = self.snapshot.events, sum(job.data_nbytes for job in jobs)
-        threads = min(threads, _WRITERS_BESIDE_TRAINING)
+        threads = max(1, min(threads, _WRITERS_BESIDE_TRAINING, self._options.pinned_bytes // WINDOW_NBYTES))
         budget = budget_for_store(store, threads, self._options.host_budget_bytes, coded=coded, window=WINDOW_NBYTES)
 
         @contextlib.contextmanager
         def take(window: Window, own: memoryview) -> Iterator[memoryview]:
             data = own[: window.nbytes]
-            gather(window, data, queued=True)
-            for device in events:
-                _record_event(torch.accelerator.current_stream(device)).synchronize()
+            try:
+                gather(window, data, queued=True)
+            finally:  # also after a failure: the memory is lent again
+                for device in events:
+                    _record_event(torch.accelerator.current_stream(device)).synchronize()
             yield data
 
         with CancelScope(budget=budget.room, wanted=self._handle.wanted).active():
