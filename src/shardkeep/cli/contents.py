@@ -15,6 +15,7 @@ from shardkeep.engine.safetensors_source import FORMAT as SAFETENSORS
 from shardkeep.errors import CheckpointError
 from shardkeep.format.boxes import Box
 from shardkeep.opening import Checkpoint
+from shardkeep.state.patterns import matcher, prefixes_of
 
 VALUE = "value"
 _MAX_VALUE_NBYTES = 1 << 20
@@ -89,8 +90,17 @@ def iter_items(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Iterato
         yield Item(key, row, dtype.name, shape, nbytes, chunks=chunks.stop - chunks.start, tied_to=tied_to)
 
 
+def matching_items(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[Item]:
+    """Return the items that patterns select, or all without any; raise `UsageError` if no key matches."""
+    found = list(iter_items(checkpoint, matcher(patterns or None)))
+    if not found and patterns:
+        otherwise = "a pattern is a key, a dotted prefix of keys, or a glob"
+        hint = out.did_you_mean(patterns[0], prefixes_of(checkpoint)) or otherwise
+        raise out.UsageError(f"no key matches {' '.join(patterns)!r}", hint=hint)
+    return found
+
+
 def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
-    """Return where the parts of a tensor are stored."""
     if not item.is_tensor:
         return []
     index, record = checkpoint.index, checkpoint.record
@@ -145,7 +155,6 @@ class Unreadable:
 
 
 def plain_value(checkpoint: Checkpoint, key: str) -> Any:
-    """Return a plain value."""
     try:
         return checkpoint[key]
     except CheckpointError as exc:

@@ -9,10 +9,9 @@ from typing import Any
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.contents import Item, iter_items
+from shardkeep.cli.contents import Item, matching_items
 from shardkeep.cli.runs import Run, open_checkpoint_or_run
 from shardkeep.opening import Checkpoint
-from shardkeep.state.patterns import matcher
 from shardkeep.storage.base import is_single_file
 
 _BAR_WIDTH = 20
@@ -43,9 +42,7 @@ def du(args: argparse.Namespace) -> int:
 
 
 def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    items = list(iter_items(checkpoint, matcher(args.pattern or None)))
-    if not items and args.pattern:
-        raise out.UsageError(f"no key matches {' '.join(args.pattern)!r}")
+    items = matching_items(checkpoint, args.pattern)
     shares = _add_up(items, lambda item: _prefix(item.key, args.depth))
     parts = _add_up(items, _part)
     total = sum(nbytes for _, nbytes in shares.values())

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
-from shardkeep.cli.jobs import JOBS, Work, jobs_for, sharing
+from shardkeep.cli.jobs import JOBS, jobs_for, sharing
 from shardkeep.cli.runs import Run, open_checkpoint_or_run, path_hints
 from shardkeep.conversion.rotate import rotate_keys
 from shardkeep.errors import CheckpointError, StateError
@@ -52,26 +53,11 @@ T = TypeVar("T")
 def export(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import export  # noqa: PLC0415 - imports torch, which --help does not need
 
-    renames = [parse_rename(text) for text in args.rename or ()]
-    size = parse_size(args.shard_size, "--shard-size")
-    work = partial(
-        export,
-        args.checkpoint,
-        args.to,
-        format=args.format,
-        dtype=args.dtype,
-        max_shard_bytes=size,
-        include=args.include,
-        exclude=args.exclude,
-        rename=renames or None,
-        prefix=args.prefix,
-        config=args.config,
-        codecs=parse_codecs(args.codecs),
-        overwrite=args.overwrite,
-    )
-    # A single file has a single writer.
-    jobs = 1 if args.format == "torch" else jobs_for(args.jobs, args.checkpoint)
-    report = _transfer("export", jobs, work, args.checkpoint, args.to)
+    how = {name: getattr(args, name) for name in ("format", "dtype", "include", "exclude", "prefix", "config")}
+    how["rename"] = [parse_rename(text) for text in args.rename or ()] or None
+    if args.format == "torch":  # a single file has a single writer
+        args.jobs = 1
+    report = _transfer(export, args, args.to, **how)
     if args.json:
         return out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
     what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_size(report.bytes_written)}"
@@ -110,20 +96,7 @@ def export(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace) -> int:
     from shardkeep.conversion.api import convert  # noqa: PLC0415 - imports torch, which --help does not need
 
-    size = parse_size(args.shard_size, "--shard-size")
-    work = partial(
-        convert,
-        args.checkpoint,
-        args.to_path,
-        args.to,
-        drop=args.drop,
-        max_shard_bytes=size,
-        codecs=parse_codecs(args.codecs),
-        overwrite=args.overwrite,
-        allow_pickle=args.allow_pickle,
-    )
-    jobs = jobs_for(args.jobs, args.checkpoint)
-    report = _transfer("convert", jobs, work, args.checkpoint, args.to_path)
+    report = _transfer(convert, args, args.to_path, layout=args.to, drop=args.drop, allow_pickle=args.allow_pickle)
     if args.json:
         return out.print_json({**asdict(report), "gb_per_s": report.gb_per_s})
     what = f"{out.format_count(report.tensors, 'tensor')}, {out.format_count(report.values, 'value')}"
@@ -137,14 +110,17 @@ def convert(args: argparse.Namespace) -> int:
 # -- shared by export and convert
 
 
-def _transfer(what: str, jobs: int, work: Work[T], source: str, to: str) -> T:
+def _transfer(function: Callable[..., T], args: argparse.Namespace, to: str, **how: Any) -> T:
     """Do the work; show progress and path hints, and silence the library's log, because the command prints the same."""
+    source, size, codecs = args.checkpoint, parse_size(args.shard_size, "--shard-size"), parse_codecs(args.codecs)
+    work = partial(function, source, to, max_shard_bytes=size, codecs=codecs, overwrite=args.overwrite, **how)
+    jobs = jobs_for(args.jobs, source)
     log = logging.getLogger("shardkeep")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
         # Processes first: there must be no thread that draws when they are forked.
-        with path_hints(source), sharing(jobs, work, source, to) as run, out.byte_bar(what) as update:
+        with path_hints(source), sharing(jobs, work, source, to) as run, out.byte_bar(function.__name__) as update:
             return run(progress=lambda done, total: update(completed=done, total=total))
     finally:
         log.setLevel(before)

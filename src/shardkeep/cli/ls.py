@@ -21,7 +21,6 @@ from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME
 from shardkeep.manage.entry import Entry
 from shardkeep.opening import Checkpoint
 from shardkeep.options import Options
-from shardkeep.state.patterns import matcher, prefixes_of
 from shardkeep.storage.resolve import open_store
 
 T = TypeVar("T")
@@ -190,11 +189,7 @@ def _run_json(run: Run, entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
-    every = list(contents.iter_items(checkpoint, matcher(args.pattern or None)))
-    if not every and args.pattern:
-        otherwise = "a pattern is a key, a dotted prefix of keys, or a glob"
-        hint = out.did_you_mean(args.pattern[0], prefixes_of(checkpoint)) or otherwise
-        raise out.UsageError(f"no key matches {' '.join(args.pattern)!r}", hint=hint)
+    every = contents.matching_items(checkpoint, args.pattern)
     items = _select(every, args, lambda item: item.key, lambda item: item.own_nbytes)
     if args.json:
         found = [contents.item_json(checkpoint, item, chunks=args.long) for item in items]

@@ -34,7 +34,7 @@ from shardkeep.errors import (
     RootInUse,
     StateError,
 )
-from shardkeep.events import Callback, Event, Listening
+from shardkeep.events import Callback, Listening
 from shardkeep.events import on_event as listen
 from shardkeep.format.record import checked_step
 from shardkeep.manage import schedule
@@ -801,10 +801,5 @@ def _positive(name: str, value: Any) -> float:
 
 def _listen_below(callback: Callback, urls: Sequence[str]) -> Listening:
     """Call a function with the events of these roots and of everything below them."""
-    places = tuple(url.rstrip("/") + "/" for url in urls)
-
-    def hear(event: Event) -> None:
-        if event.where in urls or event.where.startswith(places):
-            callback(event)
-
-    return listen(hear)
+    places = tuple(f"{url.rstrip('/')}/" for url in urls)
+    return listen(lambda event: f"{event.where}/".startswith(places) and callback(event))

@@ -398,11 +398,9 @@ class RankContext:
     def decide(self, step: int, take_requests: TakeRequests, decide: Decide) -> Decision:
         """Return what is decided for a step; all ranks begin at the same time, which compares their arguments."""
         if self._decisions is None:
-            session = ""
-            if not self.world.solo:
-                with rendezvous(self.world, f"steps of {self._url}") as meeting:
-                    mine = msgspec.json.encode(self._arguments)
-                    session = meeting.agree("begin", lambda: mine, _new_session).decode()
+            with rendezvous(self.world, f"steps of {self._url}") as meeting:
+                mine = msgspec.json.encode(self._arguments)
+                session = meeting.agree("begin", lambda: mine, _new_session).decode()
             self._decisions = StepDecisions(self.world, session, take_requests, decide, self.clock)
         return self._decisions.next(step)
 

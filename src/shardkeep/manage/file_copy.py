@@ -22,6 +22,7 @@ import xxhash
 from shardkeep.codecs.coded_store import read_table
 from shardkeep.engine.queue import lower_priority
 from shardkeep.engine.reader import open_checked, read_sidecar
+from shardkeep.engine.torch_source import item_batches
 from shardkeep.engine.workers import divide_budget, run_workers
 from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled, StorageError, WrongSize
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, digest
@@ -84,17 +85,6 @@ class ExpectedDigests(NamedTuple):
     """Its size in the store."""
     ranges: list[DigestedRange]
     """In order, without gaps."""
-
-    def windows(self, nbytes: int) -> Iterator[list[DigestedRange]]:
-        """Yield groups of ranges that fit into `nbytes`, at least one range each."""
-        window: list[DigestedRange] = []
-        for each in self.ranges:
-            if window and each.start + each.nbytes - window[0].start > nbytes:
-                yield window
-                window = []
-            window.append(each)
-        if window:
-            yield window
 
 
 def expected_digests(store: base.Store, record: Record, name: str) -> ExpectedDigests:
@@ -222,7 +212,7 @@ def _move_files(
     def tasks() -> Iterator[tuple[_OpenFile, list[DigestedRange]]]:
         """Open files one after the other, and yield their windows. Only one thread at a time is in here."""
         for expected in files:
-            windows = list(expected.windows(window_nbytes))
+            windows = list(item_batches(expected.ranges, lambda each: each.nbytes, most_nbytes=window_nbytes))
             pause()  # here, where threads come one at a time, so that it limits all of them together
             try:
                 reader = open_sized(source, expected.name, expected.nbytes)
