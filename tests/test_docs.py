@@ -16,12 +16,11 @@ import pytest
 import shardkeep as sk
 from shardkeep.cli.main import SUMMARIES
 from shardkeep.format.dtypes import DTYPES
-from shardkeep.options import VARIABLES
 from tests.docs.fences import commands_of, fences_of
 from tests.docs.masks import masked
 from tests.docs.running import Reader, on_ranks
 from tests.docs.troubles import TROUBLES, text_of
-from tests.docs.variables import table, variables_read
+from tests.docs.variables import VARIABLES, table, variables_read
 from tests.test_architecture import LAYERS
 from tests.warm.python import warm_python
 

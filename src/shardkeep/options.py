@@ -25,29 +25,6 @@ _NO_LIMIT_NBYTES = 1 << 60
 """What control groups of version 1 report if there is no limit is more than this."""
 T = TypeVar("T")
 
-VARIABLES = {
-    "SHARDKEEP_IO_THREADS": "`Options.io_threads`",
-    "SHARDKEEP_HOST_BUDGET_BYTES": "`Options.host_budget_bytes`",
-    "SHARDKEEP_TIMEOUT_S": "`Options.timeout_s`",
-    "SHARDKEEP_PINNED_BYTES": "`Options.pinned_bytes`",
-    "SHARDKEEP_STAGING_BYTES": "`Options.staging_bytes`",
-    "SHARDKEEP_ALLOW_PICKLE": "`Options.allow_pickle`",
-    "SHARDKEEP_DIRECT_IO": "`Options.direct_io`",
-    "SHARDKEEP_KEEP_CACHED": "`Options.keep_cached`",
-    "SHARDKEEP_SHARE_READS": "`Options.share_reads`",
-    "SHARDKEEP_KEY_FILE": "The path of a file with keys for encrypted checkpoints, if `Options.keys` is None.",
-    "SHARDKEEP_KEY": "The key itself, if neither `Options.keys` nor `SHARDKEEP_KEY_FILE` is set.",
-    "SHARDKEEP_DCP_INSTALL": "1: `shardkeep.dcp` takes the place of torch's module in this process. `python -m shardkeep.dcp`"
-    " sets it for child processes.",
-    "PYTHONPATH": "`python -m shardkeep.dcp` adds a folder to it for child processes.",
-    "LOCAL_WORLD_SIZE": "How many ranks share this machine, and so its cores and memory. torchrun sets it.",
-    "WORLD_SIZE": "How many ranks the launcher started: named in errors of a program that has no process group. torchrun sets it.",
-    "NO_COLOR": "The command line prints no colours if it is set.",
-    "TERM": "The command line prints no colours and uses no pager if it is `dumb`.",
-    "PAGER": "What long output of the command line goes through on a terminal.",
-}
-"""Every environment variable that is read, and its meaning; those of object stores are in `storage/object_client`."""
-
 Size = str | float
 """A number of bytes, or a text such as "5GB" (powers of ten), "512MiB" or "2GiB" (powers of two)."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -240,7 +217,6 @@ class Options:
 
 
 def setting(name: str) -> str | None:
-    """Return an environment variable, or None."""
     return os.environ.get(name)
 
 

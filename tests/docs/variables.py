@@ -4,23 +4,42 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from shardkeep import options
 from shardkeep.dcp_install import ASKED
 
 HEAD = "| variable | default | meaning |\n|---|---|---|\n"
+VARIABLES = {
+    **{
+        f"SHARDKEEP_{each.name.upper()}": f"`Options.{each.name}`"
+        for each in fields(options.Options)
+        if each.name != "keys"
+    },
+    "SHARDKEEP_KEY_FILE": "The path of a file with keys for encrypted checkpoints, if `Options.keys` is None.",
+    "SHARDKEEP_KEY": "The key itself, if neither `Options.keys` nor `SHARDKEEP_KEY_FILE` is set.",
+    "SHARDKEEP_DCP_INSTALL": "1: `shardkeep.dcp` takes the place of torch's module in this process. `python -m shardkeep.dcp`"
+    " sets it for child processes.",
+    "PYTHONPATH": "`python -m shardkeep.dcp` adds a folder to it for child processes.",
+    "LOCAL_WORLD_SIZE": "How many ranks share this machine, and so its cores and memory. torchrun sets it.",
+    "WORLD_SIZE": "How many ranks the launcher started: named in errors of a program that has no process group. torchrun sets it.",
+    "NO_COLOR": "The command line prints no colours if it is set.",
+    "TERM": "The command line prints no colours and uses no pager if it is `dumb`.",
+    "PAGER": "What long output of the command line goes through on a terminal.",
+}
+"""Every environment variable that is read, and its meaning; those of object stores are in `storage/object_client`."""
 _READERS = {"_env_int", "_env_size", "_env_flag", "setting", "settings_with", "os.environ.get"}
 _DEFAULTS = {"_fair_threads()": "4 to 8, by cores and ranks", "_fair_pinned_nbytes()": "a 32nd of memory, up to 4 GiB"}
 
 
 def table() -> str:
     """Return the rows: those of `Options` have the default and the description of their field."""
-    fields, defaults = dict(_fields()), dict(_defaults())
+    texts, defaults = dict(_fields()), dict(_defaults())
     rows = []
-    for name, meaning in options.VARIABLES.items():
+    for name, meaning in VARIABLES.items():
         of_field = re.fullmatch(r"`Options\.(\w+)`", meaning)
-        text = f"{meaning}. {fields[of_field[1]]}" if of_field else meaning
+        text = f"{meaning}. {texts[of_field[1]]}" if of_field else meaning
         rows.append(f"| `{name}` | {defaults.get(name, 'not set')} | {text} |\n")
     return HEAD + "".join(rows)
 
