@@ -161,7 +161,6 @@ class SaveFailed(CallFailed, frozen=True, kw_only=True):
     """A save ended without a checkpoint. A checkpoint that was committed there before is unchanged."""
 
     cancelled: bool
-    """Whether it was cancelled."""
 
 
 class LoadBegan(Event, frozen=True, kw_only=True):
@@ -232,7 +231,6 @@ class PromotionFailed(ErrorEvent, frozen=True, kw_only=True):
 
     source: str
     cancelled: bool
-    """Whether it was cancelled."""
     seconds: float
     """Since it was chosen; if none was, since this rank began to wait for the choice."""
 

@@ -193,7 +193,6 @@ def saved_state(module: str, nbytes: int) -> Contender:
 
 
 def measure(name: str, where: str, nbytes: int, rounds: int) -> Result:
-    """Measure writes and reads of a contender."""
     make = raw_store if name == "raw" else partial(saved_state, name)
     _measure_round(make(1 << 20), where)  # so that imports and the like are not measured
     contender = make(nbytes)

@@ -52,7 +52,6 @@ class Difference:
 
     @property
     def count(self) -> int:
-        """The number of keys that differ."""
         of_both: list[dict[str, Any]] = [self.other_kind, self.other_values, self.other_elements]
         return len(self.only_in_a) + len(self.only_in_b) + sum(map(len, of_both))
 

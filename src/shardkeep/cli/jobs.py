@@ -62,7 +62,7 @@ def jobs_for(given: int | None, source: str) -> int:
 
 @contextlib.contextmanager
 def sharing(jobs: int, work: Work[T], *places: str) -> Iterator[Work[T]]:
-    """Start the other processes, and give what does the work with them. `places` are what it reads and writes."""
+    """Start the other processes, and yield a function that shares the work with them. `places` are read and written."""
     if jobs == 1:
         yield work
         return

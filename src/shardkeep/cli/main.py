@@ -72,7 +72,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def load_command(name: str) -> Command:
-    """Import the module of a command, and return the command."""
     command: Command = getattr(import_module(f"shardkeep.cli.{_MODULES[name]}"), name)
     return command
 

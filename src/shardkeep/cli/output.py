@@ -49,7 +49,6 @@ class UsageError(CheckpointError, ValueError):
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
-    """Return whether a stream, stdout by default, is a terminal."""
     return (stream or sys.stdout).isatty()
 
 
@@ -139,7 +138,6 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines with control characters escaped."""
     return "\n".join(map(printable, text.split("\n")))
 
 

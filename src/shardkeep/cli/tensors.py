@@ -237,7 +237,6 @@ class TensorChange:
     max_abs: float
     """Greatest distance; NaN if one side is NaN and the other is not, or the dtype has no arithmetic."""
     norm: float
-    """Euclidean norm of the change."""
     base_norm: float
     """Euclidean norm of the first tensor's finite elements."""
     first: ChangedElement | None

@@ -316,7 +316,7 @@ def _of_torch_or_unfinished(store: base.Store, infos: Mapping[str, base.BlobInfo
 
 class Walk:
     """
-    The entries of roots by their order, of which no more are read than are asked for, and those of the highest steps.
+    Goes through the entries of roots, the newest first, and reads only those of the highest steps and as many as the caller takes.
 
     A `Checkpointer` keeps this promise for it: what is newer than the checkpoint that the file `latest` of a root names has
     a higher step. A job that is about to break it, because it goes back to a lower step, deletes the file first. Where
@@ -387,7 +387,7 @@ class Walk:
 
 
 class KnownEntries:
-    """What a root has, kept from look to look: a committed checkpoint is read once, and again where that matters."""
+    """A cache of a root's entries: a committed checkpoint is read once, and again before something is deleted because of it."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog

@@ -74,7 +74,6 @@ class Entry(OneLine):
 
     @property
     def known_step(self) -> int | None:
-        """The step; None where it is not known."""
         return self.step if self.step >= 0 else None
 
     @property

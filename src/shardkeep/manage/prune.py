@@ -2,8 +2,8 @@
 What rank 0 does to a root after each successful save: update `latest`, delete what no policy wants, sweep what dead saves left.
 
 One thread does all of it, in this order, and none of it can fail a save. Before anything is deleted, the root is listed, and
-the commit records are read again on which that relies: of the new checkpoint, of those because of which others are not
-wanted any more, and of those to delete. Other records are read once.
+three kinds of commit records are read again: those of the new checkpoint, of checkpoints because of which others are not
+wanted any more, and of checkpoints to delete. Other records are read once.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Pruner:
             yield
 
     def sweep_some(self, sweeping: Iterator[None]) -> None:
-        """Go on with sweeping, and then let others have their turn."""
+        """Sweep some more directories, and let what waits for the thread go first before the next ones."""
         try:
             if sum(1 for _ in islice(sweeping, _PLACES)) == _PLACES:
                 self._submit(partial(self.sweep_some, sweeping))

@@ -5,7 +5,7 @@ Each save is followed by a *round* on a thread of each rank; all ranks run the s
 rank 0 chooses the checkpoint to copy next, the newest first, each rank copies its share of the files, rank 0 commits, and
 so on until nothing is left. This also continues what an earlier job or round could not finish. A copy is committed as the
 near checkpoint was: after all its files, by the very same bytes of its commit record, put where there was none or over the
-version that was seen. A damaged near copy is not a failure of the far root, and is reported as what it is.
+version that was seen. If the near copy is damaged, the error names the near root, and other checkpoints are still copied.
 """
 
 from __future__ import annotations

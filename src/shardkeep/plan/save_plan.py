@@ -101,8 +101,8 @@ BUFFER = 4
 """The flag of a module's buffer. A forward pass may leave it different on each rank, and one rank's is saved."""
 SMALL_NBYTES = 64 << 10
 """
-Replicas up to this size are written by the lowest rank that has them, like buffers: in a plain state dict, nothing else tells a
-buffer from a parameter. The others are divided so that all ranks write about as much, these included.
+Replicas up to this size are written by the lowest rank that has them, like buffers: in a plain state dict, only
+its size suggests that a tensor is a buffer. The others are divided so that all ranks write about as much, these included.
 """
 
 

@@ -75,7 +75,7 @@ class WrittenItem(NamedTuple):
     offset: int
     nbytes: int
     data_start: int | None = None
-    """Where the bytes of a dense row-major tensor begin; None for everything else, and where nobody asks."""
+    """Where the bytes of a dense row-major tensor begin; None for anything else, and where it is not needed."""
     descriptors: Sequence[str] = ()
 
 
