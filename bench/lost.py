@@ -84,15 +84,15 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 PLAIN = """
 import os, sys, threading, numpy, xxhash
 from pathlib import Path
-folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
+folder, nbytes, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 def write(part):
     data = numpy.ones(32 << 20, numpy.uint8).data
     with open(folder / str(part), "wb", buffering=0) as file:
-        for _ in range(nbytes // 2 // len(data)):
+        for _ in range(nbytes // count // len(data)):
             for at in range(0, len(data), 1 << 20):
                 xxhash.xxh3_128_digest(data[at : at + (1 << 20)])
             file.write(data)
-threads = [threading.Thread(target=write, args=(part,)) for part in range(2)]
+threads = [threading.Thread(target=write, args=(part,)) for part in range(count)]
 [each.start() for each in threads], [each.join() for each in threads]
 """
 
@@ -104,7 +104,7 @@ class PlainWrite:
         where.mkdir()
         self.began = time.perf_counter()
         self.seconds = 0.0
-        self.program = subprocess.Popen([sys.executable, "-c", PLAIN, str(where), str(nbytes)])
+        self.program = subprocess.Popen([sys.executable, "-c", PLAIN, str(where), str(nbytes), "2"])
 
     def done(self) -> bool:
         return self.program.poll() is not None
