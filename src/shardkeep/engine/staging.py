@@ -50,7 +50,7 @@ _FEW_EMPTIERS = 4
 """If training does not wait for staging: training needs the cores."""
 
 _WRITERS_BESIDE_TRAINING = 2
-"""Threads that write what stays on a device: nobody waits for them, and each that is busy slows down a loop of short launches."""
+"""Threads that write what stays on a device: no caller waits for them, and each that is busy slows down a loop of short launches."""
 _WINDOWS_AHEAD = 8
 """Windows that are filled for the writer process before it takes them, if nothing waits for that."""
 
