@@ -137,10 +137,9 @@ class Commit:
     def _take_back(self, name: str, data: bytes, files: set[str]) -> None:
         """Remove the files of a save that failed, unless it failed after the marker was in place."""
         try:
-            if self._files.get(name, limit=len(data)) == data:
-                return
-        except (BlobNotFound, MalformedFile):  # the latter: it is longer
-            pass
+            with suppress(BlobNotFound, MalformedFile):  # the latter: it is longer
+                if self._files.get(name, limit=len(data)) == data:
+                    return
         except Exception as exc:  # noqa: BLE001 - as above; the save may be committed, so nothing is removed
             where = f"{self._files.url}/{name}"
             log.warning("%s cannot be read, so files of the failed save are not removed: %s", where, exc)

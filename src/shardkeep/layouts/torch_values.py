@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -567,14 +567,12 @@ def to_classes_of_caller(value: Metadata) -> Metadata:
     """Return metadata that a reader has read in the classes of its caller: torch's if the caller is torch's own `load`."""
     # Torch's `load` passes the metadata to its planner, which compares classes: with ours it would refuse objects and skip
     # the comparison of tensor sizes. A reader does not know its caller, so this looks at the stack.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         name = frame.f_globals.get("__name__", "")
         if name in _DRIVERS:
             return cast("Metadata", _translated(value, _torchs_classes()))
         if name.startswith("shardkeep.dcp._impl.driver"):
             break
-        frame = frame.f_back
     return value
 
 

@@ -156,7 +156,7 @@ class _StateWalk:
         kinds, in_place_of = self.kinds, self._in_place_of
         children: list[tuple[Part, Node]] = []
         inner = 0
-        for part, child in value.items() if kind == "dict" else _state_items(value, kind, self._rank):
+        for part, child in value.items() if kind == "dict" else state_items(value, kind, self._rank):
             own = prefix + part if type(part) is str and part.isascii() else _checked_name(name, kind, part)
             if own in in_place_of:
                 child = in_place_of[own]  # noqa: PLW2901 - from here on this is the child
@@ -175,7 +175,7 @@ class _StateWalk:
         """Put new leaves below one container; return it, or the tuple that replaces it."""
         self._enter(value, kind, name)
         changes: list[tuple[Part, Any]] = []
-        for part, present in _state_items(value, kind, self._rank):
+        for part, present in state_items(value, kind, self._rank):
             own = _checked_name(name, kind, part)
             child = self._in_place_of.get(own, present)
             child_kind = self._kind(child)
@@ -218,7 +218,8 @@ class _StateWalk:
         return False
 
 
-def _state_items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
+def state_items(value: Any, kind: str, rank: int) -> Iterable[tuple[Part, Any]]:
+    """Return keys and values of a container; those of a `PerRank` by rank number."""
     if kind == "ranks":
         return value.values.items() if isinstance(value, EveryRank) else [(rank, value.value)]
     return items_of(value)
@@ -376,18 +377,10 @@ def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING
 def as_keyed(root: Mapping[Any, Any], path: OBJ_PATH) -> OBJ_PATH:
     """Return a path with the keys that the dicts on its way have: a number, where a flat name only knows its text."""
     found: list[Any] = []
-    here: Any = root
     for part in path:
-        key: Any = part
-        if isinstance(here, Mapping):
-            if part not in here:
-                key = next((each for each in here if str(each) == part), part)
-            here = here.get(key)
-        elif isinstance(here, list) and isinstance(part, int) and part < len(here):
-            here = here[part]
-        else:
-            here = None
-        found.append(key)
+        here = get_element(root, tuple(found))
+        keys = here if isinstance(here, Mapping) and part not in here else ()
+        found.append(next((key for key in keys if str(key) == part), part))
     return tuple(found)
 
 

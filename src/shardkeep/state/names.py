@@ -97,9 +97,7 @@ def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     """Return all FSDP1 wrappers in a module, itself included."""
-    parts = all_modules(model)
-    wrappers = {kind for kind in {*map(type, parts)} if _wrapped_attribute(kind) == FSDP_MODULE}
-    return [part for part in parts if type(part) in wrappers] if wrappers else []
+    return [part for part in all_modules(model) if _wrapped_attribute(type(part)) == FSDP_MODULE]
 
 
 @functools.lru_cache(maxsize=4096)  # the bases of a class never change, and were imported before it was made

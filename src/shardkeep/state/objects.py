@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from shardkeep.errors import RanksDisagree, StateError, StateMismatch
 from shardkeep.format.values import join
 from shardkeep.state import optimizers
-from shardkeep.state.flatten import flatten, leaves_of, map_leaves
+from shardkeep.state.flatten import flatten, leaves_of, map_leaves, state_items
 from shardkeep.state.leaves import (
     EveryRank,
     PerRank,
@@ -161,15 +161,10 @@ class Objects:
 
 def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
     """Return the filled part of a container: the container itself if all of it was filled, `UNFILLED` if nothing."""
-    items: Mapping[Any, Any]
-    if isinstance(value, PerRank):
-        items, kind = value.values if isinstance(value, EveryRank) else {rank: value.value}, "ranks"
-    elif isinstance(value, Mapping):
-        items, kind = value, "dict"
-    elif isinstance(value, (list, tuple)) and name not in filled:
-        items, kind = dict(enumerate(value)), "list"
-    else:
+    if not isinstance(value, (PerRank, Mapping, list, tuple)) or (isinstance(value, (list, tuple)) and name in filled):
         return value if name in filled else UNFILLED
+    kind = "ranks" if isinstance(value, PerRank) else "dict" if isinstance(value, Mapping) else "list"
+    items = dict(state_items(value, kind, rank))
     parts = {key: _filled_part(child, join(name, kind, key), filled, rank) for key, child in items.items()}
     if all(parts[key] is child is not UNFILLED for key, child in items.items()):
         return value

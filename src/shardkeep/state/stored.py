@@ -179,15 +179,9 @@ def build_containers(leaves: list[tuple[KeyPath, Any]], depth: int = 0) -> Any:
 def _tail(leaf: StoredLeaf, prefix: str) -> KeyPath:
     """Return the last steps of a leaf's path, those that spell its name behind the prefix."""
     rest = leaf.name[len(prefix) :]
-    length = -1
     for count in range(1, len(leaf.path) + 1):
-        kind, part = leaf.path[-count]
-        length += 1 + len(part_name(kind, part))
-        if length >= len(rest):
-            break
-    steps = leaf.path[-count:]
-    if ".".join(part_name(kind, part) for kind, part in steps) == rest:
-        return steps
+        if ".".join(part_name(kind, part) for kind, part in leaf.path[-count:]) == rest:
+            return leaf.path[-count:]
     return (("dict", rest),)  # renamed in the middle of a key
 
 
