@@ -97,7 +97,8 @@ def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     """Return all FSDP1 wrappers in a module, itself included."""
-    return [part for part in all_modules(model) if _wrapped_attribute(type(part)) == FSDP_MODULE]
+    parts = all_modules(model)
+    return [part for part, kind in zip(parts, map(type, parts), strict=True) if _wrapped_attribute(kind) == FSDP_MODULE]
 
 
 @functools.lru_cache(maxsize=4096)  # the bases of a class never change, and were imported before it was made
