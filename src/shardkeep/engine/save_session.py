@@ -259,7 +259,7 @@ class KeptPlans:
 
     def __init__(self) -> None:
         self.descriptions = KeptDescriptions()
-        self.names = KeptNames()
+        self.names: KeptNames = KeptNames()
         self.answers: dict[bytes, tuple[bytes, bytes]] = {}
         """The name of a plan and rank 0's answer, by the digest of the manifest."""
         self.plans: dict[bytes, KeptPlan] = {}

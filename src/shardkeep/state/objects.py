@@ -85,7 +85,7 @@ class Objects:
     ) -> None:
         """Find the objects; none of their methods is called yet. `kept` are the names of earlier saves."""
         self._rank = rank
-        self._kept = kept or optimizers.KeptNames()
+        self._kept = optimizers.KeptNames() if kept is None else kept
         leaves, tree = flatten(state, rank=rank, is_tensor=is_tensor_or_object)
         kinds = set(filter(_is_stateful, set(map(type, leaves.values()))))
         found = {name: leaf for name, leaf in leaves.items() if type(leaf) in kinds} if kinds else {}
@@ -108,7 +108,7 @@ class Objects:
             homes = (own for own, each in self._fsdp1.items() if any(id(one) in mine for one in each.parameters()))
             home = next(homes, None)
             if home is None:
-                find_names = partial(self._kept.find, name, leaf, modules, self._rank)
+                find_names = partial(optimizers.kept_names, self._kept, name, leaf, modules, self._rank)
                 return OptimizerObject(name, leaf, self._rank, find_names)
             return FSDP1OptimizerObject(name, leaf, modules[home], f"{home}." if len(modules) > 1 else "")
         return StatefulObject(name, leaf, rank=self._rank, world_size=world_size)

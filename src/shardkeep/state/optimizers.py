@@ -85,25 +85,20 @@ def name_parameters(
     return names
 
 
-class KeptNames:
-    """The names of the last save, for each optimizer: the same parameters in the same places of the same modules have them still."""
+KeptNames = WeakKeyDictionary[Optimizer, tuple[Any, dict[Any, ParameterNames]]]
+"""The names of the last save of each optimizer, and all that they follow from."""
 
-    def __init__(self) -> None:
-        self._kept: WeakKeyDictionary[Optimizer, tuple[Any, dict[Any, ParameterNames]]] = WeakKeyDictionary()
 
-    def find(
-        self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
-    ) -> dict[Any, ParameterNames]:
-        """Return what `name_parameters` does."""
-        places = _places(name, optimizer, modules, rank)
-        known, names = self._kept.get(optimizer, (None, {}))
-        if known is None or known != places:
-            names = name_parameters(name, optimizer, modules, rank)
-            self._kept[optimizer] = places, names  # keeps the parameters: no other one gets the id of one of them
-        return names
-
-    def clear(self) -> None:
-        self._kept.clear()
+def kept_names(
+    kept: KeptNames, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int
+) -> dict[Any, ParameterNames]:
+    """Return what `name_parameters` does: the names of the last save, if the same parameters are in the same places."""
+    places = _places(name, optimizer, modules, rank)
+    known, names = kept.get(optimizer, (None, {}))
+    if known is None or known != places:
+        names = name_parameters(name, optimizer, modules, rank)
+        kept[optimizer] = places, names  # keeps the parameters: no other one gets the id of one of them
+    return names
 
 
 def _places(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], rank: int) -> Any:
