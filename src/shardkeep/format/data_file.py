@@ -9,8 +9,7 @@ dtypes and offsets are known before the first byte is written, so the header is 
 which are filled in after the last block has been hashed. The header is padded with spaces, as the format allows, so that
 the data begin on a page boundary and direct I/O works.
 
-A store that takes bytes only in order cannot go back to the header. There the digests are in a sidecar: a small file beside
-the data file.
+In a store that takes bytes only in order, the digests are in a sidecar: a small file beside the data file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """
 The commit record: the small JSON file whose presence makes a checkpoint exist.
 
-It names every other file with its size and checksum. Its last member is a checksum of itself, so that any change is noticed
-while `cat` and `jq` still read it.
+It names every other file with its size and checksum, and ends in a checksum of itself; `cat` and `jq` still read it.
 """
 
 from __future__ import annotations

@@ -429,8 +429,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 # As above, with the storages as the entries archive/data/0, archive/data/1 and so on. Sizes are known beforehand, so every
 # byte has its place before the first storage is read. The checksum of a storage is known once it has been written: it
-# follows the storage, and is repeated in the directory. So an archive is written in order: what precedes storage 0, storage
-# 0, what precedes storage 1, and so on.
+# follows the storage, and is repeated in the directory. So an archive is written in order.
 
 STORAGE_ALIGNMENT = 64
 """Every storage begins at a multiple of this, as in torch's files: no element of one lies across such a multiple."""

@@ -7,9 +7,6 @@ Torch's layout: the files of a checkpoint, and the digests that we store beside 
     __<rank>.metadata       instead of `.metadata`, if each rank saved on its own
     .metadata.<digest>.columns  a copy of `.metadata` that older versions of shardkeep wrote; nothing reads it
 
-`.metadata` names the data files. A save that replaces a checkpoint writes files with other names, so that the committed
-checkpoint stays complete until the new `.metadata` takes its place.
-
 `.metadata` is a pickle, and a pickle names classes. `unpickle_metadata` looks them up in a table that its caller gives. Here
 that table has small stand-ins, so that commands which only look at a checkpoint need no torch. `layouts.torch_pickle` gives
 the classes that users of `shardkeep.dcp` see.

@@ -1,8 +1,7 @@
 """
 `.metadata`, the file that lists the contents of a checkpoint in torch's layout: a pickle of torch's classes.
 
-It is written without importing torch's classes, and read without running code: the names of torch's classes stand for
-ours. A digest of the pickle follows it in the file, where torch does not look, so that damage is detected.
+It is written without importing torch's classes, and read without running code: the names of torch's classes stand for ours.
 """
 
 from __future__ import annotations

@@ -502,8 +502,7 @@ def _copy_checkpointable_tensor_metadata(src: CheckpointableTensor, dst: torch.T
 #
 # DTensors describe themselves in torch's classes, and a planner, reader or writer of torch's checks that a value is of
 # torch's class. Therefore values from tensors are translated to our classes, and values for an object of torch's to torch's.
-# Both sets of classes have the same names and fields. Torch's classes are looked up in `sys.modules`: if an instance exists,
-# its module is loaded.
+# Both sets of classes have the same names and fields. If there is an instance of torch's, its module is in `sys.modules`.
 
 Classes = Mapping[str, type]
 
