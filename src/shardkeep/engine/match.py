@@ -79,7 +79,7 @@ class NativeTarget:
             asked.append(name)
             return rename(name)
 
-        stored = StoredState(source.index, *load_filter.names(source.index), renamed)
+        stored = StoredState(source.index, load_filter.names(source.index), renamed)
         templates = self.objects.templates(stored, load_filter.selects(), communicating=False)
         return PreparedLoad(load_filter, stored, templates, asked)
 

@@ -546,11 +546,7 @@ def _in_own_types(tree: dict[Any, Any], loaded: dict[Any, Any], template: Mappin
 
 
 def _local_trees(
-    trees: Mapping[int, Any],
-    full: dict[str, Any],
-    entries: Sequence[_Entry],
-    layout: StateLayout,
-    info: StateDictInfo,
+    trees: Mapping[int, Any], full: dict[str, Any], entries: Sequence[_Entry], layout: StateLayout, info: StateDictInfo
 ) -> dict[int, Any]:
     """
     Return state trees, by number, with each full tensor cut to this rank's part.

@@ -90,16 +90,12 @@ class StoredState:
     """The leaves of a checkpoint by name."""
 
     def __init__(
-        self,
-        index: Index,
-        tensor_rows: Mapping[str, int],
-        value_rows: Mapping[str, int],
-        rename: Callable[[str], str | None],
+        self, index: Index, names: tuple[Mapping[str, int], Mapping[str, int]], rename: Callable[[str], str | None]
     ) -> None:
         """Take an index, the names for its tensors and values, and the function that made these names."""
         self.index = index
         self.renamed = rename
-        tensors, values = ({row: name for name, row in rows.items()} for rows in (tensor_rows, value_rows))
+        tensors, values = ({row: name for name, row in rows.items()} for rows in names)
         found = []
         for order, (former, path, empty) in enumerate(tree_leaves(decode_tree(index.tree))):
             row = index.tensor_rows.get(former)
