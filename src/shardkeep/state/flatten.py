@@ -355,9 +355,7 @@ def _flatten(
         name = ".".join(map(str, path))
         if name in flat:
             raise KeyCollision(
-                f"duplicated flatten key {name}: both {mapping[name]} and {path}",
-                hint="rename one of the two keys",
-                key=name,
+                f"duplicated flatten key {name}: both {mapping[name]} and {path}", hint="rename one of them", key=name
             )
         flat[name] = value
         mapping[name] = path

@@ -100,11 +100,9 @@ def check_plain_types(tree: Any, path: TreePath = ()) -> None:
     """Raise `BadValue`, naming the path, for a value that is neither a tensor nor of a plain type."""
     for at, value in leaves_of(tree, _opens, path):
         if not isinstance(value, (torch.Tensor, *_PLAIN_VALUES)):
-            raise BadValue(
-                f"{path_name(at)!r} is a {_name(value)}, expected a tensor, int, float, str, bytes or None",
-                hint="remove it from the state dict, or pass type_check=False to copy it",
-                key=path_name(at),
-            )
+            name = path_name(at)
+            why = f"{name!r} is a {_name(value)}, expected a tensor, int, float, str, bytes or None"
+            raise BadValue(why, hint="remove it from the state dict, or pass type_check=False to copy it", key=name)
 
 
 def _identity_func(obj: Any, pg: dist.ProcessGroup | None, device: torch.device | None, companion_obj: Any) -> Any:
@@ -294,11 +292,8 @@ def same_layout(a: Any, b: Any) -> bool:
 
 
 def _refuse_companion(path: TreePath, what: str) -> NoReturn:
-    raise CompanionMismatch(
-        f"{path_name(path)!r} {what}",
-        hint="make a new companion: create_cpu_state_dict(state_dict)",
-        key=path_name(path),
-    )
+    name = path_name(path)
+    raise CompanionMismatch(f"{name!r} {what}", hint="make a new one: create_cpu_state_dict(state_dict)", key=name)
 
 
 def _name(obj: Any) -> str:
