@@ -53,6 +53,7 @@ def test_a_run_alone_compares_its_last_two_steps(shardkeep, run_dir):
     shutil.rmtree(run_dir / "step-20")
     shutil.rmtree(run_dir / "step-10")
     assert "has 1 checkpoint, and 2 are needed" in shardkeep("diff", run_dir).err
+    assert f"it is a folder of runs, such as {run_dir}" in shardkeep("diff", run_dir.parent).err
 
 
 def test_digests_are_trusted_and_damage_is_no_difference(shardkeep, run_dir, checkpoint):

@@ -159,7 +159,7 @@ def test_what_is_not_there_is_guessed(shardkeep, run_dir, tmp_path):
     answer = shardkeep("ls", tmp_path / "empty", "--json")
     assert (answer.code, answer.json["checkpoints"]) == (0, [])
     (tmp_path / "other" / "things").mkdir(parents=True)
-    assert "no checkpoint, here or in the directories below" in shardkeep("ls", tmp_path / "other").err
+    assert "no checkpoint, here or up to 4 levels below" in shardkeep("ls", tmp_path / "other").err
     assert "give its directory" in shardkeep("ls", run_dir / "step-30" / "shardkeep.json").err
     assert shardkeep("ls", run_dir, "model").code == 2
 
@@ -256,21 +256,26 @@ def test_files_of_torch_save_in_a_folder_are_checkpoints(shardkeep, tmp_path):
 
 
 def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
-    """Runs in a folder, or one level deeper, are listed, verified and added up; other commands ask for one of them."""
+    """Runs in a folder, or some levels deeper, are listed, verified and added up; other commands ask for one of them."""
     folder = run_dir.parent
     shutil.copytree(run_dir / "step-30", folder / "group" / "seed-2" / "best")
+    shutil.copytree(run_dir / "step-30", folder / "lightning_logs" / "version_0" / "checkpoints" / "last")
     (folder / "notes").mkdir()
-    assert shardkeep("ls", folder, "--names").out.split() == ["group/seed-2", "run"]
+    assert shardkeep("ls", folder, "--names").out.split() == ["group/seed-2", deep := "lightning_logs/version_0/checkpoints", "run"]
     rows = [line.split() for line in shardkeep("ls", folder).out.splitlines()]
-    assert [row[:4] for row in rows[1:3]] == [["group/seed-2", "1", "best", "30"], ["run", "3", "step-30", "30"]]
+    assert [row[:4] for row in rows[1:4]] == [
+        ["group/seed-2", "1", "best", "30"],
+        [deep, "1", "last", "30"],
+        ["run", "3", "step-30", "30"],
+    ]
     document = shardkeep("ls", folder, "--json").json
     assert (document["kind"], [run["latest"] for run in document["runs"]]) == (
         "runs",
-        [f"{folder}/group/seed-2/best", f"{run_dir}/step-30"],
+        [f"{folder}/group/seed-2/best", f"{folder}/{deep}/last", f"{run_dir}/step-30"],
     )
     verified = shardkeep("verify", folder)
-    assert (verified.code, "4 of 4 checkpoints sound" in verified.out) == (0, True)
-    assert "in 4 checkpoints of 2 runs" in shardkeep("du", folder).out
+    assert (verified.code, "5 of 5 checkpoints sound" in verified.out) == (0, True)
+    assert "in 5 checkpoints of 3 runs" in shardkeep("du", folder).out
     for words in (["latest", folder], ["prune", folder, "--keep-last", "1"]):
         answer = shardkeep(*words)
         assert (answer.code, f"give one of them: {folder}/group/seed-2" in answer.err) == (2, True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardkeep.cli import argument, command
 from shardkeep.cli import output as out
 from shardkeep.cli.contents import Item, Unreadable, iter_items, plain_value, stored_chunks
-from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_with_hints
+from shardkeep.cli.runs import Run, open_checkpoint_or_run, open_with_hints, suggest_path
 from shardkeep.engine.reader import open_checked
 from shardkeep.errors import CheckpointNotFound, StorageError
 from shardkeep.format.data_file import DIGEST_NBYTES
@@ -126,7 +126,8 @@ def _choose(found: Checkpoint | Run, path: str, back: int) -> tuple[str, Checkpo
     }
     if len(steps) <= back:
         have = out.format_count(len(steps), "checkpoint")
-        raise out.UsageError(f"{path} has {have}, and {back + 1} are needed", hint=f"`shardkeep ls {path}`")
+        hint = "" if steps else suggest_path(path)
+        raise out.UsageError(f"{path} has {have}, and {back + 1} are needed", hint=hint or f"`shardkeep ls {path}`")
     path = found.path_to(list(steps.values())[back].name)
     return path, open_with_hints(path)
 

@@ -20,8 +20,8 @@ from shardkeep.opening import open as open_checkpoint
 from shardkeep.storage.base import broken_path, exists, is_single_file, local_path
 from shardkeep.storage.resolve import open_root, open_store
 
-_LEVELS = 2
-"""How deep below a folder runs are found: runs/a and runs/group/a."""
+_LEVELS = 3
+"""How deep below a folder runs are found: runs/a and lightning_logs/version_0/checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def open_checkpoint_or_run(where: str, template: str | None = None, last: int = 
             if (entry := Catalog(parent).get(name)) is not None:
                 raise CheckpointNotFound(f"{where}: {entry.status}: {entry.reason}") from None
             only = f" named {template}" if template else ""
-            raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or in the directories below") from None
+            raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or up to {_LEVELS + 1} levels below") from None
 
 
 def open_run(where: str, template: str | None = None, *, must_exist: bool) -> Run:
