@@ -160,14 +160,14 @@ def _write(session: SaveSession, described: DescribedState, plan: RankPlan, even
             written += nbytes
         events.progressed(staged=total, written=written, total=total)
 
-    with CancelScope(budget=budget.room).active():
-        write_files(
-            codecs.over(session.store) if codecs else session.store,
-            jobs,
-            threads=budget.threads,
-            window_nbytes=budget.window_nbytes,
-            on_written=report,
-        )
+    write_files(
+        codecs.over(session.store) if codecs else session.store,
+        jobs,
+        threads=budget.threads,
+        window_nbytes=budget.window_nbytes,
+        scope=CancelScope(budget=budget.room),
+        on_written=report,
+    )
     events.written(sum(job.nbytes for job in jobs))
     return files.written()
 

@@ -172,8 +172,7 @@ def test_an_asynchronous_save_has_the_room_that_its_threads_leave(s3_place, code
 def test_a_scope_is_cancelled_with_its_parent():
     """And has its memory; an answer that comes is returned, an error raised, and one that does not come left behind."""
     outer = CancelScope(budget=MemoryBudget(3))
-    with outer.active():
-        inner = CancelScope()
+    inner = CancelScope(parent=outer)
     assert inner.budget is outer.budget
     assert run_cancellable(lambda: 7, "it", inner) == 7
     with pytest.raises(ZeroDivisionError):

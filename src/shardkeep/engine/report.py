@@ -270,7 +270,8 @@ class _CallEvents:
     def _emit_end(
         self, kind: type[Event], report: SaveReport | LoadReport, names: tuple[str, ...], **more: Any
     ) -> None:
-        figures = {name: getattr(report, name) for name in ("save_id", "seconds", "slowest", *names)}
+        # The step in the record: that of rank 0.
+        figures = {name: getattr(report, name) for name in ("step", "save_id", "seconds", "slowest", *names)}
         phases, ranks = list(report.phases), list(report.ranks)
         self._emit(kind, called_s=self.phases.called_s, phases=phases, ranks=ranks, **figures, **more)
 
@@ -295,7 +296,6 @@ class SaveEvents(_CallEvents):
         self._emit(events.SaveProgressed, bytes_staged=staged, bytes_written=written, bytes_total=total)
 
     def committed(self, saved: SaveReport) -> None:
-        self._step = saved.step
         if self._rank == 0 and log.isEnabledFor(logging.INFO):
             queued_s = seconds_by_name(saved.phases).get("queue", 0.0)
             queued = f" ({format_seconds(queued_s)} by earlier saves)" if queued_s >= _WORTH_LOGGING_S else ""
@@ -313,7 +313,6 @@ class LoadEvents(_CallEvents):
     _began, _failed = events.LoadBegan, events.LoadFailed
 
     def finished(self, loaded: LoadReport) -> None:
-        self._step = loaded.step
         read = sum(span.nbytes for each in loaded.ranks for span in each.spans if span.name == "read")
         total = read or loaded.bytes_read
         gb_per_s = total / max(loaded.seconds, 1e-9) / 1e9

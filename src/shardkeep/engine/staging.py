@@ -424,8 +424,10 @@ class BackgroundWrite:
         report = self._reporting(total, lambda: None if staging.copied.done() else staging.nbytes_copied)
         # The writer process has a memory budget of its own for what it copies on the way.
         scope = CancelScope(budget=None if writer else budget.room, wanted=self._handle.wanted)
-        write = partial(write_files, jobs=jobs, threads=threads, window_nbytes=window_nbytes, on_written=report)
-        with scope.active(), staging.running():
+        write = partial(
+            write_files, jobs=jobs, threads=threads, window_nbytes=window_nbytes, scope=scope, on_written=report
+        )
+        with staging.running():
             if writer:
                 create = partial(writer.create, codecs, budget.room_nbytes)
                 write(store, create=create, put=partial(writer.put, staging))
@@ -456,16 +458,16 @@ class BackgroundWrite:
                     _record_event(torch.accelerator.current_stream(device)).synchronize()
             yield data
 
-        with CancelScope(budget=budget.room, wanted=self._handle.wanted).active():
-            write_files(
-                store,
-                jobs,
-                threads=budget.threads,
-                window_nbytes=budget.window_nbytes,
-                take=take,
-                on_written=self._reporting(total, lambda: None),
-                after=events,
-            )
+        write_files(
+            store,
+            jobs,
+            threads=budget.threads,
+            window_nbytes=budget.window_nbytes,
+            scope=CancelScope(budget=budget.room, wanted=self._handle.wanted),
+            take=take,
+            on_written=self._reporting(total, lambda: None),
+            after=events,
+        )
         self._handle.set_progress("committing", staged=total, written=total, total=total)
 
     def _reporting(self, total: int, copying: Callable[[], int | None]) -> Callable[[int], None]:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from contextvars import copy_context
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -219,7 +218,7 @@ def run_workers(
 
     with ThreadPoolExecutor(threads, thread_name_prefix="shardkeep") as pool:
         try:
-            futures = [pool.submit(copy_context().run, worker) for _ in range(threads)]
+            futures = [pool.submit(worker) for _ in range(threads)]
             while wait(futures, None if scope is None else _POLL_S).not_done:
                 if scope is not None and not scope.wanted() and not stop.is_set():
                     failed.insert(0, SaveCancelled("it was cancelled while its files were written"))

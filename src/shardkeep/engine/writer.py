@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +30,7 @@ from shardkeep.format.record import FileEntry
 from shardkeep.layouts import native
 from shardkeep.storage.base import BlobWriter, WritableStore, abandoning, delete_all
 from shardkeep.storage.buffers import address_of, copy_memory
-from shardkeep.storage.cancel import CancelScope, current_scope, run_with_deadline
+from shardkeep.storage.cancel import CancelScope, create_in, run_with_deadline
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,7 @@ def write_files(
     *,
     threads: int,
     window_nbytes: int,
+    scope: CancelScope | None = None,
     take: Take | None = None,
     put: Put | None = None,
     create: Callable[[FileJob], BlobWriter] | None = None,
@@ -131,7 +133,7 @@ def write_files(
 
     By default, these threads gather windows (else `take` does), hash and write them (`put`), to files that the store makes
     (`create`). `on_written` is called with the size of each window that is written. With `after`, threads copy from accelerators
-    after these events, on streams of their own, also in `take`.
+    after these events, on streams of their own, also in `take`. The files belong to the `scope`: see `run_workers`.
     """
     gathers = after is not None or not (take or put)
     gathered = [each for job in jobs for each in job.scattered.values()] if gathers else []
@@ -146,7 +148,7 @@ def write_files(
     put = put or hash_and_put
     with windows_for(gathered, window_nbytes, threads, after=after) as lend, ExitStack() as undo:
         gathered.clear()  # a file that is complete lets go of its tensors
-        scope, begun = CancelScope(), list[str]()
+        unique, begun = CancelScope(parent=scope), list[str]()
         undo.callback(_remove_begun, store, begun)
 
         def tasks() -> Iterator[tuple[_FileInProgress, Window]]:
@@ -156,8 +158,7 @@ def write_files(
                 job = window.job
                 if job.name not in opened:
                     # Only if no other file ever has this name: a cancelled upload may still appear, and is deleted then.
-                    with scope.active() if native.save_id_of(job.name) else contextlib.nullcontext():
-                        writer = create(job)
+                    writer = create_in(unique if native.save_id_of(job.name) else scope, partial(create, job))
                     undo.callback(writer.abandon)
                     begun.append(job.name)
                     if job.sidecar:
@@ -179,7 +180,7 @@ def write_files(
                 file.windows_left -= 1
                 last = file.windows_left == 0
             if last:
-                _finish(store, file)
+                _finish(store, file, scope)
             return True
 
         run_workers(
@@ -188,8 +189,8 @@ def write_files(
             threads=threads,
             buffer_nbytes=window_nbytes,
             lend=lend,
-            on_stop=scope.cancel,
-            scope=current_scope(),
+            on_stop=unique.cancel,
+            scope=scope,
         )
         undo.pop_all()
     return [bytes(job.digests) for job in jobs]
@@ -258,7 +259,7 @@ def gather(window: Window, into: memoryview, *, queued: bool = False) -> None:
             job.scattered[row].read(low - begin, high - begin, into[low - start : high - start], queued=queued)
 
 
-def _finish(store: WritableStore, file: _FileInProgress) -> None:
+def _finish(store: WritableStore, file: _FileInProgress, scope: CancelScope | None) -> None:
     job = file.job
     if job.header and not job.sidecar:
         data_file.seal_header(job.header, job.digests)
@@ -266,7 +267,8 @@ def _finish(store: WritableStore, file: _FileInProgress) -> None:
     file.writer.finish()
     if job.sidecar:
         digests = data_file.encode_sidecar(job.header, job.digests)
-        with abandoning(store.create(native.blocks_name(job.name), len(digests))) as beside:
+        name = native.blocks_name(job.name)
+        with abandoning(create_in(scope, lambda: store.create(name, len(digests)))) as beside:
             beside.write_at(0, memoryview(digests))
             beside.finish()
 

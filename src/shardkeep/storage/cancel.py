@@ -1,8 +1,8 @@
 """
 Cancelling a group of uploads as one unit, and the memory they may use.
 
-The active scope is a context variable, not an argument of `create`, so that it reaches the store behind any number of
-wrappers, including those that users write.
+A scope is an argument, except of `create`: there it is a context variable, so that it reaches the store behind any number of
+wrappers, including those that users write. Nothing else reads that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -30,15 +30,20 @@ _POLL_S = 0.5
 class CancelScope:
     """Cancels a group of uploads, for good. A cancelled blob may still appear later, so its name must not be used again."""
 
-    def __init__(self, *, budget: MemoryBudget | None = None, wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        *,
+        parent: CancelScope | None = None,
+        budget: MemoryBudget | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """
-        Make a scope. If another scope is active, it is the parent: cancelling the parent cancels this one.
+        Make a scope. Cancelling the parent cancels this one.
 
         `budget` is memory for the bytes that stores buffer; None: the parent's, or else the store's own. `wanted` says
         whether the blobs are still wanted, and must neither block nor raise.
         """
         self.wanted = wanted
-        parent = current_scope()
         self.budget: MemoryBudget | None = parent.budget if budget is None and parent is not None else budget
         self._lock = threading.Lock()
         self.cancelled = False
@@ -74,6 +79,12 @@ class CancelScope:
 
 
 _ACTIVE: ContextVar[CancelScope | None] = ContextVar("shardkeep.storage.cancel", default=None)
+
+
+def create_in(scope: CancelScope | None, create: Callable[[], T]) -> T:
+    """Create a writer that belongs to a scope, if there is one."""
+    with scope.active() if scope else nullcontext():
+        return create()
 
 
 def current_scope() -> CancelScope | None:

@@ -413,8 +413,13 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         synchronize_devices(data for of_file in resolved for data in of_file if isinstance(data, torch.Tensor))
         threads = max(self.thread_count, options.io_threads)
         budget = budget_for_store(store, threads, options.host_budget_bytes, coded=False)
-        with CancelScope(budget=budget.room).active():
-            write_files(store, [job for job, _ in laid_out], threads=budget.threads, window_nbytes=budget.window_nbytes)
+        write_files(
+            store,
+            [job for job, _ in laid_out],
+            threads=budget.threads,
+            window_nbytes=budget.window_nbytes,
+            scope=CancelScope(budget=budget.room),
+        )
         return [
             file_writer.written_result(item, written, plan.name)
             for plan, (_, (_, *placed)) in zip(plans, laid_out, strict=True)
