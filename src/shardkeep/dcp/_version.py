@@ -1,7 +1,3 @@
-"""
-The name of `torch.distributed.checkpoint._version`.
-
-Torch sets it while it looks at checkpoints of torch 2.3; here which flattening is meant is an argument.
-"""
+"""The name of `torch.distributed.checkpoint._version`; here an argument says which flattening is meant."""
 
 _derived_version: str | None = None

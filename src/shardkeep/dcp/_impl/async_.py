@@ -181,11 +181,10 @@ class _ThreadBasedAsyncCheckpointExecutor(_AsyncCheckpointExecutor):
         box = [staging_future_or_state_dict]
         del staging_future_or_state_dict
         args = _SaveArgs(checkpoint_id, storage_writer, planner, use_collectives)
-        with contextlib.ExitStack() as inside:
-            # Ranks count their saves in the order of the calls.
-            ranks = inside.enter_context(ranks_of_queue(process_group, no_dist=no_dist).call())
-            inside.callback(box.clear)
-            running = inside.pop_all()
+        running = contextlib.ExitStack()
+        # Ranks count their saves in the order of the calls.
+        ranks = running.enter_context(ranks_of_queue(process_group, no_dist=no_dist).call())
+        running.callback(box.clear)
 
         def work() -> protocol.Metadata:
             with running:
@@ -440,40 +439,30 @@ def _start_by_engine(
 def _stage_and_begin(
     stage: Callable[[], Staged], begin: Callable[[Staged], Future[protocol.Metadata]], stager: AsyncStager
 ) -> Future[protocol.Metadata] | AsyncSaveResponse:
+    checked: Future[protocol.STATE_DICT_TYPE] = Future()
+    upload: Future[protocol.Metadata] | None = None
     try:
         staged = stage()
+        if not isinstance(staged, Future) and stager.should_synchronize_after_execute:
+            # The save waits for the stager, and fails with it.
+            upload = begin(checked)
+            driver.logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
+            checked.set_result(staged)
+            return upload
     except BaseException as error:
-        # Fail the save on the other ranks, which have staged their part and would wait for this rank.
-        failed: Future[protocol.STATE_DICT_TYPE] = Future()
-        failed.set_exception(error)
-        begin(failed).add_done_callback(_mark_retrieved)  # it is raised now
-        raise
-    if isinstance(staged, Future):
-        response = AsyncSaveResponse(Future(), begin(staged))
-
-        def pass_on(done: Future[protocol.STATE_DICT_TYPE]) -> None:
-            set_outcome(response.staging_completion, None, CancelledError() if done.cancelled() else done.exception())
-
-        staged.add_done_callback(pass_on)
-        return response
-    if not stager.should_synchronize_after_execute:
-        return begin(staged)
-    # The save waits for the stager's future, and fails with it.
-    checked: Future[protocol.STATE_DICT_TYPE] = Future()
-    upload = begin(checked)
-    try:
-        driver.logged(stager.synchronize_staging, "maybe_synchronize_staging", log_exceptions=True)()
-    except BaseException as error:
+        # Fail the save on the other ranks too, which have staged their part and would wait for this rank.
         checked.set_exception(error)
-        upload.add_done_callback(_mark_retrieved)  # the caller gets the error now
+        (upload or begin(checked)).add_done_callback(lambda save: save.exception())  # retrieved: it is raised now
         raise
-    checked.set_result(staged)
-    return upload
+    if not isinstance(staged, Future):
+        return begin(staged)
+    response = AsyncSaveResponse(Future(), begin(staged))
 
+    def pass_on(done: Future[protocol.STATE_DICT_TYPE]) -> None:
+        set_outcome(response.staging_completion, None, CancelledError() if done.cancelled() else done.exception())
 
-def _mark_retrieved(upload: Future[protocol.Metadata]) -> None:
-    """Mark a failure as retrieved, so that the next save does not raise it."""
-    upload.exception()
+    staged.add_done_callback(pass_on)
+    return response
 
 
 # -- _Checkpointer -----------------------------------------------------------------------------------------------------

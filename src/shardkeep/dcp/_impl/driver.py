@@ -647,9 +647,9 @@ def _load_by_default(
         causes = [error for error, _ in failed.failures.values()]
         if any(isinstance(error, (errors.RanksDisagree, errors.RanksSilent)) for error in causes):
             raise  # the ranks that do not load would not take part in the next step either
-        if all(isinstance(error, (errors.CheckpointError, OSError)) for error in causes):
-            return False  # perhaps each rank has metadata of its own; if not, the reader says what is wrong
-        raise
+        if not all(isinstance(error, (errors.CheckpointError, OSError)) for error in causes):
+            raise
+        return False  # perhaps each rank has metadata of its own; if not, the reader says what is wrong
     events = LoadEvents(phases, rank=ranks._world.rank, where=store.url)
     with events.reporting():
         _, report = session.load(opened)
