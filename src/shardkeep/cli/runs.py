@@ -115,7 +115,9 @@ def open_checkpoint_or_run(where: str, template: str | None = None, last: int = 
             if (entry := Catalog(parent).get(name)) is not None:
                 raise CheckpointNotFound(f"{where}: {entry.status}: {entry.reason}") from None
             only = f" named {template}" if template else ""
-            raise CheckpointNotFound(f"{where}: no checkpoint{only}, here or up to {_LEVELS + 1} levels below") from None
+            raise CheckpointNotFound(
+                f"{where}: no checkpoint{only}, here or up to {_LEVELS + 1} levels below"
+            ) from None
 
 
 def open_run(where: str, template: str | None = None, *, must_exist: bool) -> Run:

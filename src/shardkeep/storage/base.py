@@ -5,10 +5,8 @@ A store holds named blobs in one place (a directory, a key prefix). Blob names a
 protocol has no directories, handles or renames, so that files and object stores can keep the same promises. A store
 reports every failure as an error of `shardkeep.errors` that carries the blob's name and the offset.
 
-Functions that only read or only write ask for less than a `Store`, so that stores of other kinds fit, too.
-
-Verbs that only some stores have are optional. Functions below call an optional verb of a store, or of the store that it
-wraps, or return its default; nothing outside `storage/` checks the class of a store.
+Functions below call an optional verb of a store, or of the store that it wraps, or return its default; nothing outside
+`storage/` checks the class of a store.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ def scheme_of(path: str) -> str | None:
 
 
 def is_name(name: str) -> bool:
-    """Return whether `name` is a valid blob name."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -151,11 +148,7 @@ class WritableStore(Protocol):
     """The verbs that writing data files needs."""
 
     def create(self, name: str, nbytes: int) -> BlobWriter:
-        """
-        Begin a new blob of `nbytes` bytes at most; `finish` may end it earlier.
-
-        If the name is taken, `create` or `finish` raises a `StorageError` with errno EEXIST.
-        """
+        """Begin a blob of at most `nbytes` bytes. If its name is taken, this or `finish` raises a `StorageError` (EEXIST)."""
 
     def delete(self, name: str) -> None:
         """Delete a blob; a missing blob is not an error."""
@@ -203,9 +196,6 @@ class Root(Store, Protocol):
         """Delete a place if nothing is in it."""
 
 
-# -- removing a place --------------------------------------------------------------------------------------------------
-
-
 def is_commit_marker(name: str) -> bool:
     """Return whether this blob makes a checkpoint exist, in any layout: the commit record, or torch's metadata."""
     return name == RECORD_NAME or name.endswith(".metadata")
@@ -213,10 +203,9 @@ def is_commit_marker(name: str) -> bool:
 
 def delete_contents(store: Store) -> None:
     """
-    Delete all blobs of a place.
+    Delete all blobs of a place, the commit marker first: an interrupted removal leaves nothing like a checkpoint.
 
-    The commit marker goes first, so that an interrupted removal never leaves what looks like a checkpoint. The removal
-    mark stays until everything else is gone, so that an interrupted removal can be distinguished from data loss.
+    The removal mark stays until everything else is gone, to distinguish an interrupted removal from data loss.
     """
     names = {info.name for info in store.list()}
     if not names:
@@ -424,7 +413,6 @@ class StoreSpec(msgspec.Struct, frozen=True):
     """A store, as another process opens it. It may contain secrets, and must only pass through pipes."""
 
     place: bytes
-    """The path or URL."""
     options: dict[str, Any]
     """Of `open_place`."""
     environment: dict[str, str] = {}
@@ -454,7 +442,6 @@ def not_sendable(url: str, kind: str) -> CheckpointError:
 
 @contextmanager
 def abandoning(writer: W) -> Iterator[W]:
-    """Abandon a blob if it cannot be written or finished."""
     try:
         yield writer
     except BaseException:
@@ -485,7 +472,6 @@ def conflict(where: str, name: str, over: Version | None = None) -> StorageError
 
 
 def holds(get: Callable[..., bytes], name: str, data: Any) -> bool:
-    """Return whether a blob exists and holds exactly these bytes."""
     try:
         return get(name, limit=len(data)) == bytes(data)
     except (BlobNotFound, MalformedFile):
@@ -493,7 +479,6 @@ def holds(get: Callable[..., bytes], name: str, data: Any) -> bool:
 
 
 def check_limit(where: str, name: str, nbytes: int, limit: int) -> None:
-    """Raise `MalformedFile` if a blob is larger than `get` may read."""
     if nbytes > limit:
         raise MalformedFile(f"{where}: {nbytes} bytes, expected at most {limit}", name=name)
 
@@ -570,7 +555,6 @@ _ON_THE_WAY = (
 
 
 def read_again(store: ReadableStore, name: str, offset: int, nbytes: int) -> bytearray:
-    """Read a range of a blob a second time."""
     drop_cached(store, name, offset, nbytes)
     with closing(store.open(name)) as reader:
         return read_range(reader, offset, nbytes)

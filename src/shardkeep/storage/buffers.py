@@ -59,7 +59,6 @@ def aligned_buffer(nbytes: int, *, huge_pages: bool = True) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of a contiguous buffer; 0 for an empty one."""
     if not view.nbytes:
         return 0
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]

@@ -24,8 +24,6 @@ _RETRIES = 3
 
 
 class ConditionalPuts(ABC):
-    """The verb `put` of a store, made of its other requests."""
-
     url: str
     _settle_s: float
     _retry_s: float = float("inf")
@@ -57,7 +55,7 @@ class ConditionalPuts(ABC):
             self._look_and_send(name, data, over)
 
     def _send(self, name: str, data: Any, *, create: bool = False, over: Version | None = None) -> None:
-        """Put the blob, retrying; where an answer was lost, compare what is stored with what was sent."""
+        """Put the blob; where an answer was lost, compare what is stored with what was sent."""
         unsure = False
 
         def send() -> None:

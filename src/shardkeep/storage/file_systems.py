@@ -74,8 +74,6 @@ class FileSystemBase(ABC):
 
 
 class FileSystem(FileSystemBase):
-    """Local files."""
-
     @contextmanager
     def create_stream(self, path: PathLike, mode: str) -> Iterator[io.IOBase]:
         with Path(path).open(mode) as stream:
@@ -113,7 +111,6 @@ class FileSystem(FileSystemBase):
         Path(path).unlink()
 
     def ls(self, path: PathLike) -> list[str]:
-        """Return the paths of what is in a directory."""
         return [str(each) for each in Path(path).iterdir()]
 
 
@@ -181,21 +178,11 @@ class FsspecFileSystem(FileSystemBase):
         self._opened.rm(os.fspath(path))
 
     def ls(self, path: PathLike) -> list[str]:
-        """Return the paths of what is in a directory."""
         return [str(each) for each in self._opened.ls(os.fspath(path), detail=False)]
 
 
-# -- a file system as a store to read from -----------------------------------------------------------------------------
-#
-# Each thread that reads gets its own stream. A stream without `seek` is read once and kept in memory.
-
-
 class StreamStore:
-    """
-    The files of one directory, for reading.
-
-    It has no verb `list`: readers would take the ages of files from it, and a file system with streams does not know them.
-    """
+    """The files of one directory, for reading. It has no verb `list`, because streams do not know the ages of files."""
 
     def __init__(self, fs: FileSystemBase, path: PathLike) -> None:
         self._fs = fs
@@ -210,7 +197,6 @@ class StreamStore:
 
 
 def write_all(stream: Any, data: bytes | memoryview) -> None:
-    """Write all data to a stream that may accept less at a time."""
     view = memoryview(data)
     while view:
         done = stream.write(view)
@@ -226,7 +212,7 @@ def sync_stream(stream: Any, *, sync: bool) -> None:
 
 
 class StreamReader:
-    """A file that each thread reads through a stream of its own."""
+    """A file that each thread reads through a stream of its own; one without `seek` is read once and kept in memory."""
 
     def __init__(self, fs: FileSystemBase, path: PathLike, url: str, name: str) -> None:
         self._fs, self._path, self._url, self._name = fs, path, url, name
@@ -253,7 +239,6 @@ class StreamReader:
             return stream if stream.seekable() else io.BytesIO(stream.read())
 
     def close(self) -> None:
-        """Close all streams; safe when called twice."""
         with suppress(Exception), self._lock:  # nothing is lost for a file that was only read
             self._opened.close()
 
@@ -344,7 +329,6 @@ class BlobOutput(io.RawIOBase):
         super().close()
 
     def discard(self) -> None:
-        """Close the stream without a blob."""
         if self._writer is not None:
             self._writer.abandon()
         super().close()
@@ -362,7 +346,6 @@ class StoreFileSystem(FileSystemBase):
     """The contents of stores, by URL. There are no directories: `mkdir` does nothing."""
 
     def store(self, path: PathLike) -> Store:
-        """Return the store of a place."""
         return open_store(os.fspath(path).rstrip("/"), direct=Options().direct_io)
 
     def _blob(self, path: PathLike) -> tuple[Store, str]:
@@ -422,7 +405,6 @@ _BROKEN_URL = re.compile(rf"({'|'.join(sorted(SCHEMES))}|file):/[^/]")
 
 
 def is_of_store(path: object) -> bool:
-    """Return whether a path is the URL of an object store or of local files, for which we have stores."""
     return isinstance(path, str) and scheme_of(path) in {*SCHEMES, "file"}
 
 
@@ -502,7 +484,6 @@ class CheckpointPlace:
 
     @property
     def checkpoint_id(self) -> PathLike:
-        """Where the checkpoint is."""
         return self.path
 
     def open_store(self) -> Store:
@@ -518,5 +499,4 @@ class CheckpointPlace:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Return whether this class can open the place."""
         return is_of_store(checkpoint_id) or cls._file_system.validate_checkpoint_id(checkpoint_id)

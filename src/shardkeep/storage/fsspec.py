@@ -39,7 +39,6 @@ _USER = re.compile(r"(?<=://)[^/\s]*@")
 
 
 def url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it."""
     found: tuple[Any, str] = importlib.import_module("fsspec.core").url_to_fs(url, **options)  # slow to import
     return found
 
@@ -51,7 +50,6 @@ def without_user(text: str) -> str:
 
 @contextmanager
 def fs_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
-    """Turn any exception into one of ours."""
     try:
         yield
     except CheckpointError:
@@ -76,7 +74,6 @@ class _FsspecWriter:
     """
 
     def __init__(self, store: FsspecStore, name: str, nbytes: int) -> None:
-        """Begin a file; the store's budget is for early bytes, unless the `CancelScope` has one."""
         self._fs, self._path, self._url = store.fs, store.path_of(name), store.url
         self._name, self._nbytes = name, nbytes
         self._where = f"{store.url}/{name}"
@@ -173,7 +170,6 @@ class FsspecStore(ConditionalPuts):
     """A directory, or its equivalent, of a file system of fsspec. It is also a root of the directories below it."""
 
     sequential = True
-    """Files are written in order."""
     remote = True
 
     def __init__(
@@ -237,8 +233,6 @@ class FsspecStore(ConditionalPuts):
         """Return False: fsspec has no conditions. Its mode "create" looks and then puts, as `ConditionalPuts` does."""
         return False
 
-    # -- places below --------------------------------------------------------------------------------------------------
-
     def places(self) -> Iterator[str]:
         return iter([name for name, _ in self._level("directory") if base.is_place_name(name)])
 
@@ -263,7 +257,6 @@ class FsspecStore(ConditionalPuts):
         return f"{self._path}/{base.check_name(name)}"
 
     def _level(self, kind: str) -> Sequence[tuple[str, dict[str, Any]]]:
-        """Return what is here of a kind, by name."""
         with fs_errors("cannot list", self.url):
             self.fs.invalidate_cache(self._path)
             try:

@@ -113,7 +113,6 @@ class Descriptors:
         """For direct I/O, while that seems possible."""
         self.memory_alignment = _MEMORY_ALIGNMENT
         self.nbytes = nbytes
-        """Size of the file when it was opened."""
         self._fds = [buffered] if direct is None else [direct, buffered]
         self._lock = threading.Lock()
         self._users = 0
@@ -196,7 +195,6 @@ def read_at(fd: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> int:
-    """Write once from `view`; may write less than asked for."""
     if hasattr(os, "pwrite"):
         done = os.pwrite(fd, view, offset)
     else:
@@ -222,7 +220,6 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def sync_directory(path: str) -> None:
-    """Make names added to or removed from a directory durable."""
     if not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot sync a directory; its file systems journal names
     with _opened(path) as fd:
@@ -448,7 +445,7 @@ newest_save = per_process(NewestSave)
 
 
 def drop_from_cache(paths: Iterable[str], offset: int = 0, nbytes: int = 0) -> None:
-    """Drop a range of files from the page cache; 0 bytes mean the rest of the file. Never raises."""
+    """Drop a range of files from the page cache; 0 bytes mean the rest of a file. Never raises."""
     if not hasattr(os, "posix_fadvise"):
         return
     begin = offset // mmap.PAGESIZE * mmap.PAGESIZE  # only whole pages are dropped
@@ -459,7 +456,6 @@ def drop_from_cache(paths: Iterable[str], offset: int = 0, nbytes: int = 0) -> N
 
 
 def _kind_of(path: str) -> int:
-    """Return the magic number of the file system of a file or directory; 0 if the system does not say."""
     with suppress(OSError), _opened(path) as fd:
         return _file_system(fd)
     return 0
@@ -631,7 +627,6 @@ class LocalStore:
         return _kind_of(self._path) not in {0, *_ON_DISK, *_IN_MEMORY}
 
     def any_names(self) -> LocalStore:
-        """Return the same directory, for reading files that other programs named or linked."""
         return LocalStore(self.url, direct=self._direct, durable=self._durable, foreign=True)
 
     def spec(self) -> base.StoreSpec:
@@ -675,11 +670,9 @@ class LocalStore:
             return _LocalReader(self.url, name, files, self._scratch)
 
     def drop_cached(self, name: str, offset: int, nbytes: int) -> None:
-        """Drop a range from the page cache, so that it is read from the disk; 0 bytes mean the rest of the file."""
         drop_from_cache([os.path.join(self.url, name)], offset, nbytes)
 
     def keep_cached(self, names: Sequence[str], nbytes: int) -> bool:
-        """Keep these files, of a finished save, in the page cache instead of those of the save before."""
         return newest_save().keep([os.path.join(self._path, name) for name in names], nbytes)
 
     def put(self, name: str, data: bytes, *, replace: bool = False, over: base.Version | None = None) -> None:
@@ -733,7 +726,6 @@ class LocalStore:
                 return base.Version(digest, str(os.fstat(files.buffered).st_mtime_ns))
 
     def _entries(self, is_name: Callable[[str], bool]) -> list[os.DirEntry[str]]:
-        """Return what is in the directory under such names; nothing if it was never made."""
         with storage_errors("cannot list", self.url), suppress(FileNotFoundError), os.scandir(self._path) as entries:
             return [entry for entry in entries if is_name(entry.name)]
         return []
@@ -749,7 +741,6 @@ class LocalStore:
         return iter(sorted(found, key=lambda blob: blob.name))
 
     def free_nbytes(self) -> int | None:
-        """Return the free space of the file system; None if it does not say."""
         path = self._path
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
@@ -772,8 +763,6 @@ class LocalStore:
         if deleted:
             with storage_errors("cannot delete", self.url, names[-1]):
                 sync_directory(self._path)
-
-    # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
         with storage_errors("cannot list", self.url):

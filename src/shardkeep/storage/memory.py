@@ -120,8 +120,6 @@ class MemoryStore:
         with self._lock:
             self._blobs.pop(base.check_name(name), None)
 
-    # -- places below --------------------------------------------------------------------------------------------------
-
     def places(self) -> Iterator[str]:
         with self._lock:
             places = list(self._places.items())

@@ -50,7 +50,6 @@ class _PartBuffer:
         """How many bytes are there without a gap from the beginning."""
 
     def note(self, start: int, stop: int) -> None:
-        """Note that a piece is there."""
         self._stops[start] = stop
         while (end := self._stops.pop(self.ready, None)) is not None:
             self.ready = end
@@ -181,10 +180,7 @@ class ObjectWriter:
         self._cancelled = True
         self._fail(self._error(CANCELLED, None, errno.ECANCELED))
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     def _missing(self) -> int:
-        """Return the first part that is not complete."""
         number = self._next
         while number in self._complete:
             number += 1
@@ -250,8 +246,6 @@ class ObjectWriter:
             self._state.notify_all()
         return None
 
-    # -- sending -------------------------------------------------------------------------------------------------------
-
     def _upload(self) -> None:
         def send() -> None:
             with object_errors("cannot upload", self._url, self._name):
@@ -278,7 +272,6 @@ class ObjectWriter:
         self._delete_if_left()
 
     def __iter__(self) -> ObjectWriter:
-        """Return the parts, in order, for obstore."""
         return self
 
     def __next__(self) -> Any:
@@ -305,7 +298,6 @@ class ObjectWriter:
             raise _Aborted
 
     def _released(self, number: int) -> None:
-        """Note that obstore has sent a part and released it, or has failed."""
         self._bucket.slots.release()
         with self._state:
             self._sending.discard(number)
@@ -313,7 +305,6 @@ class ObjectWriter:
             self._state.notify_all()
 
     def _put_whole(self, data: memoryview) -> None:
-        """Send a blob of one part in one request."""
         self._may_appear = True  # until proven otherwise: the answer may be lost, or the wait for it interrupted
         try:
             self._store.put(self._name, data, replace=self._replaces)
@@ -344,7 +335,6 @@ class ObjectWriter:
             raise self._error(f"the service has {found} bytes of {end}")
 
     def _delete(self) -> None:
-        """Delete the object, unless it replaces another."""
         with contextlib.suppress(StorageError), object_errors("cannot delete", self._url, self._name):
             if not self._replaces:
                 obstore().delete(self._bucket.client, self._path)

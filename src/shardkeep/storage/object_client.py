@@ -127,7 +127,6 @@ _buckets: dict[Any, Bucket] = {}
 
 
 def open_bucket(scheme: str, name: str, options: dict[str, Any]) -> Bucket:
-    """Open a bucket, or return the one that was opened with these options and the same environment."""
     service = SCHEMES[scheme]
     environment = environment_of(service)
     given = {key: value for key, value in options.items() if value is not None}
@@ -208,7 +207,6 @@ def _policy(given: dict[str, Any], url: str) -> RequestPolicy:
 
 
 def obstore() -> Any:
-    """Import obstore, or say how to install it."""
     try:
         return importlib.import_module("obstore")
     except ModuleNotFoundError as exc:
@@ -238,8 +236,6 @@ def _boto3_keys(more: dict[str, Any], environment: Mapping[str, str]) -> Any:
             return None
         raise CheckpointError(f"the profile {profile or 'default'!r} gives no keys: {exc}") from None
 
-
-# -- server and account -----------------------------------------------------------------------------------------------
 
 CREDENTIAL_HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass access_key_id= and secret_access_key= to"
@@ -309,7 +305,6 @@ _OF_EMULATOR = "UseDevelopmentStorage=true"
 
 
 def environment_of(service: str) -> dict[str, str]:
-    """Return the environment variables of a service; they may contain secrets."""
     return settings_with(_VARIABLES[service])
 
 
@@ -341,7 +336,6 @@ def resolve_options(
 
 
 def _canonical_name(service: str, option: str) -> str:
-    """Return the name of an option, or of the option that a variable sets."""
     name = _PREFIX.sub("", option.lower())
     return _ALIASES[service].get(name, name)
 
@@ -368,9 +362,6 @@ def server_identity(service: str, found: dict[str, Any]) -> tuple[bool, tuple[st
             return True, (service, own, account)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return False, (service, f"{parts.scheme}://{parts.hostname}:{port}{parts.path.rstrip('/')}", account)
-
-
-# -- credentials -------------------------------------------------------------------------------------------------------
 
 
 def isolate_credentials(service: str, found: dict[str, Any], url: str, environment: Mapping[str, str]) -> None:
@@ -440,11 +431,8 @@ def _parse_connection_string(text: str, url: str, environment: Mapping[str, str]
 
 
 def is_true(value: object) -> bool:
-    """Read a switch as obstore does."""
     return str(value).lower() in {"true", "1", "yes", "on", "t", "y"}
 
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
@@ -522,7 +510,6 @@ _HINTS_BY_ERRNO = {
 
 @contextmanager
 def object_errors(action: str, url: str, name: str = "", offset: int | None = None) -> Iterator[None]:
-    """Turn an exception that obstore raises inside into one of our errors."""
     try:
         yield
     except StorageError:
@@ -534,12 +521,11 @@ def object_errors(action: str, url: str, name: str = "", offset: int | None = No
 
 
 def is_obstore_error(exc: BaseException) -> bool:
-    """Return whether obstore raised an exception: its own, or the built-in one for a missing object."""
+    """Return whether obstore raised it, also as the built-in exception for a missing object."""
     return isinstance(exc, FileNotFoundError) or (type(exc).__module__ or "").startswith("obstore")
 
 
 def translate(exc: BaseException, action: str, url: str, name: str = "", offset: int | None = None) -> StorageError:
-    """Return our error for an exception of obstore."""
     text = str(exc)
     code = _found(_CODE, text)
     code = _SAME.get(code, code) or ("NoSuchBucket" if _NO_CONTAINER in text else "")
@@ -565,7 +551,6 @@ def translate(exc: BaseException, action: str, url: str, name: str = "", offset:
 
 
 def _judged(kind: str, text: str, code: str) -> tuple[int, str]:
-    """Return an errno and a summary in one line."""
     found = _STATUS.search(text)
     if found is None and kind == "FileNotFoundError":
         return errno.ENOENT, code or "no such object"

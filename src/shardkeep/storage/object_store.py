@@ -26,7 +26,6 @@ class ObjectReader:
     """An open object, which must not be replaced meanwhile. Its first bytes come with the opening, for headers."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
-        """Open an object, or raise `BlobNotFound`."""
         self._bucket, self._path, self._url, self._name = store.bucket, store.prefix + name, store.url, name
         self._closed = False
         self._head = b""
@@ -120,7 +119,6 @@ class ObjectStore(ConditionalPuts):
     """The objects of a bucket directly below a prefix. It is also a root: its places are the prefixes below."""
 
     sequential = True
-    """The parts of an upload are sent in order."""
     remote = True
 
     def __init__(self, bucket: Bucket, prefix: str, url: str) -> None:
@@ -148,7 +146,6 @@ class ObjectStore(ConditionalPuts):
         return (mine.server, mine.name, self.prefix) == (its.server, its.name, other.prefix)
 
     def parent(self) -> tuple[base.Store, str] | None:
-        """Return the place above, opened with the same options."""
         above, _, name = self.url.rpartition("/")
         if not name or above.endswith("/"):
             return None
@@ -244,7 +241,6 @@ class ObjectStore(ConditionalPuts):
         self.delete_all([name])
 
     def delete_all(self, names: Sequence[str]) -> None:
-        """Delete many objects in as few requests as the service allows; missing ones are not an error."""
         self._delete([self.prefix + base.check_name(name) for name in names])
 
     def _delete(self, paths: Sequence[str]) -> None:
@@ -259,12 +255,9 @@ class ObjectStore(ConditionalPuts):
                 self._delete([path])
 
     def _level(self) -> dict[str, Any]:
-        """List objects and prefixes directly below the prefix."""
         return self.bucket.request(
             "list", self.url, "", lambda client: obstore().list_with_delimiter(client, self.prefix or None)
         )
-
-    # -- places below --------------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[str]:
         found = [path.rstrip("/").removeprefix(self.prefix) for path in self._level()["common_prefixes"]]

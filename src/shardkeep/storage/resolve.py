@@ -120,7 +120,6 @@ def _text_of(where: object) -> str:
 
 
 def _by_url(url: str, options: dict[str, Any]) -> Root | None:
-    """Open a URL; None for a path of this machine."""
     scheme = scheme_of(url)
     if scheme is None or scheme == "file":
         return None
@@ -149,7 +148,6 @@ def _local_path(path: str) -> str:
 
 
 def _segments(url: str) -> list[str]:
-    """Split what comes after the scheme at its slashes."""
     segments = url.partition("://")[2].rstrip("/").split("/")
     if not all(segments) or {".", ".."} & {*segments}:
         raise CheckpointError(
@@ -182,7 +180,6 @@ def _in_bucket(url: str, scheme: str, options: dict[str, Any]) -> object_store.O
 
 @functools.cache
 def _memory(name: str) -> MemoryStore:
-    """Return the store of this process with this name."""
     return MemoryStore(f"memory://{name}")
 
 

@@ -1,9 +1,8 @@
 """
 Retries what failed for a transient reason: a server that restarts, a network that was down for a moment.
 
-`RetryPolicy` says how often and after which delays; `RetryingStore` applies it to every verb of a store. Making a blob
-durable is never retried: after a failed fsync the kernel may take lost pages for written, and a second fsync would then
-report success.
+Making a blob durable is never retried: after a failed fsync the kernel may take lost pages for written, and a second
+fsync would then report success.
 """
 
 from __future__ import annotations
@@ -69,11 +68,8 @@ def call_with_retries(
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often, and after which delays, an operation is retried."""
-
     retries: int
     on_retry: OnRetry | None = None
-    """Called before each retry."""
     sleep: Callable[[float], object] = time.sleep
     wanted: Callable[[], bool] | None = None
     """Asked before each attempt whether to make it."""
@@ -104,7 +100,6 @@ class RetryingStore(StoreWrapper):
     """Passes everything on to `inner`, and retries what fails for a transient reason. It is a root if `inner` is."""
 
     def __init__(self, inner: Store, policy: RetryPolicy, *, before_put: Callable[[], object] | None = None) -> None:
-        """`before_put` is called before each `put`, which is not made if it raises."""
         super().__init__(inner)
         self._policy = policy
         self._before_put = before_put
@@ -156,8 +151,6 @@ class RetryingStore(StoreWrapper):
     def spec(self) -> Any:
         """Describe the inner store: the writer process writes data files, and this process retries and commits."""
         return spec_of(self.inner)
-
-    # -- places below --------------------------------------------------------------------------------------------------
 
     @property
     def _root(self) -> Root:

@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 
 class StoreWrapper:
-    """Passes everything on to `inner`."""
-
     def __init__(self, inner: base.Store) -> None:
         self.inner = inner
         self.url = inner.url
