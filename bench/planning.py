@@ -32,6 +32,7 @@ from shardkeep.plan.save_plan import (
     merge_rank_values,
     plan_save,
 )
+from shardkeep.plan.stamped_plan import plan_stamped
 from shardkeep.state.describe import describe
 from shardkeep.state.leaves import ShardedBox
 
@@ -76,7 +77,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     requests = [msgspec.msgpack.decode(payload, type=PlanRequest) for payload in payloads]
     common = {each.digest: msgspec.msgpack.decode(each.common, type=RankManifest) for each in requests if each.common}
     manifests = [each.manifest(common) for each in requests]
-    plan = plan_save(manifests)
+    plan = plan_stamped(manifests, lambda keys, _: [None] * len(keys)) or plan_save(manifests)
     values, tree = merge_rank_values([each.values for each in manifests]), merge_rank_trees(manifests)
     replies = {encode(answer) for answer in split_by_rank(plan, ranks)}  # equal answers travel once
     planned = time.perf_counter()
@@ -85,7 +86,7 @@ def measure_plan(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     return {
         "ranks": ranks,
         "shards": ranks * tensors,
-        "chunks": len(plan.pieces),
+        "chunks": len(index_of(plan, values, tree).chunks),
         "gathered_mb": sum(map(len, payloads)) / 1e6,
         "sent_mb": sum(map(len, replies)) / 1e6,
         "index_mb": len(index) / 1e6,

@@ -48,6 +48,7 @@ from shardkeep.format.values import decode_tree, encode_tree, encode_value
 from shardkeep.layouts import native, orphans
 from shardkeep.layouts import torch as torch_files
 from shardkeep.plan import save_plan
+from shardkeep.plan.stamped_plan import StampedPlan, plan_stamped
 from shardkeep.state.describe import Description, describe, file_groups, find_buffers
 from shardkeep.state.objects import Objects, check_same_objects
 from shardkeep.storage.base import Store, Version, broken_path, explaining_place, free_nbytes, is_sequential
@@ -83,14 +84,18 @@ class PlannedSave:
         return sum(column.nbytes for column in (*self.index.chunks.columns(), *self.parts.values()))
 
 
-def index_of(plan: save_plan.CheckpointPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
-    pieces = plan.pieces.take(np.lexsort((*plan.pieces.offsets.T[::-1], plan.pieces.tensor)))
-    columns = [_narrowed(column) for column in (pieces.offsets, pieces.sizes, pieces.file, pieces.start)]
+def index_of(plan: save_plan.CheckpointPlan | StampedPlan, values: list[tuple[str, bytes]], tree: bytes) -> Index:
+    if isinstance(plan, StampedPlan):
+        ends, chunks = plan.chunk_ends, plan.chunks
+    else:
+        pieces = plan.pieces.take(np.lexsort((*plan.pieces.offsets.T[::-1], plan.pieces.tensor)))
+        ends = np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right")
+        chunks = Chunks(*map(_narrowed, (pieces.offsets, pieces.sizes, pieces.file, pieces.start)))
     index = Index(
         keys=strings_of(key.encode() for key in plan.keys),
         tensors=plan.tensors,
-        chunk_ends=np.searchsorted(pieces.tensor, np.arange(len(plan.keys)), "right"),
-        chunks=Chunks(*columns),
+        chunk_ends=ends,
+        chunks=chunks,
         value_keys=strings_of([]),
         value_data=strings_of([]),
         make_tree=lambda: tree,
@@ -218,7 +223,7 @@ class NativeSave:
             replaces = self._check_place()
         tree = save_plan.merge_rank_trees(manifests)
         codecs = plan_codecs(self._request.codecs, tree=lambda: decode_tree(tree), keys=self.keys)
-        plan = save_plan.plan_save(manifests, codecs.chain_of, warn=_warn)
+        plan = plan_stamped(manifests, codecs.chain_of) or save_plan.plan_save(manifests, codecs.chain_of, warn=_warn)
         values = save_plan.merge_rank_values([each.values for each in manifests])
         save_plan.check_no_tensors((key for key, _ in values), plan.keys, manifests)
         recorded = [chain.recorded for chain in codecs.chains]
@@ -228,7 +233,7 @@ class NativeSave:
             index=index,
             parts=parts_of(index) if codecs.of_index is None else {},
             world_size=len(manifests),
-            tensor_nbytes=int(plan.pieces.nbytes.sum()),
+            tensor_nbytes=sum(file.data_nbytes for file in plan.files),
             sidecar=sidecar,
             sampled=plan.sampled,
             codecs=codecs,
@@ -413,9 +418,22 @@ def data_name(file: save_plan.PlannedFile, rank: int, world_size: int, save_id: 
 
 
 def split_by_rank(
-    plan: save_plan.CheckpointPlan, world_size: int, *, chains: Sequence[Recorded] = (), sidecar: bool = False
+    plan: save_plan.CheckpointPlan | StampedPlan,
+    world_size: int,
+    *,
+    chains: Sequence[Recorded] = (),
+    sidecar: bool = False,
 ) -> list[save_plan.RankWritePlan]:
     """Divide the plan, which is sorted by file and so by rank, into each rank's part."""
+    if isinstance(plan, StampedPlan):
+        by_rank: dict[int, save_plan.RankWritePlan] = {}
+        for stamp in plan.stamps:
+            previous, parts = None, list[save_plan.RankWritePlan]()
+            for ranks, each in stamp.plans():
+                if each is not previous:  # groups that write alike have one plan
+                    previous, parts = each, split_by_rank(each, len(ranks), chains=chains, sidecar=sidecar)
+                by_rank.update(zip(ranks, parts, strict=True))
+        return [by_rank[rank] for rank in range(world_size)]
     first_file = np.searchsorted(plan.ranks, np.arange(world_size + 1))
     first_piece = np.searchsorted(plan.pieces.file, first_file)
     plans = []

@@ -399,8 +399,16 @@ def _ties_fit(index: Index) -> bool:
     )
 
 
+_CHECKED_ROWS = 1 << 18
+
+
 def _boxes_inside(index: Index) -> bool:
-    counts = np.asarray(index.chunk_ends, np.int64) - segment_starts(index.chunk_ends)
-    limits = index.tensors.shape[np.repeat(np.arange(len(counts)), counts)]
-    offsets, sizes = index.chunks.offsets, index.chunks.sizes
-    return bool(np.all(sizes <= limits) and np.all(offsets <= limits - sizes) and np.all(sizes >= 1))
+    shape, ends, rows = index.tensors.shape, np.asarray(index.chunk_ends, np.int64), len(index.chunks)
+    for low in range(0, rows, _CHECKED_ROWS):  # not all at a time, because this takes 50 bytes for each
+        high = min(low + _CHECKED_ROWS, rows)
+        within = np.clip(ends - low, 0, high - low)
+        limits = np.repeat(shape, within - segment_starts(within), axis=0)
+        offsets, sizes = index.chunks.offsets[low:high], index.chunks.sizes[low:high]
+        if not (np.all(sizes <= limits) and np.all(offsets <= limits - sizes) and np.all(sizes >= 1)):
+            return False
+    return True

@@ -205,7 +205,7 @@ class SampledReplicas:
         digests = dict(zip(zip(rank.tolist(), row.tolist(), strict=True), np.concatenate(by_rank)[:, 1], strict=True))
         places = zip(self.members.rank.tolist(), self.members.row.tolist(), strict=True)
         digest = np.array([digests.get(place, 0) for place in places], np.int64)
-        return len(_find_differing(replace(self.members, digest=digest), self.first)) > 0
+        return len(find_differing(replace(self.members, digest=digest), self.first)) > 0
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,9 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
-class _Merged:
+class Merged:
+    """What all ranks hold."""
+
     keys: list[str]
     groups: list[str]
     tensors: Tensors
@@ -277,13 +279,18 @@ def plan_save(
             f" not on rank {other}",
             hint="give it on all ranks or on none",
         )
-    merged = _merge(manifests)
-    _check_sizes(merged)
+    merged = merge(manifests)
     own = merged.tensors.alias[merged.shards.tensor] == merged.shards.tensor
-    pieces, sampled = _assign_writers(merged, merged.shards.take(own), len(manifests), None if checking else warn)
+    pieces, sampled = assign_writers(merged, merged.shards.take(own), len(manifests), None if checking else warn)
     _check_tiling(merged, pieces, merged.shards.take(~own))
-    chain = chain_of(merged.keys, merged.tensors.alias)
-    files, ranks, pieces = _assign_files(merged, pieces, len(manifests), chain)
+    return lay_out(merged, pieces, sampled, len(manifests), chain_of(merged.keys, merged.tensors.alias))
+
+
+def lay_out(
+    merged: Merged, pieces: PlannedChunks, sampled: SampledReplicas | None, world_size: int, chain: list[int | None]
+) -> CheckpointPlan:
+    """Assign chunks to files; `chain` is the codec chain of each tensor."""
+    files, ranks, pieces = _assign_files(merged, pieces, world_size, chain)
     if np.any(np.array([file.chain for file in files], object)[pieces.file] != np.array(chain, object)[pieces.tensor]):
         raise StateError("a tensor would miss the codecs, or the encryption, asked for it", hint="please report this")
     return CheckpointPlan(merged.keys, merged.tensors, pieces, files, ranks, sampled)
@@ -298,16 +305,15 @@ def plan_whole_shards(manifests: Sequence[RankManifest], *, to_lowest: bool, war
     or to the lowest rank that has it. Where ranks have different tensors of one name, or replicas have diverged, the first rank's
     is written, with a warning. What one rank holds alone need not be complete: others may save the rest elsewhere.
     """
-    merged = _merge(manifests, warn)
-    _check_sizes(merged)
-    pieces, sampled = _assign_writers(merged, merged.shards, len(manifests), warn, whole=True, to_lowest=to_lowest)
+    merged = merge(manifests, warn)
+    pieces, sampled = assign_writers(merged, merged.shards, len(manifests), warn, whole=True, to_lowest=to_lowest)
     filled = pieces.take(pieces.nbytes > 0)
     _check_tiling(merged, filled, merged.shards.take(slice(0)), complete=len(manifests) > 1)
     pieces = pieces.take(np.lexsort((pieces.row, pieces.rank)))
     return CheckpointPlan(merged.keys, merged.tensors, pieces, [], pieces.rank[:0], sampled)
 
 
-def _check_sizes(merged: _Merged) -> None:
+def _check_sizes(merged: Merged) -> None:
     # In floats, which do not overflow.
     elements = np.prod(np.maximum(merged.tensors.shape, 1).astype(np.float64), axis=1)
     if np.any(elements >= MAX_ELEMENTS):
@@ -320,7 +326,7 @@ def _check_sizes(merged: _Merged) -> None:
         )
 
 
-def _merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> _Merged:
+def merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> Merged:
     """Merge what all ranks hold; with `warn`, tensors that differ from the first rank's are left out, else they are an error."""
     axes = max((d.axes for d in manifests), default=0)
     names = {d.names: msgspec.msgpack.decode(d.names, type=TensorNames) for d in manifests}
@@ -353,7 +359,9 @@ def _merge(manifests: Sequence[RankManifest], warn: Warn | None = None) -> _Merg
             held = held.take(~np.isin(held.tensor, others))
         tables.append(held)
     columns = zip(*(table.columns() for table in tables), strict=True)
-    return _Merged(keys, groups, tensors, buffer, Shards(*(np.concatenate(column) for column in columns)))
+    merged = Merged(keys, groups, tensors, buffer, Shards(*(np.concatenate(column) for column in columns)))
+    _check_sizes(merged)
+    return merged
 
 
 def _merge_tensors(
@@ -433,8 +441,8 @@ def _disagreement(key: str, rank: int, facts: IntArray, other: int, others: IntA
     )
 
 
-def _assign_writers(
-    merged: _Merged, shards: Shards, world_size: int, warn: Warn | None, *, whole: bool = False, to_lowest: bool = False
+def assign_writers(
+    merged: Merged, shards: Shards, world_size: int, warn: Warn | None, *, whole: bool = False, to_lowest: bool = False
 ) -> tuple[PlannedChunks, SampledReplicas | None]:
     """
     Assign every box to one writer: unique boxes to their holder; replicas that are small, of buffers or different to their lowest
@@ -452,7 +460,7 @@ def _assign_writers(
     kept = np.flatnonzero(held.digest)
     _, starts = np.unique(np.repeat(np.arange(len(first)), count)[kept], return_index=True)
     sampled: SampledReplicas | None = SampledReplicas(held.take(kept), starts)
-    if len(differing := _find_differing(held, first)):
+    if len(differing := find_differing(held, first)):
         _warn_or_raise(_difference(merged, held, first, differing), warn)
         lowest[differing], sampled = True, None
     leaders = held.take(first[lowest])
@@ -503,7 +511,7 @@ def _group_equal(shards: Shards) -> tuple[IntArray, IntArray, IntArray]:
             return np.sort(order[starts[~many]]), members, first
 
 
-def _find_differing(members: Shards, first: IntArray) -> IntArray:
+def find_differing(members: Shards, first: IntArray) -> IntArray:
     """Return the groups in which a digest is not that of the lowest rank, by tensor."""
     group = np.repeat(np.arange(len(first)), np.diff(first, append=len(members)))
     lowest = members.digest[first[group]]
@@ -516,7 +524,7 @@ def _find_differing(members: Shards, first: IntArray) -> IntArray:
 _MOST_NAMED = 3
 
 
-def _difference(merged: _Merged, members: Shards, first: IntArray, differing: IntArray) -> ReplicasDiffer:
+def _difference(merged: Merged, members: Shards, first: IntArray, differing: IntArray) -> ReplicasDiffer:
     ends = np.append(first, len(members))
     named: list[str] = []
     for group in differing[:_MOST_NAMED].tolist():
@@ -536,7 +544,7 @@ def _difference(merged: _Merged, members: Shards, first: IntArray, differing: In
     )
 
 
-def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards, *, complete: bool = True) -> None:
+def _check_tiling(merged: Merged, pieces: PlannedChunks, tied: Shards, *, complete: bool = True) -> None:
     """
     Check that every tensor is complete: by what is written of it, or, if it is tied, by what the ranks hold of it. If it need not
     be `complete`, its boxes must be disjoint and inside it.
@@ -566,7 +574,7 @@ def _check_tiling(merged: _Merged, pieces: PlannedChunks, tied: Shards, *, compl
 
 
 def _assign_files(
-    merged: _Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
+    merged: Merged, pieces: PlannedChunks, world_size: int, chain: list[int | None]
 ) -> tuple[list[PlannedFile], IntArray, PlannedChunks]:
     """
     Lay chunks end to end in files: one for each rank, group and codec chain, or several if they are large. safetensors allows
