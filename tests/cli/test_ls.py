@@ -261,7 +261,11 @@ def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
     shutil.copytree(run_dir / "step-30", folder / "group" / "seed-2" / "best")
     shutil.copytree(run_dir / "step-30", folder / "lightning_logs" / "version_0" / "checkpoints" / "last")
     (folder / "notes").mkdir()
-    assert shardkeep("ls", folder, "--names").out.split() == ["group/seed-2", deep := "lightning_logs/version_0/checkpoints", "run"]
+    assert shardkeep("ls", folder, "--names").out.split() == [
+        "group/seed-2",
+        deep := "lightning_logs/version_0/checkpoints",
+        "run",
+    ]
     rows = [line.split() for line in shardkeep("ls", folder).out.splitlines()]
     assert [row[:4] for row in rows[1:4]] == [
         ["group/seed-2", "1", "best", "30"],
