@@ -49,7 +49,7 @@ def write_native(
     mine, handed_over = list[FileEntry](), False
 
     def plan(_: list[bytes]) -> list[bytes]:
-        made, answers, _kept = layout.plan([_manifest(index, filled)] * team.world.size)
+        made, answers = layout.plan([_manifest(index, filled)] * team.world.size)
         planned.append(made)
         return [encode((layout.save_id, answer)) for answer in answers]
 

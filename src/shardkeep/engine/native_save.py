@@ -74,6 +74,7 @@ class PlannedSave:
     tensor_nbytes: int
     sidecar: bool
     sampled: save_plan.SampledReplicas | None
+    """None also for codecs, each of whose chains is for one save."""
     codecs: CodecPlan
     replaces: Version | None
     """The version of the commit record that this save replaces."""
@@ -217,7 +218,7 @@ class NativeSave:
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[PlannedSave, list[bytes], PlannedSave | None]:
+    def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[PlannedSave, list[bytes]]:
         """Claim the place, and plan the save; the answer to each rank is a `RankWritePlan`."""
         with explaining_place(self.store):
             replaces = self._check_place()
@@ -235,19 +236,17 @@ class NativeSave:
             world_size=len(manifests),
             tensor_nbytes=sum(file.data_nbytes for file in plan.files),
             sidecar=sidecar,
-            sampled=plan.sampled,
+            sampled=None if codecs.chains else plan.sampled,
             codecs=codecs,
             replaces=replaces,
         )
         self._claim(planned)
         by_rank = split_by_rank(plan, len(manifests), chains=recorded, sidecar=sidecar)
-        can_be_kept = not codecs.chains and plan.sampled is not None
-        return planned, [save_plan.encode(each) for each in by_rank], planned if can_be_kept else None
+        return planned, [save_plan.encode(each) for each in by_rank]
 
-    def plan_again(self, kept: PlannedSave, values: list[bytes], samples: list[bytes]) -> PlannedSave | None:
+    def plan_again(self, kept: PlannedSave, values: list[bytes]) -> PlannedSave | None:
         """Check and claim the place for a save of the same tensors; None if the plan does not fit it."""
-        sampled, sidecar = kept.sampled, is_sequential(self.store)
-        if self._request.codecs or sidecar != kept.sidecar or sampled is None or sampled.differ(samples):
+        if self._request.codecs or is_sequential(self.store) != kept.sidecar:
             return None
         with explaining_place(self.store):
             replaces = self._check_place()

@@ -31,7 +31,7 @@ from shardkeep.engine.writer import FileJob
 from shardkeep.events import RankPhases
 from shardkeep.format.record import FileEntry
 from shardkeep.options import Options, decodable, per_process
-from shardkeep.plan.save_plan import RankManifest, common_part, encode
+from shardkeep.plan.save_plan import RankManifest, SampledReplicas, common_part, encode
 from shardkeep.state.describe import Description, KeptDescriptions
 from shardkeep.state.optimizers import KeptNames
 from shardkeep.storage.base import Store, keep_cached
@@ -126,13 +126,10 @@ class SaveLayout(Protocol):
     def save_id(self) -> str:
         """Names this save; all ranks use that of rank 0."""
 
-    def plan(self, manifests: list[RankManifest]) -> tuple[Any, list[bytes], KeptPlan | None]:
-        """
-        Check the place, and plan the files of all ranks. Return the plan, what is sent of it to each rank, and what is kept of it
-        for later saves of the same manifests; None if it is not theirs.
-        """
+    def plan(self, manifests: list[RankManifest]) -> tuple[KeptPlan, list[bytes]]:
+        """Check the place, and plan the files of all ranks. Return the plan, and what is sent of it to each rank."""
 
-    def plan_again(self, kept: Any, values: list[bytes], samples: list[bytes]) -> Any | None:
+    def plan_again(self, kept: Any, values: list[bytes]) -> Any | None:
         """Check the place, and return the kept plan for new values of all ranks; None if it does not fit them."""
 
     def order(self, answer: bytes) -> list[int]:  # noqa: ARG002 - for layouts
@@ -210,10 +207,14 @@ _SHORT_NBYTES = 2048
 
 
 class KeptPlan(Protocol):
-    """A layout's plan that serves later saves."""
+    """A layout's plan that may serve later saves."""
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def sampled(self) -> SampledReplicas | None:
+        """The replicas that must be the same in these saves; None: there can be none."""
 
 
 class RankPlan(NamedTuple):
@@ -377,9 +378,9 @@ class SaveSession:
                 earlier.extend(requests)
                 return [encode(PlanAnswer(incomplete=True, common_of=absent))] * len(sent)
             decoded = {digest: msgspec.msgpack.decode(each, type=RankManifest) for digest, each in common.items()}
-            planned, bodies, kept = self.layout.plan([each.manifest(decoded) for each in requests])
+            planned, bodies = self.layout.plan([each.manifest(decoded) for each in requests])
             on_rank_0.append(planned)
-            plan_id = b"" if kept is None else kept_plans().keep_plan(kept)
+            plan_id = kept_plans().keep_plan(planned) if planned.sampled else b""
             packed = {body: zlib.compress(body, _QUICKLY) for body in dict.fromkeys(bodies)}
             return [encode(PlanAnswer(self.layout.save_id, plan_id, packed[body])) for body in bodies]
 
@@ -404,9 +405,9 @@ class SaveSession:
         """Return the kept plan for what has changed; None if not all ranks ask for one that rank 0 has, or if it does not fit."""
         names = {each.plan_id for each in requests}
         kept = kept_plans().plans.get(names.pop()) if len(names) == 1 else None
-        if kept is None:
+        if kept is None or kept.sampled is None or kept.sampled.differ([each.samples for each in requests]):
             return None
-        return self.layout.plan_again(kept, [each.values for each in requests], [each.samples for each in requests])
+        return self.layout.plan_again(kept, [each.values for each in requests])
 
     def write(self, ranks: Rendezvous, plan: RankPlan, work: Callable[[], WrittenFiles]) -> WrittenSave:
         """Write this rank's files, and wait for the other ranks; if any of them fails, remove these files."""

@@ -233,7 +233,7 @@ class DefaultSave(SaveLayout):
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[_Planned, list[bytes], _Planned | None]:
+    def plan(self, manifests: list[save_plan.RankManifest]) -> tuple[_Planned, list[bytes]]:
         decoded = {raw: msgspec.msgpack.decode(raw, type=_SentState) for raw in {each.tree for each in manifests}}
         states = [decoded[each.tree] for each in manifests]
         try:
@@ -270,17 +270,11 @@ class DefaultSave(SaveLayout):
         planned = _Planned(
             keys, tensors, pieces, entries, items, states, self._planner.dedup_save_to_lowest_rank, plan.sampled
         )
-        return planned, answers, None if plan.sampled is None else planned
+        return planned, answers
 
-    def plan_again(self, kept: _Planned, values: list[bytes], samples: list[bytes]) -> _Planned | None:
+    def plan_again(self, kept: _Planned, values: list[bytes]) -> _Planned | None:
         """Return the plan for a state with the same tensors and names; None if it does not fit."""
-        if (
-            kept.to_lowest != self._planner.dedup_save_to_lowest_rank
-            or kept.sampled is None
-            or kept.sampled.differ(samples)
-        ):
-            return None
-        return kept
+        return kept if kept.to_lowest == self._planner.dedup_save_to_lowest_rank else None
 
     def commit(self, planned: _Planned, written: list[WrittenFiles], labels: Labels) -> CommittedSave:
         entries = [entry for each in written for entry in each.files]
