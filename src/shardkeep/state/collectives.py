@@ -216,7 +216,7 @@ def _compare(ranks: Ints, lines: list[str], failure: CheckpointError | None, *, 
 
 
 class _TensorInfo(NamedTuple):
-    """What ranks other than the sender know of a tensor; torch's name."""
+    """What other ranks than the sender know of a tensor; torch's name."""
 
     size: torch.Size
     dtype: torch.dtype
@@ -231,8 +231,6 @@ class TensorSpec(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where a tensor goes on this rank."""
-
     result: Any
     """The value in the tree once everything has arrived."""
     parts: tuple[tuple[Box, torch.Tensor], ...]
@@ -428,7 +426,6 @@ def _local_part(key: str, full: Any, present: Any, device: torch.device) -> Any:
 
 
 def plain_source(name: str, value: Any) -> torch.Tensor:
-    """Return a full tensor as a plain detached one over the same memory."""
     if leaves.is_dtensor(value) or leaves.is_sharded_tensor(value):
         raise UnsupportedLeaf(
             f"{name!r} is a {type(value).__qualname__}, expected a full tensor",
@@ -497,7 +494,6 @@ def broadcast_batches(
 
 
 def copy_box(box: Box, values: torch.Tensor, destination: Destination) -> None:
-    """Copy the elements of one box of a full tensor into the parts of a destination."""
     for wanted, memory in destination.parts:
         common = intersect(wanted, box)
         if common is not None:
@@ -505,11 +501,7 @@ def copy_box(box: Box, values: torch.Tensor, destination: Destination) -> None:
 
 
 def _batches(specs: Sequence[TensorSpec]) -> Iterator[list[tuple[int, Box, slice]]]:
-    """
-    Cut the tensors, one after another, into batches of at most `BATCH_BYTES`, the same on all ranks.
-
-    A batch consists of boxes, each with the number of its tensor and its bytes in the batch.
-    """
+    """Cut the tensors, in order, into batches that are the same on all ranks: boxes with tensor number and place."""
     batch: list[tuple[int, Box, slice]] = []
     used = 0
     for number, spec in enumerate(specs):

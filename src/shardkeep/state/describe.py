@@ -36,13 +36,10 @@ from shardkeep.state.objects import is_tensor_or_object
 
 @dataclass(frozen=True)
 class Description:
-    """The contents of one rank's state."""
-
     tree: Node
     values: dict[str, Any]
-    """Leaves that are not tensors."""
     leaves: dict[str, Any]
-    """Tensor leaves, as they are in the state."""
+    """Tensors, as they are in the state."""
     keys: list[str]
     dtype: npt.NDArray[np.uint8]
     ndim: npt.NDArray[np.uint8]
@@ -173,7 +170,6 @@ def _rows(
 def _aliases(
     leaves: Sequence[Any], found: Sequence[OrdinaryLeaf | TensorLeaf], closer: Mapping[int, TensorLeaf]
 ) -> IntArray:
-    """Return, for each tensor, the position of the first one with the same memory."""
     # Most tensors begin at an address of their own, and need no comparison.
     starts = Counter([each[2] for at, each in enumerate(found) if at not in closer])
     often = {start for start, times in starts.items() if times > 1}

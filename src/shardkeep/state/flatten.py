@@ -30,7 +30,6 @@ def is_container(value: Any) -> bool:
 
 
 def items_of(container: Any) -> Iterable[tuple[Any, Any]]:
-    """Return keys and values of a mapping, or indices and items of a list or tuple."""
     return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
@@ -80,7 +79,6 @@ def get_element(root_dict: Any, path: TreePath, default_value: Any = None) -> An
 
 
 def is_per_rank_name(name: str, rank: int) -> bool:
-    """Return True if a flat name is inside a `PerRank` of this rank."""
     return part_name("ranks", rank) in name.split(".")
 
 
@@ -278,11 +276,9 @@ PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
 Visitor = Callable[[OBJ_PATH, Any], None]
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
-"""The path of each flat name."""
 
 
 def _keep_visiting_tensors(value: Any) -> bool:
-    """Return True for a value that makes its containers worth opening."""
     return isinstance(value, torch.Tensor)
 
 
@@ -302,7 +298,7 @@ def traverse_state_dict(
 def traverse_state_dict_v_2_3(
     state_dict: Mapping[str, Any], visitor: Visitor, keep_traversing: Callable[[Any], bool] = _keep_visiting_tensors
 ) -> None:
-    """Call `visitor(path, value)` for each value, in order, by the rules of torch 2.3."""
+    """Like `traverse_state_dict`, by the rules of torch 2.3."""
 
     def opens(value: Any) -> bool:
         if not isinstance(value, (Mapping, list)):
@@ -314,7 +310,7 @@ def traverse_state_dict_v_2_3(
 
 
 def traverse_everything(state_dict: Mapping[str, Any], visitor: Visitor) -> None:
-    """Call `visitor(path, value)` for each value, in order, opening every mapping, list and tuple."""
+    """Like `traverse_state_dict`, opening every mapping, list and tuple."""
     traverse_obj((), state_dict, visitor)
 
 
@@ -365,7 +361,6 @@ def _flatten(
 
 
 def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
-    """Return the nested state dict, given the values by flat name and the path of each name."""
     nested: dict[str, Any] = {}
     for key, value in state_dict.items():
         set_element(nested, mapping[key], value)
@@ -405,12 +400,11 @@ def set_element(root_dict: dict[str, Any], path: OBJ_PATH, value: Any) -> None:
 
 
 def print_tensor(path: OBJ_PATH, value: Any, print_fun: Callable[[str], None] = print) -> None:
-    """Print the kind and size of the value at a path; a visitor for `traverse_state_dict`."""
+    """Print the kind and size of the value; a visitor for `traverse_state_dict`."""
     _print_nested(value, str(path), print_fun)
 
 
 def _print_nested(value: Any, prefix: str = "", print_fun: Callable[[str], None] = print) -> None:
-    """Print the kind and size of a value, and of each local part of a sharded one."""
     if is_sharded_tensor(value):
         print_fun(f"{prefix} ShardedTensor size: {value.size()}")
         for shard in value.local_shards():

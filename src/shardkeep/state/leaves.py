@@ -42,7 +42,7 @@ class PerRank:
 
 
 class EveryRank(PerRank):
-    """The values of all ranks of a `PerRank`, for an object that loads all of them."""
+    """The values of all ranks, for an object that loads all of them."""
 
     __slots__ = ("values",)
 
@@ -150,7 +150,6 @@ def wait_tensor(tensor: Any) -> Any:
 
 
 def path_name(path: TreePath) -> str:
-    """Return a path as error messages show it."""
     return ".".join(map(str, path)) if path else "the state dict itself"
 
 
@@ -188,8 +187,6 @@ class Piece(NamedTuple):  # a named tuple, like the next: a state may have 50,00
 
 
 class TensorLeaf(NamedTuple):
-    """A tensor of the state, reduced to what saving and loading need."""
-
     dtype: torch.dtype
     shape: Ints
     """Of the whole tensor, over all ranks."""
@@ -204,8 +201,6 @@ OrdinaryLeaf = tuple[torch.dtype, Ints, int, torch.Tensor]
 
 
 class _Request(NamedTuple):
-    """The leaf to describe, and the purpose."""
-
     key: str
     allow_meta: bool
     writable: bool
@@ -215,7 +210,6 @@ class _Request(NamedTuple):
 
 
 def is_tensor(obj: Any) -> bool:
-    """Return True if `describe_leaf` describes, or refuses, this leaf."""
     if isinstance(obj, (torch.Tensor, ShardedBox)):  # DTensor and ShardedTensor are torch.Tensors
         return True
     return type(obj) in _ARRAYS and of_numpy(obj.dtype) is not None
@@ -314,7 +308,6 @@ def materialize(key: str, obj: Any) -> Any:
 
 
 def needs_memory(obj: Any) -> bool:
-    """Return True if `materialize` would replace this leaf."""
     if isinstance(obj, ShardedBox):
         return any(needs_memory(tensor) for tensor, _ in obj.pieces)
     if is_sharded_tensor(obj):
@@ -324,7 +317,7 @@ def needs_memory(obj: Any) -> bool:
 
 
 def meta_signature(obj: Any) -> tuple[Any, ...]:
-    """Return everything that `materialize` depends on: two meta leaves with equal signatures may become one object."""
+    """Return all that `materialize` depends on: two meta leaves with equal signatures may become one object."""
     if isinstance(obj, ShardedBox):
         return (obj.shape, *((offsets, meta_signature(tensor)) for tensor, offsets in obj.pieces))
     with torch._C.DisableTorchFunctionSubclass():

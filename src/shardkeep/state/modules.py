@@ -81,12 +81,11 @@ class StateDictInfo(StateDictOptions):
     handle_model: bool = True
     handle_optim: bool = True
     fsdp_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Sets, while entered, the form in which FSDP1 returns and takes state dicts."""
+    """Sets the form in which FSDP1 returns and takes state dicts."""
     fsdp_modules: list[nn.Module] = field(default_factory=list)
     param_names: dict[nn.Parameter, tuple[str, ...]] = field(default_factory=dict)
     """Each parameter to its canonical names, the usual one first."""
     live: list[LiveItem] = field(default_factory=list)
-    """Everything that the model holds."""
     canonical: bool = False
     """Whether nothing in the model wraps or hides anything, so that the keys of its state dict are canonical names."""
 
@@ -99,7 +98,6 @@ def checked_options(
     submodules: Iterable[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDictInfo:
-    """Check options against each other and look up what a call needs to know of the model."""
     options = options or StateDictOptions()
     if submodules:
         why = "submodules= is deprecated: read the whole state and pick the keys that begin with the submodule's name"
@@ -247,7 +245,7 @@ def by_submodule(model: nn.Module, state: Mapping[Any, Any]) -> Mapping[str, Any
 
 
 def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """Rename keys, and those of the module versions that `state_dict()` adds."""
+    """Rename keys, also those of the module versions that `state_dict()` adds."""
     result: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
         name = rename(key)
@@ -339,7 +337,6 @@ def _device_for_meta(local: Mapping[str, Any], given: Mapping[str, Any]) -> torc
 
 
 def _fsdp1_context(model: nn.Module, options: StateDictOptions) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that sets the form in which FSDP1 returns and takes state dicts."""
     from torch.distributed import fsdp  # noqa: PLC0415 - slow, and needed only here
 
     # On the CPU there is nothing to offload, and if asked to, FSDP1 returns memory that it frees at once.

@@ -96,7 +96,6 @@ def parameter_names(items: Iterable[LiveItem]) -> dict[nn.Parameter, tuple[str, 
 
 
 def fsdp_modules(model: nn.Module) -> list[nn.Module]:
-    """Return all FSDP1 wrappers in a module, itself included."""
     parts = all_modules(model)
     return [part for part, kind in zip(parts, map(type, parts), strict=True) if _wrapped_attribute(kind) == FSDP_MODULE]
 
@@ -177,9 +176,7 @@ class LiveItem:
     """A parameter, persistent buffer or extra state of a module."""
 
     name: str
-    """Its canonical name."""
     key: str
-    """Its key in `state_dict()` of the module."""
     value: Any
     """The tensor itself; None for extra state, which a module makes only when asked."""
 
@@ -226,7 +223,6 @@ def own_method(obj: Any, name: str) -> Callable[..., Any]:
 
 
 def all_modules(module: nn.Module) -> list[nn.Module]:
-    """Return every module inside a module, itself included, once."""
     return list(dict.fromkeys(part for _, part in all_named_modules(module)))
 
 

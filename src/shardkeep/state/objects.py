@@ -61,7 +61,6 @@ _SINGLE_VALUES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, t
 
 
 def is_object(value: Any) -> bool:
-    """Return True if a leaf is an object whose state is saved in its place."""
     cls: Any = type(value)
     return _is_stateful(cls)
 
@@ -78,8 +77,6 @@ def is_tensor_or_object(value: Any) -> bool:
 
 
 class Objects:
-    """The objects of one rank's state, by flat name."""
-
     def __init__(
         self, state: Mapping[str, Any], *, rank: int, world_size: int, kept: optimizers.KeptNames | None = None
     ) -> None:
@@ -118,28 +115,24 @@ class Objects:
 
     @property
     def communicates(self) -> bool:
-        """Whether any of them communicates with other ranks."""
         return any(adapter.communicates for adapter in self._adapters)
 
     @property
     def names(self) -> list[str]:
-        """Their flat names; those inside a `PerRank` are the same on all ranks."""
+        """Flat names; those inside a `PerRank` are the same on all ranks."""
         own = f"@{self._rank}"
         parts = ([("@" if part == own else part) for part in adapter.name.split(".")] for adapter in self._adapters)
         return sorted(".".join(each) for each in parts)
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
-        """Return digests, by flat name, of state that may be shared or per rank."""
         found = (adapter.digests(allow_pickle=allow_pickle) for adapter in self._adapters)
         return {name: digest for digests in found for name, digest in digests.items()}
 
     def states(self, differing: Collection[str], *, communicating: bool) -> dict[str, Any]:
-        """Return, by flat name, the states to save, of objects that do, or do not, communicate."""
         chosen = [adapter for adapter in self._adapters if adapter.communicates == communicating]
         return {adapter.name: adapter.state(differing) for adapter in chosen}
 
     def templates(self, stored: StoredState, selected: Selected, *, communicating: bool) -> dict[str, Template]:
-        """Make templates, by flat name, for the selected objects that do, or do not, communicate."""
         made = {}
         for adapter in (each for each in self._adapters if each.communicates == communicating):
             name = adapter.name
@@ -150,7 +143,6 @@ class Objects:
         return made
 
     def load(self, templates: Mapping[str, Template], filled: set[str]) -> None:
-        """Give every object the part of its template that was filled, if any."""
         # Objects that communicate come first: one that fails on a single rank must not leave the others waiting.
         for adapter in sorted(self._adapters, key=lambda adapter: not adapter.communicates):
             template = templates.get(adapter.name, NOTHING_STORED)
@@ -160,7 +152,7 @@ class Objects:
 
 
 def _filled_part(value: Any, name: str, filled: set[str], rank: int) -> Any:
-    """Return the filled part of a container: the container itself if all of it was filled, `UNFILLED` if nothing."""
+    """Return the container itself if all of it was filled, its filled part, or `UNFILLED` if nothing was."""
     if not isinstance(value, (PerRank, Mapping, list, tuple)) or (isinstance(value, (list, tuple)) and name in filled):
         return value if name in filled else UNFILLED
     kind = "ranks" if isinstance(value, PerRank) else "dict" if isinstance(value, Mapping) else "list"
@@ -247,7 +239,6 @@ _STATE_DICT_HOOKS = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_s
 
 
 def _customizes_state_dict(module: nn.Module) -> bool:
-    """Return True if hooks or methods other than torch's take part in `state_dict` or `load_state_dict`."""
     for part in module.modules():
         methods = [part.__dict__.get(name, getattr(type(part), name)) for name in _STATE_DICT_METHODS]
         hooks = [hook for name in _STATE_DICT_HOOKS for hook in getattr(part, name).values()]
@@ -275,7 +266,6 @@ def _become(target: torch.Tensor, filled: torch.Tensor) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two tensors are the same bytes, or both have none."""
     mine, its = (describe_leaf("", tensor, allow_meta=True) for tensor in (one, other))
     return (mine.alias, mine.shape, mine.dtype) == (its.alias, its.shape, its.dtype)
 
@@ -296,7 +286,6 @@ class OptimizerObject(Adapter):
 
     @cached_property
     def _firsts(self) -> dict[int, str]:
-        """The first names, by id: torch hashes tensors in Python."""
         return {id(parameter): names.first for parameter, names in self._names.items()}
 
     def digests(self, *, allow_pickle: bool) -> dict[str, bytes]:
@@ -466,7 +455,6 @@ def _memory_for(
 
 
 def _shares_memory(present: Any, parameter: torch.Tensor) -> bool:
-    """Return True if state is the parameter's own memory, which must not be filled with optimizer state."""
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in (present, parameter)]
     if not all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors):
         return False
@@ -475,7 +463,6 @@ def _shares_memory(present: Any, parameter: torch.Tensor) -> bool:
 
 
 def _may_belong_to_shard(value: Any, parameter: torch.Tensor) -> bool:
-    """Return True if a value may belong to this rank's shard of a parameter alone."""
     return type(value) is torch.Tensor and value.dim() > 0 and _shard_of(parameter) is not None
 
 
@@ -508,7 +495,7 @@ def _local_form(kept: Any, layout: Mapping[str, Any]) -> Any:
 
 
 def _shard_of(parameter: Any) -> list[list[list[int]]] | None:
-    """Return the boxes of a sharded parameter that this rank holds; None if the parameter is not sharded."""
+    """Return the boxes of a parameter that this rank holds; None if it is not sharded."""
     if not is_dtensor(parameter) or all(placement.is_replicate() for placement in parameter.placements):
         return None
     pieces = describe_leaf("", parameter, allow_meta=True).pieces
@@ -521,7 +508,7 @@ class FSDP1OptimizerObject(Adapter):
     communicates = True
 
     def __init__(self, name: str, optimizer: Optimizer, module: nn.Module, prefix: str) -> None:
-        """Take the optimizer and its module; `prefix` precedes names if the state has several modules."""
+        """`prefix` precedes names if the state has several modules."""
         self.name = name
         self._prefix = prefix
         self._optimizer = optimizer
@@ -536,7 +523,6 @@ class FSDP1OptimizerObject(Adapter):
         return {"state": {} if fresh else kept, "param_groups": optimizers.groups_by_first(groups)}
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
-        """Return a template like the present state, or like the state after a step."""
         optimizer, prefix = self._optimizer, self._prefix
         present, live = self._present()
         groups = optimizers.StoredGroups(self.name, stored, selected)

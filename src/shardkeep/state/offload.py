@@ -106,7 +106,6 @@ def check_plain_types(tree: Any, path: TreePath = ()) -> None:
 
 
 def _identity_func(obj: Any, pg: dist.ProcessGroup | None, device: torch.device | None, companion_obj: Any) -> Any:
-    """Return the tensor as it is."""
     del pg, device, companion_obj
     return obj
 
@@ -160,10 +159,9 @@ def create_cpu_state_dict(
     """
     Return a companion: the same nesting, with a new CPU tensor of undefined values for each tensor.
 
-    Every tensor gets memory of its own; torch returns 0-dim DTensors themselves, and leaves 0-dim tensors out of
-    shared and pinned memory. Other values are copied deeply. Memory may be page-locked (`pin_memory`), or such that other
-    processes can map it (`share_memory`). If both, each tensor's memory is registered with the driver, which is slow, and
-    unregistered when it is freed; `PinningRefused` if the driver refuses that.
+    Every tensor gets memory of its own; torch returns 0-dim DTensors themselves, and leaves 0-dim tensors out of shared
+    and pinned memory. Other values are copied deeply. If memory is page-locked (`pin_memory`) and also shared between
+    processes (`share_memory`), each tensor is registered with the driver, which is slow, or raises `PinningRefused`.
     """
 
     def plain(obj: torch.Tensor) -> torch.Tensor:

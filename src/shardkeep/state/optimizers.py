@@ -41,7 +41,6 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 class ParameterNames(NamedTuple):
     first: str
-    """The name under which it is saved."""
     forms: tuple[tuple[str, ...], ...]
     """
     Its names as a part of the state, those in its modules, and those with which the optimizer was built. The more specific
@@ -210,7 +209,6 @@ class StoredGroups:
         return {rest: allocate_leaf(stored, leaf) for rest, (_, _, leaf) in self._leaves.items() if not leaf.empty}
 
     def had_state(self, parameter: str, stored: StoredState) -> bool:
-        """Return True if state was saved for a parameter, also if the load drops it."""
         return stored.was(self._former[parameter])
 
     def check(self, names: Iterable[str], hyper: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -227,7 +225,6 @@ class StoredGroups:
             )
 
     def hyper_parameters(self, members: Sequence[Sequence[str]], filled: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the hyper-parameters that a load has filled in, for each live group of these members."""
         items: dict[Any, list[tuple[KeyPath, Any]]] = {}
         for rest, (group, path, _) in self._leaves.items():
             if filled.get(rest, UNFILLED) is not UNFILLED:
@@ -255,11 +252,9 @@ class StateLayout:
         self._made: dict[torch.Tensor, Any] | None = None
 
     def at_hand(self, parameter: torch.Tensor) -> Mapping[Any, Any] | None:
-        """Return the state of a parameter if it exists already; never makes a step."""
         return self._live.get(parameter) or (self._made or {}).get(parameter)
 
     def of(self, parameter: torch.Tensor) -> Mapping[Any, Any] | None:
-        """Return the state that a parameter has, or would have; None if that is unknown."""
         if self._live:
             return self._live.get(parameter)
         if self._made is None:
@@ -286,7 +281,6 @@ def init_optim_state(optim: Optimizer) -> None:
 
 @contextmanager
 def with_initial_state(optimizer: Optimizer) -> Iterator[None]:
-    """Give a fresh optimizer initial state while this context is entered; it is fresh again afterwards."""
     if not is_fresh(optimizer):
         yield
         return
@@ -380,7 +374,6 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def _generators_kept(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore all random number generators on exit."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what scripts use
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = accelerator.type if accelerator is not None else "cuda"

@@ -1,8 +1,4 @@
-"""
-Patterns for names of leaves: `include`, `exclude`, `rename`, and suggestions for names that were not found.
-
-Pure functions of strings; this module does not import torch.
-"""
+"""Patterns for names of leaves (`include`, `exclude`, `rename`), and suggestions for names not found; without torch."""
 
 from __future__ import annotations
 
@@ -95,7 +91,6 @@ def renamer(rename: Renames) -> Callable[[str], str | None]:
 
 
 def unused_patterns(patterns: Patterns, names: Iterable[str]) -> list[str]:
-    """Return the patterns, checked ones, that match none of these names. A callable has no patterns to judge."""
     if patterns is None or callable(patterns):
         return []
     names = list(names)
@@ -103,7 +98,6 @@ def unused_patterns(patterns: Patterns, names: Iterable[str]) -> list[str]:
 
 
 def unused_renames(rename: Renames, names: Iterable[str]) -> list[str]:
-    """Return the names, dotted prefixes and regular expressions of a renaming that match none of these names."""
     if rename is None or callable(rename):
         return []
     left, unused = list(names), list[str]()
@@ -254,7 +248,6 @@ def _moved(missing: Sequence[str], present: Collection[str]) -> tuple[dict[str, 
 
 
 def _rename_hint(wrapped: dict[str, str]) -> str:
-    """Return a hint with the rename between names that differ by wrappers only."""
     theirs = sorted({part for name in wrapped.values() for part in name.split(".")} & set(WRAPPERS))
     ours = sorted({part for name in wrapped for part in name.split(".")} & set(WRAPPERS))
     carried = ", ".join(f"`{wrapper}.`" for wrapper in ours or theirs)
@@ -269,7 +262,6 @@ def _rename_hint(wrapped: dict[str, str]) -> str:
 
 
 def _differing_prefixes(old: str, new: str) -> tuple[str, str]:
-    """Return two names without the parts in which both end; at least one part of each."""
     a, b = old.split("."), new.split(".")
     while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
         a.pop()

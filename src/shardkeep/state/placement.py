@@ -1,11 +1,8 @@
 """
-Where this rank's part of a DTensor lies in the whole tensor.
-
-For a mesh and placements it computes pairs of boxes: one in the whole tensor, one in the local tensor. It works on runs
-of indices, and nothing is communicated.
+Where this rank's part of a DTensor lies in the whole tensor: pairs of boxes, in the whole and in the local tensor.
 
 A sharding is a sequence of cuts. Each cut splits what the cuts before it left of one tensor dimension over one mesh
-dimension, the way `torch.chunk` does: ceil-sized chunks, the last ones short or empty.
+dimension, the way `torch.chunk` does: ceil-sized chunks, the last ones short or empty. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -25,8 +22,6 @@ Run = tuple[int, int]
 
 
 class Cut(NamedTuple):
-    """One mesh dimension splitting one tensor dimension."""
-
     mesh_dim: int
     tensor_dim: int
     split_factor: int = 1

@@ -223,7 +223,6 @@ def _named(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[
 
 
 def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
-    """Return the canonical names of an optimizer's parameter, the usual one first."""
     if parameter not in info.param_names:
         raise MissingKey(
             f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model",
@@ -268,7 +267,6 @@ class SavedOptimizers:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     """For each parameter: the hyper-parameters of its group, one dict for all parameters of a group."""
     empty_groups: list[dict[str, Any]] = field(default_factory=list)
-    """Hyper-parameters of groups without parameters."""
     was_flat: bool = False
     """Keys inside the state of a parameter were joined, so that 0 and "0" look the same."""
 
@@ -351,21 +349,16 @@ class _Entry(NamedTuple):
 
 
 class _LoadPlan(NamedTuple):
-    """What one optimizer is to get."""
-
     optimizer: Optimizer
     layout: StateLayout
     entries: list[list[_Entry]]
-    """Its parameters, by group."""
     groups: list[dict[str, Any]]
-    """Their hyper-parameters."""
 
 
 @torch.no_grad()
 def load_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], state_dict: Mapping[str, Any], info: StateDictInfo
 ) -> None:
-    """Load a state dict, in any of its forms, into optimizers."""
     if not info.handle_optim:
         return
     # FSDP1 broadcasts full state by itself if only one rank keeps it.
@@ -431,7 +424,6 @@ def _plan(
 def _check_complete(
     optimizer: Optimizer, entries: Sequence[_Entry], saved: SavedOptimizers, layout: StateLayout
 ) -> None:
-    """Raise if a parameter that is trained would lose its state."""
     trained = [entry for entry in entries if entry.parameter.requires_grad]
     found = any(name in saved.state for entry in trained for name in entry.names)
     for entry in trained:

@@ -40,7 +40,6 @@ from shardkeep.state.leaves import (
 )
 
 Selected = Callable[[str], bool]
-"""True of the names that are to be loaded."""
 _SAMPLES = 16
 _SAMPLE_NBYTES = 64 << 10
 """Of tensors above 1 MiB, 16 samples of this size are compared, evenly spaced; hashing a model would take seconds."""
@@ -51,8 +50,6 @@ UNFILLED: Final = object()
 
 
 class Template(NamedTuple):
-    """What a load fills for one object."""
-
     state: Any
     """Containers with memory for tensors and `UNFILLED` for values; `UNFILLED` if the checkpoint has nothing."""
     load: Callable[[Any], None]
@@ -72,27 +69,20 @@ _CONTAINERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """One leaf of a checkpoint."""
-
     name: str
     path: KeyPath
-    """From the root to it."""
     row: int
     """Of its tensor, or of its value."""
     is_tensor: bool
     order: int
-    """Its position in the state that was saved."""
     empty: str = ""
     """The kind of an empty container, which is stored as a leaf."""
 
 
 class StoredState:
-    """The leaves of a checkpoint by name."""
-
     def __init__(
         self, index: Index, names: tuple[Mapping[str, int], Mapping[str, int]], rename: Callable[[str], str | None]
     ) -> None:
-        """Take an index, the names for its tensors and values, and the function that made these names."""
         self.index = index
         self.renamed = rename
         tensors, values = ({row: name for name, row in rows.items()} for rows in names)
@@ -119,7 +109,6 @@ class StoredState:
         return self._leaves[at] if at < len(self._names) and self._names[at] == name else None
 
     def has(self, name: str) -> bool:
-        """Return True if there is anything of this name or below it."""
         return self.find(name) is not None or _any_below(self._names, name)
 
     @cached_property
@@ -158,7 +147,6 @@ def _any_below(names: list[str], name: str) -> bool:
 
 
 def build_containers(leaves: list[tuple[KeyPath, Any]], depth: int = 0) -> Any:
-    """Build containers from the paths of their leaves, which are in order."""
     kind = leaves[0][0][depth][0]
     groups: dict[Part, list[tuple[KeyPath, Any]]] = {}
     for path, leaf in leaves:
@@ -194,7 +182,6 @@ def allocate_leaf(stored: StoredState, leaf: StoredLeaf, present: Any = None) ->
 
 
 def is_sharded_leaf(leaf: Any) -> bool:
-    """Return True for a leaf of which ranks may hold different parts."""
     return isinstance(leaf, ShardedBox) or is_dtensor(leaf) or is_sharded_tensor(leaf)
 
 
@@ -232,13 +219,10 @@ class Adapter:
         raise NotImplementedError
 
     def template(self, stored: StoredState, selected: Selected) -> Template:
-        """Return the template to fill from a checkpoint."""
         raise NotImplementedError
 
 
 class StatefulObject(Adapter):
-    """How an object with `state_dict` and `load_state_dict` is saved and loaded."""
-
     def __init__(self, name: str, target: Any, *, rank: int, world_size: int) -> None:
         self.name = name
         self._target = target
@@ -359,7 +343,6 @@ class RNG:
     __per_rank__ = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every generator."""
         version, words, gauss = random.getstate()
         legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - the global one is what scripts use
         state = {
@@ -404,6 +387,5 @@ class RNG:
 
 
 def _accelerator() -> Any:
-    """Return torch's module for the accelerator, if this process uses one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None else torch.get_device_module(device)
