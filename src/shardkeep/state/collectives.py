@@ -82,14 +82,9 @@ def all_gather_sharded_tensor(
         known = (each.placement.device() for each in metadata.shards_metadata)
         device = _sending_device(torch.device(next((one.type for one in known if one is not None), "cpu")), group)
     shape, dtype = tuple(metadata.size), sharded_tensor.dtype
-    boxes = [
-        (each.placement.rank(), Box(tuple(each.shard_offsets), tuple(each.shard_sizes)))
-        for each in metadata.shards_metadata
-        if 0 not in each.shard_sizes
-    ]
     # Each owner broadcasts its shards, straight into the full tensor if the shard is contiguous there.
     full = torch.empty(shape, dtype=dtype, device=device)
-    for owner, box in boxes:
+    for owner, box in _shards_of(sharded_tensor):
         target = full[slices(box)]
         carrier = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
         if owner == dist.get_rank():
@@ -104,14 +99,17 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def _shards_of(sharded_tensor: Any) -> list[tuple[int, Box]]:
+    """Return rank and box of each shard that is not empty, as the metadata assign them."""
+    shards = sharded_tensor.metadata().shards_metadata
+    boxes = ((each.placement.rank(), Box(tuple(each.shard_offsets), tuple(each.shard_sizes))) for each in shards)
+    return [(owner, box) for owner, box in boxes if box.volume]
+
+
 def _pieces_of(name: str, sharded_tensor: Any) -> dict[Ints, torch.Tensor]:
     """Return this rank's shards as plain tensors by offsets; raise if they are not those the metadata assign to it."""
     pieces = {piece.offsets: piece.tensor for piece in leaves.describe_leaf(name, sharded_tensor).pieces}
-    given = {
-        tuple(each.shard_offsets): tuple(each.shard_sizes)
-        for each in sharded_tensor.metadata().shards_metadata
-        if each.placement.rank() == dist.get_rank() and 0 not in each.shard_sizes
-    }
+    given = {box.offsets: box.sizes for owner, box in _shards_of(sharded_tensor) if owner == dist.get_rank()}
     held = {offsets: tuple(tensor.shape) for offsets, tensor in pieces.items()}
     if held != given:
         raise InvalidShards(

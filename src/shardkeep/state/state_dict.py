@@ -216,10 +216,15 @@ def _named(model: nn.Module, optimizer: Optimizer, info: StateDictInfo) -> dict[
                 f"{type(optimizer).__qualname__} keeps state under {foreign[0]!r}, which is none of its parameters",
                 hint="save such state by itself",
             )
-    return {
-        STATE: {names[key]: tree for key, tree in packed[STATE].items()},
-        PARAM_GROUPS: [{**group, PARAMS: [names[key] for key in group[PARAMS]]} for group in packed[PARAM_GROUPS]],
-    }
+    groups = packed[PARAM_GROUPS]
+    members = [[names[key] for key in group[PARAMS]] for group in groups]
+    return _packed({names[key]: tree for key, tree in packed[STATE].items()}, groups, members)
+
+
+def _packed(state: dict[Any, Any], groups: Sequence[Mapping[str, Any]], members: Sequence[list[Any]]) -> dict[str, Any]:
+    """Return a state dict in the form of an optimizer's own, given what stands for the parameters of each group."""
+    rows = [{**group, PARAMS: own} for group, own in zip(groups, members, strict=True)]
+    return {STATE: state, PARAM_GROUPS: rows}
 
 
 def _names_of(parameter: Any, info: StateDictInfo) -> tuple[str, ...]:
@@ -480,13 +485,7 @@ def _load(plan: _LoadPlan, known: SavedOptimizers, saved: SavedOptimizers, info:
     if known.was_flat:
         trees = {number: _with_own_keys(tree, flat[number].parameter, layout) for number, tree in trees.items()}
     numbers = iter(range(len(flat)))
-    packed = {
-        STATE: dict(trees),
-        PARAM_GROUPS: [
-            {**group, PARAMS: [next(numbers) for _ in row]}
-            for group, row in zip(plan.groups, plan.entries, strict=True)
-        ],
-    }
+    packed = _packed(dict(trees), plan.groups, [[next(numbers) for _ in row] for row in plan.entries])
     own_method(optimizer, "load_state_dict")(state_dict=packed)
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for number, tree in trees.items():
@@ -577,12 +576,8 @@ def _load_by_fsdp1(model: nn.Module, plan: _LoadPlan, saved: SavedOptimizers, in
         return state_dict_key(model, name, fqn_modifiers=info.dsd_fqn_modifiers)
 
     named = [[name for entry in row for name in entry.names] for row in plan.entries]
-    packed = {
-        STATE: {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state},
-        PARAM_GROUPS: [
-            {**group, PARAMS: [key(name) for name in row]} for group, row in zip(plan.groups, named, strict=True)
-        ],
-    }
+    state = {key(name): dict(saved.state[name]) for row in named for name in row if name in saved.state}
+    packed = _packed(state, plan.groups, [[key(name) for name in row] for row in named])
     with info.fsdp_context():
         converted = modules.fsdp1_optimizer_state(model, plan.optimizer, packed, to_load=True)
     own_method(plan.optimizer, "load_state_dict")(state_dict=converted)

@@ -249,10 +249,8 @@ class StatefulObject(Adapter):
         }
         if any(is_sharded_leaf(leaf) for leaf in leaves.values()):
             return own
-        digest = xxhash.xxh3_128()
-        for key, one in own.items():
-            digest.update(key.encode() + b"\0" + one)
-        return {self.name: digest.digest()}
+        joined = b"".join(key.encode() + b"\0" + one for key, one in own.items())
+        return {self.name: xxhash.xxh3_128_digest(joined)}
 
     def state(self, differing: Collection[str]) -> Any:
         if inside := [name for name in differing if name.startswith(f"{self.name}.")]:
