@@ -47,7 +47,6 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _SIZES_FOLLOW = 0x800, 0x8
-_DATA = b"archive/data/0"
 _END_NBYTES = _END64.size + _LOCATOR64.size + _END.size
 _MAX_DIRECTORY_NBYTES = 1 << 26
 _MAX_PICKLE_NBYTES = 1 << 30
@@ -64,8 +63,8 @@ def frame_tensor(dtype: DType, shape: tuple[int, ...], *, at: int, alignment: in
     nbytes = math.prod(shape) * dtype.itemsize
     header, size = len(before), min(nbytes, _MAX32)
     wide = _wide(nbytes, nbytes) if size == _MAX32 else b""
-    local = _local(_DATA, _UTF8, size, wide, at + header, alignment)
-    listed = directory + _central(_DATA, _UTF8, 0, nbytes, header)
+    local = _local(_name(0), _UTF8, size, wide, at + header, alignment)
+    listed = directory + _central(_name(0), _UTF8, 0, nbytes, header)
     return before + local, listed + _ends(1, header + len(local) + nbytes, len(listed))
 
 

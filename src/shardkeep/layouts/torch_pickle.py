@@ -104,15 +104,8 @@ def _known() -> Names:
     # All dtypes, including those of quantized tensors, which only torch reads.
     names.update({("torch", str(each)[6:]): each for each in vars(torch).values() if isinstance(each, torch.dtype)})
     names["torch", "Size"] = Call(torch.Size)
-    names["torch.serialization", "_get_layout"] = Call(_layout)
+    names["torch.serialization", "_get_layout"] = Call(torch.serialization._get_layout)
     return names
-
-
-def _layout(name: Any) -> torch.layout:
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
-        raise MalformedFile(f"there is no layout {name!r}")
-    return found
 
 
 PlainEntry = tuple[tuple[str, bool, bool], Ints, list[tuple[Ints, Ints]]]
