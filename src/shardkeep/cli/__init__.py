@@ -26,7 +26,6 @@ class Command:
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """Describe an argument, as argparse's `add_argument` takes it."""
     return names, options
 
 

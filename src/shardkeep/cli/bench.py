@@ -39,8 +39,6 @@ _REQUEST_NBYTES = 8 << 20
 
 
 class Result(NamedTuple):
-    """The measurements of one contender."""
-
     name: str
     nbytes: int
     write_s: list[float]
@@ -120,7 +118,6 @@ def _check_room(where: str, root: Root, nbytes: int) -> None:
 
 @contextmanager
 def _scratch_place(root: Root, url: str) -> Iterator[str]:
-    """Name a new directory below a URL, and delete it at the end."""
     name = f"shardkeep-bench-{secrets.token_hex(8)}"
     try:
         yield f"{url.rstrip('/')}/{name}"
@@ -131,12 +128,7 @@ def _scratch_place(root: Root, url: str) -> Iterator[str]:
             echo_err(f"{root.url}/{name} could not be deleted: {exc}", "yellow")
 
 
-# -- contenders
-
-
 class Contender(NamedTuple):
-    """Something to measure."""
-
     nbytes: int
     """Bytes that are written: the requested size, rounded down."""
     write: Callable[[str], object]
@@ -201,7 +193,6 @@ def measure(name: str, where: str, nbytes: int, rounds: int) -> Result:
 
 
 def _measure_round(contender: Contender, where: str) -> tuple[float, float]:
-    """Return the seconds of a write and of a read."""
     path = f"{where}/round"
     began = time.perf_counter()
     contender.write(path)

@@ -43,7 +43,6 @@ def completion(args: argparse.Namespace) -> int:
 
 
 def _whole_parser(directory: object) -> argparse.ArgumentParser:
-    """Build one parser of all commands, and say how each argument is completed."""
     whole = argparse.ArgumentParser(prog="shardkeep", description="Checkpoints for PyTorch training.")
     whole.add_argument("--version", action="version")
     commands = whole.add_subparsers(metavar="COMMAND", parser_class=Parser)

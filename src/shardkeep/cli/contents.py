@@ -58,12 +58,10 @@ class Item:
 
     @property
     def own_nbytes(self) -> int:
-        """Bytes stored for this key and no other."""
         return 0 if self.tied_to else self.nbytes
 
     @property
     def what(self) -> str:
-        """Dtype and shape: bfloat16 [4096, 1024]."""
         return f"{self.dtype} {out.format_shape(self.shape)}" if self.is_tensor else VALUE
 
 
@@ -116,7 +114,7 @@ def stored_chunks(checkpoint: Checkpoint, item: Item) -> list[Chunk]:
 
 
 def find_items(checkpoint: Checkpoint, key: str) -> list[Item]:
-    """Return the item of a key, or those below a prefix; a `UsageError` names keys that are spelt alike."""
+    """Return the item of a key, or those below a prefix; the error for neither names keys that are spelt alike."""
     below = f"{key.rstrip('.')}."
     if found := list(iter_items(checkpoint, lambda each: each == key or each.startswith(below))):
         return [item for item in found if item.key == key] or found
@@ -133,7 +131,6 @@ def text_of(checkpoint: Checkpoint, item: Item) -> str:
 
 
 def brief_value(checkpoint: Checkpoint, item: Item) -> str:
-    """Return a plain value, shortened to fit into a column."""
     return out.shorten(value_text(checkpoint, item), _VALUE_WIDTH)
 
 
@@ -146,8 +143,6 @@ def value_text(checkpoint: Checkpoint, item: Item) -> str:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for a value that cannot be read."""
-
     reason: str
 
     def __repr__(self) -> str:
@@ -162,7 +157,6 @@ def plain_value(checkpoint: Checkpoint, key: str) -> Any:
 
 
 def summarize(checkpoint: Checkpoint) -> str:
-    """Describe a checkpoint in two lines."""
     record, totals = checkpoint.record, checkpoint.record.totals
     step = f"step {record.step}, " if record.step is not None else ""
     try:

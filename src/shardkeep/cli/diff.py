@@ -37,8 +37,6 @@ Pair = tuple[Item, Item]
 
 @dataclass
 class Difference:
-    """All differences between two checkpoints, A and B, by their keys in A."""
-
     only_in_a: dict[str, Item]
     only_in_b: dict[str, Item]
     other_kind: dict[str, Pair] = field(default_factory=dict)
@@ -186,7 +184,6 @@ def _compare_values(
 def _compare_tensors(
     a: Checkpoint, b: Checkpoint, pairs: list[Pair], args: argparse.Namespace
 ) -> dict[str, TensorChange]:
-    """Read pairs of tensors, and return those that differ."""
     if not pairs:
         return {}
     from shardkeep.cli import tensors  # noqa: PLC0415 - torch only where values are read
@@ -194,9 +191,6 @@ def _compare_tensors(
     with out.byte_bar("comparing", sum(one.nbytes for one, _ in pairs)) as update:
         changes = tensors.compare_tensors(a, b, pairs, args.rtol, args.atol, lambda read: update(advance=read))
     return {one.key: change for (one, _), change in zip(pairs, changes, strict=True) if change.changed}
-
-
-# -- equality by digests
 
 
 class BlockDigests:
@@ -236,9 +230,6 @@ def _proved_equal(one: BlockDigests, other: BlockDigests, item: Item, other_item
         return found is not None and found == other.of(other_item)
     except StorageError:
         return False  # reading the values will report the problem
-
-
-# -- output
 
 
 def _print_difference(found: Difference, args: argparse.Namespace) -> None:

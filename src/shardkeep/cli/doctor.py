@@ -47,7 +47,6 @@ Facts = dict[str, str]
 """,
 )
 def doctor(args: argparse.Namespace) -> int:
-    """Print the report; 1 if the place cannot be used."""
     slow = []
     if cores() < 4:
         slow.append(f"{out.format_count(cores(), 'core')}: training, hashing and copying compete for them")
@@ -77,9 +76,6 @@ def doctor(args: argparse.Namespace) -> int:
     if failed:
         out.echo_err(out.printable_lines(failed), "red")
     return 1 if failed else 0
-
-
-# -- this machine
 
 
 def _versions() -> Facts:
@@ -119,9 +115,6 @@ def _options() -> Facts:
     for name, value in sorted(settings_with(("SHARDKEEP_", "LOCAL_WORLD_SIZE")).items()):
         rows[f"${name}"] = "(a secret)" if name == "SHARDKEEP_KEY" else value
     return rows
-
-
-# -- a place
 
 
 def _examine(root: base.Root, path: str | None, rows: Facts) -> Iterator[str]:
@@ -174,7 +167,6 @@ def _write_and_read(root: base.Root, name: str) -> str:
 
 
 def _commits(root: base.Root, name: str) -> str:
-    """Say what keeps two writers from replacing each other's commits."""
     checks = getattr(base.innermost(root), "checks_conditions", None)
     try:
         root.put(name, b"")
@@ -187,7 +179,6 @@ def _commits(root: base.Root, name: str) -> str:
 
 
 def _file_system(path: str) -> tuple[str, str]:
-    """Return the type of the file system that a directory is in, and where it is mounted."""
     real, found = os.path.realpath(path), ("", "/")
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as file:
         for line in file:

@@ -69,7 +69,6 @@ def _du_checkpoint(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
 
 
 def _add_up(items: Iterable[Item], name_of: Callable[[Item], str]) -> Shares:
-    """Add up keys and their sizes by name, the largest first."""
     found: Shares = {}
     for item in items:
         keys, nbytes = found.get(name_of(item), (0, 0))
@@ -132,7 +131,6 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
 
 
 def _sizes(run: Run) -> dict[str, int]:
-    """Return what the files of each checkpoint take, including those that a record does not name."""
     root = run.catalog.root  # which does not list links to files
     sizes = {}
     for entry in run.entries:

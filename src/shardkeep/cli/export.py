@@ -107,9 +107,6 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- shared by export and convert
-
-
 def _transfer(function: Callable[..., T], args: argparse.Namespace, to: str, **how: Any) -> T:
     """Do the work; show progress and path hints, and silence the library's log, because the command prints the same."""
     source, size, codecs = args.checkpoint, parse_size(args.shard_size, "--shard-size"), parse_codecs(args.codecs)
@@ -141,7 +138,6 @@ def _some(names: list[str]) -> str:
 
 
 def parse_codecs(text: str | None) -> list[str] | None:
-    """Return the codecs in a text such as float,zstd:3."""
     return [name for name in map(str.strip, text.split(",")) if name] if text else None
 
 
@@ -153,9 +149,6 @@ def parse_rename(text: str) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-# -- rotate
-
-
 @command(
     argument("path", metavar="PATH", nargs="+", help="checkpoints, runs, or folders of runs"),
     examples="""
@@ -164,7 +157,6 @@ def parse_rename(text: str) -> tuple[str, str]:
 """,
 )
 def rotate(args: argparse.Namespace) -> int:
-    """Rotate all of them; 2 if one fails, or if a path has nothing that is encrypted."""
     documents: dict[str, list[dict[str, Any]]] = {}
     for path in args.path:
         found = open_checkpoint_or_run(path)

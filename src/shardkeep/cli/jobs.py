@@ -44,7 +44,6 @@ _END_S = 10.0
 
 T = TypeVar("T")
 Work = Callable[..., T]
-"""Does the work, or this rank's part of it; takes `group` and `progress`."""
 
 
 def jobs_for(given: int | None, source: str) -> int:
@@ -142,7 +141,7 @@ def _end(processes: Sequence[Any], within_s: float) -> None:
 
 
 def _follow(rank: int, jobs: int, folder: str, work: Work[object]) -> None:
-    """Do the part of another rank, in its process. Its failure is raised by rank 0."""
+    """Do the part of another rank. Its failure is raised by rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 ends the others
     with contextlib.suppress(CheckpointError, KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)

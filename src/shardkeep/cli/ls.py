@@ -74,9 +74,6 @@ def _print_names(names: Iterable[str]) -> None:
         print(out.printable(name))
 
 
-# -- the checkpoints of a run, and the runs of a folder
-
-
 def _list_run(run: Run, args: argparse.Namespace) -> int:
     if args.pattern or args.tree or args.long:
         what = "run" if run.entries else "folder of runs" if run.runs else "folder with nothing in it"
@@ -185,9 +182,6 @@ def _run_json(run: Run, entries: Iterable[Entry]) -> dict[str, Any]:
     return document | {"latest": run.path_to(run.latest.name) if run.latest else None, "checkpoints": listed}
 
 
-# -- the keys of a checkpoint
-
-
 def _list_keys(checkpoint: Checkpoint, args: argparse.Namespace) -> int:
     every = contents.matching_items(checkpoint, args.pattern)
     items = _select(every, args, lambda item: item.key, lambda item: item.own_nbytes)
@@ -240,7 +234,6 @@ _Branch = list[tuple[list[str], contents.Item]]
 
 
 def _tree_lines(checkpoint: Checkpoint, items: Iterable[contents.Item], args: argparse.Namespace) -> Iterator[str]:
-    """Return the lines of a tree, one for each branch; two in one string if a branch does not fit into one."""
     room = out.terminal_width() or sys.maxsize
 
     def nbytes_of(branch: _Branch) -> int:
@@ -272,9 +265,6 @@ def _tree_lines(checkpoint: Checkpoint, items: Iterable[contents.Item], args: ar
     return below([(item.key.split("."), item) for item in items], "", 1)
 
 
-# -- latest
-
-
 @command(
     argument("root", metavar="ROOT", help="the directory of a run's checkpoints"),
     examples="""
@@ -283,7 +273,7 @@ def _tree_lines(checkpoint: Checkpoint, items: Iterable[contents.Item], args: ar
 """,
 )
 def latest(args: argparse.Namespace) -> int:
-    """Print the path alone on stdout; if there is none, print nothing there and return 1."""
+    """Print the path alone on stdout; nothing if there is none."""
     run = open_run(args.root, must_exist=False)  # a directory that does not exist has no checkpoint yet
     skipped: list[dict[str, str]] = []
     latest: Entry | None = None
@@ -305,9 +295,6 @@ def latest(args: argparse.Namespace) -> int:
         if not skipped and (hint := suggest_path(args.root)):
             out.echo_err(f"  hint: {hint}")
     return 0 if latest else 1
-
-
-# -- cat
 
 
 @command(

@@ -1,9 +1,8 @@
 """
 The `shardkeep` command. It imports only the module of the given subcommand, so that most commands start without torch.
 
-CONTRIBUTING.md says how to add a command. An error of `shardkeep.errors` becomes exit code 2.
-
-Exit codes: 0 success, 1 the command ran and found something wrong or different, 2 it could not run.
+Exit codes: 0 success, 1 the command ran and found something wrong or different, 2 it could not run, with an error of
+`shardkeep.errors`. CONTRIBUTING.md says how to add a command.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def load_command(name: str) -> Command:
 
 
 def parser_of(name: str, command: Command) -> Parser:
-    """Build the parser of one command, with its help and the arguments that all commands have."""
     examples = command.examples.strip("\n")
     parser = Parser(
         prog=f"shardkeep {name}",
@@ -95,7 +93,6 @@ def parser_of(name: str, command: Command) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:

@@ -53,12 +53,11 @@ def is_terminal(stream: TextIO | None = None) -> bool:
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the columns of a terminal; None if it is not one, because programs such as grep need whole lines."""
+    """Return the columns of a terminal; None if it is none, because programs such as grep need whole lines."""
     return shutil.get_terminal_size().columns if is_terminal(stream) else None
 
 
 def styled(text: str, style: Style, stream: TextIO | None = None) -> str:
-    """Return a text in a colour if the stream is a terminal that wants colours."""
     if not text or not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
@@ -133,7 +132,6 @@ def natural_order(text: str) -> list[tuple[int, str]]:
 
 
 def printable(text: str) -> str:
-    """Return a name with control characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -149,7 +147,6 @@ def format_number(value: complex | None) -> str:
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """Return a shape as torch writes it: [1024, 4096]."""
     return f"[{', '.join(map(str, shape))}]"
 
 
@@ -160,7 +157,6 @@ def format_speed(nbytes: int, seconds: float) -> str:
 
 
 def format_bar(share: float, width: int) -> str:
-    """Return a bar in eighths of a character."""
     whole, rest = divmod(round(share * width * 8), 8)
     return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
 
@@ -193,7 +189,6 @@ def wrap_lines(text: str, indent: str = "", stream: TextIO | None = None) -> str
 
 
 def titled(title: str, text: str, style: Style, stream: TextIO | None = None) -> str:
-    """Return a title in a colour and the text after it, wrapped together."""
     whole = wrap_lines(title + text, stream=stream)
     return styled(title, style, stream) + whole[len(title) :] if whole.startswith(title) else whole
 

@@ -51,7 +51,6 @@ class Action:
     nbytes: int
     why: str
     orphans: Sequence[str] = ()
-    """The files to sweep."""
 
 
 @command(
@@ -128,9 +127,6 @@ pin = command(_CHECKPOINTS, examples="  shardkeep pin runs/a/step-500")(partial(
 unpin = command(_CHECKPOINTS, examples="  shardkeep unpin runs/a/step-500")(partial(_pin, pinned=False))
 
 
-# -- rules
-
-
 def parse_rules(args: argparse.Namespace) -> dict[str, Policy]:
     """Return the policies that the arguments choose, by the words that the user chose them with."""
     rules: dict[str, Policy] = {f"best {words}": _parse_best(words) for words in args.keep_best}
@@ -156,9 +152,6 @@ def _parse_best(words: str) -> KeepBest:
         return KeepBest(found[1], int(found[2] or 1), mode)
     except StateError as exc:
         raise out.UsageError(exc.message, hint=f"--keep-best {found[1]}:{found[2] or 1}:max, or :min") from exc
-
-
-# -- what to delete
 
 
 def make_plan(run: Run, rules: dict[str, Policy], *, force: bool) -> list[Action]:
@@ -253,9 +246,6 @@ def find_orphans(run: Run, entry: Entry) -> Action | None:
     return Action("sweep", entry, nbytes, "left by a save that did not finish", names) if names else None
 
 
-# -- output
-
-
 _STYLES: dict[str, out.Style] = {"sweep": "yellow", "delete": "red", "leave": "dim"}
 
 
@@ -274,7 +264,6 @@ def _freed_nbytes(planned: Sequence[Action]) -> int:
 
 
 def _summary(planned: Sequence[Action]) -> str:
-    """Say how much is to be deleted; empty if nothing is."""
     checkpoints, files = sum(each.verb == "delete" for each in planned), sum(len(each.orphans) for each in planned)
     counts = [(checkpoints, "checkpoint"), (files, "orphan file")]
     words = " and ".join(out.format_count(count, noun) for count, noun in counts if count)
@@ -288,9 +277,6 @@ def _plan_json(planned: Sequence[Action], failed: dict[str, str], *, dry_run: bo
         if each.verb in {"keep", "leave"} or each.entry.name not in failed:
             listed[each.verb].append(about | ({"files": each.orphans} if each.orphans else {}))
     return {"dry_run": dry_run, "nbytes": _freed_nbytes(planned), **listed, "failed": failed}
-
-
-# -- deleting
 
 
 def _confirmed(args: argparse.Namespace, planned: Sequence[Action]) -> bool:

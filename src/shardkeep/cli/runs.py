@@ -51,7 +51,7 @@ class Run:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The runs in a folder of runs: directories that contain checkpoints and are not checkpoints themselves."""
+        """Directories that contain checkpoints and are not checkpoints themselves."""
         if self.last and self.entries:  # of the others it is not known what they are
             return []
         taken = {entry.name for entry in self.entries}
@@ -63,19 +63,16 @@ class Run:
 
     @property
     def latest(self) -> Entry | None:
-        """The newest checkpoint, whether or not it is damaged."""
         return next((entry for entry in self.entries if entry.committed), None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its checkpoints, by their records."""
         return sum(entry.nbytes for entry in self.entries)
 
     def name_of(self, run: Run) -> str:
         return run.path.removeprefix(self.path_to(""))
 
     def path_to(self, name: str) -> str:
-        """Return the path of a directory in it, relative if the user wrote a relative path."""
         return f"{self.path.rstrip('/')}/{name}"
 
 
@@ -159,7 +156,7 @@ def suggest_path(where: str) -> str:
 
 
 def split_path(where: str) -> tuple[str, str]:
-    """Return parent and name of a path or URL; a bucket has no parent."""
+    """A bucket has no parent."""
     if "://" not in where:
         return os.path.split(os.path.abspath(where))
     scheme, _, rest = where.partition("://")

@@ -57,9 +57,6 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- slices
-
-
 def parse_slice(text: str) -> tuple[Any, ...]:
     """Parse an index expression: integers, slices and one `...`, separated by commas, with or without brackets."""
     inner = text.strip().removeprefix("[").removesuffix("]").strip()
@@ -101,11 +98,7 @@ def _show_slice(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: 
     return 0
 
 
-# -- all keys below a prefix
-
-
 def _show_prefix(checkpoint: Checkpoint, items: list[Item], args: argparse.Namespace) -> int:
-    """Print statistics of each tensor, and each value, below a prefix."""
     if args.slice is not None:
         raise out.UsageError(
             f"{args.key!r} is a prefix of {out.format_count(len(items), 'key')}, and not a tensor",
@@ -148,9 +141,6 @@ def _statistics_of(checkpoint: Checkpoint, items: list[Item]) -> dict[str, Stati
 
     with out.byte_bar("reading", sum(item.nbytes for item in items)) as update:
         return tensors.compute_statistics(checkpoint, items, lambda read: update(advance=read))
-
-
-# -- whole tensors
 
 
 def _show_tensor(checkpoint: Checkpoint, item: Item, stored: StoredTensor, args: argparse.Namespace) -> int:

@@ -109,9 +109,6 @@ def first_values(stored: StoredTensor, many: int) -> list[Any]:
     return found
 
 
-# -- statistics
-
-
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of elements, of complex ones by absolute value. NaN and Inf are counted, and are part of nothing else."""
@@ -126,11 +123,9 @@ class Statistics:
     std: float
     """Standard deviation of the finite elements as a population, not as a sample."""
     norm: float
-    """Euclidean norm of the finite elements."""
 
 
 def compute_statistics(checkpoint: Checkpoint, items: Sequence[Item], on_read: OnRead) -> dict[str, Statistics]:
-    """Return the statistics of tensors by key; raw bits have none."""
     tensors = [(item,) for item in items if not is_raw(item.dtype)]
     blocks = map_blocks([checkpoint], tensors, _statistics, on_read)
     return {item.key: _combined(of_blocks) for (item,), of_blocks in zip(tensors, blocks, strict=True)}
@@ -188,8 +183,6 @@ def _real(block: torch.Tensor) -> Array:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of elements in intervals of equal width."""
-
     low: float
     high: float
     counts: list[int]
@@ -216,13 +209,8 @@ def compute_histogram(
     return Histogram(low, high, np.sum(counts, axis=0).tolist())
 
 
-# -- comparison
-
-
 @dataclass(frozen=True)
 class ChangedElement:
-    """An element that differs, and its values."""
-
     index: tuple[int, ...]
     a: Any
     b: Any
@@ -238,13 +226,11 @@ class TensorChange:
     """Greatest distance; NaN if one side is NaN and the other is not, or the dtype has no arithmetic."""
     norm: float
     base_norm: float
-    """Euclidean norm of the first tensor's finite elements."""
     first: ChangedElement | None
     """The first changed element, in the order of storage."""
 
     @property
     def relative(self) -> float:
-        """Norm of the change divided by the norm of the first tensor."""
         return self.norm / self.base_norm if self.base_norm else math.inf if self.norm else 0.0
 
 
@@ -287,7 +273,6 @@ def _compare(box: Box, a: torch.Tensor, b: torch.Tensor, *, rtol: float, atol: f
 
 
 def _bits(block: torch.Tensor) -> Array:
-    """Return the bits of elements, one row per element."""
     return block.reshape(-1, 1).view(torch.uint8).numpy().view(f"u{min(block.itemsize, 8)}")
 
 

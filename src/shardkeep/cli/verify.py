@@ -30,8 +30,6 @@ _NOTHING = VerifyReport(files=0, bytes_read=0, seconds=0.0)
 
 
 class CheckResult(NamedTuple):
-    """The result of checking one checkpoint."""
-
     report: VerifyReport
     """What was read; nothing if there is a problem."""
     problems: Sequence[str] = ()
@@ -64,12 +62,7 @@ def check_checkpoint(where: str, *, deep: bool, on_read: out.OnRead = lambda _: 
         return CheckResult(_NOTHING, unknown=exc.message)
 
 
-# -- reads that are counted, for progress
-
-
 class CountingStore(StoreWrapper):
-    """A store that calls `on_read` for every read."""
-
     def __init__(self, inner: Store, on_read: out.OnRead) -> None:
         super().__init__(inner)
         self.on_read = on_read
@@ -80,7 +73,6 @@ class CountingStore(StoreWrapper):
         return local_path(self.inner)
 
     def any_names(self) -> CountingStore:
-        """Return the inner store's view, with its reads counted."""
         return CountingStore(with_any_names(self.inner), self.on_read)
 
     def wrap_reader(self, reader: BlobReader, name: str) -> BlobReader:
@@ -91,9 +83,6 @@ class _CountingReader(ReaderWrapper):
     def read_into(self, offset: int, into: memoryview, *, cached: bool = False) -> None:
         super().read_into(offset, into, cached=cached)
         self.store.on_read(into.nbytes)
-
-
-# -- the command
 
 
 @command(
@@ -132,7 +121,6 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _verify(path: str, nbytes: int, unfinished: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Check one checkpoint, print the result, and return it as JSON."""
     notes: Sequence[str] = ()
     if unfinished:
         document = {"path": path, "status": "unfinished", "reason": unfinished}

@@ -49,7 +49,6 @@ _FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of files of `torch.save` that are l
 DEFAULT_TEMPLATE = "step-{step}"
 _PIN_PREFIX = "pin."
 LATEST_NAME = "latest"
-"""The file of a root that names its newest checkpoint."""
 _MAX_NBYTES = 4096  # of the file `latest`
 _THREADS = 16  # how many records are read at a time: most of that time is spent waiting for the disk or the network
 _MAX_STRANGERS = 3
@@ -98,12 +97,11 @@ def guess_template(names: Iterable[str]) -> str:
 
 
 def pinned(root: base.Store) -> set[str]:
-    """Return the names of pinned checkpoints, which are kept whatever the policies say."""
+    """Return the names of pinned checkpoints."""
     return {info.name.removeprefix(_PIN_PREFIX) for info in root.list() if info.name.startswith(_PIN_PREFIX)}
 
 
 def is_pinned(root: base.ReadableStore, name: str) -> bool:
-    """Return whether a checkpoint is pinned right now."""
     return base.is_name(_PIN_PREFIX + name) and base.exists(root, _PIN_PREFIX + name)
 
 
@@ -169,7 +167,7 @@ class Catalog:
 
     @cached_property
     def naming(self) -> Naming:
-        """How the checkpoints of a `Checkpointer` are named here; without a template, guessed from all names."""
+        """How a `Checkpointer` names checkpoints here; without a template, guessed from all names."""
         return Naming(guess_template(self.root.places()))
 
     def __repr__(self) -> str:
@@ -199,11 +197,7 @@ class Catalog:
         return [entry for entry in found if entry is not None]
 
     def entries(self) -> list[Entry]:
-        """
-        Return all entries, the newest first: by timeline, then by step, and last those that a job has gone back from.
-
-        Empty directories are left out.
-        """
+        """Return all entries, the newest first: by timeline, then by step; last those that a job went back from."""
         return newest_first(self)
 
     def latest(self) -> Entry | None:
@@ -284,7 +278,6 @@ def _of_another_program(record: Record, about: Entry) -> Entry:
 
 
 def _guess_step(name: str) -> int:
-    """Return the step in a name that another program chose; -1 if there is none."""
     found = _STEP_IN_NAME.fullmatch(name)
     return int(found[1]) if found else -1
 
@@ -325,7 +318,6 @@ class Walk:
     """
 
     def __init__(self, catalogs: Sequence[Catalog]) -> None:
-        """List the roots, by tier, and read what may be the newest."""
         self._catalogs = catalogs
         self.roots = [each.root.url for each in catalogs]
         self._unread: dict[int, list[tuple[int, str]]] = {}
@@ -397,7 +389,7 @@ class KnownEntries:
         self.empty: list[str] = []  # directories without anything in them, at the last look
 
     def look(self) -> list[Entry]:
-        """List the root, and read what is not known to be committed; return all entries, the newest first."""
+        """List the root and read what is not known to be committed; return all entries, the newest first."""
         self._pins, names = pinned(self._catalog.root), self._catalog.names()
         self._found = {
             name: replace(entry, pinned=name in self._pins)
@@ -410,7 +402,6 @@ class KnownEntries:
         return entries
 
     def read_again(self, names: Collection[str]) -> list[Entry]:
-        """Read these entries again; return all entries."""
         self.fresh.update(names)
         for name in names:
             self._found.pop(name, None)
@@ -436,11 +427,10 @@ class Tiers:
         self.urls = [each.root.url for each in self.all]
 
     def entries(self) -> list[Entry]:
-        """Return the entries of all roots: of one step the newest save first, and of one save the near copy first."""
         return merge_tiers(replace(entry, tier=tier) for tier, each in enumerate(self.all) for entry in each.entries())
 
     def find(self, step: int) -> list[Entry]:
-        """Return the entries of a step, in the same order."""
+        """Return the entries of a step: the newest save first, and of one save the near copy first."""
         found = [(tier, each.find(step)) for tier, each in enumerate(self.all)]
         return merge_tiers(replace(entry, tier=tier) for tier, entry in found if entry is not None)
 

@@ -516,8 +516,6 @@ class Checkpointer:
         for name, template in found.items():
             log.warning(text, self._root.url, self._tiers.near.naming.template, name, template)
 
-    # -- looking: each rank by itself ----------------------------------------------------------------------------
-
     def latest_step(self) -> int | None:
         """
         Return the newest committed step. This rank looks by itself: another rank may see another step a moment later.
@@ -584,7 +582,6 @@ class Checkpointer:
         return any(found.committed for found in self._tiers.find(step))
 
     def _newest_first(self) -> Iterator[Entry]:
-        """Yield what may be restored, the newest first; raise where a record cannot be read at the moment."""
         walk = Walk(self._tiers.all)
         return walk.readable(walk.newest_first())
 
@@ -721,8 +718,6 @@ class Checkpointer:
 
 
 class _ErrorReporter:
-    """Raises or logs the errors of saves, or gives them to a function, as `on_error` says."""
-
     def __init__(self, on_error: OnError, where: str) -> None:
         if on_error not in ("raise", "warn") and not callable(on_error):
             raise StateError(f"on_error={on_error!r}", hint='give "raise", "warn", or a function of the error')
@@ -740,7 +735,7 @@ class _ErrorReporter:
 
     @contextmanager
     def kept(self, errors: Sequence[BaseException]) -> Iterator[None]:
-        """If the body fails, report earlier errors as well, and make the first the context of the new one."""
+        """If the body fails, also report earlier errors, the first one as the context of the new one."""
         try:
             yield
         except BaseException as error:

@@ -50,8 +50,6 @@ _REMEMBERED = 4 * _MOST_AHEAD  # calls whose steps are kept, to be compared with
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 decided for a call."""
-
     step: int = -1
     """The step that the rank is at; not sent."""
     why: str = ""
@@ -74,9 +72,7 @@ class _Progress(msgspec.Struct, frozen=True, array_like=True):
     events: int
     """How many of them are events."""
     call: int
-    """The last call that rank 0 has made."""
     step: int
-    """The step it made it for."""
 
 
 Decide = Callable[[Collection[str]], Decision]
@@ -136,8 +132,6 @@ class StepDecisions:
         if thread is not None:
             thread.join(GRACE_S)
 
-    # -- the thread that calls -----------------------------------------------------------------------------------
-
     def _wait_for(self, call: int, step: int) -> None:
         if self._thread is None:
             mailbox = KVMailbox(cast("Store", self._world.store), self._world.size, threading.Event())
@@ -180,8 +174,6 @@ class StepDecisions:
                 hint="call step() on all ranks, with the same steps in the same order",
             )
 
-    # -- when there is something to do ---------------------------------------------------------------------------
-
     def _call_s(self) -> float:
         """Estimate how long a call and the training before it take; infinite while too few were made."""
         begun = list(self._begun_s)
@@ -192,7 +184,7 @@ class StepDecisions:
         return min(self._look_s + self._tick_s, self._call_s() * _MOST_AHEAD / 2)
 
     def _next_s(self) -> float:
-        """Estimate how long until this rank makes its next call; negative if that is late."""
+        """Estimate the time to this rank's next call; negative if that is late."""
         return self._begun_s[-1] + self._call_s() - self._clock()
 
     def _due_in_s(self) -> float:
@@ -218,8 +210,6 @@ class StepDecisions:
             return least
         ahead = (self._least_ahead_s() + self._look_s - max(0.0, self._next_s())) / each_s
         return max(least, self._calls + min(_MOST_AHEAD, math.ceil(ahead)))
-
-    # -- the other thread ----------------------------------------------------------------------------------------
 
     def _turn(self, mailbox: KVMailbox) -> None:
         """Pass requests on, and decide or look if that is due."""
@@ -337,11 +327,10 @@ class PendingTasks:
         self.count += 1  # a task that failed to begin on this rank may run on other ranks
 
     def failed(self) -> list[int]:
-        """Return the numbers of tasks that have failed by now on this rank; may be called by any thread."""
+        """Return the numbers of tasks that have failed by now on this rank."""
         return [number for number, task in list(self._tasks.items()) if task.done() and _error_of(task) is not None]
 
     def running(self) -> bool:
-        """Return whether a task has not ended; may be called by any thread."""
         return any(not task.done() for task in list(self._tasks.values()))
 
     def end(self, numbers: Collection[int]) -> list[BaseException]:

@@ -1,6 +1,4 @@
-"""
-`Entry` describes one checkpoint of a root. Its meta holds its metrics and its timeline, and the timelines give the order.
-"""
+"""One checkpoint of a root. Its meta holds its metrics and its timeline, and the timelines give the order."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """
 Copies the files of a checkpoint from one store to another as they are stored, and verifies every byte.
 
-The expected digests of a file are known without any key: a plain data file has the digests of its blocks in its header or
-its sidecar, an encoded one those of its frames in its table, and any other file has one digest in the commit record. Files
-are copied in windows, several at once, within a memory budget.
+The expected digests of a file are known without any key: a plain data file has those of its blocks in its header or
+sidecar, an encoded one those of its frames in its table, and any other file has one digest in the commit record.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ def throttle(is_saving: Callable[[], bool], sleep: Callable[[float], object]) ->
 
 
 class DigestedRange(NamedTuple):
-    """A range of bytes of a file, and their digest."""
-
     start: int
     nbytes: int
     digest: bytes
@@ -67,7 +64,6 @@ class DigestedRange(NamedTuple):
         base.warn_reread_ok(name, self.start, self.nbytes)
 
     def check(self, found: bytes, where: str) -> None:
-        """Raise `ChecksumMismatch` unless the digest is the expected one."""
         if found != self.digest:
             raise ChecksumMismatch(
                 f"{where}: bytes {self.start} to {self.start + self.nbytes} are not what was saved",
@@ -82,7 +78,6 @@ class ExpectedDigests(NamedTuple):
 
     name: str
     nbytes: int
-    """Its size in the store."""
     ranges: list[DigestedRange]
     """In order, without gaps."""
 
@@ -100,7 +95,6 @@ def expected_digests(store: base.Store, record: Record, name: str) -> ExpectedDi
 
 
 def _frame_digests(store: base.Store, entry: Blob, nbytes: int) -> list[DigestedRange]:
-    """Return the digests of an encoded file, from the table of its frames."""
     with closing(open_sized(store, entry.name, nbytes)) as reader:
         table = read_table(reader, entry, store)
     frames = [
@@ -116,7 +110,6 @@ def _frame_digests(store: base.Store, entry: Blob, nbytes: int) -> list[Digested
 
 
 def _block_digests(store: base.Store, entry: FileEntry) -> list[DigestedRange]:
-    """Return the digests of a plain data file, from its header or its sidecar."""
     count = count_blocks(entry.nbytes - entry.header_nbytes, entry.block_nbytes)
     if entry.blocks is None:
         reader, digests = open_checked(store, entry)
@@ -182,8 +175,6 @@ def copy_files(
 
 @dataclass
 class _OpenFile:
-    """A file that is being copied or checked."""
-
     name: str
     reader: base.BlobReader
     writer: base.BlobWriter | None
@@ -254,7 +245,6 @@ def _move_files(
         return True  # it waited for a disk or a network
 
     def abandon() -> None:
-        """Close all open files, and leave nothing of what was written."""
         with lock:
             left = list(opened.values())
             opened.clear()

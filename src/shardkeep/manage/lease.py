@@ -61,9 +61,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The process that holds a root; the contents of the lease file."""
 
     id: str
-    """The id of its Checkpointer."""
     machine: str
-    """The host name, for messages."""
     host: str
     """Machine, boot and process namespace: equal only where process ids mean the same."""
     pid: int
@@ -166,8 +164,6 @@ class Lease:
         _held.pop(self._mine.id, None)
         self._lost = self._lost or "the lease was released"
 
-    # -- acquiring -----------------------------------------------------------------------------------------------
-
     def _try(self) -> bool:
         """Write the lease if it is free, expired or to be taken over; return False if it changed meanwhile."""
         if self._write(None):
@@ -259,8 +255,6 @@ class Lease:
             return 0.0
         return when[probe] - when[LEASE_NAME]
 
-    # -- keeping -------------------------------------------------------------------------------------------------
-
     def _keep(self) -> None:
         while not self._ended.wait(self._lasts_s / _RENEWALS) and not self._lost:
             try:
@@ -304,7 +298,6 @@ class Lease:
             log.error("%s: %s", self._root.url, why)
 
     def _write(self, over: Version | None) -> bool:
-        """Write the lease over a version, or where there is none; return False if another version is there."""
         begun_s = self._clock()
         with explaining_place(self._root):
             done = put_if_unchanged(self._root, LEASE_NAME, msgspec.json.encode(self._mine), over)

@@ -77,8 +77,6 @@ class CheckpointLocks:
 
 
 class Pruner:
-    """Deletes from a root what is not needed, in the background."""
-
     def __init__(
         self,
         catalog: Catalog,
@@ -148,7 +146,7 @@ class Pruner:
                 self._others = [each for each in self._others if not each.done()] + [self._thread.submit(work)]
 
     def wait(self) -> None:
-        """Wait for everything that was begun. Submits nothing: it may be called while the interpreter shuts down."""
+        """Wait for everything that was begun. Submits nothing: the interpreter may be shutting down."""
         self.catch_up(0)
         with self._lock:
             others, self._others = self._others, []
@@ -167,8 +165,6 @@ class Pruner:
         with self._lock:
             self._closed = True
         self._thread.shutdown()
-
-    # -- what no policy wants ------------------------------------------------------------------------------------
 
     def prune(self, name: str, latest: str | None = None) -> set[str]:
         """Point to the latest checkpoint, if there is a new one, delete, sweep; return what was deleted; never raises."""
@@ -224,14 +220,11 @@ class Pruner:
             return True
 
     def remove(self, entry: Entry, reason: str) -> None:
-        """Delete a checkpoint, for a reason that the event has."""
         where = f"{self._root.url}/{entry.name}"
         self._known.forget(entry.name)
         self._root.remove(entry.name)
         log.info("removed %s", where)
         emit(Pruned, partial(Pruned, rank=0, where=where, step=entry.step, nbytes=entry.nbytes, reason=reason))
-
-    # -- what dead saves left ------------------------------------------------------------------------------------
 
     def _sweep_unfinished(self, entries: Sequence[Entry]) -> None:
         """Remove what dead saves and interrupted removals left; never raises anything but LeaseLost."""

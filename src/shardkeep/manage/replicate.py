@@ -70,12 +70,8 @@ class ReplicationOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationTerms:
-    """Which checkpoints are copied to the far root."""
-
     every: int
-    """Steps that are a multiple of it."""
     policy: Policy
-    """What is kept in the far root."""
     required: bool
     """Whether the near copy must stay until the far one exists."""
 
@@ -139,8 +135,6 @@ class ReplicationCoordinator:
         self._partial: set[str] = set()  # far checkpoints whose copy may have begun, and is not committed
         self._swept = False
 
-    # -- what there is -------------------------------------------------------------------------------------------
-
     def acquire_root(self) -> None:
         """Acquire the lease of the far root, and list it; raise `RootInUse` if another job holds it."""
         self.lease.acquire()
@@ -155,7 +149,6 @@ class ReplicationCoordinator:
             return name in self._there
 
     def is_pinned(self, name: str) -> bool:
-        """Return whether the far root has a checkpoint of this name, and it is pinned."""
         return self.has(name) and is_pinned(self._uncancelled_far.root, name)
 
     def unreplicated(self, near: Sequence[Entry]) -> set[str]:
@@ -170,8 +163,6 @@ class ReplicationCoordinator:
         return to_replicate(
             trusted, there, terms.policy, self._now(), every=terms.every, left_out=left_out, newest=newest
         )
-
-    # -- one checkpoint ------------------------------------------------------------------------------------------
 
     def choose(self, held: ExitStack, *, newest: bool) -> tuple[ReplicationOrder, Version | None] | None:
         """Choose what to copy next, which stays while `held` is open; also return the far record's version to replace."""
@@ -214,7 +205,7 @@ class ReplicationCoordinator:
             self._partial.discard(name)
 
     def _record_of(self, entry: Entry) -> tuple[Record, bytes] | None:
-        """Return the near record of an entry, and its bytes; None if it is not of the same save any more."""
+        """Return the near record of an entry, and its bytes; None if it is of another save by now."""
         try:
             found = record_and_bytes_in(self._near.root.place(entry.name))
             if found[0].save_id == entry.save_id:
@@ -260,7 +251,7 @@ class ReplicationCoordinator:
         return True
 
     def commit(self, order: ReplicationOrder, over: Version | None) -> None:
-        """Make the copy a checkpoint, once all its files are there; raise `CheckpointExists` if another one is there."""
+        """Make the copy a checkpoint, once all its files are there, unless there is another one: `CheckpointExists`."""
         record, place = order.decoded(), self._far.root.place(order.name)
         if (name := first_missing(place, record.at_rest)) is not None:
             raise errors.StorageError(
@@ -344,8 +335,6 @@ class _Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replicator:
-    """The replication of one Checkpointer. Used by one thread."""
-
     def __init__(
         self,
         root: Root,
@@ -376,8 +365,6 @@ class Replicator:
         self._futures: list[Future[None]] = []
         self._stopped = False
         self._abandoned = False  # whether a round was still running when all were stopped
-
-    # -- rounds --------------------------------------------------------------------------------------------------
 
     def begin(self, session: str) -> None:
         """Begin, once this job holds the far root, with what earlier jobs could not finish."""
@@ -457,8 +444,6 @@ class Replicator:
         if not self._is_wanted():
             raise errors.SaveCancelled(f"promotions to {self._urls[FAR]} were cancelled")
 
-    # -- on the thread -------------------------------------------------------------------------------------------
-
     def _run_round(
         self, number: int, before: Sequence[Future[None]], saved: Any, name: str, newest: bool, world: World
     ) -> None:
@@ -492,8 +477,6 @@ class Replicator:
                 failed.__cause__, damaged = error, damaged or failed  # go on with other checkpoints
         if damaged is not None:
             raise damaged
-
-    # -- one checkpoint ------------------------------------------------------------------------------------------
 
     def _copy_next(self, title: str, *, newest: bool, world: World) -> bool:
         """Copy one checkpoint, together with all ranks; return False if there is none to copy."""

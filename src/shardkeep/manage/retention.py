@@ -161,7 +161,6 @@ class KeepBest(Policy):
 
 
 def compared_metrics(policy: Policy | None) -> set[str]:
-    """Return the metrics by which a policy compares checkpoints."""
     parts = policy.policies if isinstance(policy, AnyOf) else ()
     return {policy.metric} if isinstance(policy, KeepBest) else set().union(*map(compared_metrics, parts))
 
@@ -201,8 +200,6 @@ class KeepYounger(Policy):
 
 
 class Retained(NamedTuple):
-    """The result of applying a policy."""
-
     kept: list[Entry]
     to_delete: list[Entry]
     """The oldest first, so that deleting can be interrupted at any time without losing newer ones."""
@@ -236,7 +233,6 @@ def parse_best(best: Best | None) -> KeepBest | None:
 def build_policy(
     *, last: int | None, every: int | None, best: KeepBest | None, hours: float | None, more: Policy | None
 ) -> Policy:
-    """Combine the policies that were given; without any, keep everything."""
     policies = [
         None if last is None else KeepLast(last),
         None if every is None else KeepEvery(every),

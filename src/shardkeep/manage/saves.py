@@ -50,7 +50,6 @@ from shardkeep.storage.retry import RetryingStore, RetryPolicy
 
 T = TypeVar("T")
 Saved = SaveHandle[SaveReport] | SaveReport
-"""The handle of an asynchronous save, or the report of a finished one."""
 
 Labels = Mapping[str, Any] | None
 """What is stored in the commit record beside the state."""
@@ -113,8 +112,6 @@ def find_timeline(walk: Walk, restored: tuple[int, int] | None, step: int) -> Ti
 
 
 class StepState(NamedTuple):
-    """What `step` or `save` was given."""
-
     step: int
     state: Mapping[str, Any]
     metrics: Labels
@@ -171,8 +168,6 @@ def why_not_to_save(payloads: list[bytes]) -> list[bytes]:
 
 
 class Saves:
-    """The saves of one Checkpointer. Used by one thread."""
-
     def __init__(
         self,
         roots: Sequence[Root],
@@ -226,8 +221,6 @@ class Saves:
         self._timeline: Timeline | None = None  # where this job saves; None until `begin`, and again after a restore
         self._restored: Restored | None = None
 
-    # -- what was restored, and what may be saved ----------------------------------------------------------------
-
     def watch_leases(self) -> None:
         """Begin to watch the leases of the roots: the time that a restore takes is not waited for again."""
         if self._ranks.world.rank == 0:
@@ -261,14 +254,10 @@ class Saves:
         """The step that was restored or saved last, even if its save has failed since."""
         return None if self._last is None else self._last[0]
 
-    # -- waiting -------------------------------------------------------------------------------------------------
-
     def failed(self) -> list[list[int]]:
-        """Return the numbers of saves, and of replication rounds, that have failed by now on this rank."""
         return [tasks.failed() for tasks in self._background]
 
     def end(self, failed: Sequence[Collection[int]]) -> list[BaseException]:
-        """Wait for these saves and replication rounds to end, and return their errors."""
         pairs = zip(self._background, failed, strict=False)
         return [error for tasks, numbers in pairs for error in tasks.end(numbers)]
 
@@ -280,7 +269,6 @@ class Saves:
         return errors
 
     def wait(self) -> list[BaseException]:
-        """Wait for all saves, and for the deletes after them; return their errors."""
         errors = self._pending.end_all()
         self._pruner.wait()
         return errors
@@ -293,7 +281,6 @@ class Saves:
         self._pruner.wait()
 
     def close(self) -> None:
-        """Release the roots, and end threads."""
         with ExitStack() as ends:  # the last one first, each of them even if another one fails
             if self.replicator is not None:
                 ends.callback(self.replicator.close)
@@ -301,8 +288,6 @@ class Saves:
             ends.callback(self._pruner.close)
             if self.replicator is not None:
                 ends.callback(self.replicator.stop)  # before the near root is released, because it reads from there
-
-    # -- saving --------------------------------------------------------------------------------------------------
 
     def _on_rank_0(self, title: str, work: Callable[[], T], kind: type[T]) -> T:
         """Do something on rank 0, for which all ranks wait; longer than usual, because the lease of a dead job must expire."""
@@ -312,7 +297,6 @@ class Saves:
 
     @property
     def begun(self) -> bool:
-        """Whether `begin` has succeeded since the last restore."""
         return self._timeline is not None
 
     def begin(self, step: int) -> None:
@@ -343,7 +327,6 @@ class Saves:
             self.replicator.begin(session)
 
     def save(self, given: StepState, *, overwrite: bool) -> Saved:
-        """Save, or begin to, after `begin`."""
         step, state, metrics, meta = given
         self._last, self._highest = None, step
         timeline = self._timeline or Timeline()
@@ -436,7 +419,7 @@ class Saves:
         return True
 
     def delete(self, step: int, not_found: Callable[[int], CheckpointError]) -> None:
-        """Delete the checkpoint of a step from all roots, by rank 0; called by all ranks, when all saves have ended."""
+        """Delete the checkpoint of a step from all roots, by rank 0; called by all ranks, after all saves."""
         name, root = self._catalog.naming.name(step), self._catalog.root
 
         def remove() -> None:
@@ -459,8 +442,6 @@ class Saves:
         if self.last_step == step:
             self._last = None  # it may be saved again
 
-    # -- stores --------------------------------------------------------------------------------------------------
-
     def store_to_read(self, entry: Entry) -> Store:
         place = self._roots[entry.tier].place(entry.name)
         # Files of torch's layout may have any name, or be links; their reader uses the plain store.
@@ -477,7 +458,6 @@ class Saves:
 
 
 def _succeeded(saved: Saved, step: int, timeline: Timeline) -> bool:
-    """Wait for a save, and return whether it is committed."""
     error = saved.outcome() if isinstance(saved, SaveHandle) else None
     if error is None:
         timeline.saved.add(step)
