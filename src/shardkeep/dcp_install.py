@@ -35,7 +35,6 @@ ROOTS = {
 
 
 def root_of(name: str) -> str | None:
-    """Return the entry of `ROOTS` that a module is or lies below; None for any other module."""
     return next((root for root in ROOTS if name == root or name.startswith(f"{root}.")), None)
 
 
@@ -53,7 +52,6 @@ def our_name(fullname: str) -> str | None:
 
 
 def loaded() -> dict[str, ModuleType]:
-    """Return the modules that are loaded under torch's names, ours or torch's own."""
     return {name: module for name, module in list(sys.modules.items()) if root_of(name)}
 
 
@@ -62,7 +60,7 @@ class Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.displaced: dict[str, ModuleType] = {}
-        """Torch's modules that were loaded before the installation, by name."""
+        """Torch's modules that were loaded before the installation."""
         self.attributes: dict[str, ModuleType] = {}
         """The attributes of the parent packages that the installation replaced, by full name."""
 
@@ -86,7 +84,6 @@ class Finder(MetaPathFinder):
 
 
 def finder() -> Finder | None:
-    """Return the installed finder, or None."""
     return next((each for each in sys.meta_path if isinstance(each, Finder)), None)
 
 
@@ -98,7 +95,6 @@ class _Alias(Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module, imported under its own name."""
         module = importlib.import_module(self._name)
         self._spec = module.__spec__
         return module
@@ -108,7 +104,7 @@ class _Alias(Loader):
         module.__spec__ = self._spec
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the module's code, for `python -m`."""
+        """For `python -m`."""
         spec = find_spec(self._name)
         loader: Any = spec.loader if spec is not None else None
         return None if loader is None else loader.get_code(self._name)
@@ -134,7 +130,6 @@ def keep_pickling(displaced: Modules) -> None:
 
 
 def classes_of(modules: Modules) -> set[type]:
-    """Return the classes that these modules define."""
     return {
         value
         for name, module in modules.items()
@@ -191,9 +186,6 @@ class _ToTorchs(pickle.Unpickler):
         return torchs_own(module, name) if root_of(module) else super().find_class(module, name)
 
 
-# -- running a script as `__main__` ------------------------------------------------------------------------------------
-
-
 def run_as_main(target: str, *, as_module: bool) -> None:
     """
     Run a module by its name, or a file by its path; exits with a message if it cannot be run.
@@ -211,8 +203,6 @@ def run_as_main(target: str, *, as_module: bool) -> None:
         vars(main).update(__file__=where, __cached__=None, __loader__=SourceFileLoader("__main__", where))
         exec(code, vars(main))  # noqa: S102 - running the script is the purpose
 
-
-# -- installing --------------------------------------------------------------------------------------------------------
 
 ASKED = "SHARDKEEP_DCP_INSTALL"
 """Child processes install too if this variable is "1" in their environment."""

@@ -23,7 +23,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return the time that something took: 40 µs, 70 ms, 1.23 s, 12.5 min."""
+    """As in: 40 µs, 70 ms, 1.23 s, 12.5 min."""
     for unit, length in (("µs", 1e-6), ("ms", 1e-3)):
         if seconds < 999.5 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -79,7 +79,6 @@ def format_field(name: str, value: Any) -> object:
 
 
 def html_table(title: str, rows: Iterable[tuple[object, ...]]) -> str:
-    """Return a title and a table below it, as HTML for a notebook."""
     from html import escape  # noqa: PLC0415 - only notebooks need it
 
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)

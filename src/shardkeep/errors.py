@@ -401,9 +401,6 @@ def picklable_failure(wrapped: WRAPPED_EXCEPTION) -> WRAPPED_EXCEPTION:
     return wrapped
 
 
-# -- errors as text
-
-
 def failure_of(error: BaseException, trace: str = "") -> Failure:
     """Describe any exception as plain text."""
     if isinstance(error, CheckpointError):

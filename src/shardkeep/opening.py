@@ -167,7 +167,6 @@ class Checkpoint(Mapping[str, Any]):
         return self._rows(key) != (None, None)
 
     def _rows(self, key: object) -> tuple[int | None, int | None]:
-        """Return the row of a tensor, or of a plain value."""
         try:
             raw = key.encode() if isinstance(key, str) else None
         except UnicodeEncodeError:
@@ -216,7 +215,7 @@ class Checkpoint(Mapping[str, Any]):
         return html_table(repr(self)[1:-1], shown + ([(f"and {format_count(more, 'more name')}",)] if more else []))
 
     def read(self, row: int, picks: tuple[AxisSlice, ...]) -> torch.Tensor:
-        """Read a part of a tensor; slicing a `StoredTensor` is easier."""
+        """Slicing a `StoredTensor` is easier."""
         from shardkeep.engine.fill import read_picks  # noqa: PLC0415 - only reading a tensor needs torch
 
         return read_picks(self.source, row, picks, self._options)
@@ -300,7 +299,7 @@ class Checkpoint(Mapping[str, Any]):
         )
 
     def _damage(self, uncompared: set[int], numbers: Sequence[int], *, index: bool) -> Iterator[errors.CheckpointError]:
-        """Yield the damage of files, given by their numbers; with `index`, also that of record, index and plain values."""
+        """Yield the damage of files, by number; with `index`, also that of record, index and plain values."""
         for check in (self._check_unchanged, self._check_index) if index else ():
             try:
                 check()

@@ -72,7 +72,6 @@ def _env_size(name: str, default: int) -> int:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows

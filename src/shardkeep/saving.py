@@ -115,7 +115,6 @@ def save(
 
 
 def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
-    """Save a state as a request says; see `save`."""
     world = current_world(request.group, timeout_s=request.options.timeout_s)
     session, events = _new_session(request, world, Phases())
     _, report = save_in_session(session, events, state)
@@ -145,7 +144,6 @@ def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tup
 
 
 def _write(session: SaveSession, described: DescribedState, plan: RankPlan, events: SaveEvents) -> WrittenFiles:
-    """Write this rank's files from the tensors themselves."""
     synchronize_devices(described.description.pieces)
     with collector_paused():
         files = session.layout.files(described, plan.answer, plan.save_id)
@@ -276,7 +274,6 @@ class StartedSave(Generic[T]):
     """Whether some of the state is still the caller's, and the caller must wait until it is copied."""
 
     def wait_until_staged(self) -> None:
-        """Wait until the caller may change the state."""
         if self.must_wait.result():
             self.handle.staged.wait_without_raising()
 

@@ -55,7 +55,6 @@ class CodecChain:
         return any(isinstance(each, base.Authenticates) for each in self._codecs)
 
     def bound(self, nbytes: int) -> int:
-        """Return the largest stored size of a frame of `nbytes` plain bytes."""
         for codec in self._codecs:
             nbytes = codec.bound(nbytes)
         return nbytes
@@ -121,7 +120,6 @@ class CodecChain:
             into[:] = data
 
     def mac(self, data: bytes) -> bytes | None:
-        """Return the message authentication code of `data`; None if no codec has a secret key."""
         for codec in reversed(self._codecs):
             if isinstance(codec, base.Authenticates):
                 return codec.mac(data)
@@ -147,8 +145,6 @@ def _one_by_one(codec: base.EncodesMany, data: memoryview, places: Sequence[base
     yield from codec.encode_many(data, places)
     raise ValueError("it returned fewer frames than it was given")
 
-
-# -- registry ----------------------------------------------------------------------------------------------------------
 
 GROUP = "shardkeep.codecs"
 _OURS = {

@@ -52,9 +52,6 @@ _MOST_TABLES = 128
 _HINT = "the file was damaged after the save: use another checkpoint, or another copy of this one"
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 class Seal(msgspec.Struct, frozen=True):
     """What the commit record contains about a coded blob, in addition to what it contains about a plain one."""
 
@@ -159,7 +156,6 @@ class FrameWriter:
             self._rows.extend(rows)
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Write the table, make the blob durable, and report its seal."""
         end = base.checked_end(self._name, self._name, nbytes, self._nbytes)
         rows = sorted(self._rows)
         start, plain, stored_start, length, number = np.array([row[:5] for row in rows], np.int64).reshape(-1, 5).T
@@ -175,9 +171,6 @@ class FrameWriter:
 
     def abandon(self) -> None:
         self._inner.abandon()
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def collecting_damage(store: base.ReadableStore, errors: list[DamagedCheckpoint]) -> base.ReadableStore:
@@ -209,7 +202,6 @@ class DecodingStore:
         return other
 
     def open(self, name: str) -> base.BlobReader:
-        """Open a blob, to read its plain bytes."""
         reader = self.inner.open(name)
         if name not in self._coded:
             return reader
@@ -243,7 +235,7 @@ class DecodingStore:
 
 
 def read_table(reader: base.BlobReader, entry: Blob, store: base.ReadableStore) -> FrameTable:
-    """Read and verify the table of a coded blob that has the size in the commit record, a second time if it is damaged."""
+    """Read and verify the table of a coded blob, a second time if it is damaged."""
     stored_nbytes = reader.nbytes
     if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
         raise MalformedFile(f"{entry.name}: too small for a table of frames", file=entry.name, offset=0)

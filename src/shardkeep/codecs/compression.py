@@ -17,7 +17,6 @@ from shardkeep.storage.buffers import PerThread
 MODULES = ("compression.zstd", "backports.zstd")
 _MIN_LEVEL, _MAX_LEVEL = -100, 22
 
-# zstd's numbers of its parameters.
 LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _STEP, _STRATEGY = 100, 101, 102, 105, 106, 107
 _WINDOW_LOG_MAX = 100
 _LITERALS = 1002
@@ -32,7 +31,6 @@ CompressFrame = Callable[[Buffer], bytes]
 
 @cache
 def zstd_module() -> Any:
-    """Return the module of zstd, or None if none is installed."""
     for name in MODULES:
         try:
             return importlib.import_module(name)
@@ -52,7 +50,6 @@ def require_zstd(wanted_by: str) -> Any:
 
 
 def frame_compressor(module: Any, options: dict[int, int]) -> CompressFrame:
-    """Return a function that compresses with these parameters of zstd."""
     inner = module.ZstdCompressor(options=options)
     return lambda data: bytes(inner.compress(data, inner.FLUSH_FRAME))
 

@@ -3,17 +3,14 @@ Lossless compression of numbers, above all of floating-point numbers.
 
 In a floating-point number, the bits of the exponent hardly vary between the weights of a layer, while the rest looks
 random. So the codec splits the words of a frame into planes: the n-th byte of each word beside the n-th byte of the
-next. Planes that vary little are coded by Huffman codes (in the form of zstd frames), the others are stored as they are.
-The exponent of bf16 and fp32 becomes a byte of its own when words are *rotated*: the sign and the eight bits below it
-change places. Which planes to code is decided frame by frame, from a sample of its bytes; no dtype is needed. A frame
-that repeats one word, such as zeros, becomes a few bytes; one that looks random is stored raw, at about the speed of a
-copy. Where bytes repeat in runs (counters, masks, text), planes are compressed by zstd with matches.
+next. Planes that vary little are coded by Huffman codes (in the form of zstd frames), the others are stored as they
+are. The exponent of bf16 and fp32 becomes a byte of its own when words are *rotated*: the sign and the eight bits below
+it change places. Which planes to code is decided frame by frame, from a sample of its bytes; no dtype is needed. Where
+bytes repeat in runs (counters, masks, text), planes are compressed by zstd with matches. `docs/codecs.md` specifies the
+frames.
 
-`docs/codecs.md` specifies the stored form of a frame: its three kinds, the parts of words and their coders.
-
-Speed comes from few, large steps on reused memory. Every step of numpy releases the GIL and takes it again, and threads
-that wait for it hardly work, so frames of a batch are analyzed and split together. Fresh memory costs as much as the
-work done in it.
+Every step of numpy releases the GIL and takes it again, and threads that wait for it hardly work, so frames of a batch
+are analyzed and split together. Fresh memory costs as much as the work done in it, so it is reused.
 """
 
 from __future__ import annotations
@@ -117,7 +114,6 @@ class _FloatCodec:
         return nbytes
 
     def _merge(self, data: memoryview, plain: Bytes, place: FramePlace) -> None:
-        """Decode a frame of planes."""
         parts, width, rotate = _read_parts(data, plain.size, place)
         count = plain.size // width
         words: list[Words] = []
@@ -136,9 +132,6 @@ class _FloatCodec:
             np.copyto(whole, into.view(np.uint8))
         if tail := plain.size - whole.size:
             plain[whole.size :] = np.frombuffer(data, np.uint8)[-tail:]
-
-
-# -- reading stored frames ---------------------------------------------------------------------------------------------
 
 
 def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[tuple[int, int, Bytes]], int, bool]:
@@ -168,7 +161,6 @@ def _read_parts(data: memoryview, nbytes: int, place: FramePlace) -> tuple[list[
 
 
 def _nbytes_of(data: memoryview, place: FramePlace, most_nbytes: int) -> int:
-    """Return how many plain bytes a frame says it has."""
     if not data.nbytes or data[0] > PLANES or (data[0] != RAW and data.nbytes < KIND.size):
         raise damaged_frame(place, "does not say how it is stored")
     nbytes: int = data.nbytes - 1 if data[0] == RAW else KIND.unpack_from(data)[1]
@@ -187,8 +179,6 @@ def word_type(width: int) -> np.dtype[Any]:
 
 
 class ReusedMemory:
-    """Memory of one thread, reused from frame to frame."""
-
     def __init__(self) -> None:
         self._data: Bytes = np.empty(0, np.uint8)
 
@@ -284,15 +274,12 @@ class FrameStats(NamedTuple):
     """How to see a frame as words, and what their bytes would take."""
 
     width: int
-    """Bytes of a word."""
     rotate: bool
-    """Whether to rotate words."""
     bits: tuple[float, ...]
     """What each byte of a word would take, the lowest first."""
 
 
 def analyze(frames: Sequence[memoryview]) -> list[FrameStats]:
-    """Analyze frames of at least eight bytes."""
     samples = [_sample(frame) for frame in frames]
     found: list[FrameStats] = []
     for nbytes, alike in groupby(samples, len):
@@ -310,7 +297,6 @@ def _sample(data: memoryview) -> bytes:
 
 
 def _analyze(samples: Bytes) -> list[FrameStats]:
-    """Analyze samples of one size: a row for each frame."""
     eight = _counts(samples, 8)
     # Of words of one byte, then of two, of four and of eight.
     counts: Counts = np.empty((len(samples), 15, 256), np.int64)
@@ -352,7 +338,6 @@ def _counts(samples: Bytes, width: int) -> Counts:
 
 
 def _entropy(counts: Counts, totals: Counts) -> list[list[float]]:
-    """Return the entropy of bytes in bits, from their counts and totals."""
     sums = _logs().take(counts).sum(axis=2)
     bits: list[list[float]] = np.minimum(8.0, np.log2(totals) - (sums + _BIAS) / totals).tolist()
     return bits
@@ -365,7 +350,6 @@ def _first_numbers(rows: int, width: int) -> Counts:
 
 @cache
 def _rotated_pairs() -> npt.NDArray[np.uint16]:
-    """Return the rotation of every word of two bytes."""
     return rotated(np.arange(1 << 16, dtype=word_type(2)))
 
 
@@ -375,9 +359,6 @@ def _logs() -> npt.NDArray[np.float64]:
     numbers = np.arange(_SAMPLE_NBYTES + 1)
     logs: npt.NDArray[np.float64] = numbers * np.log2(np.maximum(numbers, 1)) - _BIAS * (numbers > 0)
     return logs
-
-
-# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
@@ -403,8 +384,6 @@ class _Plan(NamedTuple):
 
 
 class _StoredFrame:
-    """A stored frame that grows in the room for it."""
-
     def __init__(self, room: Bytes, head: bytes, body_at: int) -> None:
         self._room = room
         self._head = bytearray(head)
@@ -424,8 +403,6 @@ class _StoredFrame:
 
 
 class Encoder:
-    """Encodes frames, on one thread."""
-
     def __init__(self, zstd: Any) -> None:
         self._literals = frame_compressor(zstd, HUFFMAN_ONLY)
         self._matches = frame_compressor(zstd, {LEVEL: 1})

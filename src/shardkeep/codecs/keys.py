@@ -94,16 +94,14 @@ class KeyRing:
 
     @property
     def ids(self) -> list[str]:
-        """The ids of its keys; the first one wraps."""
         return list(self._keys)
 
     def wrap(self, data_key: bytes) -> tuple[str, bytes]:
-        """Wrap a data key by the first key (AES key wrap, RFC 3394)."""
+        """AES key wrap, RFC 3394."""
         key_id, key = next(iter(self._keys.items()))
         return key_id, _keywrap().aes_key_wrap(key, data_key)
 
     def unwrap(self, key_id: str, wrapped: bytes) -> bytes:
-        """Unwrap a data key by the key of this id."""
         key = self._keys.get(key_id)
         if key is None:
             raise WrongKey(

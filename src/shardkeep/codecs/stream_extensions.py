@@ -29,7 +29,7 @@ class Extension(ABC):
     @staticmethod
     @abstractmethod
     def from_descriptor(version: str) -> Extension:
-        """Make the extension that wrote a descriptor with this version; "" means none."""
+        """ "" means no version."""
 
     @abstractmethod
     def get_descriptor(self) -> str:
@@ -46,9 +46,6 @@ class StreamTransformExtension(Extension):
     @abstractmethod
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
         """Return a stream that reads from `input`, and returns what was written to the stream of `transform_to`."""
-
-
-# -- several extensions on one stream ----------------------------------------------------------------------------------
 
 
 def transformed_output(extensions: Sequence[StreamTransformExtension], raw: IO[bytes]) -> tuple[IO[bytes], list[str]]:
@@ -111,9 +108,6 @@ class _Output(io.RawIOBase):
             super().close()
 
 
-# -- zstd --------------------------------------------------------------------------------------------------------------
-
-
 class ZStandard(StreamTransformExtension):
     """Compresses what is written, as one zstd frame; reads any number of frames. Needs a module of zstd."""
 
@@ -123,7 +117,6 @@ class ZStandard(StreamTransformExtension):
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether a module of zstd is installed."""
         return zstd_module() is not None
 
     @staticmethod
@@ -179,9 +172,6 @@ class _ZstdReader(io.BufferedIOBase):
             raise MalformedFile(f"a zstd stream is damaged, or is not zstd: {exc}") from exc
 
 
-# -- for storage writers and readers -----------------------------------------------------------------------------------
-
-
 class ExtensionRegistry:
     """The extensions that a reader knows: those of shardkeep, and those that were registered."""
 
@@ -207,8 +197,6 @@ class ExtensionRegistry:
 
 
 class _StorageWriterTransforms:
-    """Transforms the stream of each value that a storage writer writes. A subclass may choose by the item."""
-
     def __init__(self, extensions: Sequence[StreamTransformExtension] | None = None) -> None:
         self.extensions: Sequence[StreamTransformExtension] = () if extensions is None else extensions
 
@@ -218,8 +206,6 @@ class _StorageWriterTransforms:
 
 
 class _StorageReaderTransforms:
-    """Undoes the transformations of each value that a storage reader reads."""
-
     def __init__(self, extension_registry: ExtensionRegistry | None = None) -> None:
         self.extension_registry = ExtensionRegistry() if extension_registry is None else extension_registry
 

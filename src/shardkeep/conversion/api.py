@@ -81,8 +81,6 @@ class _Report(OneLine):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ConvertReport(_Report):
-    """What a conversion wrote; all of it was read back and compared."""
-
     layout: str
     values: int
 
@@ -381,9 +379,6 @@ def export(
     return report
 
 
-# -- shared by both ----------------------------------------------------------------------------------------------------
-
-
 def _check_codecs(codecs: Codecs, argument: str, value: str) -> None:
     if codecs and value != "native":
         raise StateError(
@@ -397,7 +392,6 @@ def _is_encrypted(source: Source) -> bool:
 
 
 def _is_decrypted(team: Team, source: Source, coded: Store | None, options: Options) -> bool:
-    """Return whether a checkpoint is encrypted and its copy is not; `coded` is the copy, if it went through codecs."""
     if coded is None or not _is_encrypted(source):
         return _is_encrypted(source)
     # Look at what was written: the names of codecs do not say which of them encrypt.
@@ -411,7 +405,6 @@ def _log(done: str, origin: Store, report: _Report) -> None:
 
 
 def check_different_place(origin: Store, target: Store) -> None:
-    """Refuse to write a checkpoint into the place that it is read from."""
     same = same_place(origin, target)
     if local_path(origin) is not None and local_path(target) is not None and os.path.isfile(origin.url):
         same = same or os.path.dirname(os.path.realpath(origin.url)) == os.path.realpath(target.url)

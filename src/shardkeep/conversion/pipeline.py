@@ -47,7 +47,6 @@ class TensorPart:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
         return self.box.volume * self.dtype.itemsize
 
 
@@ -78,26 +77,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class FileParts:
-    """A file to write, and the parts it is made of."""
-
     job: FileJob
     parts: Sequence[Part]
     """Those that are not empty, one for each source of the job."""
 
 
 class WriteArguments(NamedTuple):
-    """The arguments of `convert` and `export` that are the same for every layout."""
-
     overwrite: bool
     options: Options
     progress: Progress | None
     team: Team
-    """The ranks that share the work."""
 
 
 class Written(NamedTuple):
-    """What a conversion wrote."""
-
     files: list[str]
     nbytes: int
     """Of the data files together, as they lie in the store."""
@@ -183,7 +175,7 @@ class PartReader:
 
 
 def _boxes_of(part: TensorPart, first: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Cut a run of elements of a part into boxes of its tensor, each with the piece of `flat` that it fills."""
+    """Cut a run of a part's elements into boxes of its tensor, each with the piece of `flat` that it fills."""
     at = 0
     for box in flat_range_to_boxes(part.box.sizes, first, first + flat.numel()):
         offsets = tuple(a + b for a, b in zip(part.box.offsets, box.offsets, strict=True))

@@ -1,9 +1,4 @@
-"""
-Rotates keys: wraps the data keys of a checkpoint with another key of the user, and changes nothing else.
-
-Only the commit record is rewritten, over the version that was read. Its signature does not cover the wrapped keys, so it
-stays valid.
-"""
+"""Rotates keys: only the record is rewritten, whose signature does not cover the wrapped data keys, so it stays valid."""
 
 from __future__ import annotations
 

@@ -32,8 +32,6 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What is written, in the order of the state."""
-
     tensors: dict[str, TensorPart]
     """By their new names."""
     ties: dict[str, str]
@@ -41,9 +39,7 @@ class Selection:
     values: dict[str, str]
     """The keys of plain values, by their new names."""
     tree: Node
-    """The nesting of these names."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Parts of the checkpoint that are not of the model, and the number of tensors in each."""
 
 
 def select(
@@ -55,7 +51,6 @@ def select(
     prefix: str | None = None,
     dtype: DType | None = None,
 ) -> Selection:
-    """Select what is exported; the arguments are those of `export`."""
     tree = decode_tree(index.tree)
     keys = list(leaf_keys(tree))
     start = _model_prefix(tree) if prefix is None else prefix
@@ -105,7 +100,6 @@ def select(
 
 
 def _selection(index: Index, names: dict[str, str], tree: Node, dtype: DType | None = None) -> Selection:
-    """Select keys of a checkpoint, given by their new names."""
     tensors: dict[str, TensorPart] = {}
     ties: dict[str, str] = {}
     values: dict[str, str] = {}

@@ -46,8 +46,6 @@ from shardkeep.storage.local import LocalStore, clear_temporaries, storage_error
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.resolve import open_store
 
-# -- a checkpoint ------------------------------------------------------------------------------------------------------
-
 
 def write_torch_file(to: str, chosen: Selection, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
     """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
@@ -89,9 +87,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple, set):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
-
-
-# -- the archive -------------------------------------------------------------------------------------------------------
 
 
 def write_archive(
@@ -158,7 +153,6 @@ class _Checksums:
         self._advance()
 
     def add(self, filled: Sequence[pipeline.Wanted]) -> None:
-        """Take the checksums of ranges that were filled."""
         found = [(self._number[id(each.part)], each.start, len(each.into), zlib.crc32(each.into)) for each in filled]
         with self._changed:
             for number, start, nbytes, value in found:
@@ -190,14 +184,10 @@ class _Checksums:
             return self._layout.before(number, self._crcs)
 
 
-# -- its pickle --------------------------------------------------------------------------------------------------------
-
 _PROTOCOL = 2  # torch's
 
 
 class Pickled(NamedTuple):
-    """A state without the bytes of its tensors."""
-
     data: bytes
     storages: Sequence[pipeline.TensorPart | memoryview]
     """The bytes of each storage, in a checkpoint or in memory, by the number that the pickle gives it."""
@@ -213,8 +203,6 @@ def pickle_state(state: Any) -> Pickled:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """The storage of a tensor that is not in memory."""
-
     tensor: pipeline.TensorPart
 
 
@@ -260,8 +248,6 @@ class _StatePickler(pickle.Pickler):
         return "storage", kind, known[0], torch.serialization.location_tag(storage), elements
 
 
-# -- the file that it becomes ------------------------------------------------------------------------------------------
-
 _MOST_HELD_NBYTES = 1 << 30
 """A larger blob is not put from memory."""
 
@@ -283,7 +269,6 @@ def file_at(path: str | os.PathLike[str]) -> tuple[Store, str]:
 
 
 def file_exists(store: Store, name: str) -> bool:
-    """Say whether there is a file of this name."""
     folder = local_path(store)
     return store.version(name) is not None if folder is None else os.path.isfile(os.path.join(folder, name))
 

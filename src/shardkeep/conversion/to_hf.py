@@ -88,13 +88,9 @@ def write_model(
 
 
 class Place(NamedTuple):
-    """The place of a new model, as rank 0 finds it."""
-
     folder: safetensors_publish.ModelDirectory
     removes: list[str]
-    """The files that the model replaces."""
     beside: Mapping[str, bytes] = {}
-    """Files to put there with the model."""
 
 
 def write_and_publish(
@@ -192,7 +188,7 @@ def names_in(store: Store) -> list[str]:
 
 
 def model_files(folder: safetensors_publish.ModelDirectory) -> list[str]:
-    """Name the files of a model: those that the index file names, and those that are named like one."""
+    """Name those that the index file names, and those that are named like one."""
     named = set(read_weight_map(folder.index, folder.opens).values()) if folder.index else set()
     return sorted(name for name in folder.files if name in named or _MODEL.fullmatch(name))
 
@@ -216,9 +212,6 @@ def model_file(
     return pipeline.file_parts(name, [memoryview(header), *(tensors[key] for key in inorder)])
 
 
-# -- all of a checkpoint -----------------------------------------------------------------------------------------------
-
-
 def state_metadata(chosen: Selection, source: Source) -> dict[str, str]:
     """Return what a file says of a state besides its tensors, so that nothing of it is lost."""
     index, record = source.index, source.record
@@ -233,8 +226,6 @@ def state_metadata(chosen: Selection, source: Source) -> dict[str, str]:
     )
     return {safetensors.STATE_KEY: msgspec.json.encode(state).decode()}
 
-
-# -- configuration, tokenizer, code ------------------------------------------------------------------------------------
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 """Suffixes of weights, and of files that describe them."""
@@ -255,7 +246,6 @@ def _companions(store: Store, config: str | None, *, overwrite: bool) -> tuple[d
 
 
 def _read_all(config: str) -> dict[str, bytes]:
-    """Read all files of a place except weights."""
     place = open_store(config, direct=False)
     if local_path(place) is not None and not os.path.isdir(place.url):
         raise StateError(f"config={config!r} is no directory", hint="give the directory that has config.json in it")
@@ -271,7 +261,6 @@ def _read_all(config: str) -> dict[str, bytes]:
 
 
 def _read(place: Store, name: str) -> bytes | None:
-    """Read a file; None if it does not exist."""
     try:
         return with_any_names(place).get(name, limit=_MOST_COPIED_NBYTES)
     except BlobNotFound:

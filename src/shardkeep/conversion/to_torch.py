@@ -40,7 +40,6 @@ _ALIGNMENT = 4096
 
 
 _Item = tuple[str, memoryview | pipeline.TensorPart]
-"""A name, and a tensor or an object as `torch.save` writes it."""
 
 
 def write_torch_layout(
@@ -119,8 +118,6 @@ def write_torch_layout(
 
 
 class _Described(NamedTuple):
-    """What `.metadata` says, except where items lie."""
-
     entries: dict[str, PlainEntry | None]
     paths: dict[str, tuple[str | int, ...]]
 

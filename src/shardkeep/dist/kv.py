@@ -60,7 +60,6 @@ class KVMailbox:
         self._ranks, self._stop = ranks, stop
 
     def count(self, key: str) -> int:
-        """Add one to the counter `key` and return it."""
         return self._store.add(key, 1)
 
     def answer_s(self, nbytes: int) -> float:
@@ -68,7 +67,6 @@ class KVMailbox:
         return self._quickest_s + self._ranks * nbytes / BYTES_PER_S
 
     def counted(self, key: str) -> int:
-        """Return the counter `key`."""
         return int(self._peek(key) or 0)
 
     def put(self, key: str, body: bytes) -> None:
@@ -134,12 +132,10 @@ class KVMailbox:
         return bool(self._store.check([key]))
 
     def peek(self, key: str) -> bytes | None:
-        """Read the message at `key`, or return None if there is none."""
         head = self._peek(key)
         return None if head is None else self._body(key, head)
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Read the messages at `keys`, all of which must exist."""
         bodies: list[bytes] = []
         for start in range(0, len(keys), BATCH):
             batch = keys[start : start + BATCH]

@@ -28,8 +28,6 @@ class RemoteTraceback(Exception):
 
 
 class FailedRanks(msgspec.Struct, frozen=True):
-    """Ranks with the same failure."""
-
     ranks: list[int]
     failure: Failure
 
@@ -38,7 +36,6 @@ class GroupError(msgspec.Struct, frozen=True, kw_only=True):
     """The failure of a phase, the same on all ranks."""
 
     kind: str
-    """Class name of the error to raise."""
     message: str
     title: str
     """The call that rank 0 was in."""

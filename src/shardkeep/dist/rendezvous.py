@@ -133,9 +133,7 @@ class Rendezvous:
         self._call = 0
         # The phase in which this rank sends its next message.
         self._step = 0
-        # How many ranks are expected to read rank 0's last answer.
         self._present = 0
-        # The last error that all ranks raised together.
         self._shared_error: BaseException | None = None
         # Set once rank 0 or the store is out of reach; nothing can be agreed on after that.
         self._lost: CheckpointError | None = None
@@ -192,8 +190,6 @@ class Rendezvous:
             self._shared_error = shared = answer.error()
             raise shared from cause
         return answer
-
-    # -- rank 0 ------------------------------------------------------------------------------------------------
 
     def _lead(
         self, message: RankMessage, cause: Exception | None, decide: Callable[[list[bytes]], list[bytes]]
@@ -337,8 +333,6 @@ class Rendezvous:
             letters |= dict.fromkeys((self._key(self._step, "own", rank) for rank in ranks), encode(own))
         return letters
 
-    # -- the other ranks ---------------------------------------------------------------------------------------
-
     def _follow(self, message: RankMessage) -> bytes | GroupError:
         reply = self._exchange(message)
         while self._missed(reply) and self._step == 1 and decode_group_error(reply.body).title != self._title:
@@ -412,8 +406,6 @@ class Rendezvous:
             mailbox.drop(self._key(step, "late"))
             mailbox.drop(self._key(step, "out"), nbytes)
             mailbox.discard(self._key(step - 1, "out"))
-
-    # -- all ranks ---------------------------------------------------------------------------------------------
 
     def _number(self, mailbox: KVMailbox) -> None:
         self._call = mailbox.count(f"calls/{self._world.rank}")
@@ -509,7 +501,6 @@ class Rendezvous:
             log.warning(text, self._title, rank_errors.format_ranks(absent), waited_s, timeout_s, ALL_CALL)
 
     def _describe_silence(self, waited_s: float, last_seen: _LastSeen) -> str:
-        """Describe a rank that does not answer."""
         calls, seen = last_seen
         doing = "it has begun this call, but no phase of it"
         if calls == 0:

@@ -34,7 +34,6 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is rank 0."""
         return self.world.rank == 0
 
     def alike(self, phase: str, work: Callable[[], T], described: Callable[[T], object]) -> T:

@@ -60,7 +60,6 @@ class World:
         return self.size == 1
 
     def with_prefix(self, prefix: str) -> World:
-        """Return the same ranks with keys of their own in the key-value store."""
         if self.store is None:
             return self
         from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - loaded: there is a store

@@ -1,8 +1,4 @@
-"""
-Boxes: axis-aligned regions of an n-dimensional tensor, and their arithmetic.
-
-Pure functions of numbers; no tensors, no files. A box of a 0-dim tensor has no axes and one element.
-"""
+"""Boxes: axis-aligned regions of an n-dimensional tensor, and their arithmetic. Without axes: one element."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ class Box:
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
@@ -45,7 +40,6 @@ class Box:
 
 
 def whole(shape: Ints) -> Box:
-    """Return the box that is all of a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -65,7 +59,6 @@ def relative(inner: Box, outer: Box) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index that selects a box from a tensor or array."""
     return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
@@ -154,9 +147,6 @@ def grid(cuts: list[list[tuple[int, int]]]) -> Iterator[Box]:
         yield Box(tuple(o for o, _ in combo), tuple(n for _, n in combo))
 
 
-# -- overlaps of many boxes --------------------------------------------------------------------------------------------
-
-
 class BoxLike(Protocol):
     """Anything with `offsets` and `sizes`: a chunk or a shard, ours or torch's."""
 
@@ -171,7 +161,6 @@ B = TypeVar("B", bound=BoxLike)
 
 
 def boxes_overlap(shard1: BoxLike, shard2: BoxLike) -> bool:
-    """Say whether two boxes of a tensor have an element in common."""
     return all(
         max(a, b) < min(a + m, b + n)
         for a, m, b, n in zip(shard1.offsets, shard1.sizes, shard2.offsets, shard2.sizes, strict=True)
@@ -239,7 +228,6 @@ def _divided(group: list[B], axis: int) -> list[list[B]]:
 
 
 def within(outer_box_size: Sequence[int], inner_box: BoxLike) -> bool:
-    """Say whether a box lies inside a tensor of this size."""
     return len(outer_box_size) == len(inner_box.offsets) == len(inner_box.sizes) and all(
         offset >= 0 and size >= 0 and offset + size <= whole
         for offset, size, whole in zip(inner_box.offsets, inner_box.sizes, outer_box_size, strict=True)
@@ -288,27 +276,23 @@ class Boxes(Rows):
 
     @classmethod
     def of(cls, boxes: Sequence[Box]) -> Self:
-        """Make the matrices of some boxes, as wide as the largest number of axes."""
         axes = max((len(box.sizes) for box in boxes), default=0)
         return cls(matrix_of([box.offsets for box in boxes], axes, 0), matrix_of([box.sizes for box in boxes], axes, 1))
 
     @property
     def boxes(self) -> Boxes:
-        """The boxes alone, without the other columns of a subclass."""
         return Boxes(self.offsets, self.sizes)
 
     @property
     def axes(self) -> int:
-        """Width of the matrices: the largest number of axes."""
         return int(self.offsets.shape[1])
 
     def volumes(self) -> IntArray:
-        """Return the number of elements of each box."""
         volumes: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
         return volumes
 
     def box(self, row: int, ndim: int) -> Box:
-        """Return one row as a plain value, without padding."""
+        """Return one row without padding."""
         return Box(tuple(self.offsets[row, :ndim].tolist()), tuple(self.sizes[row, :ndim].tolist()))
 
 
@@ -333,14 +317,13 @@ _WIDTHS = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 def pack(numbers: IntArray) -> bytes:
-    """Return whole numbers as they are sent: in row-major order, in the narrowest type that holds all of them."""
+    """Return whole numbers in row-major order, in the narrowest type that holds all of them."""
     most = max(int(numbers.max()), -1 - int(numbers.min())) if numbers.size else 0
     width = next(width for width in _WIDTHS if most < 1 << (8 * width - 1))
     return bytes((width,)) + numbers.astype(_WIDTHS[width]).tobytes()
 
 
 def ints(packed: bytes) -> IntArray:
-    """Return the numbers that were packed."""
     return np.frombuffer(packed, _WIDTHS[packed[0]], offset=1).astype(np.int64) if packed else np.zeros(0, np.int64)
 
 
@@ -428,7 +411,6 @@ _31, _33 = np.uint64(31), np.uint64(33)
 
 
 def multipliers(count: int, rng: np.random.Generator) -> Hashes:
-    """Draw odd 64-bit numbers."""
     odd: Hashes = rng.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
     return odd
 
@@ -450,10 +432,6 @@ def hash_rows(columns: list[IntArray], weights: Hashes) -> Hashes:
         total += column.astype(np.uint64) * weight
     return _mix(total)
 
-
-# -- index expressions -------------------------------------------------------------------------------------------------
-
-# What an expression such as `[3:7, ::2]` selects of a tensor, axis by axis.
 
 IndexItem = int | slice | EllipsisType
 

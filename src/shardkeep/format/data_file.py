@@ -1,13 +1,12 @@
 """
 Checksums, and data files with the checksums of their blocks.
 
-The checksum is xxh3-128, computed while bytes are in host memory and verified when they are read. xxhash releases the GIL
-and runs at about memory speed, so checksums cannot be turned off.
+The checksum is xxh3-128, computed while bytes are in host memory and verified when they are read. xxhash releases the
+GIL and runs at about memory speed, so checksums cannot be turned off.
 
-A data file begins with a valid safetensors header that also holds the digest of every block of the data. Tensor names,
-dtypes and offsets are known before the first byte is written, so the header is built first, with room for the digests,
-which are filled in after the last block has been hashed. The header is padded with spaces, as the format allows, so that
-the data begin on a page boundary and direct I/O works.
+A data file begins with a valid safetensors header that also holds the digest of every block of the data. Only the
+digests are not known before the first byte is written: the header has room for them, and they are filled in after the
+last block has been hashed. It is padded with spaces, so that data begin on a page boundary and direct I/O works.
 
 In a store that takes bytes only in order, the digests are in a sidecar: a small file beside the data file.
 """
@@ -33,7 +32,6 @@ digest = xxhash.xxh3_128_digest
 
 
 def block_digests(data: memoryview, block_nbytes: int) -> bytes:
-    """Return the digests of all blocks of `data`, end to end. The last block may be short."""
     return b"".join([digest(data[at : at + block_nbytes]) for at in range(0, len(data), block_nbytes)])
 
 
@@ -41,8 +39,6 @@ def checksum_text(digest_bytes: bytes) -> str:
     """Return a digest as text, as in the commit record."""
     return f"{ALGORITHM}:{digest_bytes.hex()}"
 
-
-# -- the header of a data file -----------------------------------------------------------------------------------------
 
 ALIGNMENT = 4096
 MIN_BLOCK_NBYTES = 64 << 10
@@ -77,7 +73,6 @@ def block_nbytes_for(data_nbytes: int) -> int:
 
 
 def count_blocks(data_nbytes: int, block_nbytes: int) -> int:
-    """Return how many blocks a file's data has."""
     return -(-data_nbytes // block_nbytes)
 
 
@@ -116,7 +111,6 @@ def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], *
 
 
 def seal_header(header: bytearray, digests: bytes | bytearray) -> None:
-    """Write the digests of all blocks into a header with room for them."""
     at = header.index(_MARK) + len(_MARK)
     encoded = base64.b64encode(digests)
     header[at : at + len(encoded)] = encoded
@@ -137,12 +131,10 @@ def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, w
 
 
 def sidecar_nbytes(blocks: int) -> int:
-    """Return the size of a sidecar with the digests of the header and of this many blocks."""
     return len(_APART_MAGIC) + DIGEST_NBYTES * (1 + blocks)
 
 
 def encode_sidecar(header: bytes | bytearray, digests: bytes | bytearray) -> bytes:
-    """Return the contents of a sidecar: the digest of the header, then those of all blocks."""
     return _APART_MAGIC + digest(header) + digests
 
 
@@ -153,8 +145,6 @@ def decode_sidecar(data: bytes, *, blocks: int, where: str) -> tuple[bytes, byte
     at = len(_APART_MAGIC) + DIGEST_NBYTES
     return data[len(_APART_MAGIC) : at], data[at:]
 
-
-# -- CRC-32 in parts ---------------------------------------------------------------------------------------------------
 
 # `zlib.crc32` needs data in order. For data that several threads hash in parts, the checksums of two adjacent parts are
 # combined here. A checksum is a polynomial over two elements, with its highest power in the lowest bit: appending n bytes
@@ -171,7 +161,6 @@ def combine_crc32(first: int, second: int, second_nbytes: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _power(nbytes: int) -> int:
-    """Return x to the power of 8 * nbytes."""
     product, square = _ONE, _ONE >> 8
     while nbytes:
         if nbytes & 1:

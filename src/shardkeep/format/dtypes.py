@@ -26,9 +26,7 @@ class DType:
     """An element type: one row of the table."""
 
     code: int
-    """Its code in the index; never renumbered."""
     name: str
-    """Its name in torch."""
     itemsize: int
     """Bytes of one torch element; 1 for packed and sub-byte types."""
     safetensors: str | None = None
@@ -137,7 +135,6 @@ def of_numpy(dtype: np.dtype[Any]) -> DType | None:
 
 @cache
 def known_to_torch() -> Mapping[torch.dtype, DType]:
-    """Return the types that the installed torch has, by torch dtype."""
     import torch  # noqa: PLC0415 - see the module's docstring
 
     # getattr with a default: an older torch may lack the newest rows.

@@ -35,7 +35,6 @@ class FrameTable:
     """The frames of a blob, sorted by where their plain bytes begin."""
 
     start: IntArray
-    """Where its plain bytes begin."""
     nbytes: IntArray
     stored_start: IntArray
     """Where in the blob it is stored."""
@@ -43,28 +42,23 @@ class FrameTable:
     number: IntArray
     """Its number in the order of writing, which authenticating codecs use."""
     digests: bytes
-    """Digests of the stored bytes of each frame, end to end."""
 
     def __len__(self) -> int:
         return len(self.start)
 
     @property
     def plain_nbytes(self) -> int:
-        """Plain bytes of all frames."""
         return int(self.nbytes.sum())
 
     def digest(self, frame: int) -> bytes:
-        """Return the digest of a frame's stored bytes."""
         return self.digests[frame * DIGEST_NBYTES : (frame + 1) * DIGEST_NBYTES]
 
 
 def table_nbytes(frames: int) -> int:
-    """Return the size of a table of this many frames, with its footer."""
     return frames * _ROW_NBYTES + FOOTER_NBYTES
 
 
 def encode_table(table: FrameTable) -> bytes:
-    """Encode a table and its footer."""
     columns = (table.start, table.nbytes, table.stored_start, table.stored_nbytes, table.number)
     parts = [np.ascontiguousarray(column, "<i8").tobytes() for column in columns]
     return b"".join([*parts, table.digests, _FOOTER.pack(len(table), table.plain_nbytes, MAGIC)])

@@ -97,18 +97,15 @@ class Strings:
         return len(self.ends)
 
     def raw(self, row: int) -> bytes:
-        """Return one string's bytes."""
         start = int(self.ends[row - 1]) if row else 0
         return bytes(self.data[start : int(self.ends[row])])
 
     def all(self) -> list[bytes]:
-        """Return all of them."""
         data = bytes(self.data)
         ends = self.ends.tolist()
         return [data[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def find(self, wanted: bytes) -> int | None:
-        """Return the row of a string, by binary search."""
         row = bisect.bisect_left(range(len(self)), wanted, key=self.raw)
         return row if row < len(self) and self.raw(row) == wanted else None
 
@@ -128,7 +125,6 @@ class Index:
 
     @cached_property
     def tree(self) -> bytes:
-        """The skeleton of the nested state."""
         return self.make_tree()
 
     def narrowed(self, tensors: IntArray, boxes: Boxes) -> Index:  # noqa: ARG002 - all chunks are in memory
@@ -144,11 +140,9 @@ class Index:
         return slice(int(self.chunk_ends[owner - 1]) if owner else 0, int(self.chunk_ends[owner]))
 
     def shape(self, tensor: int) -> tuple[int, ...]:
-        """Return a tensor's global shape."""
         return tuple(self.tensors.shape[tensor, : int(self.tensors.ndim[tensor])].tolist())
 
     def dtype(self, tensor: int) -> DType:
-        """Return a tensor's dtype."""
         return by_code(int(self.tensors.dtype[tensor]))
 
     @cached_property
@@ -158,12 +152,10 @@ class Index:
 
     @cached_property
     def tensor_rows(self) -> dict[str, int]:
-        """Row of every tensor by key."""
         return _rows_by_key(self.keys)
 
     @cached_property
     def value_rows(self) -> dict[str, int]:
-        """Row of every plain value by key."""
         rows = _rows_by_key(self.value_keys)
         if not rows.keys().isdisjoint(self.tensor_rows):
             raise MalformedFile("the index has a tensor and a value of one key")
@@ -171,11 +163,7 @@ class Index:
 
 
 def encode_index(index: Index, *, parts: Mapping[str, npt.NDArray[np.uint8]] = MappingProxyType({})) -> bytes:
-    """
-    Encode an index, whose keys must be sorted by their UTF-8 bytes, and chunks by tensor.
-
-    `parts` are the sections of `format.index_parts`, of which the first must come before all others.
-    """
+    """Encode an index with keys sorted by their UTF-8 bytes, chunks by tensor; `parts` (`format.index_parts`) come first."""
     sections = {
         **parts,
         "keys": np.frombuffer(index.keys.data, np.uint8),

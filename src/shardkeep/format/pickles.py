@@ -141,8 +141,6 @@ def _refuse_change(_self: Any, name: str, *_value: Any) -> None:
 
 
 class _Callable:
-    """Can be called but not changed."""
-
     __slots__ = ("_make", "_table", "kind")
 
     kind: type | None
@@ -198,8 +196,6 @@ class Opaque(metaclass=_OpaqueType):
 
     __setstate__ = __setitem__ = append = extend = add = _take
 
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 # No program writes these operations. With the last one, nested tuples take exponentially long to hash.
 _REFUSED = frozenset({"PERSID", "INST", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "DUP"})
@@ -431,8 +427,6 @@ def _after_lines(raw: bytes, at: int, lines: int, where: str) -> int:
     return end + 1
 
 
-# -- plain values ------------------------------------------------------------------------------------------------------
-
 # Classes of the standard library and numpy that hold data and run nothing. Each name stands for a function that takes only
 # what a pickle of such a value contains, so that small input cannot become large, and that returns a new value each time, so
 # that a pickle which changes it changes nothing else.
@@ -529,7 +523,6 @@ def _range(*numbers: Any) -> range:
 
 
 def _bytearray(data: Any = b"", encoding: Any = None) -> bytearray:
-    """Make a bytearray of bytes, or of text, as old protocols write it."""
     if type(data) is str and encoding == "latin-1":
         return bytearray(data, "latin-1")
     if type(data) is not bytes or encoding is not None:

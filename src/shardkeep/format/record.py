@@ -101,8 +101,6 @@ class FileEntry(Blob, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is in the checkpoint."""
-
     tensors: int
     chunks: int
     values: int
@@ -111,8 +109,6 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 @decodable
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of the commit record."""
-
     format: str = FORMAT
     version: int = FIRST_VERSION
     save_id: str
@@ -126,7 +122,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The index file; its checksum covers all of it."""
     files: list[FileEntry]
     chains: list[Recorded] = []
-    """The codec chains of the files."""
     mac: str | None = None
     """If a chain has a secret: proof that the record was written with the key."""
 
@@ -142,7 +137,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_nbytes(self) -> int:
-        """The total size of these files."""
         return sum(self.at_rest.values())
 
 
@@ -193,7 +187,6 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def encode_record(record: Record) -> bytes:
-    """Encode a record as JSON that ends in its own checksum."""
     body = msgspec.json.format(msgspec.json.encode(_members(record)), indent=2)
     head = body.rstrip().removesuffix(b"}").rstrip()
     return head + _tail(head)
@@ -207,7 +200,7 @@ def authenticated_bytes(record: Record, chains: list[Recorded]) -> bytes:
 
 
 def _members(record: Record) -> dict[str, Any]:
-    """Return the members to write; members of newer versions are left out if they are empty."""
+    """Return the members to write, those of newer versions only if they are not empty."""
     members: dict[str, Any] = msgspec.to_builtins(record)
     return {key: value for key, value in members.items() if value or key not in ("chains", "mac")}
 
@@ -297,5 +290,4 @@ def versioned(record: Record) -> Record:
 
 
 def data_sizes(record: Record) -> IntArray:
-    """Return the bytes of tensor data in each file."""
     return np.array([file.data_nbytes for file in record.files], np.int64)

@@ -190,8 +190,6 @@ class ArchivedTensor(NamedTuple):
 
 
 class ArchiveEntry(NamedTuple):
-    """An entry of an archive: its bytes, and the CRC-32 that they should have."""
-
     name: str
     start: int
     nbytes: int
@@ -199,7 +197,7 @@ class ArchiveEntry(NamedTuple):
 
 
 class _Archive:
-    """The directory of an archive of `torch.save` with `nbytes`; raises `MalformedFile` for other bytes."""
+    """The directory of an archive of `torch.save`; raises `MalformedFile` for other bytes."""
 
     def __init__(self, get: Get, nbytes: int, where: str) -> None:
         self._get = get
@@ -219,7 +217,6 @@ class _Archive:
         return ArchiveEntry(key, data_start(self._get, at, key, where=self._where), nbytes, crc)
 
     def pickled(self) -> bytes:
-        """Return the pickle."""
         found = self.find("data.pkl")
         if found is None:
             raise MalformedFile.of(self._where, "not an archive of torch.save")
@@ -441,7 +438,6 @@ class ArchiveLayout:
         """Lay out an archive of `data.pkl` and of storages of these sizes, which the pickle calls by number."""
         self.sizes = list(sizes)
         self.starts: list[int] = []
-        """Where the bytes of each storage begin."""
         self._entries, self._listed = _before_storages(pickled)
         self._headers: list[int] = []
         at = len(self._entries)
@@ -452,7 +448,6 @@ class ArchiveLayout:
             at += nbytes + len(_descriptor(nbytes, 0))
         self._directory_at = at
         self.nbytes = at + len(self._directory([0] * len(self.sizes)))
-        """Size of the whole archive."""
 
     def before(self, number: int, crcs: Sequence[int]) -> bytes:
         """Return what stands before storage `number`, or ends the archive, given the CRC-32 of all storages before it."""
@@ -476,12 +471,10 @@ def _name(number: int) -> bytes:
 
 
 def _header(number: int, nbytes: int, at: int) -> bytes:
-    """Return what stands directly before a storage, from `at` of the file on."""
     # The reader must know that 8 bytes hold each size that follows.
     wide = _wide(0, 0) if nbytes >= _MAX32 else b""
     return _local(_name(number), _UTF8 | _SIZES_FOLLOW, _MAX32 if wide else 0, wide, at, STORAGE_ALIGNMENT)
 
 
 def _descriptor(nbytes: int, crc: int) -> bytes:
-    """Return what stands directly behind a storage."""
     return b"PK\7\x08" + struct.pack("<I2Q" if nbytes >= _MAX32 else "<3I", crc, nbytes, nbytes)

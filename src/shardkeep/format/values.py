@@ -85,9 +85,6 @@ def decode_value(data: bytes, *, key: str, allow_pickle: bool = False, like: Any
         raise MalformedFile(f"{key!r}: stored value is malformed: {exc!s:.200}") from exc
 
 
-# -- encoding ----------------------------------------------------------------------------------------------------------
-
-
 def _pack(value: Any, call: _Call, depth: int) -> bytes:
     kind = type(value)
     if kind in _SCALARS:
@@ -148,9 +145,6 @@ def _ext(code: int, payload: bytes, call: _Call) -> bytes:
 
 def _too_large(call: _Call) -> UnsupportedLeaf:
     return UnsupportedLeaf(f"{call.key!r} is too large for a plain value (4 GiB)", hint="store it as a tensor")
-
-
-# -- decoding ----------------------------------------------------------------------------------------------------------
 
 
 def _unpack(data: Any, call: _Call, depth: int) -> Any:
@@ -381,8 +375,6 @@ def _loaded_class(module: str, qualname: str) -> Any:
     return found
 
 
-# -- numpy -------------------------------------------------------------------------------------------------------------
-
 # A dtype comes back equal, with the same C type and byte order. Its description is checked before numpy sees it. Objects,
 # numpy's variable-width strings, and dtypes of other packages have no plain form.
 
@@ -500,8 +492,6 @@ def _make_text(parts: list[Any]) -> Any:
     return kinds[type(parts[0])](parts[0])
 
 
-# -- the table of kinds ------------------------------------------------------------------------------------------------
-
 _PATH: Final = _Kind(22, _take_path, _make_path, (bool, bool, str))
 _KINDS: Final[dict[type, _Kind]] = {
     tuple: _Kind(4, list, tuple),
@@ -574,7 +564,6 @@ class Container:
     """A mapping, list or tuple: its kind, and its children in order."""
 
     kind: str
-    """One of `KINDS`."""
     children: tuple[tuple[Part, Node], ...]
 
     def __eq__(self, other: object) -> bool:
@@ -609,7 +598,6 @@ def _type_of(part: Part) -> Any:
 
 
 def part_name(kind: str, part: Part) -> str:
-    """Return one part of a flat name."""
     if kind == "ranks":
         return f"@{part}"
     # For all other kinds repr equals str, and python -bb refuses the str of bytes.
@@ -617,7 +605,6 @@ def part_name(kind: str, part: Part) -> str:
 
 
 def encode_tree(node: Node) -> bytes:
-    """Encode a skeleton."""
     marks, counts, parts = bytearray([_mark(node)]), list[int](), list[Part]()
     level, depth = [] if node is None else [node], 0
     while level:

@@ -70,13 +70,11 @@ def claim_name(save_id: str) -> str:
 
 
 def is_claim(name: str) -> bool:
-    """Return whether a file is the claim of a save."""
     save_id = save_id_of(name)
     return save_id is not None and name == claim_name(save_id)
 
 
 def index_name(save_id: str, *, coded: bool = False) -> str:
-    """Return the name of a save's index."""
     return f"index-{save_id}.{_CODED_SUFFIX if coded else 'skindex'}"
 
 

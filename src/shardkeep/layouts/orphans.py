@@ -30,17 +30,12 @@ STALE_AFTER_S = 24 * 3600.0
 _MAX_CLAIM_NBYTES = 4096
 
 
-# -- claims ------------------------------------------------------------------------------------------------------------
-
-
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process is saving."""
-
     host: str
     """Machine, boot and process namespace: equal only where process ids mean the same."""
     pid: int
     started: str
-    """When the process started, as the kernel says it, so that a reused process id is not mistaken for it."""
+    """As the kernel says it, so that a reused process id is not mistaken for it."""
 
 
 class _RunningSave:
@@ -63,7 +58,6 @@ def holding_claim(save_id: str) -> Iterator[None]:
 
 
 def make_claim(store: Store, save_id: str) -> None:
-    """Write the claim of this process on a save."""
     claim = Claim(host=host_identity(), pid=os.getpid(), started=process_start(os.getpid()))
     with explaining_place(store, claim_name(save_id)):
         store.put(claim_name(save_id), msgspec.json.encode(claim))
@@ -82,9 +76,6 @@ def _is_alive(claim: Claim, save_id: str) -> bool:
     if claim.host != host_identity() or not claim.started or process_start(claim.pid) != claim.started:
         return False
     return claim.pid != os.getpid() or save_id in _running
-
-
-# -- survey ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,9 +137,6 @@ def deletable(store: Store, found: Survey) -> list[str]:
         # Files without a claim may belong to a checkpoint whose record was lost or is not visible yet.
         return found.dead
     return [name for name in found.dead + found.ended if name not in kept]
-
-
-# -- deletion ----------------------------------------------------------------------------------------------------------
 
 
 def sweep(store: Store, found: Survey) -> None:

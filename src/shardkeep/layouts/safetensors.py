@@ -45,19 +45,15 @@ class HeaderTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file, as its header describes it."""
-
     path: str
     tensors: dict[str, HeaderTensor]
     metadata: dict[str, str]
     nbytes: int
-    """Size of the file."""
     data_start: int
     """Where the header ends."""
     digest: bytes
@@ -65,11 +61,7 @@ class SafetensorsFile:
 
     @property
     def name(self) -> str:
-        """Its name in its directory."""
         return os.path.basename(self.path)
-
-
-# -- reading headers ---------------------------------------------------------------------------------------------------
 
 
 def read_header(path: str, opens: ReadableStore) -> SafetensorsFile:
@@ -154,9 +146,6 @@ def _check_whole(path: str, parts: Mapping[str, HeaderTensor], data_start: int, 
         raise WrongSize.of(path, why, hint="the file was cut short or is not complete yet" if total < at else "")
 
 
-# -- writing headers ---------------------------------------------------------------------------------------------------
-
-
 def alignment_of(nbytes: int) -> int:
     """Return the largest power of two, up to a page, that divides a size: in falling order, all are aligned without gaps."""
     return min(nbytes & -nbytes, ALIGNMENT) if nbytes else ALIGNMENT
@@ -180,8 +169,6 @@ def build_model_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mappin
         at = stop
     return bytes(encode_header(entries, dict(metadata)))
 
-
-# -- names of files, and keys in their metadata ------------------------------------------------------------------------
 
 INDEX_NAME = _metadata_fn = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -249,11 +236,9 @@ class HeaderState(msgspec.Struct, frozen=True, kw_only=True):
     meta: dict[str, Any] = {}
     """From the commit record."""
     tree: bytes
-    """The nesting, encoded."""
     values: dict[str, bytes]
     """Plain values by flat name, encoded."""
     numpy: list[str] = []
-    """Tensors that were numpy arrays."""
     ties: dict[str, str] = {}
     """Names of tensors that share the memory of another one, which is in the file."""
 

@@ -63,11 +63,9 @@ class PublishNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
     save_id: str
     files: list[str]
-    """The files that count."""
+    """Those that count."""
     remove: list[str]
-    """Files that do not count any more."""
     index: bool
-    """Whether there is an index file."""
     pending: bool = False
 
 
@@ -95,11 +93,9 @@ class SaveNames:
     uses them, not even one that hung and goes on."""
 
     def final(self, name: str) -> str:
-        """Return the name that a file has in the end."""
         return name if self.renames else marked_name(name, self.save_id)
 
     def written(self, name: str) -> str:
-        """Return the name that a file is written under."""
         return unpublished_name(name, self.save_id) if self.renames else self.final(name)
 
 
@@ -111,9 +107,6 @@ def unpublished_name(name: str, save_id: str) -> str:
 def can_rename(store: Store) -> bool:
     """Say whether files of a place can be renamed: it is a local directory."""
     return local_path(store) is not None
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def list_model(store: Store) -> ModelDirectory:
@@ -144,7 +137,6 @@ def list_model(store: Store) -> ModelDirectory:
 
 
 def read_note(store: ReadableStore) -> PublishNote | None:
-    """Read the note of a place; None if there is none."""
     try:
         raw = store.get(NOTE_NAME, limit=_MOST_SMALL_NBYTES)
     except BlobNotFound:
@@ -166,9 +158,6 @@ def made_by_writer(folder: ModelDirectory, name: str) -> bool:
         return CUSTOM_METADATA_KEY in read_header(folder.files[name], folder.opens).metadata
     except CheckpointError:
         return False  # a file that cannot be read is left for its owner to look at
-
-
-# -- the steps of a save -----------------------------------------------------------------------------------------------
 
 
 def prepare_directory(store: Store) -> ModelDirectory:
@@ -275,11 +264,7 @@ def _missing(where: str, name: str) -> BlobNotFound:
     )
 
 
-# -- in a local directory ----------------------------------------------------------------------------------------------
-
-
 def _finish_interrupted(store: Store) -> str | None:
-    """Finish an interrupted save, and return its id."""
     note = read_note(store)
     if note is None or note.pending:
         return None
@@ -352,9 +337,6 @@ def _clear(path: str, save_id: str | None = None) -> None:
                     os.unlink(os.path.join(path, name))
 
 
-# -- in a store --------------------------------------------------------------------------------------------------------
-
-
 def _prepare_store(store: Store) -> ModelDirectory:
     # List before reading the note: files of a save that begins from here on must not be among those removed.
     names = [info.name for info in store.list()]
@@ -393,7 +375,6 @@ def _taken_over(store: Store) -> CheckpointExists:
 
 
 def _remove_written(store: Store, save_id: str) -> None:
-    """Remove the files of one save."""
     mark = marked_name("", save_id)
     for info in store.list():
         if _WRITTEN_TO_STORES.fullmatch(info.name) and info.name.endswith(mark):
@@ -409,7 +390,7 @@ def _drop_note(store: Store, save_id: str) -> None:
 
 
 def _finish_in_store(store: Store, note: PublishNote) -> None:
-    """Do what a complete note says; a process that was interrupted may have done a part of it."""
+    """Do what a complete note says; an interrupted process may have done a part of it."""
     index = unpublished_name(INDEX_NAME, note.save_id)
     if note.index:
         there = store.version(INDEX_NAME)  # read first: an index file that is put later may be of a later save

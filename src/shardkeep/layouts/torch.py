@@ -48,18 +48,15 @@ def is_data(name: str) -> bool:
 
 
 def is_metadata(name: str) -> bool:
-    """Return whether a file is the metadata of a checkpoint, or of what one rank saved."""
     return name == METADATA_NAME or _RANKS_OWN.fullmatch(name) is not None
 
 
 def writer_rank(name: str) -> int | None:
-    """Return the rank that wrote a data file, by its name."""
     found = _WRITER.match(name)
     return int(found[1]) if found else None
 
 
 def metadata_name(rank: int | None) -> str:
-    """Return the name of the metadata of a checkpoint, or of what one rank saved on its own."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
@@ -109,8 +106,6 @@ def read_sums(store: ReadableStore, name: str, sums: Sums) -> bytes | None:
         raise MalformedFile.of(own, f"these are not the digests of {name}")
     return file.digests
 
-
-# -- the contents of `.metadata` ---------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -236,12 +231,7 @@ def safe_globals() -> Names:
     return found
 
 
-# -- as plain data -----------------------------------------------------------------------------------------------------
-
-
 class ItemLocation(NamedTuple):
-    """Where an item lies."""
-
     file: str
     offset: int
     nbytes: int
@@ -253,8 +243,6 @@ class ItemLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A stored tensor."""
-
     dtype: DType
     shape: Ints
     chunks: list[tuple[Box, ItemLocation]]
@@ -262,8 +250,6 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class TorchMetadata:
-    """The contents of a checkpoint of torch's layout."""
-
     tensors: dict[str, TensorEntry]
     objects: dict[str, ItemLocation]
     paths: dict[str, tuple[str | int, ...]]
@@ -273,7 +259,7 @@ class TorchMetadata:
 
 
 def decode_torch_metadata(data: bytes, *, where: str) -> TorchMetadata:
-    """Read `.metadata`; raise `DamagedCheckpoint`, or `PickleRefused` if it names what does not belong there."""
+    """Raise `DamagedCheckpoint`, or `PickleRefused` for names that do not belong there."""
     found = unpickle_metadata(data, _stand_ins(), where=where)
     try:
         with collector_paused():
@@ -360,7 +346,6 @@ def _metadata_of(found: Any) -> TorchMetadata:
 
 
 def item_location(info: Any) -> ItemLocation:
-    """Return where an item lies, from its entry in the metadata."""
     offset, nbytes = info.offset, info.length
     start = vars(info).get("shardkeep_data_start")
     if type(info.relative_path) is not str or any(type(n) is not int or n < 0 for n in (offset, nbytes)):
@@ -370,7 +355,6 @@ def item_location(info: Any) -> ItemLocation:
 
 
 def sums_of(metadata: Any) -> dict[str, Sums]:
-    """Return what metadata say of each data file."""
     try:
         return {name: Sums(*said) for name, said in (getattr(metadata, "shardkeep_sums", None) or {}).items()}
     except (AttributeError, TypeError) as exc:

@@ -41,7 +41,6 @@ def encode_metadata(value: Metadata) -> bytes:
 
 
 def read_metadata(store: ReadableStore, name: str, *, where: str) -> Metadata:
-    """Read `.metadata`, or the metadata of one rank."""
     return decode_metadata(store.get(name, limit=torch_layout.MAX_METADATA_NBYTES), where=where)
 
 
@@ -188,8 +187,6 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         self._often: dict[Any, bytes] = {}
         self._numbers = itertools.count()
 
-    # -- values of which there are many, as opcodes, to be written at once --------------------------------------------
-
     def define(self, encode: Callable[..., bytes], *values: Any) -> bytes:
         """Write a value that is only referred to later, and return the reference."""
         self.made += encode(*values), b"0"
@@ -210,7 +207,6 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         return found
 
     def text(self, text: str) -> bytes:
-        """Return a string."""
         found = self.known.get(text)
         if found is None:
             raw = text.encode("utf-8", "surrogatepass")
@@ -219,13 +215,11 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         return found
 
     def size(self, size: Ints) -> bytes:
-        """Return a `torch.Size`."""
         return self.known.get(size) or self._first(
             size, self.named("torch", "Size") + b"(" + b"".join(map(_int, size)) + b"t\x85R"
         )
 
     def named(self, module: str, name: str) -> bytes:
-        """Return a class or a constant of a module."""
         key = module, name, "global"
         return self.known.get(key) or self._first(key, self.text(module) + self.text(name) + b"\x93")
 
@@ -240,8 +234,6 @@ class _Writer(_Pickler):  # type: ignore[misc]  # see above
         made += self.text("torch.strided") + b"\x85R" + (b"\x88" if requires_grad else b"\x89")
         made += self.named(*_CLASSES[metadata._MEM_FORMAT_ENCODING]) + b"K\x00\x85R"
         return made + (b"\x88tb" if pinned else b"\x89tb")
-
-    # -- any object ----------------------------------------------------------------------------------------------------
 
     def finished(self, behind: bytes = b"") -> bytes:
         """Return the pickle and what is behind it, sealed."""

@@ -61,7 +61,6 @@ class _StreamFiles(StreamStore):
 
 
 def commit_at(fs: FileSystemBase, path: PathLike, *, sync: bool) -> Commit:
-    """Return the commit of a save to a path of a file system."""
     return Commit(store_of(fs, path, durable=sync) or _StreamFiles(fs, path, sync=sync))
 
 
@@ -103,7 +102,7 @@ class Commit:
             self._sweep(self._store, name, keep, began_s)
 
     def _check_written(self, sums: Mapping[str, Sums], own: Collection[str]) -> None:
-        """Check the sizes of all data files that this rank can see: another save here may have removed or replaced one."""
+        """Check the sizes of data files that this rank can see: another save here may have removed or replaced one."""
         if self._store is None:
             return
         sizes: dict[str, int] = {}

@@ -256,7 +256,6 @@ class TensorWriteData:
     chunk: ChunkStorageMetadata
     properties: TensorProperties
     size: torch.Size
-    """Of the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -472,9 +471,6 @@ class StorageReader(abc.ABC):
         """Return whether this storage can hold a checkpoint of this id."""
 
 
-# -- tensors that describe their shards --------------------------------------------------------------------------------
-
-
 @runtime_checkable
 class CheckpointableTensor(Protocol):
     """A plain tensor that holds shards of a larger one, as torch has them since 2.14."""
@@ -558,7 +554,6 @@ def translator(source: object, target: object) -> Callable[[Any], Any]:
 
 
 def to_classes_of(party: object, value: Any) -> Any:
-    """Return a value translated to the classes that a planner or a storage expects."""
     return _translated(value, protocol_classes_of(party))
 
 

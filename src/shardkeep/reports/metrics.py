@@ -23,8 +23,6 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metric(NamedTuple):
-    """The description of one number."""
-
     name: str
     """For example "save/blocked_s"; each sink adapts it to its own conventions."""
     unit: str

@@ -1,8 +1,4 @@
-"""
-Metrics of saves and loads for OpenTelemetry.
-
-    sk.on_event(OpenTelemetry())
-"""
+"""Metrics of saves and loads for OpenTelemetry: `sk.on_event(OpenTelemetry())`."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ class OpenTelemetry:
         }
 
     def __call__(self, event: Event) -> None:
-        """Record the numbers of an event, if it has any."""
         attributes = {"shardkeep.rank": event.rank}
         for name, value in metrics_of(event).items():
             self._record[name](value, attributes)

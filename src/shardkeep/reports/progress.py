@@ -1,9 +1,4 @@
-"""
-Progress bars for saves.
-
-Rank 0 draws them on standard error if that is a terminal. Otherwise, as in the logs of a cluster, nothing is shown and rich
-is not imported.
-"""
+"""Progress bars for saves. Where standard error is no terminal, as in the logs of a cluster, rich is not imported."""
 
 from __future__ import annotations
 
@@ -71,7 +66,6 @@ class _Bars:
         self._thread.start()
 
     def hear(self, event: Event) -> None:
-        """Record an event."""
         with self._changed:
             if isinstance(event, (SaveCommitted, SaveFailed)):
                 self._saves.pop(event.where, None)
@@ -83,7 +77,6 @@ class _Bars:
             self._changed.notify()
 
     def close(self) -> None:
-        """Remove all bars, if the terminal accepts output in time."""
         with self._changed:
             self._closing = True
             self._saves.clear()
@@ -130,7 +123,6 @@ class _Bars:
 
 
 def byte_progress(console: Console, *, auto_refresh: bool) -> Progress:
-    """Return a progress display with columns for bytes, throughput and remaining time."""
     from rich import progress  # noqa: PLC0415 - only if needed
 
     # Without redirection, what the program prints meanwhile goes to its own streams.

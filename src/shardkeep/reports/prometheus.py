@@ -29,11 +29,7 @@ class Prometheus:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """
-        Register the metrics, by default in the global registry; needs prometheus-client.
-
-        A registry takes them once: the second time raises a ValueError.
-        """
+        """Register the metrics, by default in the global registry, which takes them once; needs prometheus-client."""
         client = require_module("prometheus_client", package="prometheus-client", wanted_by="the Prometheus report")
         to = {"registry": client.REGISTRY if registry is None else registry}
         self._record: dict[str, Callable[[float], None]] = {}
@@ -53,7 +49,6 @@ class Prometheus:
         )
 
     def __call__(self, event: Event) -> None:
-        """Record the numbers of an event, if it has any."""
         for name, value in metrics_of(event).items():
             self._record[name](value)
         if failed := failed_call(event):

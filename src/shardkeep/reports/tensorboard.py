@@ -1,8 +1,4 @@
-"""
-Curves of saves and loads in TensorBoard.
-
-    sk.on_event(TensorBoard("runs/a/tensorboard"))
-"""
+"""Curves of saves and loads in TensorBoard: `sk.on_event(TensorBoard("runs/a/tensorboard"))`."""
 
 from __future__ import annotations
 
@@ -19,18 +15,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """
-    A callback for `on_event`: scalars below "checkpoint/" over the step of each checkpoint, written by rank 0.
-
-    Checkpoints without a step are numbered from 0.
-    """
+    """A callback for `on_event`: scalars below "checkpoint/" over each step (without one: 0, 1, ...), written by rank 0."""
 
     def __init__(self, to: str | os.PathLike[str] | SummaryWriter) -> None:
-        """
-        Prepare to write to a folder, or to a writer that you close yourself; needs tensorboard.
-
-        The first event creates the files, on rank 0 only.
-        """
+        """Take a folder, or a writer that you close; rank 0 creates the files at the first event. Needs tensorboard."""
         self._module = require_module(
             "torch.utils.tensorboard", package="tensorboard", wanted_by="the TensorBoard report"
         )
@@ -42,7 +30,6 @@ class TensorBoard:
         self._unnumbered = 0
 
     def __call__(self, event: Event) -> None:
-        """Write the scalars of an event, if it has any."""
         figures, failed = metrics_of(event), failed_call(event)
         if not (figures or failed) or not from_rank_zero(event):
             return

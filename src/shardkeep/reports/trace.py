@@ -66,8 +66,6 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Tracing:
-    """The open file and the state needed to continue it."""
-
     def __init__(self, path: str) -> None:
         if not os.path.isdir(os.path.dirname(path) or ".") or os.path.isdir(path):
             raise StorageError(f"the trace {path} cannot be created", hint="give a file in an existing folder")
@@ -83,7 +81,6 @@ class _Tracing:
         """When the last span of each rank and row ended."""
 
     def hear(self, event: events.Event) -> None:
-        """Write an event."""
         with self._changed:
             if isinstance(event, (events.SaveBegan, events.LoadBegan)):
                 self._under_way.append(event.where)
@@ -96,7 +93,6 @@ class _Tracing:
                 self._write(self._entries(event))
 
     def close(self, *, wait: bool) -> None:
-        """Finish the file, once every call is in it."""
         with self._changed:
             while wait and self._under_way:
                 self._changed.wait()

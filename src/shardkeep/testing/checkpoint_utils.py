@@ -42,7 +42,6 @@ class Rot13Example(StreamTransformExtension):
 
     @staticmethod
     def _rot13bytes(b: Buffer, count: int) -> None:
-        """Change the first bytes of a buffer, in place."""
         view = memoryview(b).cast("B")
         view[:count] = bytes(view[:count]).swapcase()
 
@@ -53,8 +52,6 @@ class Rot13Example(StreamTransformExtension):
         return cast("IO[bytes]", self.Reader(input))
 
     class Writer(OutputStream):
-        """Transforms a copy of what is written to it."""
-
         def write(self, b: Buffer, /) -> int:
             return super().write(bytes(b).swapcase())
 
@@ -68,7 +65,6 @@ class Rot13Example(StreamTransformExtension):
             return True
 
         def readinto(self, b: Buffer, /) -> int | None:
-            """Fill a buffer as far as one read of the inner stream does."""
             view = memoryview(b).cast("B")
             data: bytes | None = self.input.read(len(view))
             if data is None:
@@ -87,7 +83,6 @@ class Rot13Example(StreamTransformExtension):
 
 
 def get_test_extension_registry() -> ExtensionRegistry:
-    """Return a registry that knows `Rot13Example`."""
     registry = ExtensionRegistry()
     registry.register(Rot13Example)
     return registry

@@ -55,7 +55,6 @@ def write_blob(store: Store, name: str, data: Any, *, room: int | None = None) -
 
 
 def read_blob(store: Store, name: str) -> bytes:
-    """Read a whole blob in one part."""
     with closing(store.open(name)) as reader:
         data = bytearray(reader.nbytes)
         reader.read_into(0, memoryview(data))
@@ -93,7 +92,6 @@ class PutContract:
     """The promises about `put`, `get` and `version`: small blobs that are written in one step. A part of `StoreContract`."""
 
     def make_store(self) -> Store:
-        """Make a new, empty store."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -177,8 +175,6 @@ class StoreContract(PutContract):
 
     MANY = 1001
     """Blobs that are listed and deleted together: more than one page of a listing, which has 1000 on S3."""
-
-    # -- blobs written in parts
 
     @pytest.mark.parametrize("room", [None, 3_000_001])
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 2_000_001, 3_000_001])
@@ -270,8 +266,6 @@ class StoreContract(PutContract):
         writer.abandon()
         same(b"abc", read_blob(store, "a"))
 
-    # -- readers
-
     @pytest.mark.parametrize("nbytes", [10, 5 << 20])
     @pytest.mark.parametrize("beyond", [1, 5000])
     def test_reading_past_the_end(self, store: Store, nbytes: int, beyond: int) -> None:
@@ -309,8 +303,6 @@ class StoreContract(PutContract):
         same(True, issubclass(BlobNotFound, FileNotFoundError))
         with raises_errno(errno.ENOENT, BlobNotFound, "nothing-here"):
             _call(store, verb, "nothing-here")
-
-    # -- names
 
     def test_list(self, store: Store) -> None:
         """A listing has each blob once, in order of name, with its size and a time that is about now."""
