@@ -60,11 +60,7 @@ class CodecChain:
         return nbytes
 
     def encode(self, data: memoryview, places: Sequence[base.FramePlace]) -> list[Buffer]:
-        """
-        Return the stored form of each frame; without codecs, its bytes. Raises `CodecFailed`.
-
-        `data` has the frames end to end, all of one size, except that the last may be smaller.
-        """
+        """Return the stored form of each frame of `data` (see `EncodesMany`), without codecs its bytes; raises `CodecFailed`."""
         whole = flat(memoryview(data))
         steps: list[_Step] = [codec.encode for codec in self._codecs]
         if self._codecs and isinstance(self._codecs[0], base.EncodesMany):

@@ -22,19 +22,10 @@ import numpy as np
 
 from shardkeep.codecs.base import FramePlace
 from shardkeep.codecs.chain import CodecChain
-from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, StorageError, WrongSize
+from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, MalformedFile, StorageError
+from shardkeep.format import frames
 from shardkeep.format.data_file import checksum_text, digest
-from shardkeep.format.frames import (
-    FOOTER_NBYTES,
-    FRAME_NBYTES,
-    MAGIC,
-    MAX_STORED_NBYTES,
-    FrameTable,
-    decode_table,
-    encode_table,
-    read_footer,
-    table_nbytes,
-)
+from shardkeep.format.frames import FRAME_NBYTES, MAGIC, MAX_STORED_NBYTES, FrameTable
 from shardkeep.format.record import Blob
 from shardkeep.storage import base
 from shardkeep.storage.buffers import ALIGNMENT, PerThread, Scratch, aligned_buffer, copy, flat
@@ -99,10 +90,9 @@ def put_coded(
 def _room_for(nbytes: int, chain: CodecChain) -> int:
     """Return how much space to create a coded blob with; what is not used is freed in the end."""
     # Every write ends a frame, wherever it ends: there is space for frames much smaller than necessary.
-    frames = -(-nbytes // FRAME_NBYTES)
-    extra = nbytes // _SMALL_FRAME_NBYTES + _SPARE_FRAMES
+    most = -(-nbytes // FRAME_NBYTES) + nbytes // _SMALL_FRAME_NBYTES + _SPARE_FRAMES
     overhead = max(0, chain.bound(FRAME_NBYTES) - FRAME_NBYTES, chain.bound(1) - 1)
-    return len(MAGIC) + nbytes + (frames + extra) * overhead + table_nbytes(frames + extra)
+    return len(MAGIC) + nbytes + most * overhead + frames.table_nbytes(most)
 
 
 class FrameWriter:
@@ -163,7 +153,7 @@ class FrameWriter:
         if not np.array_equal(table.start, np.cumsum(table.nbytes) - table.nbytes) or table.plain_nbytes != end:
             message = f"{self._name}: {table.plain_nbytes} bytes were written, expected each of {end} once"
             raise StorageError(message, name=self._name, errno=errno.EINVAL)
-        encoded = encode_table(table)
+        encoded = frames.encode_table(table)
         self._inner.write_at(self._end, memoryview(encoded))
         stored = self._end + len(encoded)
         self._inner.finish(stored)
@@ -202,17 +192,11 @@ class DecodingStore:
         return other
 
     def open(self, name: str) -> base.BlobReader:
-        reader = self.inner.open(name)
         if name not in self._coded:
-            return reader
+            return self.inner.open(name)
         blob, chain = self._coded[name]
+        reader = base.open_sized(self.inner, name, blob.stored_nbytes)
         try:
-            if reader.nbytes != blob.stored_nbytes:
-                raise WrongSize(
-                    f"{name}: {reader.nbytes} bytes, the commit record says {blob.stored_nbytes}",
-                    hint="the file was cut short or changed after the save",
-                    file=name,
-                )
             table = self._table(reader, blob)
             return FrameReader(reader, blob, table, chain, self._scratch, self.inner, self._errors)
         except BaseException:
@@ -237,7 +221,7 @@ class DecodingStore:
 def read_table(reader: base.BlobReader, entry: Blob, store: base.ReadableStore) -> FrameTable:
     """Read and verify the table of a coded blob, a second time if it is damaged."""
     stored_nbytes = reader.nbytes
-    if stored_nbytes < len(MAGIC) + FOOTER_NBYTES:
+    if stored_nbytes < len(MAGIC) + frames.FOOTER_NBYTES:
         raise MalformedFile(f"{entry.name}: too small for a table of frames", file=entry.name, offset=0)
     nbytes = min(_TAIL_NBYTES, stored_nbytes)
     return base.decode_or_reread(
@@ -253,14 +237,14 @@ def _read_tail(read: Callable[[int, int], bytearray], entry: Blob, nbytes: int, 
     """Read the last `nbytes` bytes of a blob, or its whole table if that is larger."""
     tail = read(stored_nbytes - nbytes, nbytes)
     with suppress(MalformedFile):  # raised again by `_decode_tail`
-        wanted = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
+        wanted = frames.read_footer(bytes(tail[-frames.FOOTER_NBYTES :]), stored_nbytes=stored_nbytes, where=entry.name)
         if wanted > nbytes:
             return read(stored_nbytes - wanted, wanted)
     return tail
 
 
 def _decode_tail(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable:
-    nbytes = read_footer(bytes(tail[-FOOTER_NBYTES:]), stored_nbytes=stored_nbytes, where=entry.name)
+    nbytes = frames.read_footer(bytes(tail[-frames.FOOTER_NBYTES :]), stored_nbytes=stored_nbytes, where=entry.name)
     table = bytes(tail[-nbytes:])
     found = checksum_text(digest(table))
     if found != entry.table_checksum:
@@ -271,7 +255,7 @@ def _decode_tail(tail: bytearray, entry: Blob, stored_nbytes: int) -> FrameTable
             file=entry.name,
             offset=stored_nbytes - nbytes,
         )
-    return decode_table(table, plain_nbytes=entry.nbytes, stored_nbytes=stored_nbytes, where=entry.name)
+    return frames.decode_table(table, plain_nbytes=entry.nbytes, stored_nbytes=stored_nbytes, where=entry.name)
 
 
 class FrameReader:

@@ -50,7 +50,10 @@ def write_model(
     """Make tensors the model of a place; `metadata` goes into the first file, and files beside `config` are copied."""
 
     def lay_out() -> dict[str, list[str]]:
-        groups = _groups(tensors, max_shard_bytes)
+        if not (most_nbytes := parse_size(max_shard_bytes, "max_shard_bytes")):
+            raise StateError(f"max_shard_bytes={max_shard_bytes!r}", hint="give a size above 0")
+        # In order; a tensor that is larger than a file may be has a file of its own.
+        groups = [*item_batches(tensors, lambda key: tensors[key].nbytes, most_nbytes=most_nbytes)] or [[]]
         names = [safetensors.file_name(at + 1, len(groups)) for at in range(len(groups))]
         single = len(names) == 1 and safetensors_publish.can_rename(store)
         return dict(zip([safetensors.SINGLE_NAME] if single else names, groups, strict=True))
@@ -191,13 +194,6 @@ def model_files(folder: safetensors_publish.ModelDirectory) -> list[str]:
     """Name those that the index file names, and those that are named like one."""
     named = set(read_weight_map(folder.index, folder.opens).values()) if folder.index else set()
     return sorted(name for name in folder.files if name in named or _MODEL.fullmatch(name))
-
-
-def _groups(tensors: Mapping[str, pipeline.TensorPart], most: Size) -> list[list[str]]:
-    """Divide tensors into files, in order; a tensor that is larger than a file may be has a file of its own."""
-    if not (most_nbytes := parse_size(most, "max_shard_bytes")):
-        raise StateError(f"max_shard_bytes={most!r}", hint="give a size above 0")
-    return [*item_batches(tensors, lambda key: tensors[key].nbytes, most_nbytes=most_nbytes)] or [[]]
 
 
 def model_file(

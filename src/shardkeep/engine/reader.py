@@ -39,11 +39,11 @@ from shardkeep.format import boxes, data_file
 from shardkeep.format.index import Index
 from shardkeep.format.record import MAX_RECORD_NBYTES, RECORD_NAME, Blob, FileEntry, Record, data_sizes, decode_record
 from shardkeep.format.torch_zip import ArchivedTensor
-from shardkeep.layouts.native import checksum_of, open_sized, save_id_of
+from shardkeep.layouts.native import checksum_of, save_id_of
 from shardkeep.options import Options
 from shardkeep.plan.load_plan import FileReads, Read, Scatter, check_tensors, chunk_rows, every_block
 from shardkeep.storage import base
-from shardkeep.storage.base import ReadableStore, is_cached
+from shardkeep.storage.base import ReadableStore, is_cached, open_sized
 from shardkeep.storage.buffers import address_of, copy_memory, view_memory
 from shardkeep.storage.cancel import CancelScope
 

@@ -196,7 +196,7 @@ def open_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
     entry, expected = record.index, record.index.head_checksum
     if expected is None or entry.chain is not None:
         return read_index(store, record, chain)
-    reader = open_sized(store, entry.name, entry.nbytes)
+    reader = base.open_sized(store, entry.name, entry.nbytes)
 
     def load(offset: int, nbytes: int, decode: Callable[[memoryview], T]) -> T:
         if not 0 <= offset <= offset + nbytes <= entry.nbytes:  # before memory is allocated for it
@@ -221,19 +221,6 @@ def open_index(store: base.ReadableStore, record: Record, chain: CodecChain | No
         raise
     weakref.finalize(index, reader.close)
     return index
-
-
-def open_sized(store: base.ReadableStore, name: str, nbytes: int) -> base.BlobReader:
-    """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
-    try:
-        reader = store.open(name)
-    except errors.BlobNotFound as exc:
-        raise errors.WrongSize.of(name, "the file is missing", hint="restore it from a copy") from exc
-    if (found := reader.nbytes) != nbytes:
-        reader.close()
-        why = f"{found} bytes, the commit record says {nbytes}"
-        raise errors.WrongSize.of(name, why, hint="the file was cut short or changed after the save")
-    return reader
 
 
 def _most_index_nbytes(stored_nbytes: int | None) -> int:

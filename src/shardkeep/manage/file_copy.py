@@ -27,7 +27,6 @@ from shardkeep.errors import ChecksumMismatch, DamagedCheckpoint, SaveCancelled,
 from shardkeep.format.data_file import ALGORITHM, DIGEST_NBYTES, count_blocks, digest
 from shardkeep.format.frames import MAGIC
 from shardkeep.format.record import Blob, FileEntry, Record
-from shardkeep.layouts.native import open_sized
 from shardkeep.options import Options
 from shardkeep.storage import base
 
@@ -95,7 +94,7 @@ def expected_digests(store: base.Store, record: Record, name: str) -> ExpectedDi
 
 
 def _frame_digests(store: base.Store, entry: Blob, nbytes: int) -> list[DigestedRange]:
-    with closing(open_sized(store, entry.name, nbytes)) as reader:
+    with closing(base.open_sized(store, entry.name, nbytes)) as reader:
         table = read_table(reader, entry, store)
     frames = [
         DigestedRange(int(table.stored_start[frame]), int(table.stored_nbytes[frame]), table.digest(frame))
@@ -206,7 +205,7 @@ def _move_files(
             windows = list(item_batches(expected.ranges, lambda each: each.nbytes, most_nbytes=window_nbytes))
             pause()  # here, where threads come one at a time, so that it limits all of them together
             try:
-                reader = open_sized(source, expected.name, expected.nbytes)
+                reader = base.open_sized(source, expected.name, expected.nbytes)
             except WrongSize as error:
                 if target is not None:
                     raise

@@ -495,6 +495,19 @@ def check_within(where: str, name: str, offset: int, wanted: int, nbytes: int) -
         raise short_read(where, name, offset, wanted, max(0, nbytes - max(offset, 0)))
 
 
+def open_sized(store: ReadableStore, name: str, nbytes: int | None) -> BlobReader:
+    """Open a file of a checkpoint; raise `WrongSize` if it is missing, or does not have the size of the commit record."""
+    try:
+        reader = store.open(name)
+    except BlobNotFound as exc:
+        raise WrongSize.of(name, "the file is missing", hint="restore it from a copy") from exc
+    if (found := reader.nbytes) != nbytes:
+        reader.close()
+        why = f"{found} bytes, the commit record says {nbytes}"
+        raise WrongSize.of(name, why, hint="the file was cut short or changed after the save")
+    return reader
+
+
 def read_range(reader: BlobReader, offset: int, nbytes: int) -> bytearray:
     """Read a range of an open blob into memory of its own."""
     data = bytearray(nbytes)

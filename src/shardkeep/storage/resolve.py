@@ -24,8 +24,6 @@ _HINT = (
     "pass a path, a URL (file://, s3://, gs://, az://, memory://, or one that fsspec knows), or an object with the verbs of"
     " shardkeep.storage.base.Store"
 )
-
-
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from shardkeep.errors import BlobNotFound, CheckpointError, MalformedFile, StorageError, WrongSize
-from shardkeep.storage.base import Store, delete_all, is_sequential, preferred_requests
+from shardkeep.storage.base import Store, delete_all, is_sequential, preferred_requests, read_range
 from shardkeep.storage.buffers import aligned_buffer
 
 BAD_NAMES = ("", ".", "..", ".tmp-1", "-option", "a/b", "../a", "/a", "a\\b", "a\0b", "a\n", "a b", "é", "a" * 252)
@@ -56,9 +56,7 @@ def write_blob(store: Store, name: str, data: Any, *, room: int | None = None) -
 
 def read_blob(store: Store, name: str) -> bytes:
     with closing(store.open(name)) as reader:
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, memoryview(data))
-        return bytes(data)
+        return bytes(read_range(reader, 0, reader.nbytes))
 
 
 @contextmanager
