@@ -83,10 +83,6 @@ class _DistWrapper:
             ranks._meeting = meeting
             yield ranks
 
-    def agree(self, phase: str, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
-        """Run a step of the engine's; its failures are raised as those of all steps here."""
-        return self.reduce_scatter(phase, work, decide)
-
     # -- objects -------------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, object: T | None) -> T:  # noqa: A002 - torch's name
@@ -132,6 +128,8 @@ class _DistWrapper:
             return dealt
 
         return cast("R", self._step(step, map_fun, deal))
+
+    agree = reduce_scatter  # a step of the engine's
 
     def all_reduce(self, step: str, map_fun: Callable[[], T], reduce_fun: Callable[[list[T]], R]) -> R:
         """Run `map_fun` on all ranks and `reduce_fun` on all results at the coordinator; return what it returned."""

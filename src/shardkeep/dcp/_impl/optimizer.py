@@ -148,8 +148,6 @@ def _is_nested_tensor(val: torch.Tensor) -> bool:
 
 def _gen_rank_device(global_rank: int, device_type: str = "cuda") -> str:
     """Return the device of a rank as placements write it: ranks are assigned to devices in turn."""
-    if device_type == "cpu":
-        return "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device_type:
         return "cpu"
@@ -189,16 +187,12 @@ class _ReaderWithOffset(DefaultLoadPlanner):
     `translation` has the index of each in the state.
     """
 
-    translation: dict[protocol.MetadataIndex, protocol.MetadataIndex]
-    state_dict: protocol.STATE_DICT_TYPE
     metadata: protocol.Metadata
 
     def __init__(self, fqn_to_offset: dict[str, Sequence[int]]) -> None:
         super().__init__()
         self.fqn_to_offset = fqn_to_offset
-        self.metadata = protocol.Metadata({})
-        self.state_dict = {}
-        self.translation = {}
+        self.translation: dict[protocol.MetadataIndex, protocol.MetadataIndex] = {}
 
     def create_local_plan(self) -> protocol.LoadPlan:
         """Return what this rank needs, with the offsets of its shards in the stored tensor."""
