@@ -29,7 +29,7 @@ class Extension(ABC):
     @staticmethod
     @abstractmethod
     def from_descriptor(version: str) -> Extension:
-        """ "" means no version."""
+        """Make the extension that wrote a descriptor with this version; "" means none."""
 
     @abstractmethod
     def get_descriptor(self) -> str:

@@ -52,6 +52,8 @@ class Rot13Example(StreamTransformExtension):
         return cast("IO[bytes]", self.Reader(input))
 
     class Writer(OutputStream):
+        """Transforms a copy of what is written to it."""
+
         def write(self, b: Buffer, /) -> int:
             return super().write(bytes(b).swapcase())
 
