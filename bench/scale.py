@@ -1,9 +1,9 @@
 """
 What a job of many ranks pays for its meetings: the curve to 16,384 ranks, on this machine.
 
-`meetings`: the three meetings of a save, through a real TCPStore in a process of its own. Rank 0 is real. The other ranks are
+`meetings`: the three meetings of a call, through a real TCPStore in a process of its own. Rank 0 is real. The other ranks are
 simulated: a few processes with one connection each make the requests that `dist.rendezvous` makes for them, in its order, with
-its pauses and in the sizes of issue 21 (58 KB sent and 28 KB received by each). Up to `--real` ranks, every rank is a thread
+its pauses and in sizes like those of real calls (`MEETINGS`). Up to `--real` ranks, every rank is a thread
 that runs the real code on its own connection. What is not simulated: the network, and the connections of the ranks.
 
 The other parts are in files of their own, which get the other arguments: `--only plans`, what rank 0 plans and commits
@@ -60,12 +60,21 @@ class Meeting:
     """Whether all ranks get the same answer."""
 
 
-def save_meetings(sent_nbytes: int) -> list[Meeting]:
-    return [
-        Meeting("plan", sent_nbytes, sent_nbytes // 2, shared=False),
-        Meeting("write", 600, 0, shared=True),
-        Meeting("commit", 0, 200, shared=True),
-    ]
+WRITTEN = [Meeting("write", 330, 0, shared=True), Meeting("commit", 0, 200, shared=True)]
+MEETINGS = {
+    "save": [Meeting("plan", 130, 3200, shared=True), *WRITTEN],
+    "another": [Meeting("plan", 60, 60, shared=True), *WRITTEN],
+    "differing": [Meeting("plan", 58_000, 29_000, shared=False), *WRITTEN],
+    "load": [
+        Meeting("open", 20, 4096, shared=True),
+        Meeting("match", 300, 40, shared=True),
+        Meeting("read", 300, 0, shared=True),
+    ],
+}
+"""
+By the kind of call: a save of tensors that are cut alike (`scale_plans.py` prints what ranks send), another one of the same tensors, one by
+ranks of which no two have anything in common, and a load.
+"""
 
 
 class CountingStore:
@@ -263,7 +272,7 @@ def measure(
     return found
 
 
-def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, budget_s: float) -> None:
+def meetings_part(sizes: list[int], real_to: int, calls: int, what: str, budget_s: float) -> None:
     """Print the seconds, requests and bytes of a save's meetings."""
     context = multiprocessing.get_context("spawn")
     host, host_end = context.Pipe()
@@ -276,10 +285,10 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
         processes.append(context.Process(target=work, args=(end, port)))
         processes[-1].start()
         pipes.append(pipe)
-    measure(port, host, pipes, 8, save_meetings(0), 1, real=False)  # the processes have imported torch after this
+    measure(port, host, pipes, 8, MEETINGS["another"], 1, real=False)  # the processes have imported torch after this
 
-    meetings, began = save_meetings(sent_nbytes), time.monotonic()
-    print(f"three meetings of a save, {sent_nbytes / 1e3:g} KB sent by each rank, median of {calls} calls")
+    meetings, began = MEETINGS[what], time.monotonic()
+    print(f"three meetings of a call, {what}, median of {calls} calls")
     print(
         f"{'':>7}  {'':<10} {'':>9} {'rank 0':>9} {'its':>8} {'CPU of':>9} {'requests':>9} {'of them':>8} {'through':>11} {'keys':>4}"
     )
@@ -302,10 +311,10 @@ def meetings_part(sizes: list[int], real_to: int, calls: int, sent_nbytes: int, 
         )
         if not real:
             curve[ranks] = middle
-    for what in ("seconds", "cpu_s", "store_cpu_s", "requests", "mbytes"):
-        costs = [getattr(each, what) for each in curve.values()]
+    for cost in ("seconds", "cpu_s", "store_cpu_s", "requests", "mbytes"):
+        costs = [getattr(each, cost) for each in curve.values()]
         if len(costs) > 2:
-            print(f"exponent in ranks, {what}: {exponent(list(curve), costs):.2f}")
+            print(f"exponent in ranks, {cost}: {exponent(list(curve), costs):.2f}")
     print(f"the store's process grew by {ask(host)[1]:.0f} MB at most")
     for pipe in [*pipes, host]:
         pipe.send(None)
@@ -326,7 +335,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="sizes of the job")
     parser.add_argument("--real", type=int, default=256, help="the largest job whose ranks are real, too")
     parser.add_argument("--calls", type=int, default=3, help="calls of each size")
-    parser.add_argument("--sent", type=int, default=58_000, help="bytes that each rank sends with its manifest")
+    parser.add_argument("--call", choices=MEETINGS, default="save", help="what the ranks do")
     parser.add_argument("--budget-s", type=float, default=110, help="no larger size begins after a part of this time")
     args, others = parser.parse_known_args()
     if args.only != "meetings":
@@ -335,7 +344,7 @@ def main() -> None:
     if others:
         parser.error(f"unknown: {' '.join(others)}")
     threading.stack_size(256 << 10)
-    meetings_part(args.ranks, args.real, args.calls, args.sent, args.budget_s)
+    meetings_part(args.ranks, args.real, args.calls, args.call, args.budget_s)
 
 
 if __name__ == "__main__":

@@ -148,10 +148,10 @@ def plan_stamped(
 def _offsets(packed: dict[bytes, list[int]], rows: Shards) -> npt.NDArray[Any]:
     """Return the offsets of each group and row of a kind, in few bytes."""
     width = max((each[0] for each in packed if each), default=1)
-    offsets = np.zeros((len(packed), *rows.offsets.shape), f"i{width}")
-    for at, each in enumerate(packed):
-        if len(rows):
-            offsets[at] = widen(ints(each).reshape(len(rows), -1), rows.boxes.axes, 0)
+    count, axes = rows.offsets.shape
+    offsets = np.zeros((len(packed), count, axes), f"i{width}")
+    for at, each in enumerate(packed if count else ()):
+        offsets[at] = widen(ints(each).reshape(count, -1), axes, 0)
     return offsets
 
 
