@@ -1,9 +1,4 @@
-"""
-Codecs of a save, and the keys that a call uses.
-
-Rank 0 turns what the caller asked for into chains of codecs, once; every rank opens them with its own keys. Data keys are not
-sent between ranks: a write plan carries what is recorded, which contains them in wrapped form. No torch.
-"""
+"""Codecs of a save, and the keys that a call uses. Data keys go to other ranks only in wrapped form. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ from shardkeep.storage.base import WritableStore
 
 
 def keys_for(options: Options) -> CachedKeys | None:
-    """Return the source of keys that the options or the environment name, or None. Keys are loaded when first needed."""
+    """Return the source of keys that the options or the environment name. Keys are loaded when first needed."""
     file, text, given = setting("SHARDKEEP_KEY_FILE"), setting("SHARDKEEP_KEY"), options.keys
     if given is not None:
         return CachedKeys(lambda: key_source(given))
@@ -103,11 +98,7 @@ class CodecPlan:
     """The chain of every leaf of the state, by flat name; None: all use the first, if there is one."""
 
     def chain_of(self, keys: Sequence[str], alias: IntArray) -> list[int | None]:
-        """
-        Return the chain of each tensor; `alias` has the tensor in whose place it is stored.
-
-        Memory with several names is written once: with an encrypting chain, if that was asked for any of the names.
-        """
+        """Return the chain of each tensor. Memory with several names is encrypted if that was asked for any of them."""
         if self.by_leaf is None:
             return [0 if self.chains else None] * len(keys)
         if unknown := [key for key in keys if key not in self.by_leaf]:  # converted from a damaged index
@@ -122,7 +113,7 @@ class CodecPlan:
 
     @property
     def of_index(self) -> int | None:
-        """The chain of the index: the first that encrypts, because names and values may be secret, too."""
+        """The chain of the index: the first that encrypts, because names and values may be secret."""
         secret = [number for number, chain in enumerate(self.chains) if chain.is_secret]
         return next(iter([*secret, *range(len(self.chains))]), None)
 
@@ -170,16 +161,13 @@ class FileCodecs:
     """The codecs of a rank's files. Thread-safe."""
 
     def __init__(self, writes: RankWritePlan, names: Sequence[str], keys: CachedKeys | None) -> None:
-        """`names` are those of the plan's files."""
         self.chains = [CodecChain.opened(each, keys=keys) for each in writes.chains]
         self._number = {name: file.chain for name, file in zip(names, writes.files, strict=True)}
         self._by_name = {name: self.chains[number] for name, number in self._number.items() if number is not None}
         self._keys = keys
         self.seals: dict[str, Seal] = {}
-        """The seal of each coded file that is written."""
 
     def over(self, store: WritableStore) -> WritableStore:
-        """Return a store that applies the codecs to the files written to it."""
         return EncodingStore(store, self._by_name, self.seals) if self._by_name else store
 
     def spec_of(self, name: str) -> tuple[Recorded, dict[str, str]] | None:

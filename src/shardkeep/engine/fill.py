@@ -1,10 +1,8 @@
 """
 Fill tensors from an opened checkpoint of any layout: plan the load, plan each file's reads, execute them.
 
-Chunks whose elements lie in their file in row-major order, which are all of ours and most of others, go through the read
-pipeline, straight into place where that is possible. A chunk that torch stored with its axes in another order, or as a
-part of a larger tensor, goes the same way, as a box of that tensor. An item that a stream extension changed, or that is
-not a plain tensor, is read whole, and torch decodes it.
+Chunks that are boxes of arrays in their file, whatever the order of their axes, go through the read pipeline. An item
+that a stream extension changed, or that is no plain tensor, is read whole, and torch decodes it.
 """
 
 from __future__ import annotations
@@ -67,10 +65,10 @@ def fill(
     """
     Fill tensors from a checkpoint, and return the number of bytes read.
 
-    For each destination, `tensor` has the row of its tensor in the index, `boxes` the box it wants of that tensor, and `into`
-    a tensor of the box's shape, on any device, of any stride and dtype. `first_file`, from 0 to 1, is where in the list of
-    files to begin, so that ranks do not all begin with the first. If not `complete`, what the checkpoint lacks stays as it is;
-    else it is an error. `decoded` gets the stored dtype of each destination that only torch could decode.
+    For each destination, `tensor` has its row in the index, `boxes` the box it wants, and `into` a tensor of the box's
+    shape, on any device, of any stride and dtype. `first_file`, from 0 to 1, is where in the list of files to begin. If
+    not `complete`, what the checkpoint lacks stays as it is. `decoded` gets the stored dtype of each destination that
+    only torch could decode.
     """
     index, sizes = source.index, data_sizes(source.record)
     source.locate(distinct(np.asarray(index.tensors.alias, np.int64)[tensor]))
@@ -222,12 +220,9 @@ def _check_box(box: Box, shape: Ints, item: torch_source.Item, file: str) -> Non
 
 
 class ChunkRequest(NamedTuple):
-    """A box of a stored chunk, and the tensor to fill with it."""
-
     location: ItemLocation
     key: str
     shape: Ints
-    """Shape of the chunk, by the metadata."""
     dtype: DType | None
     """By the metadata; None for one that this version does not know."""
     source: Box
@@ -247,11 +242,7 @@ def fill_items(
     *,
     undo: Undo | None = None,
 ) -> dict[str, str]:
-    """
-    Fill every target; return for each key whose dtype was converted the two dtypes.
-
-    Stream extensions are reverted by `undo`, by default with the extensions that are always registered.
-    """
+    """Fill every target; return the stored and the wanted dtype of each key that was converted."""
     items = [files.item(each.location, each.key) for each in wanted]
     torch_source.check_inside(files.entries, items)
     filled = [row for row, each in enumerate(wanted) if each.target.numel()]
@@ -308,10 +299,7 @@ def _source_of_items(
 
 
 def plain_target(target: torch.Tensor, *, key: str) -> torch.Tensor:
-    """
-    Return a tensor to fill by its memory: the target itself, or, for a conjugated or negated view, a new tensor that is
-    to be copied into it. Raise if several elements of the target share memory.
-    """
+    """Return the target, or a tensor to copy into it for conjugated or negated views; raise if its elements overlap."""
     if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
         raise OverlappingTarget(
             f"{key!r} is expanded: several of its elements share memory", hint="load into a clone of it", key=key
@@ -336,7 +324,6 @@ def read_whole(source: Source, tensors: IntArray, options: Options) -> list[torc
 
 
 def read_picks(source: Source, row: int, picks: Picks, options: Options) -> torch.Tensor:
-    """Return what the picks select, as a new dense tensor."""
     dtype = source.index.dtype(row)
     budget = options.host_budget_bytes
     if math.prod(pick.count for pick in picks) * dtype.itemsize > budget:

@@ -1,9 +1,8 @@
 """
-The steps of a load on one rank: open, match, read, place.
+The steps of a load on one rank: open, match, read, place. Each is one meeting of all ranks, and fails on all or on
+none.
 
-Each step is one meeting of all ranks. It returns a value that the next steps take, and raises on all ranks if it failed
-on any of them. What is filled, and how it is compared with the checkpoint, is the target's part: a state of `sk.load`
-(`engine.match`), or a flat state dict of `dcp.load`.
+The target says what is filled: a state of `sk.load` (`engine.match`), or a flat state dict of `dcp.load`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class MatchedState(NamedTuple):
     found: Any
     """What the target keeps for `place`."""
     answer: bytes = b""
-    """Rank 0's, after it has compared what all ranks found."""
 
 
 class LoadTarget(Protocol):
@@ -80,7 +78,6 @@ class OpenedLoad(NamedTuple):
     """Opens what rank 0 found in the store."""
     has_objects: bool
     peers: Peers | None
-    """The ranks that may share their reads."""
     prepared: tuple[Source, Any] | None
     """Prepared in a meeting of its own, if objects communicate with other ranks."""
 
@@ -99,8 +96,6 @@ class ReadTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadSession:
-    """One rank's part of a load."""
-
     target: LoadTarget
     store: Store
     world: World
@@ -207,8 +202,6 @@ class LoadSession:
     def read(
         self, opened: OpenedLoad, matched: MatchedState, met: CommonMoment, *, place: bool
     ) -> tuple[ReadTensors, list[RankPhases]]:
-        """Fill the tensors; return also, on rank 0, the phases of all ranks."""
-
         def work() -> ReadTensors:
             began_s = self.phases.now()
             to, made = _find_targets(matched)
@@ -248,15 +241,10 @@ class LoadSession:
 
 
 def _first_file(store: Store, world: World) -> float:
-    """
-    Return where in the list of files this rank begins, from 0 to 1.
-
-    Ranks that share a page cache begin with the same file: while the disk is busy with the next blocks, all of them copy what
-    one of them has read ahead. Other ranks begin with different files.
-    """
+    # From 0 to 1. Ranks that share a page cache begin with the same file: while the disk is busy with the next blocks,
+    # all of them copy what one of them has read ahead. Files of a local disk are read by no other machine.
     if not prefetches(store):
         return world.rank / world.size
-    # Files of a local disk are read by no other machine.
     return world.rank // local_ranks() * local_ranks() / world.size if is_remote(store) else 0.0
 
 

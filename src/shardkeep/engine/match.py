@@ -1,8 +1,7 @@
 """
-Match a state with a checkpoint: what is missing, unexpected or different, on one rank and then on all.
+Match a state with a checkpoint, on one rank and then on all. Nothing is read or changed here.
 
-Nothing is read or changed here. A key is missing if a rank's state has it and the checkpoint does not; it is unexpected if
-the checkpoint has it and no rank's state does.
+A key is missing if a rank's state has it and the checkpoint does not, and unexpected if no rank's state has it.
 """
 
 from __future__ import annotations
@@ -162,10 +161,7 @@ class RankFindings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Match:
-    """How a rank's state and the checkpoint fit."""
-
     tensors: dict[str, int]
-    """Row in the index of every tensor to fill, by its key in the state."""
     values: dict[str, int]
     cast: dict[str, str]
     findings: RankFindings
@@ -380,12 +376,8 @@ def merge_findings(
 
 
 def _should_fill(findings: Sequence[RankFindings], unused: list[tuple[str, str]], *, values: bool) -> bool:
-    """
-    Return whether a load that fills no tensor is a mistake: tensors were selected, or nothing is loaded, or not what was meant.
-
-    It is none if it loads plain values, and a state has only those, or only those were selected. The states of all ranks
-    are judged together, because one rank may hold no tensor.
-    """
+    # A load that fills no tensor is a mistake, unless it loads plain values and a state has only those, or only those
+    # were selected. The states of all ranks are judged together, because one rank may hold no tensor.
     loads_nothing = any(found.leaves for found in findings) and not values
     mistyped = any(argument == "include" for argument, _ in unused)
     return loads_nothing or mistyped or any(found.tensors for found in findings)

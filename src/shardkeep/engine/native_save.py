@@ -1,8 +1,4 @@
-"""
-Saves in the native layout: what each rank holds and writes, and rank 0's part.
-
-Rank 0 plans the files of all ranks, checks that they were written, publishes them, and cleans up.
-"""
+"""Saves in the native layout, in the steps of `engine.save_session`: each rank's part, and rank 0's."""
 
 from __future__ import annotations
 
@@ -64,8 +60,6 @@ _HOW_TO_REPLACE = "pass overwrite=True to replace it, or save to another place"
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """What rank 0 has planned."""
-
     index: Index
     """With values and the tree of this save."""
     parts: IndexParts
@@ -115,8 +109,6 @@ def _with_values(index: Index, values: list[tuple[str, bytes]]) -> Index:
 
 
 class NativeSave:
-    """A save of one rank in the native layout, in the steps of `engine.save_session`."""
-
     def __init__(self, request: SaveArguments, store: Store, world: World) -> None:
         self.store = store
         self.save_id = native.new_save_id()
@@ -136,11 +128,8 @@ class NativeSave:
         orphans.discard(self.store, names)
 
     def describer(self, ranks: Rendezvous, phases: Phases, state: Mapping[str, Any]) -> Callable[[], DescribedState]:
-        """
-        Find the objects in the state, agree on what differs between ranks, and return a function that describes the state.
-
-        Everything that can fail on one rank alone comes before ranks wait for each other.
-        """
+        """Agree on what differs between ranks, and return a function that describes the state."""
+        # Everything that can fail on one rank alone comes before ranks wait for each other.
         request, world = self._request, self._world
         try:
             objects = Objects(state, rank=world.rank, world_size=world.size, kept=kept_plans().names)
@@ -255,7 +244,6 @@ class NativeSave:
         return planned
 
     def _claim(self, planned: PlannedSave) -> None:
-        """Claim the place for a save that fits into it."""
         wanted, free = planned.tensor_nbytes + len(planned.index.value_data.data), free_nbytes(self.store)
         # Files that are replaced stay until the commit. The size of coded files is not known beforehand.
         if not planned.codecs.chains and free is not None and free < wanted:
@@ -540,11 +528,8 @@ def boxes_of(plan: save_plan.RankWritePlan, held: Boxes) -> Boxes:
 
 
 def _sources(start: IntArray, tensors: Sequence[torch.Tensor]) -> tuple[IntArray, IntArray, dict[int, Scattered]]:
-    """
-    Return where the sources of a file begin in it, their addresses in host memory (0: none), and those without an address.
-
-    Tensors that a snapshot packed end to end on a device, in the order of the file, are one source.
-    """
+    """Return where a file's sources begin in it, their addresses in host memory (0: none), and those without."""
+    # Tensors that a snapshot packed end to end on a device, in the order of the file, are one source.
     addresses = np.array([host_address(tensor) for tensor in tensors], np.int64)
     runs: list[list[int]] = []  # first and last tensor of each source
     base: Any = None

@@ -1,10 +1,10 @@
 """
 Shared reads: ranks that load the same bytes from slow storage fetch each of them once, and pass it on over TCP.
 
-Every rank offers its address and a digest of what it wants; rank 0 makes teams of ranks with equal digests. Each range that is
-read has one owner in the team; the ranges of a file go round the team in turn. The others ask the owner, which fetches the
-range from the store, and keeps it until all of the team have it, as far as its memory allows. This is only a shortcut: a rank whose owner fails, is
-slow or is gone reads the range from the store itself. No rank waits for all others, and nothing uses a process group.
+Rank 0 makes teams of ranks that want the same. Each range has one owner in the team, in turn, which fetches it from the
+store and keeps it until all of the team have it, as far as its memory allows. This is only a shortcut: a rank whose
+owner fails, is slow or is gone reads the range from the store itself. No rank waits for all others, and nothing uses a
+process group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ log = logging.getLogger("shardkeep")
 
 _MOST_IN_TEAM = 32
 _RANGE_NBYTES = 8 << 20
-"""What is asked of an owner at a time."""
 _SHELF_FRACTION = 4
 """One in so many bytes of a rank's memory budget holds ranges for other ranks."""
 _CONNECT_S = 3.0
@@ -173,8 +172,6 @@ class _Shelf:
 
 @dataclass
 class _Pace:
-    """How long fetches take."""
-
     ranges: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -207,7 +204,6 @@ class Peers:
         self._lost: set[int] = set()
         self._from_store, self._from_peers = _Pace(), _Pace()
         self.store = PeerStore(store, self)
-        """Reads through it are shared."""
 
     @property
     def received_nbytes(self) -> int:
@@ -261,7 +257,6 @@ class Peers:
                 threading.Thread(target=self._answer, args=(connection,), name="shardkeep-peer", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        """Answer one peer until it closes the connection."""
         with suppress(OSError, EOFError), connection:
             connection.settimeout(_MOST_ANSWER_S)
             if not hmac.compare_digest(_receive(connection, _TOKEN_NBYTES), self._token):
@@ -378,7 +373,6 @@ class Peers:
 
 
 def peers_of(store: base.Store, world: World, options: Options) -> Peers | None:
-    """Return what is needed to share reads; None if they are not shared."""
     shares = base.is_remote(store) if options.share_reads is None else options.share_reads
     if not shares:
         return None
@@ -386,8 +380,6 @@ def peers_of(store: base.Store, world: World, options: Options) -> Peers | None:
 
 
 class PeerStore(StoreWrapper):
-    """A store whose reads are shared with peers."""
-
     def __init__(self, inner: base.Store, peers: Peers) -> None:
         super().__init__(inner)
         self._peers = peers
@@ -398,7 +390,6 @@ class PeerStore(StoreWrapper):
         return base.local_path(self.inner)
 
     def any_names(self) -> PeerStore:
-        """Return the same for files of other programs."""
         return PeerStore(base.with_any_names(self.inner), self._peers)
 
     def drop_cached(self, name: str, offset: int, nbytes: int) -> None:

@@ -1,12 +1,4 @@
-"""
-Pools of host memory that is used again over saves and loads: pinned, shared or ordinary.
-
-Fresh memory costs five times the copy into it, and pinning it a hundred times as much, so memory is kept until `close`.
-
-    BufferPool   buffers of one size under a limit; `take` waits while all of them are in use
-    Arenas       memory of any size for the copies that a save makes in its call
-    StoragePool  torch storages for copies of whole states; one is free again when no tensor uses it any more
-"""
+"""Pools of host memory, kept until `close`: fresh memory costs five times a copy, pinned memory a hundred times."""
 
 from __future__ import annotations
 
@@ -90,14 +82,10 @@ def _try_to_pin(tensor: torch.Tensor) -> bool:
 
 
 class BufferPool:
-    """
-    Buffers of one size, made when they are first needed. Thread-safe.
-
-    The oldest buffer is given out first, so that a user that fills few of them touches the same memory each time.
-    """
+    """Buffers of one size, made when needed; the oldest goes first, so light use touches little memory. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Buffer], buffer_nbytes: int, most_nbytes: int) -> None:
-        """Make no buffer yet. Buffers take `most_nbytes` together, but at least one is made."""
+        """Buffers take `most_nbytes` together, but at least one is made."""
         self.buffer_nbytes = buffer_nbytes
         self.most_nbytes = most_nbytes
         self._make = make
@@ -169,22 +157,18 @@ class BufferPool:
         self.shrink(0)
 
 
+# The caller of the first save waits for these pages. The system takes small ones from memory that was just freed, but
+# huge ones often from memory that was never used, for which the host of a virtual machine needs six times as long.
 _small_pages = partial(ordinary_buffer, huge_pages=False)
-"""
-The caller of the first save waits for these pages. The system takes small ones from memory that was just freed, but huge ones
-often from memory that was never used, for which the host of a virtual machine needs six times as long.
-"""
 
 
 class Arenas:
     """Memory of any size for snapshots. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Buffer] = _small_pages) -> None:
-        """Hold nothing yet; `make` makes the memory."""
         self._make = make
         self._free: list[Buffer] = []
         self.nbytes = 0
-        """How much memory is held."""
         self._lock = threading.Lock()
 
     @property
@@ -193,11 +177,7 @@ class Arenas:
             return self.nbytes - sum(each.view.nbytes for each in self._free)
 
     def take(self, nbytes: int, most_nbytes: int = sys.maxsize) -> Buffer:
-        """
-        Return memory of at least `nbytes`, and at most `most_nbytes` if that is more.
-
-        It is the smallest free arena that is large enough; if there is none, all free arenas are freed, and one is made.
-        """
+        """Return the smallest free arena from `nbytes` to `most_nbytes`; if there is none, free all, and make one."""
         with self._lock:
             fits = [each for each in self._free if nbytes <= each.view.nbytes <= max(nbytes, most_nbytes)]
             if fits:
@@ -259,9 +239,9 @@ class StoragePool:
     """
     Storages in host memory, pinned or shared if so asked. Thread-safe.
 
-    A storage is free again when the last tensor over it is gone, so that the next copy of a state never overwrites one that is
-    still being written. Pinning and sharing have a cost for each storage (a call into the driver, a file descriptor), so all pieces
-    of a copy share one then.
+    A storage is free again when the last tensor over it is gone: the next copy never overwrites one that is being
+    written. Pinning and sharing cost a driver call or a file descriptor for each storage, so all pieces of a copy share
+    one then.
     """
 
     def __init__(self, *, pinned: bool = False, shared: bool = False, pinned_from: int = 0) -> None:
