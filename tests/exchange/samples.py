@@ -36,10 +36,10 @@ def training_state():
 def in_any_order(value):
     """Like `bits`, for states whose dicts a layout may give back in another order."""
     if isinstance(value, dict):
-        return repr(sorted((repr(key), in_any_order(item)) for key, item in value.items()))
+        return sorted(((repr(key), in_any_order(item)) for key, item in value.items()), key=lambda item: item[0])
     if isinstance(value, (list, tuple)):
-        return repr((type(value).__name__, [in_any_order(item) for item in value]))
-    return repr(bits(value))
+        return (type(value).__name__, [in_any_order(item) for item in value])
+    return bits(value)
 
 
 def write(state, where, layout):
