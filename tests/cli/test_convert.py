@@ -1,5 +1,7 @@
 """`shardkeep convert`: between all layouts, and how it ends."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -39,7 +41,12 @@ def test_per_rank_state_that_torch_cannot_hold_is_told(shardkeep, tmp_path):
 
 
 def test_what_cannot_be_done_ends_with_two(shardkeep, checkpoint, tmp_path):
-    """A taken target, the checkpoint's own place and an unknown layout end with 2."""
-    assert shardkeep("convert", checkpoint, checkpoint.parent / "step-20", "--to", "native").code == 2
+    """A taken target, the checkpoint's own place and an unknown layout end with 2; hints name arguments of the command."""
+    taken = shardkeep("convert", checkpoint, checkpoint.parent / "step-20", "--to", "native")
+    assert (taken.code, "hint: pass --overwrite to replace it" in taken.err) == (2, True)
+    torch.save({"w": torch.ones(2), "odd": Namespace(lr=1)}, tmp_path / "odd.pt")
+    refused = shardkeep("convert", tmp_path / "odd.pt", tmp_path / "a").err
+    assert "hint: pass --allow-pickle if you trust it, or leave it out: --drop 'odd'" in refused
+    assert "hint: pass allow_pickle=True" in shardkeep("show", tmp_path / "odd.pt", "odd").err
     assert shardkeep("convert", checkpoint, checkpoint, "--to", "native", "--overwrite").code == 2
     assert shardkeep("convert", checkpoint, tmp_path / "a", "--to", "zarr").code == 2

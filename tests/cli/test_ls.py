@@ -280,6 +280,7 @@ def test_a_folder_of_runs_is_listed_as_runs(shardkeep, run_dir):
     verified = shardkeep("verify", folder)
     assert (verified.code, "5 of 5 checkpoints sound" in verified.out) == (0, True)
     assert "in 5 checkpoints of 3 runs" in shardkeep("du", folder).out
+    assert "in 5 checkpoints of 3 runs" in shardkeep("ls", folder, "--last", "1").out
     for words in (["latest", folder], ["prune", folder, "--keep-last", "1"]):
         answer = shardkeep(*words)
         assert (answer.code, f"give one of them: {folder}/group/seed-2" in answer.err) == (2, True)

@@ -276,7 +276,7 @@ def test_classes_are_values_that_need_permission(tmp_path):
     state = {"w": torch.zeros(3), "step": 0}
     sk.load(state, tmp_path / "file.pt", include=["w", "step"])
     assert bits(state) == bits({"w": torch.ones(3), "step": 1})
-    with pytest.raises(sk.PickleRefused, match=r"\(--allow-pickle\).*drop='deep.*\(--drop\)"):
+    with pytest.raises(sk.PickleRefused, match="drop='deep"):
         sk.convert(tmp_path / "file.pt", tmp_path / "refused")
     sk.convert(tmp_path / "file.pt", tmp_path / "ck", allow_pickle=True)
     (tmp_path / "file.pt").rename(tmp_path / "moved.pt")  # a copy does not need the file

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -146,8 +147,23 @@ def _run(words: list[str]) -> int:
         args = parser_of(asked, command).parse_intermixed_args(words[1:])
     except SystemExit:  # after --help
         return 0
-    with out.paging() if command.paged and not args.no_pager else nullcontext():
-        return command.run(args)
+    try:
+        with out.paging() if command.paged and not args.no_pager else nullcontext():
+            return command.run(args)
+    except CheckpointError as error:
+        error.hint = _with_flags(error.hint, args)
+        raise
+
+
+def _with_flags(hint: str, args: argparse.Namespace) -> str:
+    """Replace arguments of Python by those of the command that have the same name: overwrite=True by --overwrite."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        words = f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")
+        return words if name in vars(args) else found[0]
+
+    return re.sub(r"\b(\w+)=(True|'[^']*')", flag, hint)
 
 
 def _overview() -> None:

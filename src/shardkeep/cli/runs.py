@@ -57,7 +57,8 @@ class Run:
         taken = {entry.name for entry in self.entries}
         names = [name for name in self.catalog.root.places() if name not in taken and not name.startswith(".")]
         below = [
-            replace(self, path=self.path_to(name), levels=self.levels - 1) for name in sorted(names, key=natural_order)
+            replace(self, path=self.path_to(name), levels=self.levels - 1, last=0)
+            for name in sorted(names, key=natural_order)
         ]
         return [found for run in below if self.levels for found in ([run] if run.entries else run.runs)]
 

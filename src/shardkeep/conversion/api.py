@@ -218,9 +218,7 @@ def _refuse_pickles(source: Source, chosen: Selection) -> None:
             decode_value(index.value_data.raw(index.value_rows[key]), key=key, allow_pickle=False)
         except PickleRefused as exc:
             raise PickleRefused(
-                exc.message,
-                hint=f"pass allow_pickle=True (--allow-pickle) if you trust it, or leave it out: drop={key!r} (--drop)",
-                key=key,
+                exc.message, hint=f"pass allow_pickle=True if you trust it, or leave it out: drop={key!r}", key=key
             ) from exc
         except UnsupportedLeaf:
             pass  # sound, but this process lacks what it needs to decode it
@@ -422,7 +420,7 @@ def replacing_other_layouts(store: Store, layout: str, *, overwrite: bool) -> It
     if old and not overwrite:
         raise CheckpointExists(
             f"{to}: a checkpoint of another layout is already there ({old[0]})",
-            hint="pass overwrite=True (--overwrite) to replace it, or give another place",
+            hint="pass overwrite=True to replace it, or give another place",
         )
     if old and (writer := orphans.survey(store).living):
         raise CheckpointExists(

@@ -50,7 +50,7 @@ from shardkeep.storage.resolve import open_store
 def write_torch_file(to: str, chosen: Selection, source: Source, how: pipeline.WriteArguments) -> pipeline.Written:
     """Write what was selected of a checkpoint as one file: a flat dict of tensors and plain values."""
     target = destination(to, make_directory=True)
-    taken = errors.CheckpointExists(f"{to} is already there", hint="pass overwrite=True (--overwrite) to replace it")
+    taken = errors.CheckpointExists(f"{to} is already there", hint="pass overwrite=True to replace it")
     if file_exists(*target) and not how.overwrite:
         raise taken
     index = source.index

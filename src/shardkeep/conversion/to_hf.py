@@ -174,7 +174,7 @@ def _replaced(folder: safetensors_publish.ModelDirectory, *, overwrite: bool) ->
     if (there or folder.index) and not overwrite:
         raise CheckpointExists(
             f"{folder.path}: a model is already there ({', '.join(there[:3]) or folder.index})",
-            hint="pass overwrite=True (--overwrite) to replace it, or give another place",
+            hint="pass overwrite=True to replace it, or give another place",
         )
     return there
 
@@ -236,7 +236,7 @@ def _companions(store: Store, config: str | None, *, overwrite: bool) -> tuple[d
     if changed and not overwrite:
         raise CheckpointExists(
             f"{store.url}/{next(iter(changed))} is already there, and another one in {config}",
-            hint="pass overwrite=True (--overwrite) to replace it",
+            hint="pass overwrite=True to replace it",
         )
     return {name: data for name, data in found.items() if name not in there}, changed
 

@@ -62,7 +62,7 @@ def write_torch_layout(
         if not how.overwrite and METADATA_NAME in taken:
             raise CheckpointExists(
                 f"{store.url}: a checkpoint is already there ({METADATA_NAME})",
-                hint="pass overwrite=True (--overwrite) to replace it, or give another place",
+                hint="pass overwrite=True to replace it, or give another place",
             )
         # A checkpoint that is there must stay whole until the commit: no file has a name of another.
         numbered = (f"__0_{number}{DATA_SUFFIX}" for number in count(commit.first_number()))

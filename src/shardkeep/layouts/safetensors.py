@@ -159,7 +159,7 @@ def build_model_header(parts: Mapping[str, tuple[DType, Ints]], metadata: Mappin
         if dtype.safetensors is None or (dtype.packed > 1 and not shape):
             raise UnsupportedLeaf(
                 f"{where}: {key!r} is of dtype {dtype.name}, which safetensors files cannot hold",
-                hint=f"leave it out: drop={key!r} of a conversion (--drop), exclude={key!r} of an export",
+                hint=f"leave it out: drop={key!r} of a conversion, exclude={key!r} of an export",
                 key=key,
             )
         if key == "__metadata__":
