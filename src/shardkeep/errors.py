@@ -204,11 +204,7 @@ class StorageFull(StorageError):
 
 
 class EarlierSaveFailed(CheckpointError, RuntimeError):
-    """
-    An asynchronous save failed, and its result had not been retrieved by the time of the next save.
-
-    Its failure is the cause (`__cause__`).
-    """
+    """An asynchronous save failed, and its result was not retrieved before the next save; the failure is `__cause__`."""
 
     response: Any = None
     """The result of the call that raises this: it has made or started its own save."""
@@ -224,11 +220,7 @@ class EarlierSaveFailed(CheckpointError, RuntimeError):
 
 
 class NotPromoted(EarlierSaveFailed):
-    """
-    A checkpoint could not be copied to the second root. The first root still has it, and the copy is retried.
-
-    The failure is the cause (`__cause__`).
-    """
+    """A checkpoint could not be copied to the second root, and stays in the first. This is retried; `__cause__` says why."""
 
 
 class SaveCancelled(CheckpointError):

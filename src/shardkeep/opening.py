@@ -1,8 +1,7 @@
 """
 Look at a checkpoint: one process, no process group, no template.
 
-`open` reads the commit record and the index. A tensor is read when it is sliced, and then only the blocks that the slice
-touches.
+`open` reads the commit record and the index; slicing a tensor reads only the blocks that the slice touches.
 """
 
 from __future__ import annotations

@@ -123,7 +123,6 @@ def run_save(state: Mapping[str, Any], request: SaveArguments) -> SaveReport:
 
 
 def save_in_session(session: SaveSession, events: SaveEvents, state: Any) -> tuple[CommittedSave, SaveReport]:
-    """Save a state in the layout of a session, and return when it is committed."""
     with events.reporting(background=False), session.running() as ranks:
         describe = session.layout.describer(ranks, session.phases, state)
         described: list[DescribedState] = []

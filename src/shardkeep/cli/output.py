@@ -1,9 +1,8 @@
 """
 What commands print: text, tables, sizes and ages for people, one JSON document for programs, errors with suggestions.
 
-Results go to stdout, notes and errors to stderr. Colours and the pager are used only on a terminal, and colours not if
-NO_COLOR is set. Control characters in names from a checkpoint are escaped, so that a hostile key cannot control the
-terminal.
+Results go to stdout, notes and errors to stderr. Colours and the pager need a terminal, and colours no NO_COLOR.
+Control characters in names from a checkpoint are escaped, so that a hostile key cannot control the terminal.
 """
 
 from __future__ import annotations

@@ -101,7 +101,6 @@ def as_array(block: torch.Tensor) -> Array:
 
 
 def first_values(stored: StoredTensor, many: int) -> list[Any]:
-    """Read the first elements of the first row of a tensor."""
     if not math.prod(stored.shape):
         return []
     first: tuple[Any, ...] = (*(0 for _ in stored.shape[1:]), slice(many)) if stored.shape else ()
@@ -227,7 +226,6 @@ class TensorChange:
     norm: float
     base_norm: float
     first: ChangedElement | None
-    """The first changed element, in the order of storage."""
 
     @property
     def relative(self) -> float:

@@ -105,8 +105,7 @@ class CodecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
     What a user asks for: a codec and its parameters, as fields.
 
-    A subclass sets `name` and `version`, and implements `open`. The other methods have defaults for codecs whose record
-    is just their parameters.
+    A subclass sets `name` and `version`, and implements `open`. The rest suits codecs whose record is their parameters.
     """
 
     name: ClassVar[str] = ""

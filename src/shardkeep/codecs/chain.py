@@ -46,7 +46,6 @@ class CodecChain:
 
     @classmethod
     def opened(cls, recorded: Sequence[base.CodecRecord], *, keys: KeySource | None = None) -> CodecChain:
-        """Open the chain of a checkpoint from its records."""
         return cls(recorded, [_class_of(each).open(each, keys) for each in recorded])
 
     @property

@@ -271,10 +271,7 @@ class FrameReader:
         store: base.ReadableStore,
         errors: list[DamagedCheckpoint] | None,
     ) -> None:
-        """
-        `errors` collects those of frames that are damaged in two reads, which are read as zeros; None: raise. Without a chain,
-        frames are verified and not decoded.
-        """
+        """`errors` collects those of frames damaged in two reads, which become zeros; None: raise. No chain: only verify."""
         self._inner, self._entry, self._table, self.chain = inner, entry, table, chain
         self._scratch, self._store, self._errors = scratch, store, errors
         self.nbytes = entry.nbytes

@@ -201,7 +201,7 @@ class _StorageWriterTransforms:
         self.extensions: Sequence[StreamTransformExtension] = () if extensions is None else extensions
 
     def transform_save_stream(self, write_item: Any, raw_stream: IO[bytes]) -> tuple[IO[bytes], list[str]]:  # noqa: ARG002 - for subclasses
-        """Return the stream to write an item to, and the descriptors to store; see `transformed_output`."""
+        """See `transformed_output`."""
         return transformed_output(self.extensions, raw_stream)
 
 
@@ -215,5 +215,5 @@ class _StorageReaderTransforms:
         transform_descriptors: Sequence[str],
         raw_stream: IO[bytes],
     ) -> IO[bytes]:
-        """Return the stream to read an item from; see `transformed_input`."""
+        """See `transformed_input`."""
         return transformed_input(self.extension_registry, transform_descriptors, raw_stream)

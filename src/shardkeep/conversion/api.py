@@ -225,7 +225,6 @@ def _refuse_pickles(source: Source, chosen: Selection) -> None:
 
 
 def _not_in_torch_layout(source: Source, chosen: Selection) -> Iterator[str]:
-    """Name what torch's layout cannot hold."""
     if source.record.step is not None:
         yield "step"
     if source.record.meta:

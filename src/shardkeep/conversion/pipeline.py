@@ -2,9 +2,8 @@
 Writes files whose bytes are produced as they are written: memory is one window a thread, however large the files.
 
 A file is a list of parts laid end to end: bytes in memory, bytes that depend on earlier ones, or a part that the caller
-fills, such as a box of a stored tensor, converted to another dtype if needed. The engine's file job writes them: files
-are durable on return, or removed. Digests are taken before the bytes leave memory; `check_written` reads the files back
-and compares.
+fills, such as a box of a stored tensor, perhaps converted. The engine's file job writes them: files are durable on
+return, or removed. Digests are taken before bytes leave memory; `verify_written` reads the files back and compares.
 """
 
 from __future__ import annotations

@@ -169,7 +169,6 @@ def write_and_publish(
 
 
 def _replaced(folder: safetensors_publish.ModelDirectory, *, overwrite: bool) -> list[str]:
-    """Return the safetensors files of a place that a new model replaces."""
     there = model_files(folder)
     if (there or folder.index) and not overwrite:
         raise CheckpointExists(

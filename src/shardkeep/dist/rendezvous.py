@@ -54,8 +54,6 @@ class RankActivity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of a rank to rank 0 in a phase."""
-
     title: str
     phase: str
     payload: bytes = b""
@@ -67,8 +65,6 @@ class RankMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoordinatorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's reply to all ranks."""
-
     body: bytes = b""
     """The answer, the same for all ranks."""
     own: bool = False
@@ -82,8 +78,6 @@ class CoordinatorReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's answer to one rank."""
-
     body: bytes = b""
     shared: str = ""
     """Key of the body, if several ranks share it."""
@@ -552,7 +546,6 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
 
 
 _LastSeen = tuple[int, RankActivity | None]
-"""How many calls a rank has made, and its last note."""
 
 
 def _last_seen(mailbox: KVMailbox, rank: int) -> _LastSeen:
@@ -572,7 +565,6 @@ def _decided(decide: Decide, payloads: list[bytes]) -> list[bytes]:
 
 
 def _comes_from(error: BaseException | None, origin: BaseException | None) -> bool:
-    """Return whether `error` is `origin`, or was raised because of it."""
     seen: set[int] = set()
     while error is not None and origin is not None and id(error) not in seen:
         if error is origin:

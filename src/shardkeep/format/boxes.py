@@ -259,7 +259,6 @@ class Rows:
         return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]  # every subclass is a dataclass
 
     def columns(self) -> tuple[npt.NDArray[Any], ...]:
-        """Return the columns in the order of the fields."""
         return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
 
     def take(self, rows: Any) -> Self:
@@ -269,8 +268,6 @@ class Rows:
 
 @dataclass(frozen=True)
 class Boxes(Rows):
-    """Boxes as two matrices, one row each."""
-
     offsets: IntArray
     sizes: IntArray
 
@@ -328,7 +325,6 @@ def ints(packed: bytes) -> IntArray:
 
 
 def segment_starts(ends: npt.NDArray[Any]) -> IntArray:
-    """Return where each segment begins, given where each ends."""
     return np.concatenate([np.zeros(1, np.int64), ends])[:-1].astype(np.int64, copy=False)
 
 

@@ -36,7 +36,6 @@ def block_digests(data: memoryview, block_nbytes: int) -> bytes:
 
 
 def checksum_text(digest_bytes: bytes) -> str:
-    """Return a digest as text, as in the commit record."""
     return f"{ALGORITHM}:{digest_bytes.hex()}"
 
 
@@ -117,7 +116,6 @@ def seal_header(header: bytearray, digests: bytes | bytearray) -> None:
 
 
 def read_block_digests(header: bytes | bytearray | memoryview, *, blocks: int, where: str) -> bytes:
-    """Return the digests in a header that was already verified."""
     raw = bytes(header)
     at = raw.find(_MARK)
     end = raw.find(b'"', at + len(_MARK))

@@ -3,9 +3,8 @@ Coded blobs: frames in the order they were written, then a table of the plain by
 
     "SKFRAME1" | frames | table | footer
 
-A frame is the encoded form of up to 1 MiB of plain bytes. The table has, for each frame, the start and length of its plain
-bytes, the start and length of its stored bytes, its number, and the digest of its stored bytes. So damage is found before
-anything is decoded, and without the key.
+A frame is the encoded form of up to 1 MiB of plain bytes. The table has the start and length of each frame's plain and
+stored bytes, its number, and the digest of the stored bytes: damage is found before decoding, and without the key.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class FrameTable:
     start: IntArray
     nbytes: IntArray
     stored_start: IntArray
-    """Where in the blob it is stored."""
     stored_nbytes: IntArray
     number: IntArray
     """Its number in the order of writing, which authenticating codecs use."""

@@ -60,7 +60,7 @@ VALUE_SECTIONS = ("value_keys", "value_key_ends", "values", "value_ends", "tree"
 
 @dataclass(frozen=True)
 class Tensors(Rows):
-    """One row for each tensor, sorted by key."""
+    """One row a tensor, sorted by key."""
 
     dtype: npt.NDArray[np.uint8]
     """Codes of `format.dtypes`."""

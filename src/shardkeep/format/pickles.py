@@ -55,8 +55,6 @@ _MISSING = object()
 
 
 class Call(NamedTuple):
-    """A name that pickles call."""
-
     make: Callable[..., Any]
     """Returns the value, given the arguments in the pickle."""
     kind: type | None = None
@@ -442,7 +440,6 @@ _LIST = (list, tuple)
 
 @cache
 def plain_names() -> Names:
-    """Return what pickles of plain values may name."""
     made_of: dict[Any, tuple[tuple[type, ...], ...]] = {
         collections.OrderedDict: (_LIST,),
         collections.deque: (_LIST, (int, type(None))),

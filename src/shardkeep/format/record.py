@@ -56,7 +56,6 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chain: int | None = None
     """The number of its chain in the record."""
     stored_nbytes: int | None = None
-    """Size in the store."""
     table_checksum: str | None = None
     """Checksum of its table of frames with the footer (`format.frames`)."""
     head_nbytes: int | None = None

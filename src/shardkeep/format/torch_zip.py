@@ -208,7 +208,6 @@ class _Archive:
             raise MalformedFile.of(where, "a compiled program of torch.jit, not an archive of torch.save")
 
     def find(self, name: str) -> ArchiveEntry | None:
-        """Return an entry, given its name below the root."""
         key = f"{self.root}/{name}"
         return self.entry(key) if key in self.entries else None
 
@@ -309,7 +308,6 @@ def is_archive(data: bytes) -> bool:
 
 
 def stored_parts(get: Get, nbytes: int, *, where: str) -> list[ArchiveEntry]:
-    """Return every entry of an archive, to verify it."""
     archive = _Archive(get, nbytes, where)
     return [archive.entry(key) for key in archive.entries]
 

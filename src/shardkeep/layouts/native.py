@@ -1,8 +1,7 @@
 """
-The native layout: the files of a checkpoint, their names, and the order in which they are written.
+The native layout: the files of a checkpoint (`docs/format.md`), their names, and the order in which they are written.
 
-`docs/format.md` lists the files. Every file except the record carries the id of its save, so that overwriting never touches
-a file of the committed checkpoint.
+Every file except the record carries the id of its save: overwriting touches no file of the committed checkpoint.
 """
 
 from __future__ import annotations
@@ -138,7 +137,6 @@ def _perhaps_same(first: bytes, second: bytes) -> bool | None:
 
 
 def _checkpoint_below(place: str) -> str:
-    """Return one of the checkpoints in a directory of checkpoints; empty if there are none."""
     with suppress(OSError, ValueError), os.scandir(place) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
             if any(os.path.isfile(os.path.join(entry.path, name)) for name in (RECORD_NAME, METADATA_NAME)):

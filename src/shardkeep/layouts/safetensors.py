@@ -35,8 +35,6 @@ class _HeaderEntry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """One tensor of a file."""
-
     dtype: DType
     shape: Ints
     """In torch's elements, which are bytes for packed dtypes."""

@@ -151,7 +151,7 @@ def read_note(store: ReadableStore) -> PublishNote | None:
 
 
 def made_by_writer(folder: ModelDirectory, name: str) -> bool:
-    """Say whether a checkpoint writer made a file; a model from elsewhere is not to be removed."""
+    """Whether a checkpoint writer made a file; a model from elsewhere is not to be removed."""
     if not _MODEL_FILE.fullmatch(name):
         return False
     try:
@@ -275,7 +275,7 @@ def _finish_interrupted(store: Store) -> str | None:
 def _publish_local(
     store: Store, save_id: str, files: Sequence[str], index: bytes, note_for: Callable[[ModelDirectory], PublishNote]
 ) -> None:
-    """Publish in a local directory; `index` is empty where there is no index file."""
+    """`index` is empty where there is no index file."""
     path = store.url
     if index:
         store.put(unpublished_name(INDEX_NAME, save_id), index, replace=True)
@@ -362,7 +362,6 @@ def _prepare_store(store: Store) -> ModelDirectory:
 
 
 def _swap_note(store: Store, note: PublishNote, *, over: Version | None) -> None:
-    """Put a note over the one of that version, or where there is none."""
     if not put_if_unchanged(store, NOTE_NAME, msgspec.json.encode(note), over):
         raise _taken_over(store)
 

@@ -121,11 +121,7 @@ def encode_plain_metadata(
     columns: torch_layout.Columns | None = None,
     **others: Any,
 ) -> bytes:
-    """
-    Make `.metadata` from plain values, which is ten times as fast as from objects; None is an object's entry.
-
-    The `columns` say the same.
-    """
+    """Make `.metadata` from plain values, ten times as fast as from objects; None is an object's. `columns` say the same."""
     out = _Writer()
     made, text, sized = out.made, out.text, out.size
     kinds = (metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, MetadataIndex, _StorageInfo)

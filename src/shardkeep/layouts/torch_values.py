@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def is_torchs(obj: object, name: str) -> bool:
-    """Return whether an object is of torch's own class of this name."""
     kind = type(obj)
     return kind.__name__ == name and kind.__module__.startswith("torch.distributed.checkpoint.")
 
@@ -51,7 +50,6 @@ class _MEM_FORMAT_ENCODING(Enum):  # noqa: N801 - torch's name
 
 _FORMATS = {each.name: getattr(torch, each.name.removeprefix("TORCH_").lower()) for each in _MEM_FORMAT_ENCODING}
 _HAS_STRIDES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
-"""Whether the installed torch notes the strides of tensors."""
 
 
 @dataclass
@@ -228,16 +226,12 @@ class _ItemType(Enum):
 
 
 class WriteItemType(_ItemType):
-    """What an item writes: a whole tensor, a shard of one, or bytes."""
-
     TENSOR = auto()
     SHARD = auto()
     BYTE_IO = auto()
 
 
 class LoadItemType(_ItemType):
-    """What an item reads: a box of a tensor, or bytes."""
-
     TENSOR = auto()
     BYTE_IO = auto()
 
@@ -251,8 +245,6 @@ class BytesIOWriteData:
 
 @dataclass(frozen=True)
 class TensorWriteData:
-    """The box of a tensor that is written."""
-
     chunk: ChunkStorageMetadata
     properties: TensorProperties
     size: torch.Size

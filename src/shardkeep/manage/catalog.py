@@ -70,7 +70,6 @@ class Naming:
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
-        """Return the step of a name; None for a name that no step has."""
         found = self._pattern.fullmatch(name)
         step = int(found[1]) if found else -1
         return step if 0 <= step <= _MAX_STEP and self.name(step) == name else None

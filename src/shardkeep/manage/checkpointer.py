@@ -307,8 +307,7 @@ class Checkpointer:
         """
         Save the state now, as `step` does, whether a save is due or not. Call it on all ranks.
 
-        `overwrite` replaces an existing checkpoint of this step. Without it, an existing one is an error, unless this job
-        has gone back from it.
+        `overwrite` replaces a checkpoint of this step; without it, one is an error, unless this job went back from it.
         """
         step = self._valid_next(step)
         made, self._decision, self._unsaved = self._decision, None, None

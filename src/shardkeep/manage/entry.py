@@ -13,7 +13,6 @@ from shardkeep.errors import BlobNotFound, CheckpointError, StateError, StorageE
 from shardkeep.format.record import Record
 
 METRICS = "metrics"
-"""The key of the step's metrics in the meta of a commit record."""
 TIMELINE = "timeline"
 """The key of the timeline's number in the meta of a commit record; absent for the first timeline."""
 BEGAN_AFTER = "timeline_began_after"

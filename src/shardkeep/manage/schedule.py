@@ -153,7 +153,6 @@ class SaveRequests:
         return False
 
     def _take_file(self, file: str) -> bool:
-        """Return whether the file is there, and delete it."""
         try:
             if not exists(self._root, file):
                 self._stuck = False

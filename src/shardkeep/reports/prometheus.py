@@ -23,9 +23,8 @@ class Prometheus:
     """
     A callback for `on_event`: metrics of this rank.
 
-    Times are histograms (`shardkeep_save_blocked_seconds`, ...). Bytes and throughput are gauges with the values of the last
-    call. `shardkeep_save_failures_total` counts failures. Set an alert on `shardkeep_last_save_timestamp_seconds`: the time
-    of the last commit.
+    Times are histograms (`shardkeep_save_blocked_seconds`, ...). Bytes and throughput are gauges with the values of the
+    last call. `shardkeep_save_failures_total` counts failures. Set an alert on `shardkeep_last_save_timestamp_seconds`.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:

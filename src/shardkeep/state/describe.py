@@ -103,7 +103,6 @@ def describe_leaves(
     filling: bool = False,
     kept: KeptDescriptions | None = None,
 ) -> Description:
-    """Describe tensor leaves; with what was `kept` of the same ones, if that is given, and keep it."""
     keys, leaves = list(tensors), list(tensors.values())
     found: Sequence[OrdinaryLeaf | TensorLeaf]
     local, specs = split_dtensors(leaves)
@@ -152,7 +151,6 @@ def describe_leaves(
 def _rows(
     found: Sequence[OrdinaryLeaf | TensorLeaf], closer: Mapping[int, TensorLeaf], shape: IntArray
 ) -> tuple[IntArray, Boxes, list[torch.Tensor]]:
-    """Return the rows of all tensors: which tensor, which box of it, which memory."""
     if not closer:  # the rest says the same of these too
         whole: list[Any] = [each[3] for each in found]
         return np.arange(len(found), dtype=np.int64), Boxes(np.zeros_like(shape), shape.copy()), whole

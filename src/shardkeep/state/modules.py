@@ -84,7 +84,7 @@ class StateDictInfo(StateDictOptions):
     """Sets the form in which FSDP1 returns and takes state dicts."""
     fsdp_modules: list[nn.Module] = field(default_factory=list)
     param_names: dict[nn.Parameter, tuple[str, ...]] = field(default_factory=dict)
-    """Each parameter to its canonical names, the usual one first."""
+    """The usual name comes first."""
     live: list[LiveItem] = field(default_factory=list)
     canonical: bool = False
     """Whether nothing in the model wraps or hides anything, so that the keys of its state dict are canonical names."""

@@ -82,7 +82,6 @@ _ACTIVE: ContextVar[CancelScope | None] = ContextVar("shardkeep.storage.cancel",
 
 
 def create_in(scope: CancelScope | None, create: Callable[[], T]) -> T:
-    """Create a writer that belongs to a scope, if there is one."""
     with scope.active() if scope else nullcontext():
         return create()
 

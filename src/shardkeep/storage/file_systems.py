@@ -414,7 +414,6 @@ def is_local(fs: FileSystemBase) -> bool:
 
 
 def has_store(fs: FileSystemBase) -> bool:
-    """Return whether one of our stores is behind a file system: see `store_of`."""
     return is_local(fs) or type(fs) is StoreFileSystem
 
 

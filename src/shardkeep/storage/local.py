@@ -1,11 +1,10 @@
 """
 A store that is a directory: blobs are its files, places below it are its directories.
 
-Large writes bypass the page cache (O_DIRECT) where memory and offset allow it, which is steadier and takes a fifth of the
-CPU time. So do large reads of what is not cached, except after `prefetch`: then they go through the cache, for the other
-processes of this machine. Everything else, and every system without O_DIRECT, is buffered. A blob is durable when `finish`
-or `put` returns. The store never reads or writes outside its directory, opens only regular files, and follows symbolic
-links only if the caller allows it.
+Large writes bypass the page cache (O_DIRECT) where memory and offset allow it, which is steadier and takes a fifth of
+the CPU time. So do large reads of what is not cached, except after `prefetch`: then they go through the cache, for the
+other processes of this machine. Everything else, and every system without O_DIRECT, is buffered. The store never reads
+or writes outside its directory, opens only regular files, and follows symbolic links only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -244,8 +243,7 @@ def reserve(fd: int, nbytes: int) -> None:
     """
     Reserve space, so that a full disk is reported before the first byte; does nothing where that is not supported.
 
-    Calls fallocate itself, not `os.posix_fallocate`: on file systems without it (NFS, FUSE), glibc emulates it with a
-    write to every block.
+    Not by `os.posix_fallocate`: on file systems without it (NFS, FUSE), glibc emulates it with a write to every block.
     """
     if not nbytes or not sys.platform.startswith("linux"):
         return

@@ -1,8 +1,7 @@
 """
 Retries what failed for a transient reason: a server that restarts, a network that was down for a moment.
 
-Making a blob durable is never retried: after a failed fsync the kernel may take lost pages for written, and a second
-fsync would then report success.
+Making a blob durable is never retried: after a failed fsync, a second one may report success although pages were lost.
 """
 
 from __future__ import annotations
