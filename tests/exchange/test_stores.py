@@ -23,7 +23,7 @@ from tests.object_store.proxy import Proxy, Rule
 from tests.support.uploads import unfinished
 
 INDEX = "model.safetensors.index.json"
-QUICK = {"timeout_s": 5.0, "retries": 2, "retry_s": 3.0}
+FEW_TRIES = {"timeout_s": 60.0, "retries": 2, "retry_s": 60.0}
 
 
 @pytest.fixture(params=["memory", "s3", "fsspec"])
@@ -219,7 +219,7 @@ def test_the_last_request_of_a_replacement_goes_wrong(s3_server, monkeypatch, fa
     """If its answer is lost, the new file is found. If it never arrives, the old file is there, and that is said."""
     old, new = bytes(9 << 20), bytes([1]) * (9 << 20)
     with Proxy(s3_server.port) as proxy:
-        monkeypatch.setattr(to_file, "open_store", lambda url, direct: open_place(url, **QUICK))
+        monkeypatch.setattr(to_file, "open_store", lambda url, direct: open_place(url, **FEW_TRIES))
         for name, value in s3_server.environment.items():
             monkeypatch.setenv(name, value.replace(f":{s3_server.port}", f":{proxy.port}"))
         root = s3_server.url(f"exchange-{uuid.uuid4().hex}")
