@@ -1,10 +1,9 @@
 """
 `async_save`: the state is copied first, then saved from the copy on a thread or in a process.
 
-Saves of one group of ranks run one after the other on one thread, in the order of the calls, which is the same on all
-ranks. They use their own keys in the group's store, so that they never mix with collectives or saves of the training thread.
-A failure that is never retrieved is logged, and raised by the next asynchronous save of the rank. That save runs all the
-same, because other ranks may not know of the failure yet.
+Saves of one group of ranks run one after the other on one thread. They use their own keys in the group's store, so that they
+never mix with collectives or saves of the training thread. A save that follows an unretrieved failure, and raises it, runs all
+the same, because other ranks may not know of the failure yet.
 """
 
 from __future__ import annotations
@@ -235,11 +234,9 @@ def once_staged(staged: Staged) -> protocol.STATE_DICT_TYPE:
 
 class _ProcessBasedAsyncCheckpointExecutor(_ThreadBasedAsyncCheckpointExecutor):
     """
-    Saves in a process that is spawned at the first save and serves the later ones.
+    Saves in a process that is spawned at the first save and serves the later ones (`dcp._impl.process`).
 
-    The state, the writer and the planner are pickled. The process knows the rank and size of the default group, and cannot
-    communicate with other ranks: the thread that waits for it does. If it dies, its rank fails in the current step, all
-    ranks learn of it at once, and the next save starts another one.
+    If it dies, its rank fails in the current step, all ranks learn of it at once, and the next save starts another one.
     """
 
     def _prepare(

@@ -56,9 +56,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     The file is read back and then replaces what is at its place. Memory holds all objects, and of tensors one window a
     thread, or two whole tensors where some were saved through an extension.
 
-    Args:
-        dcp_checkpoint_dir: the checkpoint's directory, or the URL of its place.
-        torch_save_path: the file to write: a path or a URL.
+    Either may also be given by its URL.
 
     Raises:
         CheckpointException: the checkpoint cannot be read.
@@ -157,14 +155,10 @@ def _load_dict(path: str | os.PathLike[str]) -> dict[Any, Any]:
 
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
     """
-    Convert a file of `torch.save` into a checkpoint.
+    Convert a file of `torch.save`, whose top-level value must be a dict, into a checkpoint.
 
     The file is mapped and not read into memory, unless it has the form that torch wrote before version 1.6, or is in a
-    store. A checkpoint that is at the place is replaced, once the new one is complete.
-
-    Args:
-        torch_save_path: the file, by its path or URL; its top-level value must be a dict.
-        dcp_checkpoint_dir: the directory to write the checkpoint to, or the URL of a place.
+    store. A checkpoint that is at the place is replaced, once the new one is complete. Either may also be given by its URL.
 
     Raises:
         PickleRefused: the file names a class that is not known to be safe.

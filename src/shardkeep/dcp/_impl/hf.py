@@ -430,9 +430,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         if self.save_distributed and not self.enable_consolidation:
             return 0.0
         # One rank writes all of it: whole tensors, or the consolidated ones.
-        tensors: list[Any] = [
-            entry for entry in metadata.state_dict_metadata.values() if protocol.is_tensor_entry(entry)
-        ]
+        tensors: Any = metadata.state_dict_metadata.values()  # `prepare_local_plan` refuses all else
         total = sum(torch.Size(entry.size).numel() * entry.properties.dtype.itemsize for entry in tensors)
         return float(total / SLOWEST_BYTES_PER_S)
 

@@ -4,9 +4,8 @@ The storage readers for Hugging Face models and their shards: only headers and t
 The steps are torch's, so that subclasses can override them. Each thread reads the requests of some files, strip by strip, so
 memory is a strip for each thread.
 
-Quantized tensors are dequantized while they are read. There are two forms: 8-bit weights with one scale for each square
-block, and 4-bit values (MXFP4) with one exponent for each group. Numbers are bit for bit those of torch's reader. Requests
-may begin inside a block, and quantized tensors may be stored in shards.
+Quantized tensors are dequantized while they are read; numbers are bit for bit those of torch's reader. Requests may begin
+inside a block, and quantized tensors may be stored in shards.
 """
 
 from __future__ import annotations
@@ -161,14 +160,7 @@ class HuggingFaceStorageReader(FileSystemReader):
     _foreign = False
 
     def __init__(self, path: str, thread_count: int = 1) -> None:
-        """
-        Point to a directory.
-
-        Args:
-            path: holds the model: a directory, or the URL of a place.
-            thread_count: how many threads to read with, at least.
-
-        """
+        """Point to a directory, or the URL of a place, to read with at least so many threads."""
         super().__init__(path=path)
         self.fs, self.path = by_store(self.fs, self.path)
         self.thread_count = thread_count
@@ -293,14 +285,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         self, path: str, thread_count: int = 1, target_dtype: torch.dtype = torch.float32, block_size: int = 128
     ) -> None:
         """
-        Point to a directory.
+        Point to a model, as `HuggingFaceStorageReader` does.
 
-        Args:
-            path: holds the model.
-            thread_count: how many threads to read with, at least.
-            target_dtype: the dtype that numbers are made in, before they are copied to what they fill.
-            block_size: rows and columns of a block that has one scale.
-
+        `target_dtype` is what numbers are made in, before they are copied to what they fill.
         """
         super().__init__(path=path, thread_count=thread_count)
         self.target_dtype: torch.dtype = target_dtype

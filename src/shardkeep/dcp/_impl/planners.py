@@ -209,13 +209,7 @@ class DefaultSavePlanner(protocol.SavePlanner):
     def create_global_plan(
         self, all_plans: list[protocol.SavePlan]
     ) -> tuple[list[protocol.SavePlan], protocol.Metadata]:
-        """
-        Return the plans without what is replicated, and the metadata.
-
-        Raises:
-            InvalidShards: (a ValueError) shards overlap, leave a hole, or lie outside their tensor.
-
-        """
+        """Return the plans without replicas, and the metadata; `InvalidShards` if shards do not tile their tensor."""
         self.global_plan, self.metadata = self._create_global_plan(all_plans)
         # Our driver translates for torch's storages, torch's driver does not. The class of `storage_meta` shows whose it is.
         in_its_words = protocol.translator(None, self._storage_meta)
@@ -322,14 +316,7 @@ class DefaultLoadPlanner(protocol.LoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> protocol.LoadPlan:
-        """
-        Return what this rank needs.
-
-        Raises:
-            BadState: (a RuntimeError) the checkpoint lacks keys, and a partial load is not allowed.
-            StateMismatch: (a ValueError) tensors have other sizes in the checkpoint.
-
-        """
+        """Return what this rank needs; `BadState` if the checkpoint lacks keys, `StateMismatch` if sizes differ there."""
         if self.metadata is None:
             raise BrokenProtocol("a load needs the checkpoint's metadata", hint="pass them to set_up_planner")
         saved = self.metadata.state_dict_metadata
