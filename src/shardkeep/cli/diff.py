@@ -37,6 +37,8 @@ Pair = tuple[Item, Item]
 
 @dataclass
 class Difference:
+    """All differences between two checkpoints, A and B, by their keys in A."""
+
     only_in_a: dict[str, Item]
     only_in_b: dict[str, Item]
     other_kind: dict[str, Pair] = field(default_factory=dict)

@@ -131,6 +131,7 @@ def _du_run(run: Run, args: argparse.Namespace) -> int:
 
 
 def _sizes(run: Run) -> dict[str, int]:
+    """Return what the files of each checkpoint take, including those that a record does not name."""
     root = run.catalog.root  # which does not list links to files
     sizes = {}
     for entry in run.entries:

@@ -1,7 +1,4 @@
-"""
-`shardkeep export` and `convert` write weights for Hugging Face or torch.load, or a checkpoint in another layout; `rotate` wraps
-the data keys of encrypted checkpoints with another key, without rewriting data.
-"""
+"""`shardkeep export` and `convert` write a checkpoint in another form; `rotate` wraps its data keys with another key."""
 
 from __future__ import annotations
 

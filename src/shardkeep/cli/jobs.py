@@ -44,6 +44,7 @@ _END_S = 10.0
 
 T = TypeVar("T")
 Work = Callable[..., T]
+"""Does the work, or this rank's part of it; takes `group` and `progress`."""
 
 
 def jobs_for(given: int | None, source: str) -> int:

@@ -234,6 +234,7 @@ _Branch = list[tuple[list[str], contents.Item]]
 
 
 def _tree_lines(checkpoint: Checkpoint, items: Iterable[contents.Item], args: argparse.Namespace) -> Iterator[str]:
+    """Return the lines of a tree, one for each branch; two in one string if a branch does not fit into one."""
     room = out.terminal_width() or sys.maxsize
 
     def nbytes_of(branch: _Branch) -> int:

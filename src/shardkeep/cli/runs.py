@@ -64,6 +64,7 @@ class Run:
 
     @property
     def latest(self) -> Entry | None:
+        """The newest checkpoint, whether or not it is damaged."""
         return next((entry for entry in self.entries if entry.committed), None)
 
     @property

@@ -82,11 +82,7 @@ class EncodesMany(Codec, Protocol):
     """Encodes several frames at once. Only the first codec of a chain is used this way."""
 
     def encode_many(self, data: memoryview, places: Sequence[FramePlace]) -> Iterator[Buffer]:
-        """
-        Yield what `encode` would return for each frame.
-
-        `data` has the frames end to end, all of one size, except that the last may be smaller.
-        """
+        """Yield what `encode` would for each frame; `data` has them end to end, of one size (the last may be smaller)."""
 
 
 @runtime_checkable

@@ -6,8 +6,7 @@ random. So the codec splits the words of a frame into planes: the n-th byte of e
 next. Planes that vary little are coded by Huffman codes (in the form of zstd frames), the others are stored as they
 are. The exponent of bf16 and fp32 becomes a byte of its own when words are *rotated*: the sign and the eight bits below
 it change places. Which planes to code is decided frame by frame, from a sample of its bytes; no dtype is needed. Where
-bytes repeat in runs (counters, masks, text), planes are compressed by zstd with matches. `docs/codecs.md` specifies the
-frames.
+bytes repeat in runs (counters, masks, text), zstd compresses planes with matches. `docs/codecs.md` specifies frames.
 
 Every step of numpy releases the GIL and takes it again, and threads that wait for it hardly work, so frames of a batch
 are analyzed and split together. Fresh memory costs as much as the work done in it, so it is reused.
@@ -179,6 +178,8 @@ def word_type(width: int) -> np.dtype[Any]:
 
 
 class ReusedMemory:
+    """Memory of one thread, reused from frame to frame."""
+
     def __init__(self) -> None:
         self._data: Bytes = np.empty(0, np.uint8)
 
@@ -403,6 +404,8 @@ class _StoredFrame:
 
 
 class Encoder:
+    """Encodes frames, on one thread."""
+
     def __init__(self, zstd: Any) -> None:
         self._literals = frame_compressor(zstd, HUFFMAN_ONLY)
         self._matches = frame_compressor(zstd, {LEVEL: 1})

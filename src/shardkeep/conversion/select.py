@@ -155,6 +155,7 @@ def _raise_if_unused(argument: str, unused: list[str], names: list[str]) -> None
 
 
 def selection_contents(chosen: Selection, index: Index) -> tuple[Index, list[int]]:
+    """Return the index of a selection, and the row that each of its tensors has in the old index."""
     keys = sorted([*chosen.tensors, *chosen.ties], key=str.encode)
     row_of = {key: row for row, key in enumerate(keys)}
     parts = [chosen.tensors[chosen.ties.get(key, key)] for key in keys]

@@ -60,6 +60,7 @@ class KVMailbox:
         self._ranks, self._stop = ranks, stop
 
     def count(self, key: str) -> int:
+        """Add one to the counter `key` and return it."""
         return self._store.add(key, 1)
 
     def answer_s(self, nbytes: int) -> float:

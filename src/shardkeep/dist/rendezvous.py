@@ -546,6 +546,7 @@ def rendezvous(world: World, title: str) -> Iterator[Rendezvous]:
 
 
 _LastSeen = tuple[int, RankActivity | None]
+"""How many calls a rank has made, and its last note."""
 
 
 def _last_seen(mailbox: KVMailbox, rank: int) -> _LastSeen:

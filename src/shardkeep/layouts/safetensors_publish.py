@@ -65,6 +65,7 @@ class PublishNote(msgspec.Struct, frozen=True, omit_defaults=True):
     files: list[str]
     """Those that count."""
     remove: list[str]
+    """Files that do not count any more."""
     index: bool
     pending: bool = False
 

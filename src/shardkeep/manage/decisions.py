@@ -327,10 +327,11 @@ class PendingTasks:
         self.count += 1  # a task that failed to begin on this rank may run on other ranks
 
     def failed(self) -> list[int]:
-        """Return the numbers of tasks that have failed by now on this rank."""
+        """Return the numbers of tasks that have failed by now on this rank; may be called by any thread."""
         return [number for number, task in list(self._tasks.items()) if task.done() and _error_of(task) is not None]
 
     def running(self) -> bool:
+        """Return whether a task has not ended; may be called by any thread."""
         return any(not task.done() for task in list(self._tasks.values()))
 
     def end(self, numbers: Collection[int]) -> list[BaseException]:

@@ -297,6 +297,7 @@ class Saves:
 
     @property
     def begun(self) -> bool:
+        """Whether `begin` has succeeded since the last restore."""
         return self._timeline is not None
 
     def begin(self, step: int) -> None:

@@ -103,6 +103,7 @@ def describe_leaves(
     filling: bool = False,
     kept: KeptDescriptions | None = None,
 ) -> Description:
+    """Describe tensor leaves; with what was `kept` of the same ones, if that is given, and keep it."""
     keys, leaves = list(tensors), list(tensors.values())
     found: Sequence[OrdinaryLeaf | TensorLeaf]
     local, specs = split_dtensors(leaves)

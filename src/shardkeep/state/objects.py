@@ -455,6 +455,7 @@ def _memory_for(
 
 
 def _shares_memory(present: Any, parameter: torch.Tensor) -> bool:
+    """Return True if state is the parameter's own memory, which must not be filled with optimizer state."""
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in (present, parameter)]
     if not all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors):
         return False

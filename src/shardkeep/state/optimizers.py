@@ -209,6 +209,7 @@ class StoredGroups:
         return {rest: allocate_leaf(stored, leaf) for rest, (_, _, leaf) in self._leaves.items() if not leaf.empty}
 
     def had_state(self, parameter: str, stored: StoredState) -> bool:
+        """Return True if state was saved for a parameter, also if the load drops it."""
         return stored.was(self._former[parameter])
 
     def check(self, names: Iterable[str], hyper: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -252,6 +253,7 @@ class StateLayout:
         self._made: dict[torch.Tensor, Any] | None = None
 
     def at_hand(self, parameter: torch.Tensor) -> Mapping[Any, Any] | None:
+        """Return the state of a parameter if it exists already; never makes a step."""
         return self._live.get(parameter) or (self._made or {}).get(parameter)
 
     def of(self, parameter: torch.Tensor) -> Mapping[Any, Any] | None:
@@ -281,6 +283,7 @@ def init_optim_state(optim: Optimizer) -> None:
 
 @contextmanager
 def with_initial_state(optimizer: Optimizer) -> Iterator[None]:
+    """Give a fresh optimizer initial state while this context is entered; it is fresh again afterwards."""
     if not is_fresh(optimizer):
         yield
         return

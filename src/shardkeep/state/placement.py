@@ -52,6 +52,7 @@ def local_layout(
 
 
 def _chunk(size: int, count: int, index: int) -> Run:
+    """Return start and stop of chunk `index` of `count`, as `torch.chunk` cuts `size` elements."""
     each = -(-size // count)
     start = min(each * index, size)
     return start, min(start + each, size)

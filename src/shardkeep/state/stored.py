@@ -147,6 +147,7 @@ def _any_below(names: list[str], name: str) -> bool:
 
 
 def build_containers(leaves: list[tuple[KeyPath, Any]], depth: int = 0) -> Any:
+    """Build containers from the paths of their leaves, which are in order."""
     kind = leaves[0][0][depth][0]
     groups: dict[Part, list[tuple[KeyPath, Any]]] = {}
     for path, leaf in leaves:

@@ -305,6 +305,7 @@ _OF_EMULATOR = "UseDevelopmentStorage=true"
 
 
 def environment_of(service: str) -> dict[str, str]:
+    """Return the environment variables of a service; they may contain secrets."""
     return settings_with(_VARIABLES[service])
 
 

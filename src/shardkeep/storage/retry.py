@@ -99,6 +99,7 @@ class RetryingStore(StoreWrapper):
     """Passes everything on to `inner`, and retries what fails for a transient reason. It is a root if `inner` is."""
 
     def __init__(self, inner: Store, policy: RetryPolicy, *, before_put: Callable[[], object] | None = None) -> None:
+        """`before_put` is called before each `put`, which is not made if it raises."""
         super().__init__(inner)
         self._policy = policy
         self._before_put = before_put
